@@ -1,0 +1,257 @@
+"""What the worker's core says to the world and hears from it: the session's words as values, and the ports as Protocols.
+
+Knows no protobuf, no Redis and no tensor. The words mirror protos/v1; packed fields are little-endian bytes: tokens int32,
+page ids uint32 (0 = NO_PAGE, a hole).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from enum import IntEnum
+from typing import NamedTuple, NewType, Protocol
+
+SequenceId = NewType("SequenceId", int)
+TicketId = NewType("TicketId", int)
+
+NO_PAGE = 0
+
+
+class GroupKind(IntEnum):
+    FULL = 1
+    WINDOW = 2
+    STATE = 3
+
+
+class RefusalReason(IntEnum):
+    NEVER_FITS = 1
+    NO_ROOM = 2
+
+
+class ReleaseReason(IntEnum):
+    FINISHED = 1
+    ABORTED = 2
+    PREEMPTED = 3
+
+
+class TransferStatus(IntEnum):
+    DONE = 1
+    MISSING = 2
+    FAILED = 3
+
+
+class HostTierKind(IntEnum):
+    NONE = 1
+    PRIVATE = 2
+    SHARED = 3
+
+
+class Namespace(NamedTuple):
+    model: str
+    adapter: str = ""
+    salt: str = ""
+
+
+class GroupSpec(NamedTuple):
+    """One pool of the worker; `num_pages` are usable ones, page 0 is reserved beyond them."""
+
+    name: str
+    kind: GroupKind
+    num_pages: int
+    page_bytes: int
+    window_tokens: int = 0
+
+
+class GroupPages(NamedTuple):
+    group: int
+    first_page: int
+    page_ids: bytes
+
+
+class SnapshotSlot(NamedTuple):
+    group: int
+    boundary_tokens: int
+    slot: int
+
+
+class TransferPages(NamedTuple):
+    group: int
+    page_ids: bytes
+    keys: tuple[bytes, ...]
+
+
+class Transfer(NamedTuple):
+    """A run of pages to move between device and host tier; acks count from `first_page`."""
+
+    ticket: TicketId
+    groups: tuple[TransferPages, ...]
+    first_page: int
+    num_pages: int
+
+
+class Match(NamedTuple):
+    matched_tokens: int
+    usable_tokens: int
+    host_tokens: int
+    limiting_group: str
+    miss_reason: int
+
+
+class Acquire(NamedTuple):
+    sequence_id: SequenceId
+    namespace: Namespace
+    tokens: bytes
+    reserve_pages: int
+    chunk_tokens: int
+    priority: int = 0
+
+
+class Grant(NamedTuple):
+    sequence_id: SequenceId
+    usable_tokens: int
+    cached_tokens: int
+    fetched_tokens: int
+    tables: tuple[GroupPages, ...]
+    match: Match
+    fetch: Transfer | None = None
+    restore: tuple[SnapshotSlot, ...] = ()
+    leave: tuple[SnapshotSlot, ...] = ()
+    working: tuple[SnapshotSlot, ...] = ()
+    rolling: tuple[SnapshotSlot, ...] = ()
+
+
+class Refusal(NamedTuple):
+    sequence_id: SequenceId
+    reason: RefusalReason
+    detail: str
+
+
+class Extend(NamedTuple):
+    sequence_id: SequenceId
+    num_tokens: int
+
+
+class ExtendGrant(NamedTuple):
+    sequence_id: SequenceId
+    pages: tuple[GroupPages, ...]
+    leave: tuple[SnapshotSlot, ...] = ()
+
+
+class Publish(NamedTuple):
+    sequence_id: SequenceId
+    tokens: bytes
+    computed_tokens: int
+
+
+class Remap(NamedTuple):
+    sequence_id: SequenceId
+    pages: tuple[GroupPages, ...]
+
+
+class Release(NamedTuple):
+    sequence_id: SequenceId
+    reason: ReleaseReason
+
+
+class Ack(NamedTuple):
+    ticket: TicketId
+    num_done: int
+    status: TransferStatus
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Rates(NamedTuple):
+    prefill_tokens_per_s: float
+    fetch_bytes_per_s: float
+
+
+class Step(NamedTuple):
+    """Everything that one engine iteration wants, applied by the manager in the order of the fields."""
+
+    step_id: int
+    acks: tuple[Ack, ...] = ()
+    publishes: tuple[Publish, ...] = ()
+    releases: tuple[Release, ...] = ()
+    extends: tuple[Extend, ...] = ()
+    acquires: tuple[Acquire, ...] = ()
+    rates: Rates | None = None
+
+
+class StepReply(NamedTuple):
+    step_id: int
+    grants: tuple[Grant, ...] = ()
+    extends: tuple[ExtendGrant, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    remaps: tuple[Remap, ...] = ()
+
+
+class Adopt(NamedTuple):
+    sequence_id: SequenceId
+    namespace: Namespace
+    tokens: bytes
+    computed_tokens: int
+    tables: tuple[GroupPages, ...]
+    working: tuple[SnapshotSlot, ...] = ()
+    rolling: tuple[SnapshotSlot, ...] = ()
+    priority: int = 0
+
+
+class Welcome(NamedTuple):
+    epoch: str
+    known_sequences: frozenset[SequenceId]
+    last_step_id: int
+
+
+class CachePort(Protocol):
+    """The engine's view of the cache service. One unanswered Step at a time.
+
+    A lost stream raises SessionLost from `step` and `adopt`; the engine then drains the mover, calls `connect` again and
+    follows the Welcome.
+    """
+
+    async def connect(self, live_sequences: Seq[SequenceId]) -> Welcome: ...
+
+    async def step(self, step: Step) -> StepReply: ...
+
+    async def adopt(self, adopt: Adopt) -> Grant | Refusal: ...
+
+    async def next_order(self) -> Transfer:
+        """The next spill order; waits for one."""
+        ...
+
+    async def close(self) -> None:
+        """Say Goodbye and end the stream."""
+        ...
+
+
+class SessionLost(Exception):
+    """The stream to the cache service broke; the state on its other side is known again after `connect`."""
+
+
+class HostTier(Protocol):
+    """Values by key, beyond this process or in it. Called from the mover's threads, never from the event loop.
+
+    Knows no page: values are framed by page_codec before they come here. Every failure is a HostTierError; an absent key is
+    a None, never an error.
+    """
+
+    @property
+    def kind(self) -> HostTierKind: ...
+
+    def identity(self) -> str:
+        """The sentinel's value, made on first use; it changes when the store was flushed."""
+        ...
+
+    def put(self, keys: Seq[bytes], values: Seq[Seq[bytes | memoryview]]) -> int:
+        """Store each value, given as parts; returns how many leading ones are acknowledged (fewer when the store is full)."""
+        ...
+
+    def get(self, keys: Seq[bytes], max_bytes: int) -> list[bytearray | None]:
+        """The values in order, None for absent keys; a value longer than `max_bytes` counts as absent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostTierError(Exception):
+    """The host tier did not answer in time, answered nonsense, or refused the connection."""
