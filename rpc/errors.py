@@ -1,0 +1,69 @@
+"""Answers a call that failed with a status: by a table for known errors, INTERNAL without details for all others.
+
+Knows no error of any service; the table is an argument.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from rpc.interceptor import Around, Call, UndecodableRequest
+from rpc.request_id import current_request_id
+
+ErrorTable = Mapping[type[Exception], grpc.StatusCode]
+
+# Details travel in HTTP/2 trailers, which peers cap at 8 KiB and which percent-encoding may triple.
+MAX_DETAILS = 1_000
+
+_log = logging.getLogger("rpc.errors")
+
+
+def status_of(error: Exception, table: ErrorTable) -> grpc.StatusCode | None:
+    """The code of the nearest class in the error's tree; None if the table has none."""
+    if isinstance(error, UndecodableRequest):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    return next((table[kind] for kind in type(error).__mro__ if kind in table), None)
+
+
+def clipped(details: str) -> str:
+    return details if len(details) <= MAX_DETAILS else details[: MAX_DETAILS - 1] + "…"
+
+
+def errors_to_status(table: ErrorTable) -> Around:
+    """An around that ends failed calls with `table`'s codes."""
+
+    def around(call: Call) -> AbstractAsyncContextManager[None]:
+        return _translated(call, table)
+
+    return around
+
+
+@asynccontextmanager
+async def _translated(call: Call, table: ErrorTable) -> AsyncIterator[None]:
+    try:
+        yield
+    except (grpc.aio.AbortError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        if call.context.cancelled():
+            # The peer is gone, and a write to it failed: nobody is left to be answered.
+            _log.debug("call ended by its peer", extra={"method": call.method})
+            raise asyncio.CancelledError from error
+        await _abort(call, error, table)
+
+
+async def _abort(call: Call, error: Exception, table: ErrorTable) -> NoReturn:
+    code = status_of(error, table)
+    if code is None:
+        _log.exception("call failed unexpectedly", extra={"method": call.method})
+        await call.context.abort(grpc.StatusCode.INTERNAL, f"internal error; request id {current_request_id()}")
+    details = clipped(str(error))
+    _log.info("call refused", extra={"method": call.method, "code": code.name, "details": details})
+    await call.context.abort(code, details)

@@ -1,0 +1,120 @@
+"""Runs every call of a server inside a chain of arounds, and decodes its requests within that chain.
+
+Knows no service and no policy: an around is a context manager that is told which call it surrounds. Requests are
+decoded here and not by gRPC, since gRPC's own answer to unparsable bytes is UNKNOWN.
+
+    metrics( request id( errors( deadline( decode, serve ))))
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+# gRPC's handlers are untyped at this seam: they carry messages of every service.
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = grpc.RpcMethodHandler[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+Decode = Callable[[bytes], Any]
+Serve = Callable[[Any, Context], Any]
+
+
+class Call(NamedTuple):
+    """One call as the arounds see it."""
+
+    method: str
+    is_unary: bool
+    context: Context
+    metadata: Mapping[str, str | bytes]
+
+
+Around = Callable[[Call], AbstractAsyncContextManager[None]]
+
+
+class UndecodableRequest(Exception):
+    """The request's bytes are no message of the expected type."""
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Rebuilds each method handler so that it runs inside the arounds, outermost first."""
+
+    def __init__(self, arounds: Sequence[Around]) -> None:
+        self._arounds = tuple(arounds)
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return self._wrap(handler, handler_call_details)
+
+    def _wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        surround = _Surround(self._arounds, handler, details)
+        serializer = handler.response_serializer
+        if handler.request_streaming and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(surround.streaming, None, serializer)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(surround.unary, None, serializer)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(surround.streaming, None, serializer)
+        return grpc.unary_unary_rpc_method_handler(surround.unary, None, serializer)
+
+
+class _Surround:
+    """One call's behaviour inside the arounds; gRPC gives it raw bytes."""
+
+    def __init__(self, arounds: Sequence[Around], handler: Handler, details: grpc.HandlerCallDetails) -> None:
+        self._arounds = arounds
+        self._details = details
+        self._request_streaming = bool(handler.request_streaming)
+        self._is_unary = not (handler.request_streaming or handler.response_streaming)
+        self._decode: Decode = handler.request_deserializer or bytes
+        behaviours: tuple[Any, ...] = (
+            handler.unary_unary,
+            handler.unary_stream,
+            handler.stream_unary,
+            handler.stream_stream,
+        )
+        self._serve: Serve = next(behaviour for behaviour in behaviours if behaviour is not None)
+
+    async def unary(self, request: Any, context: Context) -> Any:
+        async with AsyncExitStack() as stack:
+            await self._enter(stack, context)
+            return await self._serve(self._decoded(request), context)
+
+    async def streaming(self, request: Any, context: Context) -> None:
+        """Writes by `context.write`, the one style that fits generators and writing handlers alike."""
+        async with AsyncExitStack() as stack:
+            await self._enter(stack, context)
+            served = self._serve(self._decoded(request), context)
+            if not hasattr(served, "__aiter__"):
+                await served
+                return
+            async with aclosing(served) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+    async def _enter(self, stack: AsyncExitStack, context: Context) -> None:
+        metadata = dict(self._details.invocation_metadata or ())
+        call = Call(self._details.method, self._is_unary, context, metadata)
+        for around in self._arounds:
+            await stack.enter_async_context(around(call))
+
+    def _decoded(self, request: Any) -> Any:
+        return self._decoded_stream(request) if self._request_streaming else self._decoded_message(request)
+
+    async def _decoded_stream(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raws:
+            yield self._decoded_message(raw)
+
+    def _decoded_message(self, raw: bytes) -> Any:
+        try:
+            return self._decode(raw)
+        except Exception as error:
+            # protobuf implementations disagree on the type they raise for bad bytes.
+            raise UndecodableRequest(f"request: {len(raw)} bytes that are no message of this method") from error

@@ -1,0 +1,69 @@
+"""Logs as JSON lines, with the request id of the call that is being served, and with secrets struck out.
+
+Knows no logger's name and no configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+from urllib.parse import SplitResult, urlsplit
+
+from rpc.request_id import current_request_id
+
+REDACTED = "***"
+LEVELS = ("debug", "info", "warning", "error")
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def set_up_logging(service: str, level: str = "info", stream: TextIO | None = None) -> None:
+    """Sends every record of the process to `stream` (stderr), one JSON object a line."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a record: time, level, service, logger, message, request id, then the record's extras."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := current_request_id():
+            line["request_id"] = request_id
+        line.update((key, value) for key, value in vars(record).items() if key not in _STANDARD)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _timestamp(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def redact_url(url: str) -> str:
+    """The URL without its password; user, host, port and path stay readable."""
+    try:
+        parts = urlsplit(url)
+        password = parts.password
+    except ValueError:
+        return REDACTED
+    if password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    cleaned = SplitResult(parts.scheme, f"{parts.username or ''}:{REDACTED}@{host}", parts.path, "", "")
+    return cleaned.geturl()

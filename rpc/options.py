@@ -1,0 +1,56 @@
+"""Channel and server arguments that must agree on both ends of a connection.
+
+Knows no address and no service.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+
+Options = list[tuple[str, int | str]]
+
+
+class ServerLimits(NamedTuple):
+    """What a server takes on at most."""
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_streams_per_connection: int = 1024
+    max_concurrent_calls: int = 4096
+
+
+def _common(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # An idle worker still has to notice within seconds that its peer is gone.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(limits: ServerLimits) -> Options:
+    return [
+        *_common(limits.max_message_bytes),
+        # Without this two servers may share one port, and a client would reach either of them.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        # Half of what our channels ping at, so that an honest client is never taken for a flood.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ]
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    return [
+        *_common(max_message_bytes),
+        # A restarted peer must be found again within a second, not after gRPC's default backoff of up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]

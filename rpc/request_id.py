@@ -1,0 +1,45 @@
+"""Gives every call a request id: the caller's, or one drawn here.
+
+Knows no transport beyond the metadata key; logs read the id from the context.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rpc.interceptor import Call
+
+METADATA_KEY = "x-request-id"
+MAX_LENGTH = 64
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def current_request_id() -> str:
+    """The id of the call that is being served, or an empty string outside of one."""
+    return _request_id.get()
+
+
+def draw_request_id() -> str:
+    return secrets.token_hex(8)
+
+
+def accepted_request_id(offered: str | bytes | None) -> str:
+    """The caller's id if it is short and harmless in a log line, else a new one."""
+    if isinstance(offered, str) and 0 < len(offered) <= MAX_LENGTH and offered.isascii() and offered.isprintable():
+        return offered
+    return draw_request_id()
+
+
+@asynccontextmanager
+async def with_request_id(call: Call) -> AsyncIterator[None]:
+    token = _request_id.set(accepted_request_id(call.metadata.get(METADATA_KEY)))
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
