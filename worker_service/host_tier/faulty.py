@@ -1,0 +1,85 @@
+"""A host tier that goes wrong on purpose, by a seeded plan: for tests of everything that stands on a host tier.
+
+Knows nothing of the tier inside. Calls from one thread meet the same faults in every run with the same seed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from worker_service.core.ports import HostTier, HostTierError, HostTierKind
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Probabilities: of a call to fail, to be late or to store a part only; of a value to vanish, or to come back changed."""
+
+    seed: int = 0
+    fail: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.05
+    partial: float = 0.0
+    lose: float = 0.0
+    corrupt: float = 0.0
+
+
+class FaultyTier:
+    """A HostTier around another. With the default plan it does nothing but pass on."""
+
+    def __init__(
+        self, inner: HostTier, plan: FaultPlan | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.plan = plan or FaultPlan()
+        self._inner = inner
+        self._sleep = sleep
+        self._random = random.Random(self.plan.seed)  # noqa: S311 (a replayable plan, not a secret)
+        self._lock = threading.Lock()
+
+    @property
+    def kind(self) -> HostTierKind:
+        return self._inner.kind
+
+    def identity(self) -> str:
+        self._disturb()
+        return self._inner.identity()
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
+        self._disturb()
+        count = self._below(len(keys)) if keys and self._happens(self.plan.partial) else len(keys)
+        return self._inner.put(keys[:count], values[:count])
+
+    def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
+        self._disturb()
+        values = self._inner.get(keys, max_bytes)
+        return [self._spoil(value) for value in values]
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _disturb(self) -> None:
+        if self._happens(self.plan.delay):
+            self._sleep(self.plan.delay_s)
+        if self._happens(self.plan.fail):
+            raise HostTierError("a planned fault")
+
+    def _spoil(self, value: bytearray | None) -> bytearray | None:
+        if value is None or self._happens(self.plan.lose):
+            return None
+        if value and self._happens(self.plan.corrupt):
+            value[self._below(len(value))] ^= 1 << self._below(8)
+        return value
+
+    def _happens(self, probability: float) -> bool:
+        # No draw for what is not planned: adding one kind of fault leaves the others where they were.
+        if not probability:
+            return False
+        with self._lock:
+            return self._random.random() < probability
+
+    def _below(self, limit: int) -> int:
+        with self._lock:
+            return self._random.randrange(limit)

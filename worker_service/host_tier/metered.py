@@ -1,0 +1,68 @@
+"""A host tier that tells what each call moved and how long it took.
+
+Knows neither the tier inside nor what becomes of the figures: they go to a callback, as values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from worker_service.core.ports import HostTier, HostTierError, HostTierKind
+
+Operation = Literal["put", "get"]
+
+
+class Measure(NamedTuple):
+    """One call. `num_done` values were stored or found, of `num_values` asked for; `failed`: a HostTierError ended it."""
+
+    operation: Operation
+    num_values: int
+    num_done: int
+    num_bytes: int
+    seconds: float
+    failed: bool
+
+
+class MeteredTier:
+    """A HostTier around another; `record` is called in the thread of the call, once for each, and must not block."""
+
+    def __init__(
+        self, inner: HostTier, record: Callable[[Measure], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._inner = inner
+        self._record = record
+        self._clock = clock
+
+    @property
+    def kind(self) -> HostTierKind:
+        return self._inner.kind
+
+    def identity(self) -> str:
+        return self._inner.identity()
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
+        start = self._clock()
+        try:
+            done = self._inner.put(keys, values)
+        except HostTierError:
+            self._record(Measure("put", len(keys), 0, 0, self._clock() - start, failed=True))
+            raise
+        num_bytes = sum(memoryview(part).nbytes for value in values[:done] for part in value)
+        self._record(Measure("put", len(keys), done, num_bytes, self._clock() - start, failed=False))
+        return done
+
+    def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
+        start = self._clock()
+        try:
+            values = self._inner.get(keys, max_bytes)
+        except HostTierError:
+            self._record(Measure("get", len(keys), 0, 0, self._clock() - start, failed=True))
+            raise
+        found = [len(value) for value in values if value is not None]
+        self._record(Measure("get", len(keys), len(found), sum(found), self._clock() - start, failed=False))
+        return values
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,175 @@
+"""The shared host tier: values in a Redis that every worker reaches, over connections of this tier's own.
+
+Knows no page, no breaker and no policy; the callers' threads do the work. Control clients stay away from these connections:
+a client that cancels a call half-way would leave the rest of a value to be read as the next one's reply.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from worker_service.core.ports import HostTierError, HostTierKind
+from worker_service.host_tier.redis_url import parse_redis_url
+from worker_service.host_tier.resp import ErrorReply, Part, RespConnection, TooLongReply, encode_command
+
+SENTINEL_KEY = b"stemcache:1:sentinel"
+SENTINEL_BYTES = 64
+VALUES_PER_COMMAND = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTierConfig:
+    num_connections: int = 4
+    timeout_s: float = 2.0
+    """For one command of up to eight values, the wait for a connection included."""
+    ttl_ms: int = 24 * 3600 * 1000
+    """Values that nobody deletes any more end by themselves."""
+
+    def __post_init__(self) -> None:
+        if self.num_connections < 1:
+            raise ValueError("num_connections: at least 1")
+        if self.timeout_s <= 0:
+            raise ValueError("timeout_s: must be positive")
+        if self.ttl_ms < 1000:
+            raise ValueError("ttl_ms: at least 1000")
+
+
+class RedisTier:
+    """A HostTier over Redis. Any number of threads may call it; each call holds one connection."""
+
+    def __init__(self, url: str, config: RedisTierConfig | None = None) -> None:
+        self._config = config or RedisTierConfig()
+        self._address = parse_redis_url(url)
+        self._ttl = b"%d" % self._config.ttl_ms
+        self._free = threading.Semaphore(self._config.num_connections)
+        self._lock = threading.Lock()
+        self._idle: list[RespConnection] = []
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"RedisTier({self._address})"
+
+    @property
+    def kind(self) -> HostTierKind:
+        return HostTierKind.SHARED
+
+    def identity(self) -> str:
+        with self._connection() as connection:
+            # NX, then GET: of several workers that start at once, all learn the one value that won.
+            connection.command(b"SET", SENTINEL_KEY, secrets.token_hex(16).encode(), b"NX")
+            value = connection.command(b"GET", SENTINEL_KEY)
+        if not value or len(value) > SENTINEL_BYTES:
+            raise HostTierError("the sentinel key vanished or holds a foreign value")
+        return value.decode("ascii", "replace")
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
+        if len(keys) != len(values):
+            raise ValueError(f"{len(keys)} keys for {len(values)} values")
+        for first in range(0, len(keys), VALUES_PER_COMMAND):
+            batch = slice(first, first + VALUES_PER_COMMAND)
+            acknowledged = self._put_batch(keys[batch], values[batch])
+            if acknowledged < len(keys[batch]):
+                return first + acknowledged
+        return len(keys)
+
+    def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
+        values: list[bytearray | None] = []
+        while len(values) < len(keys):
+            values += self._get_batch(keys[len(values) : len(values) + VALUES_PER_COMMAND], max_bytes)
+        return values
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _put_batch(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
+        parts: list[Part] = []
+        for key, value in zip(keys, values, strict=True):
+            parts += self._set_command(key, value)
+        with self._connection() as connection:
+            connection.send(parts)
+            stored = [_read_stored(connection) for _ in keys]
+        return stored.index(False) if False in stored else len(stored)
+
+    def _set_command(self, key: bytes, value: Sequence[Part]) -> list[Part]:
+        # The value comes last, so that Redis can read it straight into the string that it keeps.
+        size = sum(memoryview(part).nbytes for part in value)
+        head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n"
+        return [head % (len(key), key, len(self._ttl), self._ttl, size), *value, b"\r\n"]
+
+    def _get_batch(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
+        """The leading values, at least one: a value that is too long ends the batch, as its connection does."""
+        values: list[bytearray | None] = []
+        try:
+            with self._connection() as connection:
+                connection.send([b"".join(encode_command(b"GET", key) for key in keys)])
+                for _ in keys:
+                    values.append(_read_found(connection, max_bytes))
+        except TooLongReply:
+            values.append(None)
+        return values
+
+    @contextmanager
+    def _connection(self) -> Iterator[RespConnection]:
+        """One connection for one command; it comes back only if its replies were read whole."""
+        deadline = time.monotonic() + self._config.timeout_s
+        if not self._free.acquire(timeout=self._config.timeout_s):
+            raise HostTierError("all connections are in use")
+        try:
+            connection = self._take()
+            connection.arm(max(deadline - time.monotonic(), 0.0))
+            try:
+                yield connection
+            except BaseException:
+                connection.close()
+                raise
+            self._give_back(connection)
+        finally:
+            self._free.release()
+
+    def _take(self) -> RespConnection:
+        with self._lock:
+            if self._closed:
+                raise HostTierError("the tier is closed")
+            idle = [self._idle.pop()] if self._idle else []
+        for connection in idle:
+            if connection.is_clean():
+                return connection
+            connection.close()
+        return RespConnection(self._address, self._config.timeout_s)
+
+    def _give_back(self, connection: RespConnection) -> None:
+        with self._lock:
+            if not self._closed and connection.usable:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _read_stored(connection: RespConnection) -> bool:
+    """Whether the value was kept. A full store is an answer; any other error reply is raised once it was read."""
+    try:
+        connection.read_value(SENTINEL_BYTES)
+    except ErrorReply as error:
+        if error.code != "OOM":
+            raise
+        return False
+    return True
+
+
+def _read_found(connection: RespConnection, max_bytes: int) -> bytearray | None:
+    """The value; a key that holds something other than a string is a foreign one, and as good as absent."""
+    try:
+        return connection.read_value(max_bytes)
+    except ErrorReply as error:
+        if error.code != "WRONGTYPE":
+            raise
+        return None
