@@ -1,0 +1,211 @@
+"""The page tensors of one device: K and V of every layer, group by group, and whole pages in and out as bytes.
+
+Knows no sequence, no schedule and no host tier; which page holds what is decided elsewhere.
+
+One group's tensor is [layers of the group, 2 (K, V), num_pages + 1, page_tokens, kv_heads, head_dim]. Page 0 is reserved: zero
+from the start, never written, so that a hole in a block table addresses valid memory. A page as bytes is its rows of all
+layers in that order: layer 0's K, layer 0's V, layer 1's K, ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from worker_service.core.ports import GroupKind, GroupSpec
+
+LAYOUT = "NHD"
+
+
+class PoolError(Exception):
+    """The pools cannot be made: the reason names what does not fit."""
+
+
+class KvShape(NamedTuple):
+    """What one token's K and V look like; `windows` holds each layer's sliding window, 0 for layers that see everything."""
+
+    windows: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    page_tokens: int
+
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layers with one window share a group; the layers that see everything come first."""
+        distinct = sorted(set(self.windows))
+        return tuple(
+            LayerGroup(window, tuple(layer for layer, w in enumerate(self.windows) if w == window)) for window in distinct
+        )
+
+    def row_bytes(self) -> int:
+        """Of one page in one layer's K (or V)."""
+        return self.page_tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def page_bytes(self, group: LayerGroup) -> int:
+        return 2 * len(group.layers) * self.row_bytes()
+
+
+class LayerGroup(NamedTuple):
+    window_tokens: int
+    layers: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"window{self.window_tokens}" if self.window_tokens else "full"
+
+
+class LayerPages(NamedTuple):
+    k: torch.Tensor
+    v: torch.Tensor
+    group: int
+    window_tokens: int
+
+
+class KvPages:
+    """Page tensors per group; pages are read and written whole, as bytes in host memory."""
+
+    def __init__(self, shape: KvShape, num_pages: Sequence[int], device: torch.device) -> None:
+        groups = shape.groups()
+        if len(num_pages) != len(groups) or min(num_pages) < 1:
+            raise PoolError(f"num_pages: one number of at least 1 for each of {len(groups)} groups, not {list(num_pages)}")
+        self.shape = shape
+        self.device = device
+        self._groups = groups
+        self._num_pages = tuple(num_pages)
+        self._tensors = tuple(
+            _page_tensor(shape, group, count, device) for group, count in zip(groups, num_pages, strict=True)
+        )
+        self._layers = self._views()
+
+    def _views(self) -> tuple[LayerPages, ...]:
+        views: dict[int, LayerPages] = {}
+        for number, (group, tensor) in enumerate(zip(self._groups, self._tensors, strict=True)):
+            for place, layer in enumerate(group.layers):
+                views[layer] = LayerPages(tensor[place, 0], tensor[place, 1], number, group.window_tokens)
+        return tuple(views[layer] for layer in range(len(self.shape.windows)))
+
+    @property
+    def page_tokens(self) -> int:
+        return self.shape.page_tokens
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    @property
+    def layout_id(self) -> str:
+        """What must agree before page bytes may be exchanged between workers; part of the fingerprint."""
+        dtype = str(self.shape.dtype).removeprefix("torch.")
+        groups = ",".join(f"{group.name}:{'.'.join(map(str, group.layers))}" for group in self._groups)
+        return (
+            f"v1/{LAYOUT}/{dtype}/page{self.shape.page_tokens}/heads{self.shape.num_kv_heads}x{self.shape.head_dim}/{groups}"
+        )
+
+    def specs(self) -> tuple[GroupSpec, ...]:
+        return tuple(
+            GroupSpec(
+                name=group.name,
+                kind=GroupKind.WINDOW if group.window_tokens else GroupKind.FULL,
+                num_pages=count,
+                page_bytes=self.shape.page_bytes(group),
+                window_tokens=group.window_tokens,
+            )
+            for group, count in zip(self._groups, self._num_pages, strict=True)
+        )
+
+    def page_bytes(self, group: int) -> int:
+        return self.shape.page_bytes(self._groups[group])
+
+    def layer_pages(self, layer: int) -> LayerPages:
+        """K and V pages of a layer, [num_pages + 1, page_tokens, kv_heads, head_dim] each."""
+        return self._layers[layer]
+
+    def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """The pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device), once they are all there.
+
+        Works on the current stream and waits for it alone, so a mover's thread with its own stream disturbs nobody.
+        """
+        ids = self._checked_ids(group, page_ids)
+        host = self.host_buffer(group, len(page_ids)) if out is None else self._checked_buffer(group, len(page_ids), out)
+        rows = self._rows(group).index_select(1, ids).transpose(0, 1)
+        if self.device.type == "cpu":
+            host.view(len(page_ids), *rows.shape[1:]).copy_(rows)
+            return host
+        host.copy_(rows.reshape(len(page_ids), -1), non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        return host
+
+    def write_pages(self, group: int, page_ids: Sequence[int], packed: torch.Tensor) -> None:
+        """Put page bytes (uint8 [n, page_bytes], host memory) in place; returns when they are there."""
+        ids = self._checked_ids(group, page_ids)
+        host = self._checked_buffer(group, len(page_ids), packed)
+        target = self._rows(group)
+        rows = host.to(self.device, non_blocking=True).view(len(page_ids), target.shape[0], target.shape[2])
+        target.index_copy_(1, ids, rows.transpose(0, 1))
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def host_buffer(self, group: int, num_pages: int) -> torch.Tensor:
+        """Room for so many pages' bytes, pinned beside a CUDA device; movers keep theirs."""
+        pin = self.device.type == "cuda"
+        return torch.empty((num_pages, self.page_bytes(group)), dtype=torch.uint8, pin_memory=pin)
+
+    def _rows(self, group: int) -> torch.Tensor:
+        """The group's tensor as bytes: [layers x 2, num_pages + 1, bytes of one page in one layer's K or V]."""
+        tensor = self._tensors[group]
+        return tensor.view(2 * tensor.shape[0], tensor.shape[2], -1).view(torch.uint8)
+
+    def _checked_ids(self, group: int, page_ids: Sequence[int]) -> torch.Tensor:
+        for page_id in page_ids:
+            if not 1 <= page_id <= self._num_pages[group]:
+                raise ValueError(f"page id {page_id} of group {group}: not within 1..{self._num_pages[group]}")
+        ids = torch.tensor(list(page_ids), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return ids.to(self.device, non_blocking=True)
+
+    def _checked_buffer(self, group: int, num_pages: int, buffer: torch.Tensor) -> torch.Tensor:
+        wanted = (num_pages, self.page_bytes(group))
+        if buffer.dtype != torch.uint8 or tuple(buffer.shape) != wanted or not buffer.is_contiguous():
+            raise ValueError(f"page bytes: contiguous uint8 {wanted} wanted, got {buffer.dtype} {tuple(buffer.shape)}")
+        return buffer
+
+
+def _page_tensor(shape: KvShape, group: LayerGroup, num_pages: int, device: torch.device) -> torch.Tensor:
+    sizes = (len(group.layers), 2, num_pages + 1, shape.page_tokens, shape.num_kv_heads, shape.head_dim)
+    return torch.zeros(sizes, dtype=shape.dtype, device=device)
+
+
+def plan_pages(shape: KvShape, budget_bytes: int, max_model_len: int, max_chunk_tokens: int) -> tuple[int, ...]:
+    """Usable pages per group within the budget; an error if one longest prompt does not fit.
+
+    Every group gets as many: then a window pool never runs out before the full one does.
+    """
+    groups = shape.groups()
+    bytes_per_page = sum(shape.page_bytes(group) for group in groups)
+    num_pages = budget_bytes // bytes_per_page - 1
+    for group in groups:
+        needed = longest_prompt_pages(group, shape.page_tokens, max_model_len, max_chunk_tokens)
+        if num_pages < needed:
+            raise PoolError(
+                f"a prompt of max_model_len = {max_model_len} tokens needs {needed} pages of group {group.name}, but "
+                f"{budget_bytes} bytes hold {max(num_pages, 0)} (at least {(needed + 1) * bytes_per_page} bytes are needed)"
+            )
+    return (num_pages,) * len(groups)
+
+
+def longest_prompt_pages(group: LayerGroup, page_tokens: int, max_model_len: int, max_chunk_tokens: int) -> int:
+    """A window's pages behind it are evictable: it needs the window and two chunks in flight, and a page for each cut edge."""
+    whole = math.ceil(max_model_len / page_tokens)
+    if not group.window_tokens:
+        return whole
+    return min(whole, math.ceil((group.window_tokens + 2 * max_chunk_tokens) / page_tokens) + 2)
+
+
+def pool_budget(device: torch.device, memory_fraction: float, cpu_bytes: int) -> int:
+    """Bytes for pages once the weights are loaded: a share of the CUDA device's free memory, on a CPU the configured bytes."""
+    if device.type != "cuda":
+        return cpu_bytes
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes * memory_fraction)

@@ -1,0 +1,86 @@
+"""Rotary position embeddings: one table of cosines and sines for every position that a model can see.
+
+Knows no layer and no page.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from worker_service.model.config import RopeConfig, RopeKind
+
+
+class RotaryTable:
+    """Cosine and sine by position; the scaling variants differ only in the frequencies and one factor.
+
+    A pure function of the position, never of the sequence's present length: cached keys stay true while a sequence grows.
+    So the dynamic variant keeps its trained frequencies, which is what it does up to the trained length.
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_tokens: int, device: torch.device) -> None:
+        frequencies = _frequencies(config, head_dim)
+        angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
+        scale = _attention_factor(config)
+        self._cos = (angles.cos() * scale).to(device)
+        self._sin = (angles.sin() * scale).to(device)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [num_tokens, 1, head_dim / 2], fp32: once per launch, for all layers."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [num_tokens, heads, head_dim] turned by its position: the halves are the pairs' first and second members."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (config.theta**exponents)
+    if config.kind is RopeKind.LINEAR:
+        return frequencies / config.factor
+    if config.kind is RopeKind.LLAMA3:
+        return _llama3(config, frequencies)
+    if config.kind is RopeKind.YARN:
+        return _yarn(config, frequencies, head_dim)
+    return frequencies
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, and those between blended."""
+    turns = config.original_max_tokens * frequencies / (2 * math.pi)
+    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    kept = blend.clamp(0.0, 1.0)
+    return frequencies * kept + frequencies / config.factor * (1.0 - kept)
+
+
+def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Dimensions that turn often within the trained length are kept, slow ones stretched, with a ramp between."""
+
+    def dimension_of(turns: float) -> float:
+        return head_dim * math.log(config.original_max_tokens / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return frequencies / config.factor * stretched + frequencies * (1.0 - stretched)
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    if config.kind is not RopeKind.YARN:
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _yarn_scale(config.factor, config.mscale) / _yarn_scale(config.factor, config.mscale_all_dim)
+    return _yarn_scale(config.factor, 1.0)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
