@@ -1,0 +1,79 @@
+"""The worker's settings: one frozen dataclass, filled from flags and STEMCACHE_WORKER_* variables.
+
+Knows no model and no page: what can only be judged once the model is loaded (thresholds against its length) is
+judged there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from rpc.address import parse_address
+from rpc.logs import LEVELS
+from rpc.settings import SettingsError, load, setting
+
+ENV_PREFIX = "STEMCACHE_WORKER_"
+TIERS = ("none", "memory", "redis")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    model: str = setting("", "Folder of a Hugging Face checkpoint, or its hub id.")
+    worker_id: str = setting("", "Name of this worker; drawn when empty.")
+    cache: str = setting("127.0.0.1:7400", "Address of the cache service.")
+    listen: str = setting("127.0.0.1:7500", "Address to serve ModelWorker on; port 0 takes a free one.")
+    advertise: str = setting("", "Address at which others reach this worker; empty: the bound one.")
+    metrics_listen: str = setting("", "Address of the Prometheus endpoint; empty: none.")
+    host_tier: str = setting("none", "Where spilled pages go.", choices=TIERS)
+    redis_url: str = setting("", "redis://user:password@host:port/db, for host_tier redis.", secret=True)
+    memory_tier_mb: int = setting(1024, "Size of host_tier memory.", minimum=1)
+    host_ttl_s: int = setting(86_400, "Life of a value in Redis.", minimum=1)
+    host_timeout_s: float = setting(2.0, "Silence of Redis after which a transfer fails.", minimum=0.01)
+    device: str = setting("auto", "Where the model runs.", choices=DEVICES)
+    dtype: str = setting("auto", "auto: fp32 on a CPU, the checkpoint's on a GPU.", choices=DTYPES)
+    page_tokens: int = setting(16, "Token slots of a page.", minimum=1, maximum=256)
+    pool_pages: int = setting(0, "Pages of each pool; 0: as many as pool_mb holds.", minimum=0)
+    pool_mb: int = setting(0, "Memory of the pools; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0)
+    memory_fraction: float = setting(0.9, "Share of the free GPU memory for pools.", minimum=0.01, maximum=1.0)
+    max_model_len: int = setting(0, "Longest prompt and answer together; 0: the model's.", minimum=0)
+    max_num_seqs: int = setting(64, "Sequences in one launch.", minimum=1)
+    max_waiting: int = setting(1024, "Requests that may wait; more are refused.", minimum=1)
+    token_budget: int = setting(2048, "Tokens computed in one launch.", minimum=1)
+    long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in one launch; 0: no limit.", minimum=0)
+    chunked_prefill: bool = setting(True, "Whether a prompt may spread over several launches.")
+    prefix_caching: bool = setting(True, "Whether requests reuse each other's prefixes.")
+    reserve_pages: int = setting(0, "Pages that stay free or evictable after an admission.", minimum=0)
+    threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0)
+    mover_threads: int = setting(2, "Transfers that run at once.", minimum=1)
+    max_queued_transfers: int = setting(256, "Transfers that may wait.", minimum=1)
+    reply_timeout_s: float = setting(10.0, "Silence of the cache service that ends the session.", minimum=0.05)
+    drain_timeout_s: float = setting(30.0, "The most time that running requests get at the end.", minimum=0.0)
+    request_timeout_s: float = setting(3600.0, "The most time that one Generate call may take.", minimum=0.001)
+    trace_path: str = setting("", "File for a trace of the last steps and launches, written at the end; empty: none.")
+    log_level: str = setting("info", "Least severity that is logged.", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise SettingsError("model", "must name a folder or a hub id")
+        if (self.host_tier == "redis") != bool(self.redis_url):
+            raise SettingsError("redis_url", "goes with host_tier redis, and only with it")
+        if self.redis_url and urlsplit(self.redis_url).scheme not in ("redis", "rediss", "unix"):
+            raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
+        for name in ("cache", "listen", "advertise", "metrics_listen"):
+            self._check_address(name, getattr(self, name))
+
+    def _check_address(self, name: str, text: str) -> None:
+        if not text and name in ("advertise", "metrics_listen"):
+            return
+        try:
+            parse_address(text)
+        except ValueError as error:
+            raise SettingsError(name, str(error)) from error
+
+
+def load_config(arguments: Sequence[str], environment: Mapping[str, str]) -> WorkerConfig:
+    return load(WorkerConfig, ENV_PREFIX, arguments, environment, prog="python -m worker_service")
