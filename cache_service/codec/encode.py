@@ -1,0 +1,200 @@
+"""The core's words -> messages for peers.
+
+Knows no rule: what the core says is sent as it is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+from cache_service.core.types import (
+    PAGE_ID_BYTES,
+    Event,
+    Explanation,
+    ExtendGrant,
+    Grant,
+    GroupPages,
+    Match,
+    Namespace,
+    Refusal,
+    Remap,
+    Removed,
+    Segment,
+    SnapshotSlot,
+    StepReply,
+    Stored,
+    Transfer,
+    TransferPages,
+    Welcome,
+    WorkerMatch,
+)
+from protos.v1 import cache_pb2, types_pb2
+
+
+def welcome(value: Welcome) -> cache_pb2.SessionResponse:
+    known = struct.pack(f"<{len(value.known_sequences)}Q", *value.known_sequences)
+    message = cache_pb2.Welcome(epoch=value.epoch, known_sequences=known, last_step_id=value.last_step_id)
+    return cache_pb2.SessionResponse(welcome=message)
+
+
+def step_reply(value: StepReply, num_groups: int) -> cache_pb2.SessionResponse:
+    message = cache_pb2.StepReply(
+        step_id=value.step_id,
+        grants=[_grant(grant) for grant in value.grants],
+        extends=_extend_grants(value.extends, num_groups) if value.extends else None,
+        refusals=[_refusal(refusal) for refusal in value.refusals],
+        remaps=[_remap(remap) for remap in value.remaps],
+    )
+    return cache_pb2.SessionResponse(step_reply=message)
+
+
+def adopt_reply(value: Grant | Refusal) -> cache_pb2.SessionResponse:
+    if isinstance(value, Grant):
+        message = cache_pb2.AdoptReply(grant=_grant(value))
+    else:
+        message = cache_pb2.AdoptReply(refusal=_refusal(value))
+    return cache_pb2.SessionResponse(adopt_reply=message)
+
+
+def order(value: Transfer) -> cache_pb2.SessionResponse:
+    return cache_pb2.SessionResponse(order=cache_pb2.Order(spill=_transfer(value)))
+
+
+def _extend_grants(grants: Sequence[ExtendGrant], num_groups: int) -> cache_pb2.ExtendGrants:
+    first_pages: list[int] = []
+    num_pages: list[int] = []
+    page_ids: list[bytes] = []
+    for grant in grants:
+        by_group = {pages.group: pages for pages in grant.pages}
+        for group in range(num_groups):
+            pages = by_group.get(group)
+            first_pages.append(pages.first_page if pages else 0)
+            num_pages.append(len(pages.page_ids) // PAGE_ID_BYTES if pages else 0)
+            page_ids.append(pages.page_ids if pages else b"")
+    return cache_pb2.ExtendGrants(
+        sequence_ids=struct.pack(f"<{len(grants)}Q", *[grant.sequence_id for grant in grants]),
+        first_pages=struct.pack(f"<{len(first_pages)}I", *first_pages),
+        num_pages=struct.pack(f"<{len(num_pages)}I", *num_pages),
+        page_ids=b"".join(page_ids),
+        snapshots=[
+            cache_pb2.SequenceSnapshots(sequence_id=grant.sequence_id, leave=_slots(grant.leave))
+            for grant in grants
+            if grant.leave
+        ],
+    )
+
+
+def _grant(value: Grant) -> types_pb2.Grant:
+    return types_pb2.Grant(
+        sequence_id=value.sequence_id,
+        usable_tokens=value.usable_tokens,
+        cached_tokens=value.cached_tokens,
+        fetched_tokens=value.fetched_tokens,
+        tables=_pages(value.tables),
+        fetch=None if value.fetch is None else _transfer(value.fetch),
+        restore=_slots(value.restore),
+        leave=_slots(value.leave),
+        working=_slots(value.working),
+        rolling=_slots(value.rolling),
+        match=match_result(value.match),
+    )
+
+
+def _refusal(value: Refusal) -> types_pb2.Refusal:
+    reason = types_pb2.RefusalReason.ValueType(value.reason)
+    return types_pb2.Refusal(sequence_id=value.sequence_id, reason=reason, detail=value.detail)
+
+
+def _remap(value: Remap) -> cache_pb2.Remap:
+    return cache_pb2.Remap(sequence_id=value.sequence_id, pages=_pages(value.pages))
+
+
+def _pages(values: Iterable[GroupPages]) -> list[types_pb2.GroupPages]:
+    return [types_pb2.GroupPages(group=v.group, first_page=v.first_page, page_ids=bytes(v.page_ids)) for v in values]
+
+
+def _slots(values: Iterable[SnapshotSlot]) -> list[types_pb2.SnapshotSlot]:
+    return [types_pb2.SnapshotSlot(group=v.group, boundary_tokens=v.boundary_tokens, slot=v.slot) for v in values]
+
+
+def _transfer(value: Transfer) -> types_pb2.Transfer:
+    groups = [_transfer_pages(pages) for pages in value.groups]
+    return types_pb2.Transfer(
+        ticket=value.ticket, groups=groups, first_page=value.first_page, num_pages=value.num_pages
+    )
+
+
+def _transfer_pages(value: TransferPages) -> types_pb2.TransferPages:
+    return types_pb2.TransferPages(group=value.group, page_ids=value.page_ids, keys=value.keys)
+
+
+def match_result(value: Match) -> types_pb2.MatchResult:
+    return types_pb2.MatchResult(
+        matched_tokens=value.matched_tokens,
+        usable_tokens=value.usable_tokens,
+        host_tokens=value.host_tokens,
+        limiting_group=value.limiting_group,
+        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
+    )
+
+
+def match_response(values: Iterable[WorkerMatch]) -> cache_pb2.MatchResponse:
+    return cache_pb2.MatchResponse(
+        workers=[
+            cache_pb2.WorkerMatch(worker_id=v.worker_id, endpoint=v.endpoint, match=match_result(v.match))
+            for v in values
+        ]
+    )
+
+
+def explain_response(values: Iterable[Explanation]) -> cache_pb2.ExplainResponse:
+    return cache_pb2.ExplainResponse(workers=[_explanation(value) for value in values])
+
+
+def _explanation(value: Explanation) -> cache_pb2.WorkerExplanation:
+    return cache_pb2.WorkerExplanation(
+        worker_id=value.worker_id,
+        endpoint=value.endpoint,
+        match=match_result(value.match),
+        segments=[_segment(segment) for segment in value.segments],
+        notes=value.notes,
+    )
+
+
+def _segment(value: Segment) -> cache_pb2.Segment:
+    return cache_pb2.Segment(
+        first_token=value.first_token,
+        num_tokens=value.num_tokens,
+        residence=cache_pb2.Residence.ValueType(value.residence),
+        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
+    )
+
+
+def _namespace(value: Namespace) -> types_pb2.Namespace:
+    return types_pb2.Namespace(model=value.model, adapter=value.adapter, salt=value.salt)
+
+
+def event(value: Event, epoch: str, seq: int) -> cache_pb2.WatchResponse:
+    if isinstance(value, Stored):
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, stored=_stored(value))
+    if isinstance(value, Removed):
+        removed = cache_pb2.PagesRemoved(worker_id=value.worker_id, group=value.group, page_hashes=value.page_hashes)
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, removed=removed)
+    cleared = cache_pb2.CacheCleared(worker_id=value.worker_id or "")
+    return cache_pb2.WatchResponse(epoch=epoch, seq=seq, cleared=cleared)
+
+
+def _stored(value: Stored) -> cache_pb2.PagesStored:
+    return cache_pb2.PagesStored(
+        worker_id=value.worker_id,
+        group=value.group,
+        parent_hash=value.parent_hash,
+        page_hashes=value.page_hashes,
+        tokens=value.tokens,
+        namespace=_namespace(value.namespace),
+    )
+
+
+def events_lost(num_events: int, epoch: str, seq: int) -> cache_pb2.WatchResponse:
+    return cache_pb2.WatchResponse(epoch=epoch, seq=seq, lost=cache_pb2.EventsLost(num_events=num_events))

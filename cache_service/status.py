@@ -1,0 +1,21 @@
+"""Which status answers which CacheError: the one table.
+
+Knows no call; rpc.errors applies it.
+"""
+
+from __future__ import annotations
+
+from grpc import StatusCode
+
+from cache_service.core import errors
+
+CODES: dict[type[Exception], StatusCode] = {
+    errors.InvalidInput: StatusCode.INVALID_ARGUMENT,
+    errors.UnknownWorker: StatusCode.NOT_FOUND,
+    errors.UnknownSequence: StatusCode.INVALID_ARGUMENT,
+    errors.DuplicateSequence: StatusCode.ALREADY_EXISTS,
+    errors.UnknownTicket: StatusCode.INVALID_ARGUMENT,
+    errors.Superseded: StatusCode.ABORTED,
+    errors.LeasesInScope: StatusCode.FAILED_PRECONDITION,
+    errors.TooMany: StatusCode.RESOURCE_EXHAUSTED,
+}
