@@ -1,7 +1,7 @@
 """A seeded generator of multi-turn conversations: shared system prompts, growing histories, interleaved users.
 
-Knows no model and no service. The same seed gives the same traffic everywhere: as text for the demo, and as packed token ids
-(with the model's answers made up) for driving the manager alone.
+Knows no model and no service. The same seed gives the same traffic everywhere: as text for the demo, and as packed
+token ids (with the model's answers made up) for driving the manager alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def system_prompt(seed: int, num_sentences: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def conversations(seed: int, num_conversations: int, *, num_systems: int = 3, num_rules: int = 24) -> list[Conversation]:
+def conversations(
+    seed: int, num_conversations: int, *, num_systems: int = 3, num_rules: int = 24
+) -> list[Conversation]:
     """Conversations of one to five user messages over a few shared system prompts."""
     rng = random.Random(seed)  # noqa: S311
     systems = [system_prompt(seed * 31 + i, num_rules) for i in range(num_systems)]
@@ -86,10 +88,12 @@ def interleaved(seed: int, made: list[Conversation], *, num_active: int = 8) -> 
             active.pop(at)
 
 
-def token_requests(seed: int, num_requests: int, *, num_active: int = 64, vocab_size: int = 151_000) -> Iterator[TokenRequest]:
-    """Requests for driving the manager alone: a tenth of the conversations ends each turn, and a few system prompts are shared by all.
+def token_requests(
+    seed: int, num_requests: int, *, num_active: int = 64, vocab_size: int = 151_000
+) -> Iterator[TokenRequest]:
+    """Requests for driving the manager alone; a fifth of them starts a new conversation on one of eight system prompts.
 
-    Lengths are log-normal around 400 tokens for a message and 250 for an answer, as conversation traffic has them.
+    Lengths are log-normal around 400 tokens for a message and 250 for an answer.
     """
     rng = random.Random(seed)  # noqa: S311
     systems = [_tokens(rng, rng.randint(200, 3000), vocab_size) for _ in range(8)]

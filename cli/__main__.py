@@ -1,0 +1,17 @@
+"""The `stemcache` command."""
+
+from __future__ import annotations
+
+from cli import doctor, inspect, replay, serve
+from cli.app import app
+
+__all__ = ["doctor", "inspect", "main", "replay", "serve"]
+
+
+def main() -> None:
+    """Entry point; importing the modules above has registered their commands."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

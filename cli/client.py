@@ -1,0 +1,167 @@
+"""A client of both services, as a user of Stemcache would write one: generate, retry elsewhere, ask the cache.
+
+Knows the protocol only; formatting is the callers'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from rpc.client import open_channel
+
+CALL_TIMEOUT_S = 30.0
+GENERATE_TIMEOUT_S = 300.0
+RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A finished generation. `first_token_s` is what the client measured from sending to the first token."""
+
+    worker: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    finish_reason: int = 0
+    usage: worker_pb2.Usage = field(default_factory=worker_pb2.Usage)
+    retries: int = 0
+
+
+class StemcacheClient:
+    """Channels to one cache service and its workers. Close it, or use it as an async context."""
+
+    def __init__(self, cache: str, workers: Sequence[str]) -> None:
+        self.workers = tuple(workers)
+        self._channels = {address: open_channel(address) for address in dict.fromkeys((cache, *workers)) if address}
+        self._models = {w: worker_pb2_grpc.ModelWorkerStub(self._channels[w]) for w in workers}
+        self.cache = cache_pb2_grpc.PrefixCacheStub(self._channels[cache]) if cache else None
+
+    async def __aenter__(self) -> StemcacheClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def generate(
+        self,
+        worker: str,
+        prompt: str | Sequence[int],
+        sampling: worker_pb2.SamplingParams,
+        *,
+        salt: str = "",
+        on_answer: Callable[[Answer], None] = lambda _: None,
+    ) -> Answer:
+        """One request on one worker. `on_answer` sees the growing answer after each message; raises grpc.RpcError."""
+        request = worker_pb2.GenerateRequest(sampling=sampling, salt=salt)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids = array("i", prompt).tobytes()
+        answer, start = Answer(worker), time.perf_counter()
+        async for response in self._models[worker].Generate(request, timeout=GENERATE_TIMEOUT_S):
+            new_tokens = array("i", response.token_ids)
+            if new_tokens and not answer.token_ids:
+                answer.first_token_s = time.perf_counter() - start
+            answer.token_ids.extend(new_tokens)
+            answer.text += response.text
+            if response.finish_reason:
+                answer.finish_reason, answer.usage = response.finish_reason, response.usage
+            on_answer(answer)
+        answer.total_s = time.perf_counter() - start
+        return answer
+
+    async def generate_with_retry(
+        self,
+        workers: Sequence[str],
+        prompt: str | Sequence[int],
+        sampling: worker_pb2.SamplingParams,
+        *,
+        on_answer: Callable[[Answer], None] = lambda _: None,
+    ) -> Answer:
+        """Try the workers in order until one finishes; a worker that is gone is a reason to go on, bad input is not."""
+        for attempt, worker in enumerate(workers):
+            try:
+                answer = await self.generate(worker, prompt, sampling, on_answer=on_answer)
+            except grpc.RpcError as error:
+                if attempt + 1 == len(workers) or error.code() not in RETRIED:
+                    raise
+            else:
+                answer.retries = attempt
+                return answer
+        raise ValueError("workers: at least one is needed")
+
+    async def tokenize(self, worker: str, text: str, salt: str = "") -> worker_pb2.TokenizeResponse:
+        return await self._models[worker].Tokenize(
+            worker_pb2.TokenizeRequest(text=text, salt=salt), timeout=CALL_TIMEOUT_S
+        )
+
+    async def describe(self, worker: str) -> worker_pb2.DescribeResponse:
+        return await self._models[worker].Describe(worker_pb2.DescribeRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def stats(self) -> cache_pb2.StatsResponse:
+        return await self._cache().Stats(cache_pb2.StatsRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def explain(self, namespace: types_pb2.Namespace, tokens: bytes) -> cache_pb2.ExplainResponse:
+        request = cache_pb2.ExplainRequest(namespace=namespace, tokens=tokens)
+        return await self._cache().Explain(request, timeout=CALL_TIMEOUT_S)
+
+    async def match(self, namespace: types_pb2.Namespace, tokens: bytes) -> cache_pb2.MatchResponse:
+        return await self._cache().Match(
+            cache_pb2.MatchRequest(namespace=namespace, tokens=tokens), timeout=CALL_TIMEOUT_S
+        )
+
+    async def pin(self, namespace: types_pb2.Namespace, tokens: bytes, ttl_ms: int) -> cache_pb2.PinResponse:
+        request = cache_pb2.PinRequest(namespace=namespace, tokens=tokens, ttl_ms=ttl_ms)
+        return await self._cache().Pin(request, timeout=CALL_TIMEOUT_S)
+
+    async def clear(self, namespace: types_pb2.Namespace | None, *, unused_only: bool) -> cache_pb2.ClearResponse:
+        request = cache_pb2.ClearRequest(namespace=namespace, unused_only=unused_only)
+        return await self._cache().Clear(request, timeout=CALL_TIMEOUT_S)
+
+    async def is_serving(self, address: str) -> bool:
+        """Whether the service at `address` answers its health check with SERVING."""
+        stub = health_pb2_grpc.HealthStub(self._channels[address])
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _cache(self) -> cache_pb2_grpc.PrefixCacheStub:
+        if self.cache is None:
+            raise ValueError("cache: no address was given")
+        return self.cache
+
+
+def greedy(max_tokens: int) -> worker_pb2.SamplingParams:
+    """The most likely token each time, exactly `max_tokens` of them."""
+    return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+async def wait_serving(address: str) -> None:
+    """Return once the service at `address` is healthy; forever if it never is, so give it a timeout."""
+    while True:
+        async with StemcacheClient(address, ()) as client:  # a fresh channel: no connection backoff
+            if await client.is_serving(address):
+                return
+        await asyncio.sleep(0.1)
+
+
+def to_dict(message: Message) -> dict[str, object]:
+    """A message as JSON-ready values, packed fields left out."""
+    from google.protobuf.json_format import MessageToDict
+
+    made: dict[str, object] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return made

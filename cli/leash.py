@@ -1,0 +1,28 @@
+"""`python -m cli.leash PARENT_PID COMMAND...`: become COMMAND, and get SIGTERM when the parent dies, however it dies.
+
+Knows nothing of what it runs. Linux only has the means (prctl); elsewhere the command just runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> int:
+    """Returns an exit code only when there is nothing to run any more."""
+    parent, command = int(argv[0]), argv[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # died before the signal was asked for
+            return 1
+    os.execvp(command[0], command)  # noqa: S606 - the supervisor built this command itself
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

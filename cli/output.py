@@ -1,0 +1,66 @@
+"""Where results and progress go: tables on stdout for people, or one JSON object; progress always on stderr.
+
+Knows no service.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+stderr = Console(stderr=True, highlight=False)
+
+
+class Output:
+    """One command's output. In JSON mode `emit` may be called once, and `show` shows nothing."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(highlight=False)
+
+    def emit(self, value: Mapping[str, object]) -> None:
+        """The command's result, in JSON mode."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value) + "\n")
+
+    def show(self, *renderables: RenderableType) -> None:
+        """The command's result, for people."""
+        if not self.as_json:
+            for renderable in renderables:
+                self.console.print(renderable)
+
+    def progress(self, text: str) -> None:
+        stderr.print(f"[dim]{text}[/dim]")
+
+    @contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """A spinner on a terminal, one line elsewhere."""
+        if not stderr.is_terminal:
+            self.progress(text)
+            yield
+            return
+        with stderr.status(text):
+            yield
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
+    """A table whose first `left` columns are text and the others numbers, aligned right."""
+    made = Table(title=title or None, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    return made
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:,.1f} ms"
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

