@@ -1,0 +1,146 @@
+"""The stage of the manager's tests: a manager, its clock, its workers' sequences, the host tiers, and the books after each call.
+
+Knows no launch: what runs on the stage is the driver's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cache_service.core import audit
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cache_service.core.errors import CacheError
+from cache_service.core.types import (
+    Event,
+    Grant,
+    GroupKind,
+    GroupSpec,
+    Namespace,
+    ReleaseReason,
+    Transfer,
+    TransferStatus,
+    WorkerId,
+)
+from tests.core.shadow import Value, extend_marks
+
+if TYPE_CHECKING:
+    from tests.core.driver import FakeWorker
+
+NS = Namespace("model")
+FINGERPRINT = b"f" * 32
+FINISHED, ABORTED, PREEMPTED = ReleaseReason.FINISHED, ReleaseReason.ABORTED, ReleaseReason.PREEMPTED
+DONE, MISSING, FAILED = TransferStatus.DONE, TransferStatus.MISSING, TransferStatus.FAILED
+
+
+def full(num_pages: int, name: str = "full") -> GroupSpec:
+    return GroupSpec(name, GroupKind.FULL, num_pages, 64)
+
+
+def window(num_pages: int, window_tokens: int, name: str = "window") -> GroupSpec:
+    return GroupSpec(name, GroupKind.WINDOW, num_pages, 64, window_tokens)
+
+
+def state(num_pages: int, name: str = "state") -> GroupSpec:
+    return GroupSpec(name, GroupKind.STATE, num_pages, 64)
+
+
+def pack(tokens: Iterable[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def ids(page_ids: bytes) -> list[int]:
+    return list(array("I", page_ids))
+
+
+@dataclass(eq=False)
+class Live:
+    """One sequence as its worker sees it. `computed` has KV; `reported` and `known_len` are what the manager was told."""
+
+    id: int
+    namespace: Namespace
+    tokens: list[int]
+    marks: list[int]
+    prompt_len: int
+    known_len: int
+    tables: list[dict[int, int]]
+    grant: Grant
+    computed: int = 0
+    reported: int = 0
+    working: dict[int, int] = field(default_factory=dict)
+    rolling: dict[int, int] = field(default_factory=dict)
+    leave: dict[tuple[int, int], int] = field(default_factory=dict)
+    restored: bool = False
+    rolled: int = 0
+    fetch: Transfer | None = None
+    priority: int = 0
+    ended: bool = False
+
+    def table(self, group: int = 0) -> list[int]:
+        rows = self.tables[group]
+        return [rows.get(i, 0) for i in range(max(rows, default=-1) + 1)]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        extend_marks(self.marks, self.namespace, tokens)
+
+
+class World:
+    """One manager, its clock, its workers and the host tiers they can reach."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = ManagerConfig(**config)
+        self.now_ms = 1_000
+        self.epochs = 0
+        self.workers: dict[str, FakeWorker] = {}
+        self.stores: dict[str, dict[bytes, Value]] = {}
+        self.value_of_key: dict[bytes, Value] = {}
+        self.events: list[Event] = []
+        self.next_sequence = 0
+        self.listeners: list[Callable[[Sequence[Event]], None]] = []
+        self.new_manager()
+
+    def new_manager(self) -> None:
+        """What a restart of the cache service leaves: nothing."""
+        self.epochs += 1
+        self.manager = CacheManager(self.config, f"epoch-{self.epochs}")
+
+    def snapshot(self) -> object:
+        return audit.snapshot(self.manager)
+
+    def settle(self) -> None:
+        """After each call: the books must balance; events and orders go where they belong."""
+        audit.check(self.manager)
+        events = self.manager.take_events()
+        self.events += events
+        for listener in self.listeners:
+            listener(events)
+        for key in self.manager.take_host_deletes():
+            for store in self.stores.values():
+                store.pop(key, None)
+        self.manager.take_host_touches()
+        for worker in self.workers.values():
+            if worker.connected:
+                worker.take_orders()
+
+    def unchanged(self, call: Callable[..., object], *args: Any) -> CacheError:
+        """The call must fail with a CacheError and change nothing."""
+        before = self.snapshot()
+        try:
+            call(*args)
+        except CacheError as error:
+            assert self.snapshot() == before, f"a failed call changed something: {error}"
+            return error
+        raise AssertionError("the call was expected to fail")
+
+    def tick(self, ms: int = 1) -> None:
+        self.now_ms += ms
+        self.manager.tick(self.now_ms)
+        self.settle()
+
+    def tokens_cached(self, tokens: Sequence[int], namespace: Namespace = NS, worker: str = "w0") -> int:
+        """Usable tokens of a prompt, as Match tells them."""
+        (match,) = self.manager.match(namespace, pack(tokens), WorkerId(worker))
+        return match.match.usable_tokens
