@@ -1,0 +1,155 @@
+"""How many tokens of which sequence the next launch computes: decode rows first, then chunks within the budget.
+
+Knows no queue, no lease and no page id. The same function predicts the coming launch (to ask for its pages in time)
+and makes it, so the two cannot disagree about caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from worker_service.core.ports import GroupKind, GroupSpec
+from worker_service.core.sequence import InvalidField, Sequence
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of the scheduler. `page_tokens` is the one in force, after whatever the model asked for.
+
+    token_budget                  the most tokens of a launch, decode rows included
+    long_prefill_token_threshold  the most tokens of one sequence's chunk; 0 is off; idle without chunked_prefill
+    reserve_pages                 pages that an admission must leave free or evictable while others run
+    decode_lookahead              tokens that a decode row may accept beyond the first in one launch
+    max_acquires                  requests asked for in one step, whose cached share is not known yet
+    """
+
+    page_tokens: int
+    groups: tuple[GroupSpec, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    token_budget: int = 2048
+    max_num_seqs: int = 64
+    max_waiting: int = 1024
+    max_acquires: int = 8
+    long_prefill_token_threshold: int = 0
+    chunked_prefill: bool = True
+    reserve_pages: int = 0
+    decode_lookahead: int = 0
+
+    def validate(self) -> None:
+        for field in ("page_tokens", "max_model_len", "vocab_size", "max_num_seqs", "max_waiting", "max_acquires"):
+            _require(field, getattr(self, field) >= 1, f"must be at least 1, not {getattr(self, field)}")
+        for field in ("reserve_pages", "decode_lookahead", "long_prefill_token_threshold"):
+            _require(field, getattr(self, field) >= 0, f"must be 0 or more, not {getattr(self, field)}")
+        _require("groups", len(self.groups) >= 1, "a model has at least one group")
+        _require(
+            "token_budget",
+            self.token_budget >= self.max_num_seqs,
+            f"{self.token_budget} is less than one token for each of max_num_seqs = {self.max_num_seqs} sequences",
+        )
+        self._validate_chunks()
+
+    def _validate_chunks(self) -> None:
+        threshold = self.long_prefill_token_threshold
+        _require(
+            "long_prefill_token_threshold",
+            threshold == 0 or self.page_tokens <= threshold <= self.max_model_len,
+            f"{threshold} is neither 0 nor from page_tokens = {self.page_tokens} to max_model_len = {self.max_model_len}",
+        )
+        _require(
+            "token_budget",
+            self.chunked_prefill or self.token_budget >= self.max_model_len,
+            f"without chunked_prefill it must hold a whole prompt of max_model_len = {self.max_model_len} tokens",
+        )
+
+    @property
+    def paged_groups(self) -> tuple[int, ...]:
+        return tuple(index for index, group in enumerate(self.groups) if group.kind is not GroupKind.STATE)
+
+
+def _require(field: str, holds: bool, reason: str) -> None:
+    if not holds:
+        raise InvalidField(field, reason)
+
+
+class Progress(NamedTuple):
+    """Where a sequence stands, or is predicted to stand. `room` is the length that its pages hold."""
+
+    sequence: Sequence
+    computed: int
+    length: int
+    room: int
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.computed < self.sequence.in_prefill_until
+
+
+class Row(NamedTuple):
+    """`num_tokens` tokens of a sequence from `first_token` on."""
+
+    sequence: Sequence
+    first_token: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.first_token + self.num_tokens
+
+
+def chunk_len(first: int, remaining: int, budget: int, config: SchedulerConfig) -> int:
+    """Tokens of a prompt to compute from `first` on; 0 when it has to wait for a launch with more budget left.
+
+    A chunk that is not the last one ends on a page boundary when that leaves something of it: all that it computed can
+    then be published.
+    """
+    if not config.chunked_prefill:
+        return remaining if remaining <= budget else 0
+    chunk = min(remaining, budget, config.long_prefill_token_threshold or UNLIMITED)
+    if chunk == remaining:
+        return chunk
+    on_boundary = (first + chunk) // config.page_tokens * config.page_tokens - first
+    return on_boundary if on_boundary > 0 else chunk
+
+
+def first_chunk_limit(length: int, config: SchedulerConfig) -> int:
+    """The most tokens that the first launch of a sequence can compute."""
+    return chunk_len(0, length, config.token_budget, config) if config.chunked_prefill else length
+
+
+class Plan(NamedTuple):
+    """Rows in the launch's order; the first `num_decode` are decode rows."""
+
+    rows: list[Row]
+    num_decode: int
+
+
+def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_room: bool) -> Plan:
+    """Rows of a launch in its order: decode rows, then prefill rows, each oldest first as `running` is.
+
+    `within_room` is False for the prediction, which is there to ask for the pages that are missing.
+    """
+    rows: list[Row] = []
+    prefill: list[Progress] = []
+    for progress in running:
+        if progress.in_prefill:
+            prefill.append(progress)
+        elif not within_room or progress.room > progress.computed:
+            rows.append(Row(progress.sequence, progress.computed, 1))
+    num_decode = len(rows)
+    budget = config.token_budget - num_decode
+    for sequence, computed, length, room in prefill:
+        if budget <= 0:
+            break
+        chunk = chunk_len(computed, length - computed, budget, config)
+        if within_room:
+            chunk = min(chunk, room - computed)
+        if chunk > 0:
+            rows.append(Row(sequence, computed, chunk))
+            budget -= chunk
+    return Plan(rows, num_decode)

@@ -1,0 +1,80 @@
+"""Frames a page for the host tier: a 64-byte header in front of its bytes, checked whole before the page is used again.
+
+Knows no Redis, no tensor, and no checksum algorithm: the digest function is an argument.
+
+    offset  0        4     6     8      10     12    14    16          32           40            48          64
+            magic    ver   codec dtype  group  rank  zero  key digest  payload_len  unpacked_len  checksum    payload
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+MAGIC = b"SCPG"
+VERSION = 1
+HEADER_BYTES = 64
+DIGEST_BYTES = 16
+CODEC_RAW = 0
+
+# The 128-bit digest of some bytes: xxh3-128 in production.
+Digest = Callable[[bytes | bytearray | memoryview], bytes]
+
+_FIELDS = struct.Struct("<4sHHHHHH16sQQ16s")
+assert _FIELDS.size == HEADER_BYTES
+
+
+class PageKind(NamedTuple):
+    """What must agree between the writer of a page and its reader, beside the key."""
+
+    codec: int
+    dtype: int
+    group: int
+    rank: int
+
+
+class PageRejected(Exception):
+    """These bytes are not the page that was asked for; to the reader it is a miss."""
+
+
+def encode_header(kind: PageKind, key: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:
+    """The header for a payload that is stored as it is; the two are sent as parts, so nothing is copied."""
+    num_bytes = memoryview(payload).nbytes
+    unsealed = _FIELDS.pack(MAGIC, VERSION, *kind, 0, digest(key), num_bytes, num_bytes, bytes(DIGEST_BYTES))
+    return unsealed[:-DIGEST_BYTES] + _seal(unsealed, payload, digest)
+
+
+def decode(
+    value: bytes | bytearray | memoryview, kind: PageKind, key: bytes, payload_bytes: int, digest: Digest
+) -> memoryview:
+    """The payload of `value`, a view into it, when every field is the expected one and the checksum holds."""
+    view = memoryview(value).cast("B")
+    if view.nbytes < HEADER_BYTES:
+        raise PageRejected(f"{view.nbytes} bytes are less than a header")
+    header = bytes(view[:HEADER_BYTES])
+    magic, version, codec, dtype, group, rank, zero, key_digest, stored_len, unpacked_len, checksum = _FIELDS.unpack(
+        header
+    )
+    _expect("magic", magic, MAGIC)
+    _expect("version", version, VERSION)
+    for field, found, wanted in zip(PageKind._fields, (codec, dtype, group, rank), kind, strict=True):
+        _expect(field, found, wanted)
+    _expect("reserved field", zero, 0)
+    _expect("key digest", key_digest, digest(key))
+    _expect("payload length", stored_len, payload_bytes)
+    _expect("unpacked length", unpacked_len, payload_bytes)
+    _expect("value length", view.nbytes, HEADER_BYTES + payload_bytes)
+    payload = view[HEADER_BYTES:]
+    _expect("checksum", checksum, _seal(header, payload, digest))
+    return payload
+
+
+def _seal(header: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:
+    """Covers the header too: a digest over the header's fields and the payload's digest."""
+    return digest(header[:-DIGEST_BYTES] + digest(payload))
+
+
+def _expect(field: str, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise PageRejected(f"{field} is {found!r}, not {wanted!r}")

@@ -1,0 +1,224 @@
+"""What a request asks for and where it stands: its tokens, how far they are computed and published, its pages.
+
+Knows no queue, no budget, no other sequence and no clock; the scheduler moves it from state to state.
+
+    WAITING -> ACQUIRING -> RUNNING -> FINISHED      ACQUIRING -> FETCHING -> RUNNING   the host tier brings pages
+       ^           |            |                    any state -> FINISHED              an abort
+       '-refused---'            '--> PREEMPTED -> WAITING
+
+    0 ........ published_len ..... computed_len ..... launched_len ..... len(tokens)
+    findable            KV proven          KV of the launch in flight      the last sampled token has no KV
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from worker_service.core.ports import (
+    NO_PAGE,
+    GroupPages,
+    Namespace,
+    SequenceId,
+    SnapshotSlot,
+)
+
+TOKEN_BYTES = 4
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 64
+
+
+class InvalidField(ValueError):
+    """A request or a configuration cannot be served as given; `field` names the input, `reason` says what is wrong."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class QueueFull(Exception):
+    """As many requests wait as are allowed to; this one was not taken."""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    ACQUIRING = "acquiring"
+    FETCHING = "fetching"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Randomness is a function of the seed and the position only."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def validate(self) -> None:
+        """Raise InvalidField for the first value out of its range; NaN fails every comparison, so it fails here."""
+        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        self._require("temperature", 0.0 <= self.temperature < math.inf, "a finite number, 0 or more")
+        self._require("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        self._require("top_k", self.top_k >= 0, "0 (off) or more")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1")
+        self._require("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number above 0")
+        self._require("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit number")
+        self._require("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings")
+        self._require("stop", all(self.stop), "without empty strings")
+        self._require("stop_token_ids", all(0 <= token < 1 << 31 for token in self.stop_token_ids), "token ids")
+        self._require("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+
+    def _require(self, field: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise InvalidField(field, f"must be {wanted}, not {getattr(self, field)!r}")
+
+
+class Request(NamedTuple):
+    """What the caller wants. `prompt` is packed int32; `arrival` is the caller's clock and only reported back."""
+
+    sequence_id: SequenceId
+    namespace: Namespace
+    prompt: bytes
+    sampling: SamplingParams
+    priority: int = 0
+    arrival: float = 0.0
+
+
+class Usage(NamedTuple):
+    """Without a preemption cached + fetched + computed = prompt; recomputing after one counts on top."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    fetched_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    num_preemptions: int
+
+
+class Rank(NamedTuple):
+    """Who comes first: higher priority, then earlier arrival. Kept through preemptions, so nobody is overtaken for ever."""
+
+    minus_priority: int
+    number: int
+
+
+class Sequence:
+    """One request on its way. `lease` counts its leases, so that a result of an earlier one is told from the present's."""
+
+    __slots__ = (
+        "cached_tokens",
+        "computed_len",
+        "computed_tokens",
+        "fetched_tokens",
+        "in_prefill_until",
+        "known_len",
+        "launched_len",
+        "lease",
+        "leased",
+        "leave",
+        "num_preemptions",
+        "num_refused_extends",
+        "prompt_len",
+        "published_len",
+        "rank",
+        "request",
+        "restore",
+        "rolling",
+        "start_len",
+        "state",
+        "tables",
+        "tokens",
+        "working",
+    )
+
+    def __init__(self, request: Request, rank: Rank, num_groups: int) -> None:
+        self.request = request
+        self.rank = rank
+        self.state = State.WAITING
+        self.tokens = array("i")
+        self.tokens.frombytes(request.prompt)
+        self.prompt_len = len(self.tokens)
+        self.tables: list[array[int]] = [array("i") for _ in range(num_groups)]
+        self.lease = 0
+        self.leased = False
+        self.cached_tokens = self.fetched_tokens = self.computed_tokens = 0
+        self.num_preemptions = 0
+        self.forget_lease()
+
+    def forget_lease(self) -> None:
+        """Back to nothing computed; the tokens stay, generated ones included."""
+        self.leased = False
+        self.start_len = self.computed_len = self.launched_len = self.published_len = 0
+        self.known_len = 0  # tokens that the manager's lease keeps
+        self.in_prefill_until = 0
+        self.num_refused_extends = 0
+        self.restore: tuple[SnapshotSlot, ...] = ()
+        self.leave: tuple[SnapshotSlot, ...] = ()
+        self.working: tuple[SnapshotSlot, ...] = ()
+        self.rolling: tuple[SnapshotSlot, ...] = ()
+        for table in self.tables:
+            del table[:]
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.request.sequence_id
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.request.namespace
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def in_flight(self) -> bool:
+        return self.launched_len > self.computed_len
+
+    def packed_tokens(self) -> bytes:
+        return self.tokens.tobytes() if self.num_generated else self.request.prompt
+
+    def usage(self) -> Usage:
+        return Usage(
+            self.prompt_len,
+            self.cached_tokens,
+            self.fetched_tokens,
+            self.computed_tokens,
+            self.num_generated,
+            self.num_preemptions,
+        )
+
+
+def place_pages(tables: list[array[int]], pages: tuple[GroupPages, ...]) -> None:
+    """Write page ids where they belong; a gap before them is a hole."""
+    for group, first_page, page_ids in pages:
+        table = tables[group]
+        fresh = array("i")
+        fresh.frombytes(page_ids)
+        if first_page > len(table):
+            table.extend(array("i", (NO_PAGE,)) * (first_page - len(table)))
+        table[first_page : first_page + len(fresh)] = fresh
