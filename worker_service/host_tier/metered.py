@@ -15,7 +15,7 @@ Operation = Literal["put", "get"]
 
 
 class Measure(NamedTuple):
-    """One call. `num_done` values were stored or found, of `num_values` asked for; `failed`: a HostTierError ended it."""
+    """One call: `num_done` of `num_values` values were stored or found; `failed` when a HostTierError ended it."""
 
     operation: Operation
     num_values: int

@@ -1,7 +1,7 @@
 """The shared host tier: values in a Redis that every worker reaches, over connections of this tier's own.
 
-Knows no page, no breaker and no policy; the callers' threads do the work. Control clients stay away from these connections:
-a client that cancels a call half-way would leave the rest of a value to be read as the next one's reply.
+Knows no page, no breaker and no policy; the callers' threads do the work. Control clients stay away from these
+connections: one that cancels a call half-way would leave the rest of a value to be read as the next one's reply.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from worker_service.host_tier.resp import ErrorReply, Part, RespConnection, TooL
 SENTINEL_KEY = b"stemcache:1:sentinel"
 SENTINEL_BYTES = 64
 VALUES_PER_COMMAND = 8
+# Asked for all at once, Redis would copy every value before the first byte leaves.
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,10 @@ class RedisTier:
         values: list[bytearray | None] = []
         try:
             with self._connection() as connection:
-                connection.send([b"".join(encode_command(b"GET", key) for key in keys)])
-                for _ in keys:
+                _ask(connection, keys[:IN_FLIGHT])
+                for following in range(IN_FLIGHT, len(keys) + IN_FLIGHT):
                     values.append(_read_found(connection, max_bytes))
+                    _ask(connection, keys[following : following + 1])
         except TooLongReply:
             values.append(None)
         return values
@@ -152,6 +155,10 @@ class RedisTier:
                 self._idle.append(connection)
                 return
         connection.close()
+
+
+def _ask(connection: RespConnection, keys: Sequence[bytes]) -> None:
+    connection.send([encode_command(b"GET", key) for key in keys])
 
 
 def _read_stored(connection: RespConnection) -> bool:

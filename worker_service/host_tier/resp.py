@@ -1,7 +1,7 @@
 """One connection to a Redis, built for large values: parts leave by gathered writes, values land where they stay.
 
-Knows no pages, no keys' meaning and no pool. A connection that failed half-way through a reply cannot be trusted again: it
-closes itself, and `usable` says so.
+Knows no pages, no keys' meaning and no pool. A connection that failed half-way through a reply cannot be trusted
+again: it closes itself, and `usable` says so.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RespConnection:
     def read_value(self, max_bytes: int) -> bytearray | None:
         """The next reply. An error reply raises ErrorReply, a value beyond `max_bytes` TooLongReply."""
         line = self._read_line()
-        kind, rest = line[:1], line[1:]
+        kind, rest = bytes(line[:1]), line[1:]
         if kind in (b"+", b":"):
             return rest
         if kind == b"-":
