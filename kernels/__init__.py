@@ -1,0 +1,14 @@
+"""GPU operations on paged keys and values; one folder for each op.
+
+Knows nothing of requests, trees or services: tensors come in, tensors go out. Each folder holds the op itself
+(`__init__`: it checks its arguments and chooses), the Triton kernel with its launcher (`kernel`) and the torch
+reference that is the truth for the tests and what a worker without a GPU serves with (`reference`).
+
+    from kernels.append_kv import append_kv
+    from kernels.copy_pages import pack_pages, unpack_pages
+    from kernels.decode_attention import decode_attention
+    from kernels.gather_pages import gather_pages, scatter_pages
+    from kernels.layout import KvLayout, expand_block_tables
+    from kernels.merge_attention_states import merge_attention_states
+    from kernels.prefill_attention import prefill_attention
+"""

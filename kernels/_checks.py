@@ -1,0 +1,106 @@
+"""Argument checks that the ops share: shapes, dtypes, strides, devices, overlaps.
+
+Knows no op. Reads only what the host knows, so a check never waits for the device; what lies in device memory (slots,
+lengths, page ids) is the caller's word.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.errors import KernelArgumentError
+from kernels.layout import KvLayout, PageShape, page_shape, page_tensor_shapes
+
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuses a tensor that has other axes, sizes (None: any), dtype or device than the op works with."""
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    if tensor.dim() != len(shape) or any(w is not None and w != s for w, s in zip(shape, tensor.shape, strict=True)):
+        raise KernelArgumentError(f"{name}: shape must be [{wanted}], got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise KernelArgumentError(f"{name}: dtype must be one of {[str(d) for d in dtypes]}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise KernelArgumentError(f"{name}: must be on {device}, is on {tensor.device}")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Refuses gaps and permuted axes."""
+    if not tensor.is_contiguous():
+        raise KernelArgumentError(
+            f"{name}: must be contiguous, has shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+        )
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Refuses [tokens, heads, dim] whose last axis has gaps; slices of a fused projection are welcome."""
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise KernelArgumentError(f"{name}: the last axis must have stride 1, strides are {list(tensor.stride())}")
+
+
+def check_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, layout: KvLayout) -> PageShape:
+    """Refuses page tensors that do not match each other or the layout; a page is dense, pages may lie apart."""
+    shape = page_shape(k_pages, layout)
+    k_shape, v_shape = page_tensor_shapes(shape, k_pages.dtype, layout)
+    check_tensor("k_pages", k_pages, k_shape, KV_DTYPES, k_pages.device)
+    check_tensor("v_pages", v_pages, v_shape, (k_pages.dtype,), k_pages.device)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.numel() and not pages[0].is_contiguous():
+            raise KernelArgumentError(f"{name}: a page must be dense, strides are {list(pages.stride())}")
+        if pages.shape[0] > 1 and pages.stride(0) < pages[0].numel():
+            raise KernelArgumentError(f"{name}: pages overlap, strides are {list(pages.stride())}")
+    return shape
+
+
+def check_block_tables(block_tables: torch.Tensor, num_seqs: int, device: torch.device) -> None:
+    """Refuses a table that is not int32 [num_seqs, any] with dense rows."""
+    check_tensor("block_tables", block_tables, (num_seqs, None), (torch.int32,), device)
+    check_rows("block_tables", block_tables)
+
+
+def check_lengths(name: str, lengths: torch.Tensor, size: int | None, device: torch.device) -> None:
+    """Refuses a vector of lengths or running sums that is not dense int32."""
+    check_tensor(name, lengths, (size,), (torch.int32,), device)
+    check_contiguous(name, lengths)
+
+
+def num_sequences(cu_seqlens: torch.Tensor, name: str) -> int:
+    """How many sequences a vector of running sums describes."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise KernelArgumentError(f"{name}: shape must be [num_seqs + 1], got {list(cu_seqlens.shape)}")
+    return cu_seqlens.shape[0] - 1
+
+
+def check_disjoint(written: str, target: torch.Tensor, read: str, source: torch.Tensor) -> None:
+    """Refuses an output whose memory reaches into an input's."""
+    if target.numel() == 0 or source.numel() == 0 or target.device != source.device:
+        return
+    start, stop = _extent(target)
+    other_start, other_stop = _extent(source)
+    if start < other_stop and other_start < stop:
+        raise KernelArgumentError(f"{written}: shares memory with {read}")
+
+
+def check_page_pair(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """Refuses key and value pages that overlap; the two halves of one [num_pages, 2, ...] tensor do not."""
+    if k_pages.numel() == 0 or v_pages.numel() == 0:
+        return
+    stride, page = k_pages.stride(0) * k_pages.element_size(), k_pages[0].numel() * k_pages.element_size()
+    shift = (v_pages.data_ptr() - k_pages.data_ptr()) % max(stride, 1)
+    interleaved = k_pages.stride(0) == v_pages.stride(0) and page <= shift <= stride - page
+    if not interleaved:
+        check_disjoint("k_pages", k_pages, "v_pages", v_pages)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte behind the last one that the tensor can touch."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -1,0 +1,131 @@
+"""What the two attention ops share: their argument checks, and attention of one sequence in plain torch.
+
+Knows neither phase, and nothing of Triton.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from kernels._checks import (
+    KV_DTYPES,
+    check_block_tables,
+    check_disjoint,
+    check_page_pair,
+    check_pages,
+    check_rows,
+    check_tensor,
+)
+from kernels.errors import KernelArgumentError
+from kernels.layout import KvLayout, PageShape
+
+# Query rows that are scored at once by the reference: bounds its memory, not its result.
+QUERY_BLOCK = 256
+
+TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+TRITON_MAX_PAGE_TOKENS = 256
+TRITON_MAX_GROUP = 16
+
+
+class AttentionSpec(NamedTuple):
+    """The checked arguments that are not tensors."""
+
+    shape: PageShape
+    layout: KvLayout
+    q_heads: int
+    scale: float
+    window: int
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_seqs: int,
+    layout: KvLayout,
+    scale: float | None,
+    window: int,
+) -> AttentionSpec:
+    """Refuses what no attention op can work with."""
+    shape = check_pages(k_pages, v_pages, layout)
+    check_page_pair(k_pages, v_pages)
+    check_tensor("q", q, (None, None, shape.dim), (k_pages.dtype,), k_pages.device)
+    check_rows("q", q)
+    check_block_tables(block_tables, num_seqs, k_pages.device)
+    heads = q.shape[1]
+    if heads == 0 or shape.heads == 0 or heads % shape.heads:
+        raise KernelArgumentError(f"q: {heads} heads are not a multiple of the pages' {shape.heads} heads")
+    if window < 0:
+        raise KernelArgumentError(f"window: must be 0 (unlimited) or positive, got {window}")
+    if scale is not None and not math.isfinite(scale):
+        raise KernelArgumentError(f"scale: must be finite, got {scale}")
+    return AttentionSpec(shape, layout, heads, shape.dim**-0.5 if scale is None else float(scale), window)
+
+
+def check_triton_attention(q: torch.Tensor, spec: AttentionSpec) -> None:
+    """Refuses what the references can do and the Triton kernels cannot."""
+    shape, group = spec.shape, spec.q_heads // spec.shape.heads
+    if shape.dim not in TRITON_HEAD_DIMS:
+        raise KernelArgumentError(f"dim: must be one of {TRITON_HEAD_DIMS}, got {shape.dim}")
+    if shape.page_tokens > TRITON_MAX_PAGE_TOKENS or shape.page_tokens & (shape.page_tokens - 1):
+        raise KernelArgumentError(
+            f"page_tokens: must be a power of two up to {TRITON_MAX_PAGE_TOKENS}, got {shape.page_tokens}"
+        )
+    if group > TRITON_MAX_GROUP:
+        raise KernelArgumentError(f"q: at most {TRITON_MAX_GROUP} query heads share a kv head, got {group}")
+    if q.is_cuda and q.dtype not in KV_DTYPES[:2]:
+        raise KernelArgumentError(f"q: dtype must be one of {[str(d) for d in KV_DTYPES[:2]]} on CUDA, got {q.dtype}")
+
+
+def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
+    """The tensor to write to: the caller's, checked, or a new one. Rows of no sequence keep what they held, or zero."""
+    if out is None:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    check_tensor("out", out, tuple(q.shape), (q.dtype,), q.device)
+    check_rows("out", out)
+    for name, source in zip(("q", "k_pages", "v_pages"), (q, *inputs), strict=True):
+        check_disjoint("out", out, name, source)
+    return out
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exps of queries that have seen no key yet: fp32 [q_heads, num_tokens]."""
+    return torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
+
+
+def visible_start(position: int, window: int) -> int:
+    """The first key that the query at this absolute position sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first_query: int,
+    first_key: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in fp32 of queries [n, q_heads, dim] over keys and values [length, kv_heads, dim].
+
+    Query i stands at position first_query + i, key j at first_key + j. Returns out [n, q_heads, dim] and the
+    natural log-sum-exp [q_heads, n].
+    """
+    count, q_heads, dim = q.shape
+    kv_heads, group = keys.shape[1], q_heads // keys.shape[1]
+    rows = q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * count, dim)
+    scores = torch.matmul(rows, keys.float().permute(1, 2, 0)).mul_(scale).view(kv_heads, group, count, -1)
+    if count > 1 or window:
+        position = torch.arange(first_query, first_query + count, device=q.device).unsqueeze(1)
+        key = torch.arange(first_key, first_key + keys.shape[0], device=q.device)
+        hidden = key > position
+        if window:
+            hidden |= key <= position - window
+        scores.masked_fill_(hidden, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    weights = torch.exp(scores - lse).view(kv_heads, group * count, -1)
+    out = torch.matmul(weights, values.float().transpose(0, 1)).view(kv_heads, group, count, dim)
+    return out.permute(2, 0, 1, 3).reshape(count, q_heads, dim), lse.reshape(q_heads, count)

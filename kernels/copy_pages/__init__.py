@@ -1,0 +1,92 @@
+"""pack_pages and unpack_pages: whole pages, as raw bytes, into one dense row each and back.
+
+Neither knows what a page holds; this is how pages are staged for a spill and put back after a fetch.
+"""
+
+import torch
+
+from kernels._checks import INDEX_DTYPES, check_contiguous, check_disjoint, check_tensor
+from kernels.backend import Backend, uses_triton
+from kernels.copy_pages import reference
+from kernels.errors import KernelArgumentError
+
+__all__ = ["pack_pages", "page_row_bytes", "unpack_pages"]
+
+
+def page_row_bytes(pages: torch.Tensor, page_axis: int = 0) -> int:
+    """Bytes of one page over all planes: the width of a packed row."""
+    return _planes(pages, page_axis)[:, :1].numel()
+
+
+def pack_pages(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    page_axis: int = 0,
+    backend: Backend = Backend.AUTO,
+) -> None:
+    """out[i] = the bytes of page page_ids[i], plane after plane.
+
+    pages: contiguous, any dtype, `page_axis` counts its pages; the axes before it are planes (layers, K and V), so
+    [num_layers, num_pages, ...] has page_axis 1. out uint8 [n, page_row_bytes(pages, page_axis)]; page_ids int32 or
+    int64 [n].
+    """
+    planes, rows = _checked(pages, page_ids, out, page_axis)
+    check_disjoint("out", out, "pages", pages)
+    if rows.numel() == 0:
+        return
+    if uses_triton(backend, pages):
+        from kernels.copy_pages import kernel
+
+        kernel.launch_pack(planes, page_ids, rows)
+    else:
+        reference.pack_pages(planes, page_ids, rows)
+
+
+def unpack_pages(
+    packed: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    *,
+    page_axis: int = 0,
+    backend: Backend = Backend.AUTO,
+) -> None:
+    """The inverse of pack_pages: page page_ids[i] = the bytes packed[i]; no id may occur twice."""
+    planes, rows = _checked(pages, page_ids, packed, page_axis)
+    check_disjoint("pages", pages, "packed", packed)
+    if rows.numel() == 0:
+        return
+    if uses_triton(backend, pages):
+        from kernels.copy_pages import kernel
+
+        kernel.launch_unpack(rows, planes, page_ids)
+    else:
+        reference.unpack_pages(rows, planes, page_ids)
+
+
+def _planes(pages: torch.Tensor, page_axis: int) -> torch.Tensor:
+    """The pages as bytes [num_planes, num_pages, bytes], sharing their memory."""
+    check_contiguous("pages", pages)
+    if not 0 <= page_axis < pages.dim() - 1:
+        raise KernelArgumentError(f"page_axis: pages of shape {list(pages.shape)} have no page axis {page_axis}")
+    raw = pages.view(torch.uint8)
+    planes = 1
+    for size in pages.shape[:page_axis]:
+        planes *= size
+    width = pages.element_size()
+    for size in pages.shape[page_axis + 1 :]:
+        width *= size
+    return raw.view(planes, pages.shape[page_axis], width)
+
+
+def _checked(
+    pages: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, page_axis: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    planes = _planes(pages, page_axis)
+    count, _, width = planes.shape
+    check_tensor("page_ids", page_ids, (None,), INDEX_DTYPES, pages.device)
+    check_contiguous("page_ids", page_ids)
+    check_tensor("packed rows", packed, (page_ids.shape[0], count * width), (torch.uint8,), pages.device)
+    check_contiguous("packed rows", packed)
+    return planes, packed.view(page_ids.shape[0], count, width)
