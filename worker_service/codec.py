@@ -1,0 +1,179 @@
+"""ModelWorker's messages between protobuf and the worker's core; bad input is an InvalidField that names the field.
+
+Knows no engine and no tokenizer: text becomes tokens elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from protos.v1 import worker_pb2
+from worker_service.core.ports import GroupSpec, Namespace
+from worker_service.core.sequence import FinishReason, InvalidField, SamplingParams, Usage
+from worker_service.session_codec import encode_group, encode_namespace
+
+DEFAULT_MAX_TOKENS = 16
+MAX_STOP_CHARS = 1024
+MAX_NAME_CHARS = 256
+_FINISH = {
+    FinishReason.STOP: worker_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: worker_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class VocabLimits(NamedTuple):
+    vocab_size: int
+    max_model_len: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one sampled token: its own, and the best ones' ids and values, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class Timing(NamedTuple):
+    time_to_first_token_s: float
+    queued_s: float
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def check_prompt_tokens(field: str, packed: bytes, limits: VocabLimits) -> bytes:
+    """The packed token ids as they are, once they are known to be tokens of this model."""
+    if len(packed) % 4:
+        raise InvalidField(field, f"length {len(packed)} is no multiple of 4")
+    if not packed:
+        raise InvalidField(field, "must hold at least one token")
+    tokens = array("i")
+    tokens.frombytes(packed)
+    if len(tokens) >= limits.max_model_len:
+        raise InvalidField(
+            field, f"{len(tokens)} tokens leave no room for an answer; max_model_len is {limits.max_model_len}"
+        )
+    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        raise InvalidField(field, f"token ids must be within 0..{limits.vocab_size - 1}")
+    return packed
+
+
+def check_name(field: str, text: str) -> str:
+    if len(text) > MAX_NAME_CHARS:
+        raise InvalidField(field, f"must have at most {MAX_NAME_CHARS} characters")
+    return text
+
+
+def decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) -> SamplingParams:
+    """Zero means the default that the protocol names, except where a field knows whether it was set."""
+    _require_finite(message)
+    sampling = SamplingParams(
+        max_tokens=message.max_tokens or DEFAULT_MAX_TOKENS,
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+        stop=tuple(message.stop),
+        stop_token_ids=_stop_token_ids(message.stop_token_ids, limits.vocab_size),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+    try:
+        sampling.validate()
+    except InvalidField as error:
+        raise InvalidField(f"sampling.{error.field}", error.reason) from None
+    if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
+        raise InvalidField("sampling.stop", f"strings must have at most {MAX_STOP_CHARS} characters")
+    return sampling
+
+
+def _require_finite(message: worker_pb2.SamplingParams) -> None:
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        if not math.isfinite(getattr(message, name)):
+            raise InvalidField(f"sampling.{name}", "must be a finite number")
+
+
+def _stop_token_ids(packed: bytes, vocab_size: int) -> frozenset[int]:
+    if len(packed) % 4:
+        raise InvalidField("sampling.stop_token_ids", f"length {len(packed)} is no multiple of 4")
+    tokens = array("i")
+    tokens.frombytes(packed)
+    if any(not 0 <= token < vocab_size for token in tokens):
+        raise InvalidField("sampling.stop_token_ids", f"must be within 0..{vocab_size - 1}")
+    return frozenset(tokens)
+
+
+def encode_piece(tokens: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> worker_pb2.GenerateResponse:
+    return worker_pb2.GenerateResponse(
+        token_ids=pack_tokens(tokens),
+        text=text,
+        logprobs=[
+            worker_pb2.TokenLogprobs(
+                logprob=item.logprob, top_ids=pack_tokens(item.top_ids), top_logprobs=item.top_logprobs
+            )
+            for item in logprobs
+        ],
+    )
+
+
+def encode_finish_reason(reason: FinishReason) -> worker_pb2.FinishReason.ValueType:
+    return _FINISH[reason]
+
+
+def encode_usage(usage: Usage, timing: Timing) -> worker_pb2.Usage:
+    return worker_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        fetched_tokens=usage.fetched_tokens,
+        computed_tokens=usage.computed_tokens,
+        generated_tokens=usage.generated_tokens,
+        num_preemptions=usage.num_preemptions,
+        time_to_first_token_s=timing.time_to_first_token_s,
+        queued_s=timing.queued_s,
+    )
+
+
+class WorkerDescription(NamedTuple):
+    """What Describe tells that does not change while the worker lives."""
+
+    worker_id: str
+    incarnation: str
+    model_type: str
+    model: str
+    page_tokens: int
+    limits: VocabLimits
+    device: str
+    dtype: str
+    groups: tuple[GroupSpec, ...]
+    config: Mapping[str, str]
+
+
+def encode_description(
+    facts: WorkerDescription, *, running: int, waiting: int, held: int, epoch: str, draining: bool
+) -> worker_pb2.DescribeResponse:
+    return worker_pb2.DescribeResponse(
+        worker_id=facts.worker_id,
+        incarnation=facts.incarnation,
+        model_type=facts.model_type,
+        namespace=encode_namespace(Namespace(facts.model)),
+        page_tokens=facts.page_tokens,
+        max_model_len=facts.limits.max_model_len,
+        vocab_size=facts.limits.vocab_size,
+        device=facts.device,
+        dtype=facts.dtype,
+        groups=[encode_group(spec) for spec in facts.groups],
+        num_running=running,
+        num_waiting=waiting,
+        num_held=held,
+        cache_epoch=epoch,
+        draining=draining,
+        config=dict(facts.config),
+    )

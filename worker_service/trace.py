@@ -1,0 +1,98 @@
+"""What the engine measured of late: when steps and launches ran, and the rates that the cache service is told.
+
+Knows no sequence and decides nothing. Bounded: the oldest spans are forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from worker_service.core.ports import Ack, Rates
+
+MAX_SPANS = 8192
+# A launch says something about prefill only when prompts are most of it.
+MIN_PREFILL_TOKENS = 32
+_WEIGHT = 0.2
+
+Track = Literal["step", "launch"]
+
+
+class Span(NamedTuple):
+    track: Track
+    number: int
+    start_s: float
+    end_s: float
+    num_tokens: int = 0
+
+
+class Overlap(NamedTuple):
+    """Of the time that step round trips took, how much passed while a launch ran."""
+
+    num_steps: int
+    step_s: float
+    hidden_s: float
+
+
+class EngineTrace:
+    """A ring of spans. Steps belong to the event loop, launches to the model's thread; both are noted by the loop."""
+
+    def __init__(self, max_spans: int = MAX_SPANS) -> None:
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+
+    def note(self, span: Span) -> None:
+        self._spans.append(span)
+
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(self._spans)
+
+    def overlap(self) -> Overlap:
+        steps = [span for span in self._spans if span.track == "step"]
+        launches = [span for span in self._spans if span.track == "launch"]
+        hidden_s = sum(
+            max(0.0, min(step.end_s, launch.end_s) - max(step.start_s, launch.start_s))
+            for step in steps
+            for launch in launches
+        )
+        return Overlap(len(steps), sum(span.end_s - span.start_s for span in steps), hidden_s)
+
+    def write(self, path: Path) -> None:
+        """The spans in the trace event format that browsers' trace viewers show."""
+        events = [
+            {
+                "name": f"{span.track} {span.number}",
+                "ph": "X",
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "pid": 0,
+                "tid": span.track,
+                "args": {"num_tokens": span.num_tokens},
+            }
+            for span in self._spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events}))
+
+
+class RateMeter:
+    """Moving averages of prefill and fetch speed; zero until something was measured."""
+
+    def __init__(self) -> None:
+        self._prefill_tokens_per_s = 0.0
+        self._fetch_bytes_per_s = 0.0
+
+    def launched(self, prefill_tokens: int, all_tokens: int, seconds: float) -> None:
+        if prefill_tokens >= max(MIN_PREFILL_TOKENS, all_tokens // 2) and seconds > 0:
+            self._prefill_tokens_per_s = _moved(self._prefill_tokens_per_s, all_tokens / seconds)
+
+    def fetched(self, ack: Ack) -> None:
+        if ack.num_bytes and ack.seconds > 0:
+            self._fetch_bytes_per_s = _moved(self._fetch_bytes_per_s, ack.num_bytes / ack.seconds)
+
+    def rates(self) -> Rates:
+        return Rates(self._prefill_tokens_per_s, self._fetch_bytes_per_s)
+
+
+def _moved(average: float, value: float) -> float:
+    return value if average == 0.0 else average + _WEIGHT * (value - average)
