@@ -106,7 +106,7 @@ class PageMover:
         """Wait until everything that was started has been acknowledged."""
         while self._running:
             await asyncio.wait(set(self._running))
-            await asyncio.sleep(0)  # the acks are handed over by callbacks of the next round
+        await asyncio.sleep(0)  # acks that were due at once are handed over by callbacks of the next round
 
     async def close(self) -> None:
         await self.drain()

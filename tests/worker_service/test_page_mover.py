@@ -1,0 +1,214 @@
+"""Transfers between page tensors and a host tier: what arrives, what is acknowledged, and what every fault becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Sequence
+
+import pytest
+import torch
+import xxhash
+
+from worker_service.core.ports import (
+    Ack,
+    HostTier,
+    HostTierError,
+    HostTierKind,
+    TicketId,
+    Transfer,
+    TransferPages,
+    TransferStatus,
+)
+from worker_service.gpu.kv_pages import KvPages, KvShape
+from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
+from worker_service.host_tier.memory import MemoryTier
+
+NUM_PAGES = 24
+FRAME = PageFrame(dtype=1, digest=lambda data: xxhash.xxh3_128_digest(data))
+
+
+def make_pages(seed: int, windows: tuple[int, ...] = (0, 0, 8)) -> KvPages:
+    """Two groups: layers that see everything, and one with a window."""
+    shape = KvShape(windows, num_kv_heads=2, head_dim=4, dtype=torch.float32, page_tokens=4)
+    groups = len(set(windows))
+    pages = KvPages(shape, [NUM_PAGES] * groups, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for group in range(groups):
+        size = pages.page_bytes(group)
+        rows = torch.randint(0, 256, (NUM_PAGES, size), dtype=torch.uint8, generator=generator)
+        pages.write_pages(group, range(1, NUM_PAGES + 1), rows)
+    return pages
+
+
+def transfer(ticket: int, tables: Sequence[Sequence[int]], holes: Sequence[tuple[int, int]] = ()) -> Transfer:
+    """`tables[group]` are page ids; `holes` are (group, page) places that do not move."""
+    groups = []
+    for group, page_ids in enumerate(tables):
+        ids = [0 if (group, page) in holes else page_id for page, page_id in enumerate(page_ids)]
+        keys = [b"" if (group, page) in holes else b"key:%d:%d" % (group, page) for page in range(len(page_ids))]
+        groups.append(TransferPages(group, array("I", ids).tobytes(), tuple(keys)))
+    return Transfer(TicketId(ticket), tuple(groups), 3, len(tables[0]))
+
+
+class Desk:
+    """A mover and the acks that it handed over."""
+
+    def __init__(self, pages: KvPages, tier: HostTier, limits: MoverLimits | None = None) -> None:
+        self.acks: list[Ack] = []
+        self.mover = PageMover(pages, tier, FRAME, self.acks.append, limits or MoverLimits())
+
+    async def spill(self, order: Transfer) -> Ack:
+        self.mover.spill(order)
+        await self.mover.drain()
+        return self.acks[-1]
+
+    async def fetch(self, order: Transfer) -> Ack:
+        self.mover.fetch(order, lambda: None)
+        await self.mover.drain()
+        return self.acks[-1]
+
+
+class BrokenTier:
+    """Fails every call, and counts them."""
+
+    kind = HostTierKind.SHARED
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def identity(self) -> str:
+        return "broken"
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
+        self.num_calls += 1
+        raise HostTierError("does not answer")
+
+    def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
+        self.num_calls += 1
+        raise HostTierError("does not answer")
+
+    def close(self) -> None:
+        pass
+
+
+def page(pages: KvPages, group: int, page_id: int) -> bytes:
+    return pages.read_pages(group, [page_id]).numpy().tobytes()
+
+
+async def test_pages_of_all_groups_arrive_on_another_device_bit_for_bit() -> None:
+    tier = MemoryTier(1 << 20)
+    here, there = make_pages(1), make_pages(2)
+    out = [[1 + i for i in range(11)], [24 - i for i in range(11)]]
+    target = [[12 + i for i in range(11)], [2 + i for i in range(11)]]
+    holes = [(1, 0), (1, 1)]
+    spilled = await Desk(here, tier).spill(transfer(7, out, holes))
+    before = page(there, 1, target[1][0])
+    fetched = await Desk(there, tier).fetch(transfer(8, target, holes))
+    moved_bytes = 11 * here.page_bytes(0) + 9 * here.page_bytes(1)
+    assert spilled[:4] == (7, 11, TransferStatus.DONE, moved_bytes)
+    assert fetched[:4] == (8, 11, TransferStatus.DONE, moved_bytes)
+    assert spilled.seconds > 0
+    for at in range(11):
+        assert page(there, 0, target[0][at]) == page(here, 0, out[0][at])
+        if at >= 2:
+            assert page(there, 1, target[1][at]) == page(here, 1, out[1][at])
+    assert page(there, 1, target[1][0]) == before, "a hole was written to"
+
+
+@pytest.mark.parametrize("missing", [0, 3, 4, 10])
+async def test_a_fetch_stops_at_the_first_page_that_lacks_any_group(missing: int) -> None:
+    tier = MemoryTier(1 << 20)
+    here, there = make_pages(1), make_pages(2)
+    ids = [list(range(1, 12))] * 2
+    await Desk(here, tier).spill(transfer(1, ids, [(1, missing)]))
+    untouched = [page(there, 0, ids[0][at]) for at in range(missing, 11)]
+    ack = await Desk(there, tier).fetch(transfer(2, ids))
+    assert ack[:3] == (2, missing, TransferStatus.MISSING)
+    assert [page(there, 0, ids[0][at]) for at in range(missing)] == [page(here, 0, ids[0][at]) for at in range(missing)]
+    assert [page(there, 0, ids[0][at]) for at in range(missing, 11)] == untouched
+
+
+@pytest.mark.parametrize("offset", [0, 5, 17, 40, 63, 64, -1])
+async def test_a_tampered_value_is_missing_and_never_written(offset: int) -> None:
+    tier = MemoryTier(1 << 20)
+    here, there = make_pages(1, (0,)), make_pages(2, (0,))
+    await Desk(here, tier).spill(transfer(1, [[1, 2, 3]]))
+    value = bytearray(tier.get([b"key:0:1"], 1 << 20)[0] or b"")
+    value[offset] ^= 1
+    tier.put([b"key:0:1"], [[bytes(value)]])
+    before = page(there, 0, 2)
+    ack = await Desk(there, tier).fetch(transfer(2, [[1, 2, 3]]))
+    assert ack[:3] == (2, 1, TransferStatus.MISSING)
+    assert page(there, 0, 2) == before
+
+
+async def test_a_value_under_another_pages_key_is_missing() -> None:
+    tier = MemoryTier(1 << 20)
+    here, there = make_pages(1, (0,)), make_pages(2, (0,))
+    await Desk(here, tier).spill(transfer(1, [[1, 2]]))
+    tier.put([b"key:0:0"], [[bytes(tier.get([b"key:0:1"], 1 << 20)[0] or b"")]])
+    assert (await Desk(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.MISSING)
+
+
+async def test_a_full_tier_acknowledges_the_leading_pages_only() -> None:
+    here = make_pages(1, (0,))
+
+    class Full(MemoryTier):
+        def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
+            return min(len(keys), 3)
+
+    ack = await Desk(here, Full(1 << 20)).spill(transfer(1, [list(range(1, 12))]))
+    assert ack[:4] == (1, 3, TransferStatus.FAILED, 3 * here.page_bytes(0))
+
+
+async def test_a_broken_tier_fails_every_ticket_and_is_left_alone_for_a_while() -> None:
+    tier = BrokenTier()
+    desk = Desk(make_pages(1, (0,)), tier, MoverLimits(threads=1, breaker_failures=2, breaker_s=60.0))
+    for ticket in range(6):
+        assert (await desk.spill(transfer(ticket, [[1]])))[:3] == (ticket, 0, TransferStatus.FAILED)
+    assert (await desk.fetch(transfer(6, [[1]])))[:3] == (6, 0, TransferStatus.FAILED)
+    assert tier.num_calls == 2
+    assert len(desk.acks) == 7
+
+
+async def test_nothing_is_written_before_the_barrier_and_everything_after_it() -> None:
+    tier = MemoryTier(1 << 20)
+    here, there = make_pages(1, (0,)), make_pages(2, (0,))
+    await Desk(here, tier).spill(transfer(1, [[1]]))
+    desk, launch_ended, asked = Desk(there, tier), threading.Event(), threading.Event()
+    before = page(there, 0, 1)
+
+    def barrier() -> None:
+        asked.set()
+        launch_ended.wait(30)
+
+    desk.mover.fetch(transfer(2, [[1]]), barrier)
+    await asyncio.to_thread(asked.wait, 30)
+    assert page(there, 0, 1) == before
+    assert desk.acks == []
+    launch_ended.set()
+    await desk.mover.drain()
+    assert desk.acks[0][:3] == (2, 1, TransferStatus.DONE)
+    assert page(there, 0, 1) == page(here, 0, 1)
+
+
+async def test_more_transfers_than_may_wait_fail_at_once_and_the_others_go_on() -> None:
+    tier = MemoryTier(1 << 20)
+    pages, gate = make_pages(1, (0,)), threading.Event()
+    await Desk(pages, tier).spill(transfer(0, [[1]]))
+    desk = Desk(pages, tier, MoverLimits(threads=1, max_queued=2))
+    for ticket in (1, 2, 3):
+        desk.mover.fetch(transfer(ticket, [[1]]), lambda: gate.wait(30))
+    await asyncio.sleep(0)
+    assert [ack[:3] for ack in desk.acks] == [(3, 0, TransferStatus.FAILED)]
+    gate.set()
+    await desk.mover.drain()
+    assert sorted(ack.ticket for ack in desk.acks if ack.status is TransferStatus.DONE) == [1, 2]
+
+
+async def test_an_order_for_a_page_that_does_not_exist_ends_as_a_failed_ack(caplog: pytest.LogCaptureFixture) -> None:
+    ack = await Desk(make_pages(1, (0,)), MemoryTier(1 << 20)).spill(transfer(1, [[NUM_PAGES + 1]]))
+    assert ack[:3] == (1, 0, TransferStatus.FAILED)
+    assert "page id" in caplog.text
