@@ -56,6 +56,9 @@ class RedisProcess:
         return Redis(host="127.0.0.1", port=self.port, password=self.password, socket_timeout=5.0)
 
     def start(self) -> None:
+        """Ready for commands on return; does nothing when it runs."""
+        if self._process is not None:
+            return
         config = f"bind 127.0.0.1\nport {self.port}\nrequirepass {self.password}\nsave ''\nappendonly no\n"
         if self._unix_socket is not None:
             config += f"unixsocket {self._unix_socket}\n"
@@ -92,5 +95,7 @@ class RedisProcess:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill()

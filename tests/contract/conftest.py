@@ -43,7 +43,6 @@ def redis(redis_server: RedisProcess) -> Iterator[RedisProcess]:
         client.config_set("maxmemory", 0)
         client.flushall()
     yield redis_server
-    redis_server.kill()
     redis_server.start()
 
 

@@ -16,7 +16,7 @@ from worker_service.core.ports import HostTier, HostTierError, HostTierKind
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Probabilities: of a call to fail, to be late, to store a part only; of a value to vanish, to come back changed."""
+    """Probabilities: of a call to fail, be late or store a part only; of a value to vanish or come back changed."""
 
     seed: int = 0
     fail: float = 0.0

@@ -1,0 +1,114 @@
+"""What the memory tier and the wrappers do beyond the contract."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+
+import pytest
+
+from worker_service.core.ports import HostTierError
+from worker_service.host_tier.allocator import keep_freed_blocks
+from worker_service.host_tier.faulty import FaultPlan, FaultyTier
+from worker_service.host_tier.memory import MemoryTier
+from worker_service.host_tier.metered import Measure, MeteredTier
+
+
+def test_memory_drops_the_least_recently_used() -> None:
+    tier = MemoryTier(300)
+    tier.put([b"a", b"b", b"c"], [[bytes(100)]] * 3)
+    tier.get([b"a"], 100)
+    tier.put([b"d"], [[bytes(150)]])
+    assert [value is not None for value in tier.get([b"a", b"b", b"c", b"d"], 200)] == [True, False, False, True]
+    assert tier.num_bytes == 250
+
+
+def test_memory_counts_a_replaced_value_once() -> None:
+    tier = MemoryTier(300)
+    for size in (100, 200, 50):
+        tier.put([b"k"], [[bytes(size)]])
+        assert tier.num_bytes == size
+
+
+def test_memory_keeps_what_it_had_when_a_value_cannot_fit() -> None:
+    tier = MemoryTier(300)
+    assert tier.put([b"a", b"b", b"c"], [[b"x"], [bytes(301)], [b"y"]]) == 1
+    assert tier.get([b"a", b"b", b"c"], 400) == [b"x", None, None]
+
+
+def test_memory_without_room_takes_nothing() -> None:
+    assert MemoryTier(0).put([b"a"], [[b"x"]]) == 0
+    with pytest.raises(ValueError, match="capacity_bytes"):
+        MemoryTier(-1)
+
+
+def test_metered_tells_what_was_moved() -> None:
+    measures: list[Measure] = []
+    tier = MeteredTier(MemoryTier(10), measures.append, clock=itertools.count(0, 2).__next__)
+    tier.put([b"a", b"b"], [[b"head", b"er"], [bytes(11)]])
+    tier.get([b"a", b"x"], 10)
+    assert measures == [
+        Measure("put", 2, 1, 6, 2.0, failed=False),
+        Measure("get", 2, 1, 6, 2.0, failed=False),
+    ]
+
+
+def test_metered_tells_failures_and_passes_them_on() -> None:
+    measures: list[Measure] = []
+    tier = MeteredTier(
+        FaultyTier(MemoryTier(10), FaultPlan(fail=1.0)), measures.append, clock=itertools.count().__next__
+    )
+    with pytest.raises(HostTierError, match="planned"):
+        tier.put([b"a"], [[b"v"]])
+    with pytest.raises(HostTierError, match="planned"):
+        tier.get([b"a", b"b"], 10)
+    assert measures == [Measure("put", 1, 0, 0, 1, failed=True), Measure("get", 2, 0, 0, 1, failed=True)]
+
+
+def faults_of(plan: FaultPlan) -> list[object]:
+    slept: list[float] = []
+    tier = FaultyTier(MemoryTier(1 << 20), plan, sleep=slept.append)
+    seen: list[object] = []
+    for turn in range(60):
+        try:
+            seen.append(tier.put([b"%d" % i for i in range(4)], [[bytes(8)]] * 4))
+            seen.append([value and bytes(value) for value in tier.get([b"%d" % i for i in range(4)], 8)])
+        except HostTierError:
+            seen.append(f"failed in turn {turn}")
+    return [*seen, len(slept)]
+
+
+def test_faults_are_those_of_the_seed() -> None:
+    plan = FaultPlan(seed=7, fail=0.1, delay=0.2, partial=0.2, lose=0.1, corrupt=0.1)
+    assert faults_of(plan) == faults_of(plan)
+    assert faults_of(plan) != faults_of(FaultPlan(seed=8, fail=0.1, delay=0.2, partial=0.2, lose=0.1, corrupt=0.1))
+
+
+@pytest.mark.parametrize("kind", ["fail", "delay", "partial", "lose", "corrupt"])
+def test_each_kind_of_fault_happens(kind: str) -> None:
+    plan = FaultPlan(seed=1, **{kind: 0.5})
+    seen = faults_of(plan)
+    calm = faults_of(FaultPlan())
+    assert seen != calm
+    happened = {
+        "fail": any(isinstance(item, str) for item in seen),
+        "delay": seen[-1] != 0,
+        "partial": any(isinstance(item, int) and item < 4 for item in seen[:-1]),
+        "lose": any(isinstance(item, list) and None in item for item in seen),
+        "corrupt": any(isinstance(item, list) and any(v not in (None, bytes(8)) for v in item) for item in seen),
+    }
+    # A put that failed or stored a part leaves older values behind, so those two may hide a loss but never make one up.
+    assert happened[kind]
+
+
+def test_a_corrupted_value_differs_in_one_bit() -> None:
+    tier = FaultyTier(MemoryTier(100), FaultPlan(seed=3, corrupt=1.0))
+    tier.put([b"k"], [[bytes(20)]])
+    value = tier.get([b"k"], 20)[0]
+    assert value is not None
+    assert sum(byte.bit_count() for byte in value) == 1
+    assert tier._inner.get([b"k"], 20) == [bytes(20)]
+
+
+def test_the_allocator_takes_the_setting_where_it_knows_it() -> None:
+    assert keep_freed_blocks() == (platform.libc_ver()[0] == "glibc")
