@@ -9,7 +9,7 @@ import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from protos.v1 import worker_pb2
 from worker_service.core.ports import GroupSpec, Namespace
@@ -30,12 +30,14 @@ class VocabLimits(NamedTuple):
     max_model_len: int
 
 
-class TokenLogprobs(NamedTuple):
-    """Of one sampled token: its own, and the best ones' ids and values, best first."""
+class TokenLogprobs(Protocol):
+    """Of one sampled token: its own, and the best ones with theirs, best first."""
 
-    logprob: float
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
+    @property
+    def sampled(self) -> float: ...
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
 
 
 class Timing(NamedTuple):
@@ -117,7 +119,9 @@ def encode_piece(tokens: Sequence[int], text: str, logprobs: Sequence[TokenLogpr
         text=text,
         logprobs=[
             worker_pb2.TokenLogprobs(
-                logprob=item.logprob, top_ids=pack_tokens(item.top_ids), top_logprobs=item.top_logprobs
+                logprob=item.sampled,
+                top_ids=pack_tokens([token_id for token_id, _ in item.top]),
+                top_logprobs=[value for _, value in item.top],
             )
             for item in logprobs
         ],

@@ -1,0 +1,46 @@
+"""Settings of the worker: where they come from, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.settings import SettingsError, describe
+from worker_service.config import load_config
+
+
+def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
+    environment = {"STEMCACHE_WORKER_MODEL": "m", "STEMCACHE_WORKER_TOKEN_BUDGET": "99", "HOME": "/"}
+    config = load_config(["--token-budget", "64", "--chunked-prefill", "off"], environment)
+    assert (config.model, config.token_budget, config.chunked_prefill, config.page_tokens) == ("m", 64, False, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        ([], {}, "model"),
+        (["--model", "m", "--no-such", "1"], {}, "--no-such"),
+        ([], {"STEMCACHE_WORKER_MODLE": "m"}, "STEMCACHE_WORKER_MODLE"),
+        (["--model", "m", "--page-tokens", "0"], {}, "--page-tokens"),
+        (["--model", "m", "--page-tokens", "sixteen"], {}, "--page-tokens"),
+        (["--model", "m", "--memory-fraction", "nan"], {}, "--memory-fraction"),
+        (["--model", "m", "--memory-fraction", "1.5"], {}, "--memory-fraction"),
+        (["--model", "m", "--device", "tpu"], {}, "--device"),
+        (["--model", "m", "--host-tier", "redis"], {}, "redis_url"),
+        (["--model", "m", "--redis-url", "redis://h"], {}, "redis_url"),
+        (["--model", "m", "--host-tier", "redis", "--redis-url", "http://h"], {}, "redis_url"),
+        (["--model", "m", "--cache", "nowhere"], {}, "cache"),
+        (["--model", "m", "--listen", "host:99999"], {}, "listen"),
+    ],
+)
+def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_config(arguments, environment)
+    assert named in str(error.value)
+
+
+def test_no_secret_is_shown() -> None:
+    url = "redis://user:hush-hush@host:1234/2"
+    config = load_config(["--model", "m", "--host-tier", "redis", "--redis-url", url], {})
+    shown = describe(config)
+    assert "hush" not in str(shown)
+    assert "host:1234" in shown["redis_url"]

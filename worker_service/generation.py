@@ -1,0 +1,95 @@
+"""One request as its caller sees it: pieces of the answer, until the last or an error.
+
+Knows no scheduler, no page and no protobuf. The engine puts in, one reader takes out; what was not taken yet is merged, so
+a slow reader makes pieces longer, never more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from worker_service.codec import Timing, TokenLogprobs
+from worker_service.core.ports import SequenceId
+from worker_service.core.sequence import FinishReason, Usage
+from worker_service.text_stream import StopFilter
+
+
+class Detokenizer(Protocol):
+    def add(self, token_ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Piece:
+    """New tokens and the text that became certain; the last one says why it is the last."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+class RequestFailed(Exception):
+    """The engine gave up on this request; others go on."""
+
+
+class Generation:
+    """Tokens go in, pieces come out."""
+
+    def __init__(self, sequence_id: SequenceId, detokenizer: Detokenizer, stop: tuple[str, ...], now_s: float) -> None:
+        self.sequence_id = sequence_id
+        self.is_finished = False
+        self._detokenizer = detokenizer
+        self._filter = StopFilter(stop)
+        self._arrived_s = now_s
+        self._started_s = 0.0
+        self._first_token_s = 0.0
+        self._piece = Piece()
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def started(self, now_s: float) -> None:
+        """The first launch with a token of this request went out."""
+        self._started_s = self._started_s or now_s
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], now_s: float) -> bool:
+        """Add sampled tokens; True when their text completes a stop string."""
+        self._first_token_s = self._first_token_s or now_s
+        cut = self._filter.push(self._detokenizer.add(token_ids))
+        self._piece.token_ids.extend(token_ids)
+        self._piece.logprobs.extend(item for item in logprobs if item is not None)
+        self._piece.text += cut.text
+        self._news.set()
+        return cut.stopped
+
+    def finish(self, reason: FinishReason, usage: Usage, *, by_stop_string: bool = False) -> None:
+        if not by_stop_string:
+            cut = self._filter.push(self._detokenizer.finish())
+            self._piece.text += cut.text if cut.stopped else cut.text + self._filter.flush()
+        self._piece.finish_reason = reason
+        self._piece.usage = usage
+        self._piece.timing = Timing(
+            max(0.0, self._first_token_s - self._arrived_s), max(0.0, self._started_s - self._arrived_s)
+        )
+        self.is_finished = True
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.is_finished = True
+        self._news.set()
+
+    async def next_piece(self) -> Piece:
+        """Everything since the last call; waits for something. Raises what the engine failed with."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        piece, self._piece = self._piece, Piece()
+        return piece
