@@ -2,9 +2,9 @@
 
 Knows no sequence, no schedule and no host tier; which page holds what is decided elsewhere.
 
-One group's tensor is [layers of the group, 2 (K, V), num_pages + 1, page_tokens, kv_heads, head_dim]. Page 0 is reserved: zero
-from the start, never written, so that a hole in a block table addresses valid memory. A page as bytes is its rows of all
-layers in that order: layer 0's K, layer 0's V, layer 1's K, ...
+One group's tensor is [layers of the group, 2 (K, V), num_pages + 1, page_tokens, kv_heads, head_dim]. Page 0 is
+reserved: zero from the start, never written, so that a hole in a block table addresses valid memory. A page as bytes is
+its rows of all layers in that order: layer 0's K, layer 0's V, layer 1's K, ...
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PoolError(Exception):
 
 
 class KvShape(NamedTuple):
-    """What one token's K and V look like; `windows` holds each layer's sliding window, 0 for layers that see everything."""
+    """What one token's K and V look like; `windows` holds each layer's sliding window, 0 where it sees everything."""
 
     windows: tuple[int, ...]
     num_kv_heads: int
@@ -37,7 +37,8 @@ class KvShape(NamedTuple):
         """Layers with one window share a group; the layers that see everything come first."""
         distinct = sorted(set(self.windows))
         return tuple(
-            LayerGroup(window, tuple(layer for layer, w in enumerate(self.windows) if w == window)) for window in distinct
+            LayerGroup(window, tuple(layer for layer, w in enumerate(self.windows) if w == window))
+            for window in distinct
         )
 
     def row_bytes(self) -> int:
@@ -70,7 +71,9 @@ class KvPages:
     def __init__(self, shape: KvShape, num_pages: Sequence[int], device: torch.device) -> None:
         groups = shape.groups()
         if len(num_pages) != len(groups) or min(num_pages) < 1:
-            raise PoolError(f"num_pages: one number of at least 1 for each of {len(groups)} groups, not {list(num_pages)}")
+            raise PoolError(
+                f"num_pages: one number of at least 1 for each of {len(groups)} groups, not {list(num_pages)}"
+            )
         self.shape = shape
         self.device = device
         self._groups = groups
@@ -100,9 +103,8 @@ class KvPages:
         """What must agree before page bytes may be exchanged between workers; part of the fingerprint."""
         dtype = str(self.shape.dtype).removeprefix("torch.")
         groups = ",".join(f"{group.name}:{'.'.join(map(str, group.layers))}" for group in self._groups)
-        return (
-            f"v1/{LAYOUT}/{dtype}/page{self.shape.page_tokens}/heads{self.shape.num_kv_heads}x{self.shape.head_dim}/{groups}"
-        )
+        heads = f"heads{self.shape.num_kv_heads}x{self.shape.head_dim}"
+        return f"v1/{LAYOUT}/{dtype}/page{self.page_tokens}/{heads}/{groups}"
 
     def specs(self) -> tuple[GroupSpec, ...]:
         return tuple(
@@ -124,12 +126,14 @@ class KvPages:
         return self._layers[layer]
 
     def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """The pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device), once they are all there.
+        """The pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device), once all are there.
 
         Works on the current stream and waits for it alone, so a mover's thread with its own stream disturbs nobody.
         """
         ids = self._checked_ids(group, page_ids)
-        host = self.host_buffer(group, len(page_ids)) if out is None else self._checked_buffer(group, len(page_ids), out)
+        host = (
+            self.host_buffer(group, len(page_ids)) if out is None else self._checked_buffer(group, len(page_ids), out)
+        )
         rows = self._rows(group).index_select(1, ids).transpose(0, 1)
         if self.device.type == "cpu":
             host.view(len(page_ids), *rows.shape[1:]).copy_(rows)
@@ -184,19 +188,27 @@ def plan_pages(shape: KvShape, budget_bytes: int, max_model_len: int, max_chunk_
     """
     groups = shape.groups()
     bytes_per_page = sum(shape.page_bytes(group) for group in groups)
-    num_pages = budget_bytes // bytes_per_page - 1
-    for group in groups:
+    num_pages = (max(budget_bytes // bytes_per_page - 1, 0),) * len(groups)
+    try:
+        check_pool(shape, num_pages, max_model_len, max_chunk_tokens)
+    except PoolError as error:
+        raise PoolError(f"{error}; a page of every group takes {bytes_per_page} of {budget_bytes} bytes") from error
+    return num_pages
+
+
+def check_pool(shape: KvShape, num_pages: Sequence[int], max_model_len: int, max_chunk_tokens: int) -> None:
+    """Refuses pools in which one longest prompt does not fit."""
+    for group, count in zip(shape.groups(), num_pages, strict=True):
         needed = longest_prompt_pages(group, shape.page_tokens, max_model_len, max_chunk_tokens)
-        if num_pages < needed:
+        if count < needed:
             raise PoolError(
-                f"a prompt of max_model_len = {max_model_len} tokens needs {needed} pages of group {group.name}, but "
-                f"{budget_bytes} bytes hold {max(num_pages, 0)} (at least {(needed + 1) * bytes_per_page} bytes are needed)"
+                f"max_model_len: a prompt of {max_model_len} tokens needs {needed} pages of group {group.name}, "
+                f"whose pool has {count}"
             )
-    return (num_pages,) * len(groups)
 
 
 def longest_prompt_pages(group: LayerGroup, page_tokens: int, max_model_len: int, max_chunk_tokens: int) -> int:
-    """A window's pages behind it are evictable: it needs the window and two chunks in flight, and a page for each cut edge."""
+    """Pages behind a window are evictable: needed are the window, two chunks in flight, a page for each cut edge."""
     whole = math.ceil(max_model_len / page_tokens)
     if not group.window_tokens:
         return whole
@@ -204,7 +216,7 @@ def longest_prompt_pages(group: LayerGroup, page_tokens: int, max_model_len: int
 
 
 def pool_budget(device: torch.device, memory_fraction: float, cpu_bytes: int) -> int:
-    """Bytes for pages once the weights are loaded: a share of the CUDA device's free memory, on a CPU the configured bytes."""
+    """Bytes for pages once the weights are loaded: a share of a CUDA device's free memory, or the configured bytes."""
     if device.type != "cuda":
         return cpu_bytes
     free_bytes, _ = torch.cuda.mem_get_info(device)

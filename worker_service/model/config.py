@@ -16,7 +16,7 @@ Fields = Mapping[str, Any]
 
 
 class ModelError(Exception):
-    """A model folder cannot be served; `field` names the file, config field or tensor, `reason` says what is wrong with it."""
+    """A model folder cannot be served; `field` names the file, config field or tensor, `reason` says why."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_model_config(top_fields: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Field by field; a multimodal wrapper keeps the language model's fields in `text_config`, behind the top level's."""
+    """Field by field; a multimodal wrapper keeps the language model's in `text_config`, behind the top level's."""
     family = _family(top_fields)
     nested = top_fields.get("text_config")
     fields: Fields = {**nested, **top_fields} if isinstance(nested, dict) else top_fields
@@ -220,7 +220,9 @@ def _rope(fields: Fields, max_tokens: int) -> RopeConfig:
     try:
         kind = RopeKind(name)
     except ValueError as error:
-        raise ModelError("rope_type", f"{name!r} is not supported; {', '.join(k.value for k in RopeKind)} are") from error
+        raise ModelError(
+            "rope_type", f"{name!r} is not supported; {', '.join(k.value for k in RopeKind)} are"
+        ) from error
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ModelError("partial_rotary_factor", f"{partial!r} is not supported; 1.0 is")

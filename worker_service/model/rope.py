@@ -15,8 +15,8 @@ from worker_service.model.config import RopeConfig, RopeKind
 class RotaryTable:
     """Cosine and sine by position; the scaling variants differ only in the frequencies and one factor.
 
-    A pure function of the position, never of the sequence's present length: cached keys stay true while a sequence grows.
-    So the dynamic variant keeps its trained frequencies, which is what it does up to the trained length.
+    A pure function of the position, never of the sequence's present length: cached keys stay true while it grows. So
+    the dynamic variant keeps its trained frequencies, which is what it does up to the trained length.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_tokens: int, device: torch.device) -> None:

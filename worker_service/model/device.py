@@ -1,0 +1,48 @@
+"""Where a model runs and in which numbers: device, dtype, and the process-wide settings that go with them.
+
+Knows no model beyond its checkpoint's dtype.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from worker_service.model.config import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# cuBLAS without room for split-K: a row's result then depends neither on the number of rows nor on its neighbours.
+CUBLAS_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes CUDA where there is some."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device", f"{name!r} was asked for, but no CUDA device is there")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """`auto`: fp32 on a CPU, the checkpoint's 16-bit type on CUDA (whose kernels know no fp32: bf16 stands for it)."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "float16" if checkpoint == "float16" else "bfloat16"
+    if name not in DTYPES:
+        raise ModelError("dtype", f"{name!r} is not supported; {', '.join(DTYPES)} are")
+    if device.type == "cuda" and name == "float32":
+        raise ModelError("dtype", "float32 is served on a CPU only; bfloat16 and float16 are served on CUDA")
+    return DTYPES[name]
+
+
+def prepare_process(device: torch.device, num_threads: int) -> None:
+    """Process-wide settings, before the first tensor: threads on a CPU (0 = all cores), stable GEMMs on CUDA."""
+    if device.type == "cpu":
+        torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+        return
+    os.environ.update(CUBLAS_SETTINGS)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False

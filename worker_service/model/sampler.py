@@ -1,0 +1,137 @@
+"""Next tokens from logits, a batch of rows with different wishes at once, without a copy to the host.
+
+Knows no sequence and keeps no state. The randomness of a row is a pure function of its seed, its position and the
+token id: whoever repeats a request with the same seed draws the same tokens, alone or in company, here or elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_WORD = 0xFFFFFFFF
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+class RowWishes(NamedTuple):
+    """One value per row, on the device: fp32, keys int64, the others int32.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 are off. `history_rows` and `history_tokens` pair
+    up: the tokens that a row's repetition penalty concerns.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    penalty: torch.Tensor
+    key_low: torch.Tensor
+    key_high: torch.Tensor
+    history_rows: torch.Tensor
+    history_tokens: torch.Tensor
+
+
+class Flags(NamedTuple):
+    """The host's knowledge of what no row asks for, so need not run."""
+
+    any_random: bool
+    any_filter: bool
+    any_penalty: bool
+    num_logprobs: int  # most that any row asks for: -1 = none wants any, 0 = only the sampled token's
+
+
+class Sampled(NamedTuple):
+    """Tokens int64 [rows]; the others fp32 and only if asked for: [rows], and [rows, num_logprobs]."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
+    top_tokens: torch.Tensor | None
+    top_logprobs: torch.Tensor | None
+
+
+def sample(logits: torch.Tensor, wishes: RowWishes, flags: Flags) -> Sampled:
+    """fp32 logits [rows, vocab_size] to one token per row. Log-probabilities are the model's own, before any wish."""
+    scores = _penalised(logits, wishes) if flags.any_penalty else logits
+    tokens = lowest_argmax(scores)
+    if flags.any_random:
+        tokens = torch.where(wishes.temperature > 0, _drawn(scores, wishes, flags), tokens)
+    if flags.num_logprobs < 0:
+        return Sampled(tokens, None, None, None)
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    count = flags.num_logprobs
+    if count == 0:
+        return Sampled(tokens, chosen, None, None)
+    # Stable, so that equal scores rank by token id here as well.
+    ranked = logprobs.sort(dim=-1, descending=True, stable=True)
+    return Sampled(tokens, chosen, ranked.indices[:, :count], ranked.values[:, :count])
+
+
+def lowest_argmax(scores: torch.Tensor) -> torch.Tensor:
+    """The lowest index among the largest: argmax alone promises none of them."""
+    width = scores.shape[-1]
+    places = torch.arange(width, device=scores.device)
+    return torch.where(scores == scores.amax(-1, keepdim=True), places, width - 1).amin(-1)
+
+
+def row_key(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit words that stand for (seed, position); any bit of either changes about half of theirs."""
+    mixed = _mix64(_mix64(seed & (2**64 - 1)) ^ (position * 0x9E3779B97F4A7C15 & (2**64 - 1)))
+    return mixed & _WORD, mixed >> 32
+
+
+def _penalised(logits: torch.Tensor, wishes: RowWishes) -> torch.Tensor:
+    """Tokens of the history lose: positive scores are divided by the penalty, negative ones multiplied."""
+    places = (wishes.history_rows, wishes.history_tokens)
+    scores = logits[places]
+    penalty = wishes.penalty[wishes.history_rows]
+    return logits.index_put(places, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def _drawn(scores: torch.Tensor, wishes: RowWishes, flags: Flags) -> torch.Tensor:
+    """Gumbel's way: the largest of log p + noise is a draw from p, with no running sum whose rounding could tip it."""
+    # Greedy rows run along with temperature 1; their draw is not used.
+    temperature = torch.where(wishes.temperature > 0, wishes.temperature, 1.0)
+    scaled = scores / temperature.unsqueeze(1)
+    if flags.any_filter:
+        scaled = _filtered(scaled, wishes)
+    return lowest_argmax(scaled + _gumbel(wishes, scores.shape[-1]))
+
+
+def _filtered(scores: torch.Tensor, wishes: RowWishes) -> torch.Tensor:
+    """top-k, then top-p of what is left, then min-p: what falls out gets -inf. The best token always stays."""
+    ranked = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)
+    top_k = torch.where(wishes.top_k > 0, wishes.top_k, scores.shape[-1]).unsqueeze(1)
+    kept = ranked.values.masked_fill(ranks >= top_k, -torch.inf)
+    probabilities = kept.softmax(dim=-1)
+    # A token stays while those before it have not reached the mass: the one that reaches it is the last.
+    before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
+    out_of_mass = (before >= wishes.top_p.unsqueeze(1)) & (wishes.top_p.unsqueeze(1) < 1.0)
+    too_small = probabilities < wishes.min_p.unsqueeze(1) * probabilities[:, :1]
+    kept = kept.masked_fill((out_of_mass | too_small) & (ranks > 0), -torch.inf)
+    return torch.empty_like(scores).scatter_(1, ranked.indices, kept)
+
+
+def _gumbel(wishes: RowWishes, vocab_size: int) -> torch.Tensor:
+    """Noise [rows, vocab_size] by a counter-based hash: a token's noise does not depend on who else is in the batch."""
+    token_ids = torch.arange(vocab_size, device=wishes.key_low.device)
+    words = _mix32(token_ids ^ wishes.key_low.unsqueeze(1))
+    words = _mix32((words + wishes.key_high.unsqueeze(1)) & _WORD)
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _mix32(words: torch.Tensor) -> torch.Tensor:
+    """Xor-shifts and odd multiplications of 32-bit words in int64 lanes: products may wrap, the low bits stay true."""
+    words = ((words ^ (words >> 16)) * 0x7FEB352D) & _WORD
+    words = ((words ^ (words >> 15)) * 0x846CA68B) & _WORD
+    return words ^ (words >> 16)
+
+
+def _mix64(word: int) -> int:
+    mask = 2**64 - 1
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+    return word ^ (word >> 31)

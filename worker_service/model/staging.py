@@ -1,0 +1,79 @@
+"""Host arrays to the device and results back: one copy each way per launch, through pinned memory.
+
+Knows no meaning of what it carries.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+HostArray: TypeAlias = "array[int] | array[float]"
+
+_DTYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
+_ALIGNMENT = 16
+_SMALLEST_BYTES = 1 << 16
+
+
+class Upload:
+    """Packs arrays into one buffer that crosses in one copy; its tensors are views that live until the next `send`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._make_buffers(_SMALLEST_BYTES)
+
+    def send(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
+        offsets, end = _layout(arrays)
+        if end > self._host.numel():
+            self._make_buffers(1 << (end - 1).bit_length())
+        for values, offset in zip(arrays, offsets, strict=True):
+            raw = memoryview(values).cast("B")
+            self._bytes[offset : offset + len(raw)] = raw
+        if self._on_device is not self._host:
+            self._on_device[:end].copy_(self._host[:end], non_blocking=True)
+        return [self._view(values, offset) for values, offset in zip(arrays, offsets, strict=True)]
+
+    def _view(self, values: HostArray, offset: int) -> torch.Tensor:
+        num_bytes = len(values) * values.itemsize
+        return self._on_device[offset : offset + num_bytes].view(_DTYPES[values.typecode])
+
+    def _make_buffers(self, num_bytes: int) -> None:
+        pinned = self._device.type == "cuda"
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes: Any = self._host.numpy().data
+        self._on_device = self._host if not pinned else torch.empty_like(self._host, device=self._device)
+
+
+class Download:
+    """Brings one int32 tensor to the host; waiting for it is waiting for everything that was launched before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # An event rather than a wait for the stream: that counts as a hidden synchronisation in torch's debug mode.
+        self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host = torch.empty(0, dtype=torch.int32)
+
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """The values in host memory; they live until the next `fetch`."""
+        if self._done is None:
+            return values
+        if values.numel() > self._host.numel():
+            size = 1 << (values.numel() - 1).bit_length()
+            self._host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        target = self._host[: values.numel()]
+        target.copy_(values, non_blocking=True)
+        self._done.record(torch.cuda.current_stream(self._device))
+        self._done.synchronize()
+        return target
+
+
+def _layout(arrays: Sequence[HostArray]) -> tuple[list[int], int]:
+    """Where each array starts, aligned for every dtype, and where the last one ends."""
+    offsets, end = [], 0
+    for values in arrays:
+        offsets.append(end)
+        end += -(-len(values) * values.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
