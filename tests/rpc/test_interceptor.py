@@ -1,0 +1,135 @@
+"""Calls of all four shapes through the whole chain of arounds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rpc.deadline import deadlines
+from rpc.errors import MAX_DETAILS, errors_to_status
+from rpc.metrics import RpcMetrics
+from rpc.request_id import MAX_LENGTH, with_request_id
+from tests.rpc.echo import NAME, SHAPES, KnownError, call, code_of, serving, text, texts
+
+TABLE = {KnownError: grpc.StatusCode.FAILED_PRECONDITION}
+UNPARSABLE = b"\xff\xff\xff\xff"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_good_call_is_answered(shape: str) -> None:
+    async with serving(errors_to_status(TABLE)) as (_, channel, _):
+        assert "hello" in texts(await call(channel, shape, text("hello")))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_unparsable_bytes_are_an_invalid_argument(shape: str) -> None:
+    async with serving(errors_to_status(TABLE)) as (echo, channel, _):
+        code, details = await code_of(call(channel, shape, UNPARSABLE))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "4 bytes" in details
+        assert echo.asked == []
+        assert "still here" in texts(await call(channel, shape, text("still here")))
+
+
+async def test_unparsable_bytes_in_mid_stream_end_the_stream() -> None:
+    async with serving(errors_to_status(TABLE)) as (echo, channel, _):
+        code, _ = await code_of(call(channel, "Both", text("one"), UNPARSABLE, text("two")))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert echo.asked == ["one"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["known", "narrower"])
+async def test_known_errors_follow_the_table(shape: str, kind: str) -> None:
+    async with serving(errors_to_status(TABLE)) as (_, channel, _):
+        answer = await code_of(call(channel, shape, text(f"{kind} leases in scope")))
+        assert answer == (grpc.StatusCode.FAILED_PRECONDITION, "leases in scope")
+
+
+async def test_long_details_are_clipped() -> None:
+    async with serving(errors_to_status(TABLE)) as (_, channel, _):
+        _, details = await code_of(call(channel, "Unary", text("known " + "ä" * 9_000)))
+        assert len(details) == MAX_DETAILS
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_unexpected_errors_tell_the_log_and_not_the_caller(shape: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(with_request_id, errors_to_status(TABLE)) as (_, channel, _):
+        with caplog.at_level(logging.ERROR):
+            asked = call(channel, shape, text("unexpected password=hunter2"), metadata=(("x-request-id", "req-7"),))
+            answer = await code_of(asked)
+    assert answer == (grpc.StatusCode.INTERNAL, "internal error; request id req-7")
+    assert "hunter2" in caplog.text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_the_callers_request_id_is_kept(shape: str) -> None:
+    async with serving(with_request_id) as (_, channel, _):
+        assert "abc-1" in texts(await call(channel, shape, text("id"), metadata=(("x-request-id", "abc-1"),)))
+
+
+@pytest.mark.parametrize("offered", [None, "", "x" * (MAX_LENGTH + 1)])
+async def test_a_request_id_is_drawn(offered: str | None) -> None:
+    metadata = None if offered is None else (("x-request-id", offered),)
+    async with serving(with_request_id) as (_, channel, _):
+        first, second = [texts(await call(channel, "Unary", text("id"), metadata=metadata))[0] for _ in range(2)]
+    assert len(first) == len(second) == 16
+    assert first != second
+
+
+async def test_a_call_without_a_deadline_gets_one() -> None:
+    async with serving(errors_to_status(TABLE), deadlines(0.05)) as (echo, channel, _):
+        code, details = await code_of(call(channel, "Unary", text("hang"), limit_s=None))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "0.050" in details
+        assert echo.ended == ["hang"]
+
+
+async def test_a_method_may_have_its_own_deadline() -> None:
+    async with serving(deadlines(600, {f"/{NAME}/Unary": 0.05})) as (_, channel, _):
+        code, _ = await code_of(call(channel, "Unary", text("hang"), limit_s=None))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_streams_have_no_deadline_of_ours() -> None:
+    async with serving(deadlines(0.01)) as (_, channel, _):
+        stream = channel.stream_stream(f"/{NAME}/Both")()
+        await asyncio.sleep(0.05)
+        await stream.write(text("late"))
+        assert texts([await stream.read()]) == ["late"]
+        stream.cancel()
+
+
+async def test_a_cancelled_call_ends_its_handler() -> None:
+    async with serving(errors_to_status(TABLE)) as (echo, channel, _):
+        hanging = channel.unary_unary(f"/{NAME}/Unary")(text("hang"))
+        while not echo.asked:
+            await asyncio.sleep(0.001)
+        hanging.cancel()
+        while not echo.ended:
+            await asyncio.sleep(0.001)
+
+
+async def test_calls_are_counted_by_method_and_code() -> None:
+    registry = CollectorRegistry()
+    async with serving(RpcMetrics(registry), errors_to_status(TABLE)) as (_, channel, _):
+        await call(channel, "Unary", text("fine"))
+        await code_of(call(channel, "Unary", text("known reason")))
+        await code_of(call(channel, "Out", UNPARSABLE))
+        await code_of(call(channel, "Unary", text("x"), name="no.Such"))
+
+    def handled(method: str, code: str) -> float | None:
+        labels = {"method": f"/{NAME}/{method}", "code": code}
+        return registry.get_sample_value("stemcache_rpc_handled_total", labels)
+
+    assert handled("Unary", "OK") == 1
+    assert handled("Unary", "FAILED_PRECONDITION") == 1
+    assert handled("Out", "INVALID_ARGUMENT") == 1
+    unary = {"method": f"/{NAME}/Unary"}
+    assert registry.get_sample_value("stemcache_rpc_duration_seconds_count", unary) == 2
+    assert registry.get_sample_value("stemcache_rpc_in_flight", unary) == 0
+    assert registry.get_sample_value("stemcache_rpc_handled_total", {"method": "/no.Such/Unary", "code": "OK"}) is None
