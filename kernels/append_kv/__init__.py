@@ -42,8 +42,8 @@ def append_kv(
     if k.numel() == 0:
         return
     if uses_triton(backend, k_pages):
-        from kernels.append_kv import kernel
+        from kernels.append_kv.kernel import launch
 
-        kernel.launch(k, v, k_pages, v_pages, slot_mapping, shape, layout)
+        launch(k, v, k_pages, v_pages, slot_mapping, shape, layout)
     else:
         reference.append_kv(k, v, k_pages, v_pages, slot_mapping, layout)

@@ -37,9 +37,9 @@ def pack_pages(
     if rows.numel() == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.copy_pages import kernel
+        from kernels.copy_pages.kernel import launch_pack
 
-        kernel.launch_pack(planes, page_ids, rows)
+        launch_pack(planes, page_ids, rows)
     else:
         reference.pack_pages(planes, page_ids, rows)
 
@@ -58,9 +58,9 @@ def unpack_pages(
     if rows.numel() == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.copy_pages import kernel
+        from kernels.copy_pages.kernel import launch_unpack
 
-        kernel.launch_unpack(rows, planes, page_ids)
+        launch_unpack(rows, planes, page_ids)
     else:
         reference.unpack_pages(rows, planes, page_ids)
 

@@ -86,10 +86,10 @@ def decode_attention(
     if num_seqs:
         args = (q, k_pages, v_pages, block_tables, seqlens_k, bound, spec, result, lse)
         if uses_triton(backend, q):
-            from kernels.decode_attention import kernel
+            from kernels.decode_attention.kernel import launch
 
             check_triton_attention(q, spec)
-            kernel.launch(*args)
+            launch(*args)
         else:
             reference.decode_attention(*args)
     return result if lse is None else (result, lse)

@@ -48,9 +48,9 @@ def gather_pages(
     if total_tokens == 0 or num_seqs == 0:
         return out
     if uses_triton(backend, k_pages):
-        from kernels.gather_pages import kernel
+        from kernels.gather_pages.kernel import launch_gather
 
-        kernel.launch_gather(k_pages, v_pages, block_tables, cu_seqlens_k, out, shape, layout)
+        launch_gather(k_pages, v_pages, block_tables, cu_seqlens_k, out, shape, layout)
     else:
         reference.gather_pages(k_pages, v_pages, block_tables, cu_seqlens_k, out, layout)
     return out
@@ -84,8 +84,8 @@ def scatter_pages(
     if k.numel() == 0 or num_seqs == 0:
         return
     if uses_triton(backend, k_pages):
-        from kernels.gather_pages import kernel
+        from kernels.gather_pages.kernel import launch_scatter
 
-        kernel.launch_scatter(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, shape, layout)
+        launch_scatter(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, shape, layout)
     else:
         reference.scatter_pages(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, layout)

@@ -90,10 +90,10 @@ def prefill_attention(
     if q.shape[0] and num_seqs and max_seqlen_q:
         args = (q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, result, lse)
         if uses_triton(backend, q):
-            from kernels.prefill_attention import kernel
+            from kernels.prefill_attention.kernel import launch
 
             check_triton_attention(q, spec)
-            kernel.launch(*args)
+            launch(*args)
         else:
             reference.prefill_attention(*args)
     return result if lse is None else (result, lse)

@@ -1,0 +1,173 @@
+"""prefill_attention in Triton: one program for one tile of a sequence's queries and one kv head.
+
+Knows nothing of chunks. Key tiles start at absolute multiples of BLOCK_N, every tile passes through one loop body,
+and a tile that a row does not see leaves that row's state bit for bit as it was: so a token's result does not depend
+on how its prompt was cut or who shares its batch.
+
+    rows of a tile: BLOCK_M // GROUP queries, each with its GROUP query heads, so that they share the tile's keys
+
+               keys  0 ........ first ............ cached ....... last        first: where the tile's window begins
+    query 0          | hidden   |  visible to all     | diagonal  |           last:  behind the last query's own key
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.addressing import layout_code
+from kernels.addressing.kernel import key_offset, value_offset
+from kernels.attention import AttentionSpec
+from kernels.layout import pack_width
+
+LOG2_E = 1.4426950408889634
+BLOCK_M = 128
+
+
+@triton.jit
+def attend_tile(
+    q_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    out_ptr,
+    lse_ptr,
+    tables_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    scale_log2,
+    num_tokens,
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_v_page,
+    stride_out_token,
+    stride_out_head,
+    stride_tables_seq,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    X: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    WANTS_LSE: tl.constexpr,
+):
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    LN_2: tl.constexpr = 0.6931471805599453
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first: the card's last wave is then a short one
+    seq = tl.program_id(2)
+    q_start = tl.load(cu_q_ptr + seq)
+    q_len = tl.load(cu_q_ptr + seq + 1) - q_start
+    if tile * QUERIES >= q_len:
+        return
+    kv_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
+    cached = kv_len - q_len
+
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_N)
+    query = tile * QUERIES + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    live = (row < QUERIES * GROUP) & (query < q_len)
+    position = cached + query
+    token = (q_start + query).to(tl.int64)
+    q_at = token[:, None] * stride_q_token + head[:, None] * stride_q_head + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+    last = tl.minimum(kv_len, cached + (tile + 1) * QUERIES)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(cached + tile * QUERIES - WINDOW + 1, 0)
+    table_ptr = tables_ptr + seq.to(tl.int64) * stride_tables_seq
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(lowest // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=STAGES):
+        key = start + column
+        # Keys that no row of the tile sees are not read: their pages may be gone, and 0 * NaN would not be 0.
+        ok = key < last
+        if WINDOW > 0:
+            ok = ok & (key >= lowest)
+        page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
+        slot = key % PAGE
+        k_at = (page * stride_k_page)[None, :] + key_offset(
+            slot[None, :], kv_head, d[:, None], HEADS, D, PAGE, X, LAYOUT
+        )
+        v_at = (page * stride_v_page)[:, None] + value_offset(
+            slot[:, None], kv_head, d[None, :], HEADS, D, PAGE, X, LAYOUT
+        )
+        k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, tl.dot(q, k) * scale_log2, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
+        peak = new_peak
+
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_at = token[:, None] * stride_out_token + head[:, None] * stride_out_head + d[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    if WANTS_LSE:
+        lse = (peak + tl.log2(total)) * LN_2
+        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=live)
+
+
+def launch(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    spec: AttentionSpec,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Launches over checked, non-empty arguments."""
+    shape, group = spec.shape, spec.q_heads // spec.shape.heads
+    block_d = triton.next_power_of_2(shape.dim)
+    grid = (shape.heads, triton.cdiv(max_seqlen_q, BLOCK_M // group), block_tables.shape[0])
+    with torch.cuda.device_of(q):
+        attend_tile[grid](
+            q,
+            k_pages,
+            v_pages,
+            out,
+            lse if lse is not None else out,
+            block_tables,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            spec.scale * LOG2_E,
+            q.shape[0],
+            q.stride(0),
+            q.stride(1),
+            k_pages.stride(0),
+            v_pages.stride(0),
+            out.stride(0),
+            out.stride(1),
+            block_tables.stride(0),
+            HEADS=shape.heads,
+            GROUP=group,
+            D=shape.dim,
+            PAGE=shape.page_tokens,
+            X=pack_width(k_pages.dtype),
+            LAYOUT=layout_code(spec.layout),
+            WINDOW=spec.window,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=64 if block_d <= 128 else 32,
+            BLOCK_D=block_d,
+            STAGES=2,
+            WANTS_LSE=lse is not None,
+            num_warps=8,
+        )
