@@ -1,4 +1,4 @@
-"""Which status answers which CacheError: the one table.
+"""Which status answers which error of ours: the one table.
 
 Knows no call; rpc.errors applies it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
+from cache_service import session
 from cache_service.core import errors
 
 CODES: dict[type[Exception], StatusCode] = {
@@ -18,4 +19,6 @@ CODES: dict[type[Exception], StatusCode] = {
     errors.Superseded: StatusCode.ABORTED,
     errors.LeasesInScope: StatusCode.FAILED_PRECONDITION,
     errors.TooMany: StatusCode.RESOURCE_EXHAUSTED,
+    session.PeerTooSlow: StatusCode.DEADLINE_EXCEEDED,
+    session.ShuttingDown: StatusCode.UNAVAILABLE,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 
+from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.types import (
     PAGE_ID_BYTES,
     Event,
@@ -198,3 +199,59 @@ def _stored(value: Stored) -> cache_pb2.PagesStored:
 
 def events_lost(num_events: int, epoch: str, seq: int) -> cache_pb2.WatchResponse:
     return cache_pb2.WatchResponse(epoch=epoch, seq=seq, lost=cache_pb2.EventsLost(num_events=num_events))
+
+
+def stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
+    return cache_pb2.StatsResponse(
+        epoch=value.epoch,
+        workers=[_worker_stats(worker) for worker in value.workers],
+        host_tier=_host_tier_stats(value.host_tier),
+        policy=value.policy,
+    )
+
+
+def _worker_stats(value: WorkerStats) -> cache_pb2.WorkerStats:
+    return cache_pb2.WorkerStats(
+        worker_id=value.worker_id,
+        endpoint=value.endpoint,
+        incarnation=value.incarnation,
+        connected=value.connected,
+        groups=[_group_stats(group) for group in value.groups],
+        num_leases=value.num_leases,
+        num_tickets=value.num_tickets,
+        num_requests=value.num_requests,
+        prompt_tokens=value.prompt_tokens,
+        cached_tokens=value.cached_tokens,
+        fetched_tokens=value.fetched_tokens,
+        computed_tokens=value.computed_tokens,
+        num_refusals=value.num_refusals,
+        num_nodes=value.num_nodes,
+        num_ghost_pages=value.num_ghost_pages,
+        model=value.model,
+        misses={reason.name.lower(): count for reason, count in value.misses},
+    )
+
+
+def _group_stats(value: GroupStats) -> cache_pb2.GroupStats:
+    return cache_pb2.GroupStats(
+        name=value.name,
+        kind=types_pb2.GroupKind.ValueType(value.kind),
+        num_pages=value.num_pages,
+        num_free=value.num_free,
+        num_evictable=value.num_evictable,
+        num_evicted=value.num_evicted,
+    )
+
+
+def _host_tier_stats(value: HostTierStats) -> cache_pb2.HostTierStats:
+    return cache_pb2.HostTierStats(
+        num_rows=value.num_rows,
+        num_bytes=value.num_bytes,
+        quota_bytes=value.quota_bytes,
+        num_spilled_pages=value.num_spilled_pages,
+        num_fetched_pages=value.num_fetched_pages,
+        num_missing_pages=value.num_missing_pages,
+        breaker_open=value.breaker_open,
+        spill_policy=value.spill_policy.value,
+        fetch_policy=value.fetch_policy.value,
+    )

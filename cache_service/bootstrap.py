@@ -1,0 +1,184 @@
+"""Builds the cache service from its settings, runs it, and takes it down in order. The only constructor of things.
+
+Knows every part and decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from cache_service import status
+from cache_service.codec.fields import Limits
+from cache_service.config import CacheConfig
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cache_service.core.types import FetchPolicy, SpillPolicy
+from cache_service.effects import Effects
+from cache_service.host_keys import HostKeys, HostKeysConfig, open_client
+from cache_service.metrics import ManagerCollector, step_observer
+from cache_service.reaper import Reaper, monotonic_ms
+from cache_service.servicer import PrefixCacheServicer
+from cache_service.session import SessionLimits, Sessions
+from cache_service.watchers import Watchers
+from protos.v1 import cache_pb2, cache_pb2_grpc
+from rpc.address import HostPort
+from rpc.deadline import deadlines
+from rpc.errors import errors_to_status
+from rpc.lifecycle import stop_event
+from rpc.metrics import RpcMetrics
+from rpc.metrics_http import MetricsServer
+from rpc.options import ServerLimits
+from rpc.request_id import with_request_id
+from rpc.server import RpcServer, Service
+from rpc.settings import describe
+
+SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name
+
+_log = logging.getLogger("cache_service")
+
+
+class CacheService(NamedTuple):
+    """What runs, and where it listens."""
+
+    epoch: str
+    manager: CacheManager
+    sessions: Sessions
+    watchers: Watchers
+    registry: CollectorRegistry
+    address: HostPort
+    metrics_address: HostPort | None
+
+
+def manager_config(config: CacheConfig) -> ManagerConfig:
+    return ManagerConfig(
+        policy=config.policy,
+        spill=SpillPolicy(config.spill),
+        fetch=FetchPolicy(config.fetch),
+        host_quota_bytes=config.host_quota_mb << 20,
+        grace_ms=config.grace_ms,
+        max_workers=config.max_workers,
+        max_live_sequences=config.max_live_sequences,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_open_tickets=config.max_open_tickets,
+        transfer_pages=config.transfer_pages,
+        ghost_factor=config.ghost_factor,
+        write_back_low_water=config.write_back_low_water,
+        breaker_failures=config.breaker_failures,
+        breaker_ms=config.breaker_ms,
+        watch=config.watch,
+    )
+
+
+def session_limits(config: CacheConfig) -> SessionLimits:
+    return SessionLimits(
+        max_sessions=config.max_sessions,
+        hello_timeout_s=config.hello_timeout_s,
+        write_timeout_s=config.write_timeout_s,
+        messages=Limits(config.max_prompt_tokens, config.max_live_sequences),
+    )
+
+
+@asynccontextmanager
+async def running(config: CacheConfig, clock: Callable[[], int] = monotonic_ms) -> AsyncIterator[CacheService]:
+    """The service, serving; on exit it says NOT_SERVING, ends its streams, lets calls finish, and closes."""
+    registry = CollectorRegistry()
+    epoch = secrets.token_hex(8)
+    manager = CacheManager(manager_config(config), epoch)
+    registry.register(ManagerCollector(manager.stats))
+    watchers = Watchers(epoch, config.max_watchers if config.watch else 0, config.watch_queue)
+    async with AsyncExitStack() as stack:
+        host_keys = await stack.enter_async_context(_host_keys(config, manager))
+        effects = Effects(manager, watchers, host_keys)
+        sessions = Sessions(manager, effects, clock, session_limits(config), step_observer(registry))
+        await stack.enter_async_context(_ticking(Reaper(sessions, config.tick_ms / 1000)))
+        metrics = await stack.enter_async_context(_metrics(config, registry))
+        address = await stack.enter_async_context(_serving(config, sessions, watchers, registry))
+        yield CacheService(epoch, manager, sessions, watchers, registry, address, metrics)
+
+
+@asynccontextmanager
+async def _host_keys(config: CacheConfig, manager: CacheManager) -> AsyncIterator[HostKeys | None]:
+    if not config.redis_url:
+        yield None
+        return
+    settings = HostKeysConfig(ttl_ms=config.host_ttl_s * 1000)
+    host_keys = HostKeys(open_client(config.redis_url, settings.timeout_s), manager, settings)
+    host_keys.start()
+    try:
+        yield host_keys
+    finally:
+        await host_keys.close()
+
+
+@asynccontextmanager
+async def _serving(
+    config: CacheConfig, sessions: Sessions, watchers: Watchers, registry: CollectorRegistry
+) -> AsyncIterator[HostPort]:
+    server = _server(config, sessions, watchers, registry)
+    address = await server.start(config.listen)
+    try:
+        yield address
+    finally:
+        await server.stop(config.drain_timeout_s, lambda: _end_streams(sessions, watchers))
+
+
+def _server(config: CacheConfig, sessions: Sessions, watchers: Watchers, registry: CollectorRegistry) -> RpcServer:
+    servicer = PrefixCacheServicer(sessions, watchers, config.max_pin_ms)
+    return RpcServer(
+        [Service(SERVICE_NAME, cache_pb2_grpc.add_PrefixCacheServicer_to_server, servicer)],
+        [RpcMetrics(registry), with_request_id, errors_to_status(status.CODES), deadlines(config.call_timeout_s)],
+        ServerLimits(max_message_bytes=config.max_message_mb << 20),
+    )
+
+
+@asynccontextmanager
+async def _metrics(config: CacheConfig, registry: CollectorRegistry) -> AsyncIterator[HostPort | None]:
+    if not config.metrics_listen:
+        yield None
+        return
+    server = MetricsServer(registry)
+    address = await server.start(config.metrics_listen)
+    try:
+        yield address
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def _ticking(reaper: Reaper) -> AsyncIterator[None]:
+    task = asyncio.create_task(reaper.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _end_streams(sessions: Sessions, watchers: Watchers) -> None:
+    watchers.close()
+    await sessions.close()
+
+
+async def serve(config: CacheConfig, announce: Callable[[str], None]) -> None:
+    """Runs until SIGTERM or SIGINT. `announce` gets one JSON line with the bound addresses once calls are answered."""
+    stop = stop_event()
+    async with running(config) as service:
+        _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
+        announce(json.dumps(_announcement(service)))
+        await stop.wait()
+        _log.info("stopping")
+    _log.info("stopped")
+
+
+def _announcement(service: CacheService) -> Mapping[str, str]:
+    metrics = {"metrics": str(service.metrics_address)} if service.metrics_address else {}
+    return {"event": "listening", "address": str(service.address), **metrics, "epoch": service.epoch}

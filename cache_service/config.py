@@ -1,0 +1,79 @@
+"""The cache service's settings: one frozen dataclass, filled from flags and STEMCACHE_CACHE_* variables.
+
+Knows no manager; bootstrap turns settings into what the parts take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from cache_service.core.types import FetchPolicy, SpillPolicy
+from rpc.address import parse_address
+from rpc.logs import LEVELS
+from rpc.settings import SettingsError, load, setting
+
+ENV_PREFIX = "STEMCACHE_CACHE_"
+POLICIES = ("lru", "slru", "priority")
+SPILLS = tuple(policy.value for policy in SpillPolicy)
+FETCHES = tuple(policy.value for policy in FetchPolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    listen: str = setting("127.0.0.1:7400", "Address to serve PrefixCache on; port 0 takes a free one.")
+    metrics_listen: str = setting("", "Address of the Prometheus endpoint; empty: none.")
+    redis_url: str = setting(
+        "", "redis://user:password@host:port/db of the shared host tier, for its keys.", secret=True
+    )
+    policy: str = setting("lru", "Which pages are evicted first.", choices=POLICIES)
+    spill: str = setting("selective", "Which pages go to the host tier, and when.", choices=SPILLS)
+    fetch: str = setting("auto", "When host copies are fetched instead of recomputed.", choices=FETCHES)
+    host_quota_mb: int = setting(8192, "Bytes that the host tier may hold, in MiB.", minimum=1)
+    host_ttl_s: int = setting(86_400, "Life of a value in Redis after its last use.", minimum=1)
+    grace_ms: int = setting(
+        10_000, "How long a worker may be gone before its leases and pages are forgotten.", minimum=0
+    )
+    max_live_sequences: int = setting(4096, "Leases of one worker.", minimum=1)
+    max_prompt_tokens: int = setting(1_048_576, "Tokens of one sequence.", minimum=1, maximum=16_000_000)
+    max_open_tickets: int = setting(64, "Transfers of one worker that may be under way.", minimum=1)
+    transfer_pages: int = setting(64, "Pages of one spill order.", minimum=1)
+    ghost_factor: int = setting(4, "Evicted pages remembered, in sizes of the pool.", minimum=0, maximum=4)
+    write_back_low_water: float = setting(
+        0.1, "Free share of a pool below which write_back spills.", minimum=0, maximum=1
+    )
+    breaker_failures: int = setting(3, "Failed transfers in a row that stop fetches.", minimum=1)
+    breaker_ms: int = setting(5_000, "How long they stay stopped.", minimum=1)
+    watch: bool = setting(True, "Whether Watch is served; hashes are then computed at every publish.")
+    max_watchers: int = setting(64, "Watch streams at once.", minimum=0)
+    watch_queue: int = setting(4096, "Events that one watcher may lag behind.", minimum=1)
+    max_workers: int = setting(1024, "Workers known at once, connected or in their grace period.", minimum=1)
+    max_sessions: int = setting(1024, "Session streams at once.", minimum=1)
+    hello_timeout_s: float = setting(10.0, "Silence of a new stream that ends it.", minimum=0.01)
+    write_timeout_s: float = setting(30.0, "Time after which a peer that reads nothing is cut off.", minimum=0.01)
+    call_timeout_s: float = setting(10.0, "The most time that a unary call may take.", minimum=0.01)
+    max_message_mb: int = setting(64, "Size of one message, in MiB.", minimum=1, maximum=64)
+    max_pin_ms: int = setting(86_400_000, "The longest that Pin may ask for.", minimum=1)
+    tick_ms: int = setting(100, "Time between two ticks of the manager.", minimum=1)
+    drain_timeout_s: float = setting(5.0, "Time that calls get to finish at the end.", minimum=0.0)
+    log_level: str = setting("info", "Least severity that is logged.", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        for name in ("listen", "metrics_listen"):
+            text = getattr(self, name)
+            if text or name == "listen":
+                _check_address(name, text)
+        if self.redis_url and urlsplit(self.redis_url).scheme not in ("redis", "rediss", "unix"):
+            raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
+
+
+def _check_address(name: str, text: str) -> None:
+    try:
+        parse_address(text)
+    except ValueError as error:
+        raise SettingsError(name, str(error)) from error
+
+
+def load_config(arguments: Sequence[str], environment: Mapping[str, str]) -> CacheConfig:
+    return load(CacheConfig, ENV_PREFIX, arguments, environment, prog="python -m cache_service")

@@ -1,0 +1,132 @@
+"""Prometheus metrics of the manager, read from its stats when somebody scrapes; named in docs/metrics.md.
+
+Knows no HTTP. Collecting runs on the event loop, between two of the manager's verbs, so the figures fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+
+PREFIX = "stemcache_cache_"
+STEP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+# Name, help, field of the stats.
+WORKER_COUNTERS = (
+    ("requests", "Admitted requests.", "num_requests"),
+    ("prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("cached_tokens", "Prompt tokens skipped thanks to the device.", "cached_tokens"),
+    ("fetched_tokens", "Prompt tokens skipped thanks to the host tier.", "fetched_tokens"),
+    ("computed_tokens", "Prompt tokens left to compute.", "computed_tokens"),
+    ("refusals", "Acquires and extends answered with a refusal.", "num_refusals"),
+)
+WORKER_GAUGES = (
+    ("worker_connected", "1 while the worker's session is up.", "connected"),
+    ("leases", "Sequences that hold pages.", "num_leases"),
+    ("tickets", "Transfers that await their ack.", "num_tickets"),
+    ("nodes", "Radix nodes.", "num_nodes"),
+    ("ghost_pages", "Evicted pages whose tokens are remembered.", "num_ghost_pages"),
+)
+HOST_COUNTERS = (
+    ("host_spilled_pages", "Pages acknowledged by the host tier.", "num_spilled_pages"),
+    ("host_fetched_pages", "Pages brought back from the host tier.", "num_fetched_pages"),
+    ("host_missing_pages", "Pages that the host tier no longer had, or that failed their checks.", "num_missing_pages"),
+)
+HOST_GAUGES = (
+    ("host_rows", "Rows of the hash index.", "num_rows"),
+    ("host_bytes", "Bytes that those rows stand for.", "num_bytes"),
+    ("host_quota_bytes", "Bytes that the host tier may hold.", "quota_bytes"),
+    ("host_breaker_open", "1 while no fetch is granted since transfers failed.", "breaker_open"),
+)
+
+
+class ManagerCollector(Collector):
+    """Turns one reading of the stats into metric families."""
+
+    def __init__(self, read: Callable[[], ManagerStats]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        yield from _worker_metrics(stats.workers)
+        yield _hit_rate(stats.workers)
+        yield _misses(stats.workers)
+        yield from _pool_metrics(stats.workers)
+        yield from _host_metrics(stats.host_tier)
+        info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy"])
+        info.add_metric([stats.epoch, stats.policy], 1)
+        yield info
+
+
+def _worker_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+    for name, text, field in WORKER_COUNTERS:
+        counter = CounterMetricFamily(PREFIX + name, text, labels=["worker"])
+        for worker in workers:
+            counter.add_metric([worker.worker_id], getattr(worker, field))
+        yield counter
+    for name, text, field in WORKER_GAUGES:
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
+        for worker in workers:
+            gauge.add_metric([worker.worker_id], getattr(worker, field))
+        yield gauge
+
+
+def _hit_rate(workers: Iterable[WorkerStats]) -> Metric:
+    gauge = GaugeMetricFamily(
+        PREFIX + "hit_rate", "Cached and fetched over prompt tokens, since the worker's start.", labels=["worker"]
+    )
+    for worker in workers:
+        if worker.prompt_tokens:
+            saved = worker.cached_tokens + worker.fetched_tokens
+            gauge.add_metric([worker.worker_id], saved / worker.prompt_tokens)
+    return gauge
+
+
+def _misses(workers: Iterable[WorkerStats]) -> Metric:
+    counter = CounterMetricFamily(
+        PREFIX + "misses", "Admitted requests by why no more of them was reused.", labels=["worker", "reason"]
+    )
+    for worker in workers:
+        for reason, count in worker.misses:
+            counter.add_metric([worker.worker_id, reason.name.lower()], count)
+    return counter
+
+
+def _pool_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(PREFIX + "pages", "Pages of a pool by state.", labels=["worker", "group", "state"])
+    evicted = CounterMetricFamily(PREFIX + "evicted_pages", "Pages evicted.", labels=["worker", "group"])
+    for worker in workers:
+        for group in worker.groups:
+            for state, count in _page_states(group):
+                pages.add_metric([worker.worker_id, group.name, state], count)
+            evicted.add_metric([worker.worker_id, group.name], group.num_evicted)
+    yield pages
+    yield evicted
+
+
+def _page_states(group: GroupStats) -> tuple[tuple[str, int], ...]:
+    held = group.num_pages - group.num_free - group.num_evictable
+    return ("free", group.num_free), ("evictable", group.num_evictable), ("held", held)
+
+
+def _host_metrics(stats: HostTierStats) -> Iterator[Metric]:
+    for name, text, field in HOST_COUNTERS:
+        yield CounterMetricFamily(PREFIX + name, text, value=getattr(stats, field))
+    for name, text, field in HOST_GAUGES:
+        yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(stats, field)))
+
+
+def step_observer(registry: CollectorRegistry) -> Callable[[float], None]:
+    """A function that takes how long the manager took for one Step."""
+    histogram = Histogram(
+        PREFIX + "step_seconds",
+        "Time that the manager takes for one Step, without transport and codec.",
+        buckets=STEP_BUCKETS,
+        registry=registry,
+    )
+    return histogram.observe

@@ -1,0 +1,39 @@
+"""Lets time pass for the manager: grace periods, pins, write-back spills, the breaker.
+
+Knows none of these; it tells the manager what time it is, and then lets the consequences out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from cache_service.session import Sessions
+
+_log = logging.getLogger("cache_service.reaper")
+
+
+def monotonic_ms() -> int:
+    """The clock of every `now_ms`: it never goes back, and means nothing outside of this process."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class Reaper:
+    def __init__(self, sessions: Sessions, tick_s: float) -> None:
+        self._sessions = sessions
+        self._tick_s = tick_s
+
+    def tick(self) -> None:
+        self._sessions.manager.tick(self._sessions.clock())
+        self._sessions.effects.flush()
+        self._sessions.wake()
+
+    async def run(self) -> None:
+        """Ticks until cancelled. A tick that fails is logged, and time goes on: without it no lease would ever end."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            try:
+                self.tick()
+            except Exception:
+                _log.exception("a tick failed")

@@ -1,0 +1,225 @@
+"""The Session streams: one for each connected worker, the newest of each winning.
+
+Knows no page and no policy: it carries each message to the manager's verb and the answer back.
+
+    Hello ──▶ current ──Step, Adopt──▶ current ──Goodbye──▶ gone, with its state
+                 │
+                 ├── stream ends or breaks ─▶ disconnected: the manager's grace period runs
+                 └── a newer stream says Hello ─▶ ABORTED; nothing else happens to the worker
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+from cache_service.codec import decode, encode
+from cache_service.codec.fields import Limits
+from cache_service.core.cache_manager import CacheManager
+from cache_service.core.errors import CacheError, InvalidInput, Superseded, TooMany
+from cache_service.core.types import Hello, WorkerId
+from cache_service.effects import Effects
+from protos.v1 import cache_pb2
+from rpc.interceptor import Context
+
+Requests = AsyncIterator[cache_pb2.SessionRequest]
+Clock = Callable[[], int]
+
+_log = logging.getLogger("cache_service.session")
+
+
+class PeerTooSlow(CacheError):
+    """The peer did not say Hello, or did not read, in time."""
+
+
+class ShuttingDown(CacheError):
+    """The service is about to end; connect again."""
+
+
+class SessionLimits(NamedTuple):
+    max_sessions: int = 256
+    hello_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
+    messages: Limits = Limits()
+
+
+class Sessions:
+    """All streams, and which of them speaks for which worker."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        effects: Effects,
+        clock: Clock,
+        limits: SessionLimits,
+        observe_step_s: Callable[[float], None],
+    ) -> None:
+        self.manager = manager
+        self.effects = effects
+        self.clock = clock
+        self.limits = limits
+        self.observe_step_s = observe_step_s
+        self._current: dict[WorkerId, Session] = {}
+        self._num_streams = 0
+        self._closing = False
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+
+    async def serve(self, requests: Requests, context: Context) -> None:
+        """One stream, from Hello to its end."""
+        if self._closing:
+            raise ShuttingDown("session", "the service is shutting down")
+        if self._num_streams >= self.limits.max_sessions:
+            raise TooMany("session", f"there are {self.limits.max_sessions} streams already")
+        self._num_streams += 1
+        self._all_ended.clear()
+        try:
+            session = Session(self, await self._hello(requests), requests, context)
+            await session.run()
+        finally:
+            self._num_streams -= 1
+            if not self._num_streams:
+                self._all_ended.set()
+
+    async def _hello(self, requests: Requests) -> Hello:
+        try:
+            async with asyncio.timeout(self.limits.hello_timeout_s):
+                first = await anext(requests, None)
+        except TimeoutError:
+            reason = f"did not say Hello within {self.limits.hello_timeout_s:g} s"
+            raise PeerTooSlow("session", reason) from None
+        if first is None or first.WhichOneof("message") != "hello":
+            raise InvalidInput("session", "the first message must be Hello")
+        return decode.hello(first.hello, self.limits.messages)
+
+    def enter(self, session: Session) -> None:
+        """The session now speaks for its worker; an older one ends."""
+        older = self._current.get(session.worker_id)
+        self._current[session.worker_id] = session
+        if older is not None:
+            older.end(Superseded("session", "a newer stream of this worker took over"))
+
+    def leave(self, session: Session) -> bool:
+        """Whether the session still spoke for its worker."""
+        if self._current.get(session.worker_id) is not session:
+            return False
+        del self._current[session.worker_id]
+        return True
+
+    def wake(self) -> None:
+        """After a tick, there may be orders for anybody."""
+        for session in self._current.values():
+            session.orders_due.set()
+
+    async def close(self) -> None:
+        """Ends every stream; the workers will connect to whoever comes next."""
+        self._closing = True
+        for session in self._current.values():
+            session.end(ShuttingDown("session", "the service is shutting down"))
+        await self._all_ended.wait()
+
+
+class Session:
+    """One stream after its Hello."""
+
+    def __init__(self, sessions: Sessions, hello: Hello, requests: Requests, context: Context) -> None:
+        self.worker_id = hello.worker_id
+        self.orders_due = asyncio.Event()
+        self._sessions = sessions
+        self._manager = sessions.manager
+        self._hello = hello
+        self._requests = requests
+        self._context = context
+        self._num_groups = len(hello.groups)
+        # gRPC takes one write at a time on a stream; replies and pushed orders share it.
+        self._writing = asyncio.Lock()
+        self._ended: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: CacheError) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    async def run(self) -> None:
+        welcome = self._manager.hello(self._hello, self._sessions.clock())
+        self._sessions.enter(self)
+        self._sessions.effects.flush()
+        fields = {"worker": self.worker_id, "incarnation": self._hello.incarnation, "endpoint": self._hello.endpoint}
+        _log.info("worker connected", extra=fields)
+        try:
+            await self._write(encode.welcome(welcome))
+            self.orders_due.set()
+            await self._serve()
+        finally:
+            if self._sessions.leave(self):
+                self._manager.disconnect(self.worker_id, self._hello.incarnation, self._sessions.clock())
+                self._sessions.effects.flush()
+            _log.info("worker's stream ended", extra=fields)
+
+    async def _serve(self) -> None:
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._push_orders())]
+        ends: list[asyncio.Future[Any]] = [*tasks, self._ended]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                raise self._ended.result()
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self) -> None:
+        async for request in self._requests:
+            kind = request.WhichOneof("message")
+            if kind == "step":
+                await self._step(request.step)
+            elif kind == "adopt":
+                await self._adopt(request.adopt)
+            elif kind == "goodbye":
+                return self._goodbye()
+            else:
+                raise InvalidInput("session", f"{kind or 'an empty message'} is not expected here")
+        return None
+
+    async def _step(self, message: cache_pb2.Step) -> None:
+        step = decode.step(message, self._sessions.limits.messages)
+        started = time.perf_counter()
+        reply = self._manager.step(self.worker_id, step, self._sessions.clock())
+        self._sessions.observe_step_s(time.perf_counter() - started)
+        self._sessions.effects.flush()
+        await self._write(encode.step_reply(reply, self._num_groups))
+        await self._send_orders()
+
+    async def _adopt(self, message: cache_pb2.Adopt) -> None:
+        adopt = decode.adopt(message, self._sessions.limits.messages)
+        answer = self._manager.adopt(self.worker_id, adopt, self._sessions.clock())
+        self._sessions.effects.flush()
+        await self._write(encode.adopt_reply(answer))
+
+    def _goodbye(self) -> None:
+        self._sessions.leave(self)
+        self._manager.goodbye(self.worker_id, self._sessions.clock())
+        self._sessions.effects.flush()
+
+    async def _push_orders(self) -> None:
+        while True:
+            await self.orders_due.wait()
+            self.orders_due.clear()
+            await self._send_orders()
+
+    async def _send_orders(self) -> None:
+        for transfer in self._manager.take_orders(self.worker_id):
+            await self._write(encode.order(transfer))
+
+    async def _write(self, message: cache_pb2.SessionResponse) -> None:
+        try:
+            async with asyncio.timeout(self._sessions.limits.write_timeout_s), self._writing:
+                await self._context.write(message)
+        except TimeoutError:
+            reason = f"took no message for {self._sessions.limits.write_timeout_s:g} s"
+            raise PeerTooSlow("session", reason) from None
