@@ -1,7 +1,7 @@
 """One request as its caller sees it: pieces of the answer, until the last or an error.
 
-Knows no scheduler, no page and no protobuf. The engine puts in, one reader takes out; what was not taken yet is merged, so
-a slow reader makes pieces longer, never more.
+Knows no scheduler, no page and no protobuf. The engine puts in, one reader takes out; what was not taken yet is merged,
+so a slow reader makes pieces longer, never more.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Generation:
         self._news.set()
         return cut.stopped
 
-    def finish(self, reason: FinishReason, usage: Usage, *, by_stop_string: bool = False) -> None:
+    def finish(self, reason: FinishReason, usage: Usage, *, by_stop_string: bool = False) -> Timing:
         if not by_stop_string:
             cut = self._filter.push(self._detokenizer.finish())
             self._piece.text += cut.text if cut.stopped else cut.text + self._filter.flush()
@@ -79,6 +79,7 @@ class Generation:
         )
         self.is_finished = True
         self._news.set()
+        return self._piece.timing
 
     def fail(self, error: Exception) -> None:
         self._error = error

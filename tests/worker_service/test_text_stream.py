@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,7 +47,7 @@ text = st.text("ab", max_size=24)
 )
 def test_cutting_the_text_anywhere_changes_nothing(whole: str, cuts: list[int], stop: list[str]) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut <= len(whole)), len(whole)]
-    pieces = [whole[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [whole[start:end] for start, end in pairwise(edges)]
     shown, stopped = run(pieces, tuple(stop))
     assert stopped == any(string in whole for string in stop)
     if not stopped:

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -244,16 +244,6 @@ def _page_ids(group: TransferPages) -> array[int]:
     page_ids = array("I")
     page_ids.frombytes(group.page_ids)
     return page_ids
-
-
-def launch_barrier(launch: Future[object] | None) -> Barrier:
-    """Returns once `launch`, the last one that went out, has ended, however it ended."""
-
-    def wait() -> None:
-        if launch is not None:
-            launch.exception()
-
-    return wait
 
 
 class _Breaker:
