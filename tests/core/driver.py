@@ -1,6 +1,6 @@
-"""A fake worker on a real manager: it launches, publishes and moves pages in its shadow, and checks each page that it is given.
+"""A fake worker on a real manager: it launches, publishes, moves pages in its shadow, and checks each page it is given.
 
-Knows nothing of how the manager works: only steps, grants, orders and the contents of pages. The simulation uses it too.
+Knows nothing of how the manager works: only steps, grants, orders and contents. The simulation uses it too.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class FakeWorker:
         if live is None:
             return
         for pages in remap.pages:
-            for number, page in self._set_pages(live, pages):
+            for number, _page in self._set_pages(live, pages):
                 self._check_page(live, pages.group, number, "a remap")
 
     # -- what a launch reads and writes ------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""A slow, plain model of one worker's cache: which prefixes are resident in which group, who holds them, what must happen next.
+"""A slow, plain model of one worker's cache: which prefixes are resident in which group, who holds them, what
+must happen next.
 
 Knows no tree, no node and no order: prefixes are tuples in dicts, counts are recounted each time. It learns what became
 findable and what went from the events, and judges each of them by the laws; everything else it predicts.
@@ -220,7 +221,7 @@ class Oracle:
         return (pages - parents) - self.held(0)
 
     def judge_evictions(self, leaves: set[Path]) -> None:
-        """LRU by page: what was a leaf and stayed is no older than any leaf that went. `leaves`: those before the call."""
+        """LRU: of the leaves before the call, none that stayed is older than one that went."""
         gone = {path for path in self.removed[0] if path in leaves}
         stayed = leaves & set(self.resident[0]) - self.held(0)
         if gone and stayed:

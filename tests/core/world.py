@@ -1,4 +1,4 @@
-"""The stage of the manager's tests: a manager, its clock, its workers' sequences, the host tiers, and the books after each call.
+"""The stage of the manager's tests: a manager, its clock, its workers' sequences and host tiers.
 
 Knows no launch: what runs on the stage is the driver's.
 """
@@ -57,7 +57,7 @@ def ids(page_ids: bytes) -> list[int]:
 
 @dataclass(eq=False)
 class Live:
-    """One sequence as its worker sees it. `computed` has KV; `reported` and `known_len` are what the manager was told."""
+    """One sequence as its worker sees it. `computed` has KV; `reported`, `known_len`: the manager was told."""
 
     id: int
     namespace: Namespace
