@@ -1,0 +1,243 @@
+"""The shared host tier's keys, in the background: deletes, touches, the scan after a restart, and the sentinel's watch.
+
+Never reads or writes a value, and decides nothing: which keys go and what a lost store means is the manager's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from cache_service.core.host_key import scan_prefix
+
+SENTINEL_KEY = b"stemcache:1:sentinel"
+FAILURES = (RedisError, OSError, TimeoutError)
+
+log = logging.getLogger(__name__)
+
+
+class HostRows(Protocol):
+    """What is told about the store behind the keys; the manager is one."""
+
+    def host_tiers(self) -> tuple[tuple[str, bytes], ...]: ...
+
+    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes], now_ms: int) -> int: ...
+
+    def host_lost(self, host_tier_id: str, now_ms: int) -> None: ...
+
+    def report_host_failure(self, host_tier_id: str, now_ms: int) -> None: ...
+
+    def report_host_ok(self, host_tier_id: str, now_ms: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostKeysConfig:
+    key_prefix: bytes = b"stemcache:1:"
+    ttl_ms: int = 86_400_000
+    watch_interval_s: float = 0.2
+    timeout_s: float = 0.3
+    """Of one command. With three failures to open it, the breaker opens within a second of a stall."""
+    max_queued_keys: int = 65_536
+    keys_per_command: int = 256
+    scan_pause_s: float = 0.002
+
+
+class InvalidRedisUrl(ValueError):
+    """The URL cannot be used. Says nothing of what stands in it, since a password may."""
+
+
+def open_client(url: str, timeout_s: float) -> Redis:
+    """A client that fails at once instead of trying again: the watch tries again soon enough."""
+    try:
+        client: Redis = Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            max_connections=8,
+        )
+    except (ValueError, TypeError):
+        raise InvalidRedisUrl("not of the form redis://user:password@host:port/db") from None
+    return client
+
+
+class HostKeys:
+    """Owned by the event loop, as the rows are. `delete` and `touch` only queue; three tasks do the work."""
+
+    def __init__(
+        self,
+        client: Redis,
+        rows: HostRows,
+        config: HostKeysConfig | None = None,
+        clock: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
+    ) -> None:
+        self._client: Any = client  # redis-py's reply types differ between its releases
+        self._rows = rows
+        self._config = config or HostKeysConfig()
+        self._clock = clock
+        self._deletes: deque[bytes] = deque()
+        self._touches: deque[bytes] = deque()
+        self._work_waits = asyncio.Event()
+        self._scanned: set[tuple[str, bytes]] = set()
+        self._foreign: set[str] = set()
+        self._seen = ""
+        self._failing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_dropped = 0
+        """Keys that found the queue full: they end by their time to live."""
+
+    def start(self) -> None:
+        turns = (self._watch, self._scan, self._carry_out)
+        self._tasks = [asyncio.create_task(self._for_ever(turn)) for turn in turns]
+
+    async def _for_ever(self, turn: Callable[[], Awaitable[None]]) -> None:
+        """One fault must not end the task: without the watch, a flush would never be noticed again."""
+        while True:
+            try:
+                await turn()
+            except Exception:
+                log.exception("host keys: a background task failed and goes on")
+                await asyncio.sleep(self._config.watch_interval_s)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._queue(self._deletes, keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Refresh the keys' time to live, in this order."""
+        self._queue(self._touches, keys)
+
+    def _queue(self, queue: deque[bytes], keys: Sequence[bytes]) -> None:
+        room = self._config.max_queued_keys - len(queue)
+        queue.extend(islice(keys, max(0, room)))
+        self.num_dropped += max(0, len(keys) - room)
+        self._work_waits.set()
+
+    # Deletes and touches
+
+    async def _carry_out(self) -> None:
+        await self._work_waits.wait()
+        while self._deletes or self._touches:
+            if not await self._carry_out_batch():
+                await asyncio.sleep(self._config.watch_interval_s)
+        self._work_waits.clear()
+
+    async def _carry_out_batch(self) -> bool:
+        """One batch of each kind. What failed is put back; both commands may be repeated without harm."""
+        size = self._config.keys_per_command
+        deletes, touches = list(islice(self._deletes, size)), list(islice(self._touches, size))
+        try:
+            async with self._client.pipeline(transaction=False) as pipeline:
+                if deletes:
+                    pipeline.unlink(*deletes)
+                for key in touches:
+                    pipeline.pexpire(key, self._config.ttl_ms)
+                await pipeline.execute()
+        except FAILURES as error:
+            log.debug("host keys could not be deleted or touched", extra={"reason": str(error)})
+            return False
+        for queue, done in ((self._deletes, deletes), (self._touches, touches)):
+            for _ in done:
+                queue.popleft()
+        return True
+
+    # The sentinel
+
+    async def _watch(self) -> None:
+        started = time.monotonic()
+        try:
+            await self._look_at_sentinel()
+            self._report(ok=True)
+        except FAILURES as error:
+            self._report(ok=False, reason=str(error))
+        await asyncio.sleep(max(0.0, self._config.watch_interval_s - (time.monotonic() - started)))
+
+    async def _look_at_sentinel(self) -> None:
+        """Redis was flushed or replaced when the sentinel is gone, or another than we saw before."""
+        value = await self._client.get(SENTINEL_KEY)
+        found = value.decode("ascii", "replace") if value else ""
+        if self._seen and found != self._seen:
+            self._lose(self._seen)
+            if not found:
+                # Connected workers go on naming the store as they did in their Hello; so the name goes back.
+                await self._client.set(SENTINEL_KEY, self._seen, nx=True)
+        self._seen = found or self._seen
+        self._warn_of_foreign({tier for tier, _ in self._rows.host_tiers()} - {self._seen})
+
+    def _lose(self, host_tier_id: str) -> None:
+        log.warning("the host tier was flushed or replaced; its index is dropped", extra={"host_tier": host_tier_id})
+        self._rows.host_lost(host_tier_id, self._clock())
+        self._scanned = {scan for scan in self._scanned if scan[0] != host_tier_id}
+
+    def _warn_of_foreign(self, tiers: set[str]) -> None:
+        for tier in sorted(tiers - self._foreign):
+            log.warning("a worker's host tier is not the Redis of this service", extra={"host_tier": tier})
+        self._foreign = tiers
+
+    def _report(self, ok: bool, reason: str = "") -> None:
+        """Failures each time, health only after a failure: a ping that works proves nothing about large values."""
+        if ok and not self._failing:
+            return
+        if ok == self._failing:
+            log.log(
+                logging.INFO if ok else logging.WARNING,
+                "the host tier answers again" if ok else "the host tier does not answer",
+                extra={"reason": reason},
+            )
+        self._failing = not ok
+        tell = self._rows.report_host_ok if ok else self._rows.report_host_failure
+        for tier in sorted({tier for tier, _ in self._rows.host_tiers()} - self._foreign):
+            tell(tier, self._clock())
+
+    # The scan
+
+    async def _scan(self) -> None:
+        """Adopts the rows of each fingerprint once, a little at a time."""
+        for tier, fingerprint in self._rows.host_tiers():
+            if tier == self._seen and (tier, fingerprint) not in self._scanned:
+                await self._adopt_rows(tier, fingerprint)
+        await asyncio.sleep(self._config.watch_interval_s)
+
+    async def _adopt_rows(self, tier: str, fingerprint: bytes) -> None:
+        self._scanned.add((tier, fingerprint))
+        num_adopted = 0
+        try:
+            async for keys in self._find(scan_prefix(self._config.key_prefix, fingerprint)):
+                if (tier, fingerprint) not in self._scanned:
+                    return  # lost meanwhile: these keys may be of before
+                num_adopted += self._rows.host_adopted(tier, fingerprint, keys, self._clock())
+        except FAILURES:
+            self._scanned.discard((tier, fingerprint))
+            return
+        log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
+
+    async def _find(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
+        cursor = 0
+        while True:
+            cursor, keys = await self._client.scan(cursor, match=_literal(prefix) + b"*", count=512)
+            if keys:
+                yield keys
+            if not cursor:
+                return
+            await asyncio.sleep(self._config.scan_pause_s)
+
+
+def _literal(text: bytes) -> bytes:
+    """A glob that matches exactly this."""
+    return b"".join(b"\\" + bytes((byte,)) if byte in b"*?[]^-\\" else bytes((byte,)) for byte in text)
