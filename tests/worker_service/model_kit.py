@@ -1,0 +1,152 @@
+"""Tiny random models of every family, written as Hugging Face folders, and a runner that takes sequences with their pages.
+
+Knows no scheduler: tests choose the pages and the cuts themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+
+from worker_service.core.batch import Batch, SampledRow, build_batch
+from worker_service.core.launch_plan import Row
+from worker_service.core.sequence import SamplingParams
+from worker_service.core.sequence import Sequence as CoreSequence
+from worker_service.gpu.kv_pages import KvPages
+from worker_service.model.config import read_model_config
+from worker_service.model.llama import Llama
+from worker_service.model.load import kv_shape
+from worker_service.model.runner import LaunchResult, Runner
+from worker_service.model.weights import load_weights
+
+CPU = torch.device("cpu")
+PAGE = 16
+VOCAB = 97
+NUM_PAGES = 40
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+
+# What differs from _SIZES, by name: (family, fields).
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama-biases-linear": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR}),
+    "llama-wide-heads-yarn": ("Llama", {"head_dim": 16, "rope_parameters": _YARN}),
+    "llama-dynamic": ("Llama", {"rope_parameters": _DYNAMIC}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-mixed-windows": ("Qwen2", _SLIDING),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-tied-windows": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, **_SLIDING}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window-7": ("Mistral", {"sliding_window": 7}),
+    "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
+}
+
+
+def make_reference(name: str, folder: Path) -> Any:
+    """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros would hide mistakes."""
+    family, fields = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **fields})
+    config._attn_implementation = "eager"
+    torch.manual_seed(len(name))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
+
+
+@dataclass
+class FakeSequence:
+    """What batch building reads of a sequence."""
+
+    tokens: array[int]
+    tables: list[array[int]]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+class Part(NamedTuple):
+    """Tokens [first, end) of a sequence, computed by one launch."""
+
+    sequence: FakeSequence
+    first: int
+    end: int
+
+
+class Bench:
+    """A model on the CPU with pages of its own, poisoned but for page 0: what was never written must never be read."""
+
+    def __init__(self, folder: Path, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
+        config = read_model_config(folder)
+        shape = kv_shape(config, dtype, PAGE)
+        self.config = config
+        self.pages = KvPages(shape, [NUM_PAGES] * len(shape.groups()), device)
+        for layer in range(config.num_layers):
+            for pages in self.pages.layer_pages(layer)[:2]:
+                pages[1:].fill_(torch.nan)
+        self.runner = Runner(Llama(config, load_weights(folder, config, dtype, device), device), self.pages, device)
+
+    def sequence(self, tokens: Sequence[int], *page_ids: Sequence[int], **sampling: Any) -> FakeSequence:
+        """The same page ids serve every group unless each has its own."""
+        groups = self.pages.num_groups
+        tables = page_ids if len(page_ids) == groups else page_ids * groups
+        return FakeSequence(array("i", tokens), [array("i", ids) for ids in tables], SamplingParams(**sampling))
+
+    def batch(self, *parts: Part, num_decode: int | None = None) -> Batch:
+        """One-token parts must come first; they count as decode rows unless told otherwise."""
+        rows = [Row(cast(CoreSequence, part.sequence), part.first, part.end - part.first) for part in parts]
+        decode = sum(part.end - part.first == 1 for part in parts) if num_decode is None else num_decode
+        return build_batch(rows, decode, self.pages.specs(), PAGE)
+
+    def run(self, *parts: Part) -> LaunchResult:
+        return self.runner.run(self.batch(*parts))
+
+    def all_logits(self, *parts: Part, num_decode: int | None = None) -> torch.Tensor:
+        """Logits of every computed token, packed: fp32 [num_tokens, vocab_size]."""
+        batch = self.batch(*parts, num_decode=num_decode)
+        rows = tuple(SampledRow(0, SamplingParams(), 0, None) for _ in range(batch.num_tokens))
+        return self.runner.logits(replace(batch, logits_rows=array("i", range(batch.num_tokens)), sampled=rows))
+
+    def chunked_logits(self, sequence: FakeSequence, chunk: int, start: int = 0) -> torch.Tensor:
+        length = len(sequence.tokens)
+        cuts = [*range(start, length, chunk), length]
+        parts = [Part(sequence, first, end) for first, end in zip(cuts, cuts[1:], strict=False)]
+        return torch.cat([self.all_logits(part) for part in parts])

@@ -1,0 +1,119 @@
+"""Logits of every family against the Hugging Face classes, fp32, however a prompt is cut, shared, mixed or moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker_service.model_kit import MODELS, PAGE, Bench, Part, make_reference, random_tokens
+
+LENGTH = 3 * PAGE + 5
+TOLERANCE = 1e-5
+
+
+class Pair:
+    """One model twice: the Hugging Face class and the folder that it was saved to."""
+
+    def __init__(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.mktemp(name)
+        self.reference: Any = make_reference(name, self.folder)
+
+    def bench(self) -> Bench:
+        return Bench(self.folder)
+
+    def wanted(self, tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory)
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert actual.shape == wanted.shape
+    assert (actual - wanted).abs().max().item() <= TOLERANCE * max(1.0, wanted.abs().max().item())
+
+
+def test_whole_prompt(pair: Pair) -> None:
+    tokens = random_tokens(LENGTH, 1)
+    bench = pair.bench()
+    assert_close(bench.all_logits(Part(bench.sequence(tokens, [7, 3, 9, 1]), 0, LENGTH)), pair.wanted(tokens))
+
+
+@pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
+def test_chunks(pair: Pair, chunk: int) -> None:
+    tokens = random_tokens(LENGTH, 2)
+    bench = pair.bench()
+    assert_close(bench.chunked_logits(bench.sequence(tokens, [4, 8, 2, 6]), chunk), pair.wanted(tokens))
+
+
+def test_after_a_prefix_hit(pair: Pair) -> None:
+    """A second sequence goes on behind two pages that the first one wrote."""
+    first = random_tokens(LENGTH, 3)
+    second = first[: 2 * PAGE] + random_tokens(20, 4)
+    bench = pair.bench()
+    bench.all_logits(Part(bench.sequence(first, [11, 5, 12, 13]), 0, LENGTH))
+    hit = bench.sequence(second, [11, 5, 20, 21])
+    assert_close(bench.all_logits(Part(hit, 2 * PAGE, len(second))), pair.wanted(second)[2 * PAGE :])
+
+
+def test_pages_behind_a_window_may_be_gone(pair: Pair) -> None:
+    """A window group's hole is page 0; what the window still covers is enough."""
+    tokens = random_tokens(LENGTH, 5)
+    bench = pair.bench()
+    bench.all_logits(Part(bench.sequence(tokens, [1, 2, 3, 4]), 0, 3 * PAGE))
+    tables = []
+    for spec in bench.pages.specs():
+        oldest = max(3 * PAGE - spec.window_tokens + 1, 0) // PAGE if spec.window_tokens else 0
+        tables.append([0] * oldest + [1, 2, 3, 4][oldest:])
+    rest = bench.sequence(tokens, *tables)
+    assert_close(bench.all_logits(Part(rest, 3 * PAGE, LENGTH)), pair.wanted(tokens)[3 * PAGE :])
+
+
+def test_mixed_batch(pair: Pair) -> None:
+    """Two decode rows, a chunk behind a cached prefix, a fresh prompt and a prompt of one token, in one launch."""
+    prompts = [random_tokens(length, 10 + length) for length in (33, 47, 40, 21, 1)]
+    starts = [32, 46, 17, 0, 0]
+    bench = pair.bench()
+    sequences = [
+        bench.sequence(prompt, [3 * number + 1, 3 * number + 3, 3 * number + 2]) for number, prompt in enumerate(prompts)
+    ]
+    for sequence, start in zip(sequences, starts, strict=True):
+        if start:
+            bench.all_logits(Part(sequence, 0, start))
+    parts = [Part(sequence, start, len(sequence.tokens)) for sequence, start in zip(sequences, starts, strict=True)]
+    actual = bench.all_logits(*parts, num_decode=2)
+    wanted = [pair.wanted(prompt)[start:] for prompt, start in zip(prompts, starts, strict=True)]
+    assert_close(actual, torch.cat(wanted))
+
+
+def test_after_pages_were_fetched(pair: Pair) -> None:
+    """Pages leave one worker as bytes and go on on another, under other ids."""
+    tokens = random_tokens(LENGTH, 6)
+    writer, reader = pair.bench(), pair.bench()
+    writer.all_logits(Part(writer.sequence(tokens, [1, 2, 3, 4]), 0, 3 * PAGE))
+    for group in range(writer.pages.num_groups):
+        reader.pages.write_pages(group, [30, 10, 20], writer.pages.read_pages(group, [1, 2, 3]))
+    fetched = reader.sequence(tokens, [30, 10, 20, 5])
+    assert_close(reader.all_logits(Part(fetched, 3 * PAGE, LENGTH)), pair.wanted(tokens)[3 * PAGE :])
+
+
+def test_rows_do_not_depend_on_their_neighbours(pair: Pair) -> None:
+    """Greedy tokens of four prompts are the same alone and together."""
+    prompts = [random_tokens(length, length) for length in (19, 30, 5, 44)]
+    pages = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    together, alone = pair.bench(), pair.bench()
+    parts = [
+        Part(together.sequence(prompt, table), 0, len(prompt)) for prompt, table in zip(prompts, pages, strict=True)
+    ]
+    single = [
+        alone.run(Part(alone.sequence(prompt, table), 0, len(prompt))).token_ids[0]
+        for prompt, table in zip(prompts, pages, strict=True)
+    ]
+    assert list(together.run(*parts).token_ids) == single
+    assert single == [int(pair.wanted(prompt)[-1].argmax()) for prompt in prompts]
