@@ -22,7 +22,7 @@ from worker_service.core.sequence import SamplingParams
 
 
 class SampledRow(NamedTuple):
-    """How to choose the token at `position`. `history` copies the tokens before it; None when no penalty asks for it."""
+    """How to choose the token at `position`. `history` copies the tokens before it, where a penalty asks for them."""
 
     row: int
     sampling: SamplingParams
@@ -36,7 +36,7 @@ class Batch:
 
     token_ids, positions     one entry for each computed token
     slot_mapping[group]      one entry for each computed token; empty for a STATE group
-    block_tables[group]      num_seqs rows of `table_widths[group]` page ids, NO_PAGE behind a row; empty for a STATE group
+    block_tables[group]      num_seqs rows of `table_widths[group]` page ids, padded by NO_PAGE; empty for a STATE group
     cu_seqlens_q, _k         num_seqs + 1 running sums; k counts what was there before and what is new
     logits_rows              index of the last token of each sequence that samples, in the order of `sampled`
     """

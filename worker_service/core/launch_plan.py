@@ -59,7 +59,7 @@ class SchedulerConfig:
         _require(
             "long_prefill_token_threshold",
             threshold == 0 or self.page_tokens <= threshold <= self.max_model_len,
-            f"{threshold} is neither 0 nor from page_tokens = {self.page_tokens} to max_model_len = {self.max_model_len}",
+            f"{threshold} is not 0, nor from page_tokens = {self.page_tokens} to max_model_len = {self.max_model_len}",
         )
         _require(
             "token_budget",
@@ -122,6 +122,11 @@ def first_chunk_limit(length: int, config: SchedulerConfig) -> int:
     return chunk_len(0, length, config.token_budget, config) if config.chunked_prefill else length
 
 
+def decode_need(computed: int, config: SchedulerConfig) -> int:
+    """The length for which a decode row needs pages: its token and those that it may accept beyond it."""
+    return min(computed + 1 + config.decode_lookahead, config.max_model_len)
+
+
 class Plan(NamedTuple):
     """Rows in the launch's order; the first `num_decode` are decode rows."""
 
@@ -139,14 +144,14 @@ def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_
     for progress in running:
         if progress.in_prefill:
             prefill.append(progress)
-        elif not within_room or progress.room > progress.computed:
+        elif not within_room or progress.room >= decode_need(progress.computed, config):
             rows.append(Row(progress.sequence, progress.computed, 1))
     num_decode = len(rows)
     budget = config.token_budget - num_decode
     for sequence, computed, length, room in prefill:
-        if budget <= 0:
-            break
         chunk = chunk_len(computed, length - computed, budget, config)
+        if chunk == 0:  # nobody younger goes first, or a prompt that must run whole would wait for ever
+            break
         if within_room:
             chunk = min(chunk, room - computed)
         if chunk > 0:

@@ -1,7 +1,7 @@
-"""What the worker's core says to the world and hears from it: the session's words as values, and the ports as Protocols.
+"""What the worker's core says to the world and hears from it: the session's words as values, the ports as Protocols.
 
-Knows no protobuf, no Redis and no tensor. The words mirror protos/v1; packed fields are little-endian bytes: tokens int32,
-page ids uint32 (0 = NO_PAGE, a hole).
+Knows no protobuf, no Redis and no tensor. The words mirror protos/v1; packed fields are little-endian bytes: tokens
+int32, page ids uint32 (0 = NO_PAGE, a hole).
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class Welcome(NamedTuple):
 class CachePort(Protocol):
     """The engine's view of the cache service. One unanswered Step at a time.
 
-    A lost stream raises SessionLost from `step` and `adopt`; the engine then drains the mover, calls `connect` again and
-    follows the Welcome.
+    A lost stream raises SessionLost from `step` and `adopt`; the engine then drains the mover, calls `connect` again
+    and follows the Welcome.
     """
 
     async def connect(self, live_sequences: Seq[SequenceId]) -> Welcome: ...
@@ -231,8 +231,8 @@ class SessionLost(Exception):
 class HostTier(Protocol):
     """Values by key, beyond this process or in it. Called from the mover's threads, never from the event loop.
 
-    Knows no page: values are framed by page_codec before they come here. Every failure is a HostTierError; an absent key is
-    a None, never an error.
+    Knows no page: values are framed by page_codec before they come here. Every failure is a HostTierError; an absent key
+    is a None, never an error.
     """
 
     @property
@@ -243,7 +243,7 @@ class HostTier(Protocol):
         ...
 
     def put(self, keys: Seq[bytes], values: Seq[Seq[bytes | memoryview]]) -> int:
-        """Store each value, given as parts; returns how many leading ones are acknowledged (fewer when the store is full)."""
+        """Store each value, given as parts; returns how many leading ones are acknowledged (fewer in a full store)."""
         ...
 
     def get(self, keys: Seq[bytes], max_bytes: int) -> list[bytearray | None]:

@@ -116,20 +116,22 @@ class Usage(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """Who comes first: higher priority, then earlier arrival. Kept through preemptions, so nobody is overtaken for ever."""
+    """Who comes first: higher priority, then earlier arrival. A preemption does not change it."""
 
     minus_priority: int
     number: int
 
 
 class Sequence:
-    """One request on its way. `lease` counts its leases, so that a result of an earlier one is told from the present's."""
+    """One request on its way. `lease` counts its leases, to tell a result of an earlier one from the present's."""
 
     __slots__ = (
         "cached_tokens",
         "computed_len",
         "computed_tokens",
         "fetched_tokens",
+        "held_by",
+        "held_pages",
         "in_prefill_until",
         "known_len",
         "launched_len",
@@ -163,6 +165,8 @@ class Sequence:
         self.leased = False
         self.cached_tokens = self.fetched_tokens = self.computed_tokens = 0
         self.num_preemptions = 0
+        self.held_by: Sequence | None = None
+        self.held_pages = 0
         self.forget_lease()
 
     def forget_lease(self) -> None:

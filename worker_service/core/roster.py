@@ -1,0 +1,68 @@
+"""Who waits, who holds a lease, and whose lease is about to end; each list in the order of rank.
+
+Knows no page, no budget, no step and no sibling.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from worker_service.core.ports import ReleaseReason, SequenceId
+from worker_service.core.sequence import Rank, Sequence, State
+
+
+class Departure(NamedTuple):
+    """A lease to end with the next step. `publishes` is False when a failed launch put its content in doubt."""
+
+    sequence: Sequence
+    reason: ReleaseReason
+    publishes: bool = True
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+class Roster:
+    def __init__(self) -> None:
+        self.unfinished: dict[SequenceId, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.leased: list[Sequence] = []
+        self.departures: dict[SequenceId, Departure] = {}
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """To its place in the queue, which for a preempted sequence is near the head: its rank is old."""
+        sequence.state = State.WAITING
+        self.unfinished[sequence.sequence_id] = sequence
+        insort(self.waiting, sequence, key=_rank)
+
+    def take(self, chosen: Iterable[Sequence]) -> None:
+        for sequence in chosen:
+            sequence.state = State.ACQUIRING
+            sequence.held_by = None
+        self.waiting = [sequence for sequence in self.waiting if sequence.state is State.WAITING]
+
+    def admit(self, sequence: Sequence) -> None:
+        sequence.lease += 1
+        sequence.leased = True
+        insort(self.leased, sequence, key=_rank)
+
+    def end_lease(self, sequence: Sequence) -> None:
+        self.leased.remove(sequence)
+        sequence.forget_lease()
+
+    def preempt(self, sequence: Sequence) -> None:
+        sequence.state = State.PREEMPTED
+        sequence.num_preemptions += 1
+        self.departures[sequence.sequence_id] = Departure(sequence, ReleaseReason.PREEMPTED)
+
+    def finish(self, sequence: Sequence, reason: ReleaseReason, *, publishes: bool = True) -> None:
+        """The request is over; a lease that it holds ends with the next step."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        sequence.state = State.FINISHED
+        self.unfinished.pop(sequence.sequence_id, None)
+        if sequence.leased:
+            self.departures[sequence.sequence_id] = Departure(sequence, reason, publishes)

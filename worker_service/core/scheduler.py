@@ -1,0 +1,305 @@
+"""Decides what the engine asks of the cache service and what the next launch computes.
+
+Knows no clock, no wire, no thread, no tensor and no text. The engine drives it in this order, one launch at a time:
+
+    while launch k - 1 runs:  step = next_step();  reply = await cache.step(step);  apply(reply)
+    when it has ended:        complete(launch, accepted)  or  fail(launch);  launch k = next_launch()
+
+A step may go out without a launch (an idle flush): next_step() is None when there is nothing to say. After a lost
+session: complete the launch, drain the mover, connect(live_sequences()), then follow readmit(welcome).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from worker_service.core.batch import Batch, build_batch
+from worker_service.core.inbox import Effects, Failed, Fetch, Inbox, UnaskedReply
+from worker_service.core.launch_plan import Progress, Row, SchedulerConfig, plan_launch
+from worker_service.core.outbox import Outbox
+from worker_service.core.ports import (
+    Ack,
+    Grant,
+    Rates,
+    Refusal,
+    ReleaseReason,
+    SequenceId,
+    SnapshotSlot,
+    Step,
+    StepReply,
+    Welcome,
+)
+from worker_service.core.readmission import Readmission, Readmitter
+from worker_service.core.roster import Roster
+from worker_service.core.sequence import (
+    FinishReason,
+    InvalidField,
+    QueueFull,
+    Rank,
+    Request,
+    Sequence,
+    State,
+    Usage,
+)
+
+__all__ = [
+    "Effects",
+    "Failed",
+    "Fetch",
+    "Launch",
+    "LaunchRow",
+    "Output",
+    "Readmission",
+    "Scheduler",
+    "SchedulerConfig",
+    "UnaskedReply",
+]
+
+
+class LaunchRow(NamedTuple):
+    """A batch row's sequence. STATE groups: restore snapshots before the launch, leave them when it passes a boundary."""
+
+    sequence_id: SequenceId
+    lease: int
+    first_token: int
+    num_tokens: int
+    samples: bool
+    restore: tuple[SnapshotSlot, ...]
+    leave: tuple[SnapshotSlot, ...]
+    working: tuple[SnapshotSlot, ...]
+
+
+class Launch(NamedTuple):
+    number: int
+    rows: tuple[LaunchRow, ...]
+    batch: Batch
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.batch.sampled)
+
+
+class Output(NamedTuple):
+    """New tokens of a sequence; `finish` and `usage` come with the last ones."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        config.validate()
+        self.config = config
+        self._roster = Roster()
+        self._outbox = Outbox(config, self._roster)
+        self._inbox = Inbox(self._roster, self._outbox)
+        self._readmitter = Readmitter(config, self._roster, self._outbox)
+        self._epoch = ""
+        self._num_requests = 0
+        self._num_launches = 0
+        self._in_flight: _Flight | None = None
+
+    # -- requests --
+
+    def add(self, request: Request) -> None:
+        """Queue a request; QueueFull when too many wait, InvalidField when it could never be served."""
+        sequence = Sequence(request, Rank(-request.priority, self._num_requests + 1), len(self.config.groups))
+        self._check(sequence)
+        if len(self._roster.waiting) >= self.config.max_waiting:
+            raise QueueFull(f"{self.config.max_waiting} requests wait already")
+        self._num_requests += 1
+        self._roster.enqueue(sequence)
+
+    def _check(self, sequence: Sequence) -> None:
+        request, length, most = sequence.request, sequence.prompt_len, self.config.max_model_len
+        if request.sequence_id in self._roster.unfinished or request.sequence_id in self.live_sequences():
+            raise InvalidField("sequence_id", f"{request.sequence_id} is in use")
+        if length == 0:
+            raise InvalidField("prompt", "is empty")
+        if length >= most:
+            raise InvalidField("prompt", f"{length} tokens leave no room in max_model_len = {most}")
+        if min(sequence.tokens) < 0 or max(sequence.tokens) >= self.config.vocab_size:
+            raise InvalidField("prompt", f"has a token outside of 0 .. {self.config.vocab_size - 1}")
+        request.sampling.validate()
+
+    def abort(self, sequence_id: SequenceId) -> bool:
+        """Forget a request; its lease ends with the next step. False when it is unknown, as after it finished."""
+        sequence = self._roster.unfinished.get(sequence_id)
+        if sequence is not None:
+            self._roster.finish(sequence, ReleaseReason.ABORTED)
+        return sequence is not None
+
+    def finish(self, sequence_id: SequenceId) -> Usage | None:
+        """End a request as finished, for reasons that only its text shows; None when it is unknown."""
+        sequence = self._roster.unfinished.get(sequence_id)
+        if sequence is None:
+            return None
+        self._roster.finish(sequence, ReleaseReason.FINISHED)
+        return sequence.usage()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._roster.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._roster.leased)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that the last step held back for a sibling."""
+        return self._outbox.num_held
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._roster.unfinished)
+
+    # -- steps --
+
+    def report(self, ack: Ack) -> None:
+        """A fetch or a spill ended; the next step says so."""
+        self._outbox.report(ack)
+
+    def report_rates(self, rates: Rates) -> None:
+        """Measured rates; they go with the next step that has something else to say."""
+        self._outbox.rates = rates
+
+    @property
+    def unanswered(self) -> Step | None:
+        return self._outbox.unanswered
+
+    def next_step(self) -> Step | None:
+        """What the engine wants now, in the light of the launch in flight; None when that is nothing."""
+        return self._outbox.next_step()
+
+    def retry_refused(self) -> None:
+        """Ask again for the refused head of the queue although nothing was seen to be freed; for an idle engine."""
+        self._outbox.freed()
+
+    def apply(self, reply: StepReply) -> Effects:
+        """Take the answer to the unanswered step, before the next launch is made."""
+        return self._inbox.apply(reply)
+
+    # -- launches --
+
+    def next_launch(self) -> Launch | None:
+        """What runs next, of the sequences whose pages are there; None when that is nothing."""
+        assert self._in_flight is None, "one launch in flight at most"
+        standing = [
+            Progress(sequence, sequence.computed_len, len(sequence.tokens), self._outbox.room(sequence))
+            for sequence in self._roster.leased
+            if sequence.state is State.RUNNING
+        ]
+        plan = plan_launch(standing, self.config, within_room=True)
+        if not plan.rows:
+            return None
+        batch = build_batch(plan.rows, plan.num_decode, self.config.groups, self.config.page_tokens)
+        self._num_launches += 1
+        launch = Launch(self._num_launches, tuple(_launch_row(row) for row in plan.rows), batch)
+        for row in plan.rows:
+            row.sequence.launched_len = row.end
+        self._in_flight = _Flight(launch, tuple(row.sequence for row in plan.rows))
+        return launch
+
+    def complete(self, launch: Launch, accepted: Seq[Seq[int]]) -> tuple[Output, ...]:
+        """The launch has ended: one run of accepted tokens for each row that samples, in the order of `sampled`.
+
+        What arrives for a sequence that was aborted meanwhile is dropped.
+        """
+        flight = self._landed(launch)
+        if len(accepted) != launch.num_sampled:
+            raise ValueError(f"{len(accepted)} runs of tokens for {launch.num_sampled} rows that sample")
+        runs = iter(accepted)
+        outputs: list[Output] = []
+        for row, sequence in zip(launch.rows, flight.sequences, strict=True):
+            tokens = next(runs) if row.samples else ()
+            if sequence.leased and sequence.lease == row.lease and sequence.state is not State.FINISHED:
+                outputs += self._advance(sequence, row, tokens)
+        return tuple(outputs)
+
+    def fail(self, launch: Launch) -> tuple[SequenceId, ...]:
+        """The launch failed: its requests are forgotten, nothing of them is published any more. Returns their ids."""
+        failed: list[SequenceId] = []
+        for sequence in self._landed(launch).sequences:
+            if sequence.state is not State.FINISHED:
+                failed.append(sequence.sequence_id)
+            self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+        return tuple(failed)
+
+    def _landed(self, launch: Launch) -> _Flight:
+        flight, self._in_flight = self._in_flight, None
+        assert flight is not None and flight.launch is launch, "not the launch in flight"
+        for sequence in flight.sequences:
+            sequence.launched_len = sequence.computed_len
+        return flight
+
+    def _advance(self, sequence: Sequence, row: LaunchRow, tokens: Seq[int]) -> Iterable[Output]:
+        end = row.first_token + row.num_tokens
+        in_prefill = row.first_token < sequence.in_prefill_until
+        most = 1 if in_prefill else 1 + self.config.decode_lookahead
+        if row.samples and not 1 <= len(tokens) <= most:
+            raise ValueError(f"sequence {row.sequence_id} accepts 1 to {most} tokens, not {len(tokens)}")
+        if in_prefill:
+            sequence.computed_tokens += row.num_tokens
+        kept, reason = self._append(sequence, tokens)
+        # The last token has no KV yet; those accepted before it have.
+        sequence.computed_len = sequence.launched_len = end + max(len(kept) - 1, 0)
+        sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
+        if reason is not None:
+            self._roster.finish(sequence, ReleaseReason.FINISHED)
+            return (Output(row.sequence_id, kept, reason, sequence.usage()),)
+        return (Output(row.sequence_id, kept),) if kept else ()
+
+    def _append(self, sequence: Sequence, tokens: Seq[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append up to the first token that ends the sequence, that one included."""
+        sampling = sequence.sampling
+        for count, token in enumerate(tokens, start=1):
+            sequence.tokens.append(token)
+            if token in sampling.stop_token_ids or (token in self.config.eos_token_ids and not sampling.ignore_eos):
+                return tuple(tokens[:count]), FinishReason.STOP
+            is_longest = len(sequence.tokens) >= self.config.max_model_len
+            if is_longest or sequence.num_generated >= sampling.max_tokens:
+                return tuple(tokens[:count]), FinishReason.LENGTH
+        return tuple(tokens), None
+
+    # -- the session --
+
+    def live_sequences(self) -> tuple[SequenceId, ...]:
+        """For Hello: every sequence for which the cache service may hold a lease."""
+        unanswered = self._outbox.unanswered
+        released = [release.sequence_id for release in unanswered.releases] if unanswered else []
+        leased = [sequence.sequence_id for sequence in self._roster.leased]
+        return tuple(sorted({*leased, *self._outbox.asked, *released}))
+
+    def readmit(self, welcome: Welcome) -> Readmission:
+        """After (re)connecting: the Step to repeat, or the sequences to adopt; what computed nothing queues again."""
+        assert self._in_flight is None, "a launch ends before Hello"
+        is_same, self._epoch = welcome.epoch == self._epoch, welcome.epoch
+        return self._readmitter.readmit(welcome, is_same_epoch=is_same)
+
+    def apply_adopt(self, sequence_id: SequenceId, answer: Grant | Refusal) -> None:
+        """Adopted, or queued again."""
+        self._readmitter.apply_adopt(sequence_id, answer)
+
+
+class _Flight(NamedTuple):
+    launch: Launch
+    sequences: tuple[Sequence, ...]
+
+
+def _launch_row(row: Row) -> LaunchRow:
+    sequence = row.sequence
+    return LaunchRow(
+        sequence.sequence_id,
+        sequence.lease,
+        row.first_token,
+        row.num_tokens,
+        samples=row.end == len(sequence.tokens),
+        restore=sequence.restore if row.first_token == sequence.start_len else (),
+        leave=tuple(slot for slot in sequence.leave if row.first_token < slot.boundary_tokens <= row.end),
+        working=sequence.working,
+    )
