@@ -121,7 +121,7 @@ class Inbox:
         return ()
 
     def _preempt(self) -> None:
-        """The youngest, which is younger than every starving one or starves itself; at most one for each reply, and none
+        """The youngest: it is younger than every starving one, or starves itself. At most one for each reply, and none
         while the pages of another are on their way."""
         leased = self._roster.leased
         if self._roster.departures or len(leased) < 2:

@@ -3,7 +3,7 @@
 Knows no stream and no launch; both have come to rest before.
 
     the manager knows us           repeat the unanswered Step; everything goes on
-    it is a new one, or forgot     what computed nothing queues again; the rest is adopted with its pages; no ticket counts
+    it is a new one, or forgot     what computed nothing queues again; the rest is adopted; tickets are void
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from worker_service.core.ports import (
 from worker_service.core.readmission import Readmission, Readmitter
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import (
+    TOKEN_BYTES,
     FinishReason,
     InvalidField,
     QueueFull,
@@ -59,7 +60,7 @@ __all__ = [
 
 
 class LaunchRow(NamedTuple):
-    """A batch row's sequence. STATE groups: restore snapshots before the launch, leave them when it passes a boundary."""
+    """A batch row's sequence. STATE groups: restore snapshots before the launch, leave them as it passes boundaries."""
 
     sequence_id: SequenceId
     lease: int
@@ -107,6 +108,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; QueueFull when too many wait, InvalidField when it could never be served."""
+        if len(request.prompt) % TOKEN_BYTES:
+            raise InvalidField("prompt", f"{len(request.prompt)} bytes are not packed int32")
         sequence = Sequence(request, Rank(-request.priority, self._num_requests + 1), len(self.config.groups))
         self._check(sequence)
         if len(self._roster.waiting) >= self.config.max_waiting:
