@@ -93,6 +93,7 @@ class HostKeys:
         self._foreign: set[str] = set()
         self._seen = ""
         self._failing = False
+        self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.num_dropped = 0
         """Keys that found the queue full: they end by their time to live."""
@@ -103,7 +104,7 @@ class HostKeys:
 
     async def _for_ever(self, turn: Callable[[], Awaitable[None]]) -> None:
         """One fault must not end the task: without the watch, a flush would never be noticed again."""
-        while True:
+        while not self._closing:
             try:
                 await turn()
             except Exception:
@@ -111,6 +112,8 @@ class HostKeys:
                 await asyncio.sleep(self._config.watch_interval_s)
 
     async def close(self) -> None:
+        # The client may swallow a cancellation that meets the end of a command; then this ends the task.
+        self._closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
