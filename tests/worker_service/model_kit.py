@@ -1,4 +1,4 @@
-"""Tiny random models of every family, written as Hugging Face folders, and a runner that takes sequences with their pages.
+"""Tiny random models of every family as Hugging Face folders, and a runner that takes sequences with their pages.
 
 Knows no scheduler: tests choose the pages and the cuts themselves.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -73,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_reference(name: str, folder: Path) -> Any:
-    """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros would hide mistakes."""
+    """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros hide mistakes."""
     family, fields = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**_SIZES, **fields})
     config._attn_implementation = "eager"
@@ -148,5 +149,5 @@ class Bench:
     def chunked_logits(self, sequence: FakeSequence, chunk: int, start: int = 0) -> torch.Tensor:
         length = len(sequence.tokens)
         cuts = [*range(start, length, chunk), length]
-        parts = [Part(sequence, first, end) for first, end in zip(cuts, cuts[1:], strict=False)]
+        parts = [Part(sequence, first, end) for first, end in pairwise(cuts)]
         return torch.cat([self.all_logits(part) for part in parts])

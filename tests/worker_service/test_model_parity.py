@@ -81,7 +81,7 @@ def test_mixed_batch(pair: Pair) -> None:
     starts = [32, 46, 17, 0, 0]
     bench = pair.bench()
     sequences = [
-        bench.sequence(prompt, [3 * number + 1, 3 * number + 3, 3 * number + 2]) for number, prompt in enumerate(prompts)
+        bench.sequence(prompt, [3 * place + 1, 3 * place + 3, 3 * place + 2]) for place, prompt in enumerate(prompts)
     ]
     for sequence, start in zip(sequences, starts, strict=True):
         if start:

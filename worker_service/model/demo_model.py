@@ -21,7 +21,7 @@ from worker_service.model.weights import WEIGHTS, expected_shapes
 BYTES = 256
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
 END_TOKEN_ID = BYTES + SPECIAL_TOKENS.index("<|end|>")
-READABLE = string.ascii_lowercase + "    .,"
+READABLE = string.ascii_lowercase + " .,"
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,8 +45,12 @@ CONFIG = {
     "eos_token_id": END_TOKEN_ID,
 }
 CONSTANT_DIM = 0
-READABLE_BIAS = 9.0
+CONSTANT = 1.0
+READABLE_BIAS = 30.0
 HEAD_GAIN = 3.0
+# Strong, pointed attention over weak embeddings: the next character depends on the text, not on the last character alone.
+EMBEDDING_GAIN = 0.5
+ATTENTION_GAINS = {"q_proj.weight": 2.0, "k_proj.weight": 2.0, "o_proj.weight": 2.0}
 
 
 def make_demo_model(folder: Path, seed: int = 0) -> None:
@@ -84,12 +88,15 @@ def _shape_text(weights: dict[str, torch.Tensor]) -> None:
     """Let the constant dimension speak for readable characters, and everything else choose among them."""
     tokenizer = _tokenizer()
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    embeddings *= math.sqrt(embeddings.shape[1])
-    embeddings[:, CONSTANT_DIM] = 1.0
+    embeddings *= math.sqrt(embeddings.shape[1]) * EMBEDDING_GAIN
+    embeddings[:, CONSTANT_DIM] = CONSTANT
     for name, weight in weights.items():
+        weight *= next((gain for part, gain in ATTENTION_GAINS.items() if name.endswith(part)), 1.0)
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight[CONSTANT_DIM] = 0.0
+        elif "_proj" in name:
+            weight[:, CONSTANT_DIM] = 0.0
     head *= HEAD_GAIN
     head[:, CONSTANT_DIM] = -READABLE_BIAS
     readable = tokenizer.encode(READABLE).ids
-    head[sorted(set(readable)), CONSTANT_DIM] = READABLE_BIAS
+    head[readable, CONSTANT_DIM] = READABLE_BIAS

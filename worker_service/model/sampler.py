@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 
 _WORD = 0xFFFFFFFF
+_LONG_WORD = 0xFFFFFFFFFFFFFFFF
+# 2^64 over the golden ratio: keeps small seeds and positions away from 0, which the mixers leave as it is.
+_ODD = 0x9E3779B97F4A7C15
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -77,7 +80,7 @@ def lowest_argmax(scores: torch.Tensor) -> torch.Tensor:
 
 def row_key(seed: int, position: int) -> tuple[int, int]:
     """Two 32-bit words that stand for (seed, position); any bit of either changes about half of theirs."""
-    mixed = _mix64(_mix64(seed & (2**64 - 1)) ^ (position * 0x9E3779B97F4A7C15 & (2**64 - 1)))
+    mixed = _mix64(_mix64(seed + _ODD & _LONG_WORD) + (position + 1) * _ODD & _LONG_WORD)
     return mixed & _WORD, mixed >> 32
 
 
@@ -131,7 +134,6 @@ def _mix32(words: torch.Tensor) -> torch.Tensor:
 
 
 def _mix64(word: int) -> int:
-    mask = 2**64 - 1
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _LONG_WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _LONG_WORD
     return word ^ (word >> 31)

@@ -1,0 +1,138 @@
+"""config.json read field by field: both rope spellings, windows per layer, and errors that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worker_service.model.config import Family, ModelError, RopeKind, parse_model_config, read_model_config
+from worker_service.model.load import kv_shape
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    return {**BASE, **changes}
+
+
+def windows(**changes: Any) -> tuple[int, ...]:
+    return parse_model_config(fields(**changes)).windows
+
+
+def test_family_comes_from_architectures_not_model_type() -> None:
+    config = parse_model_config(fields(architectures=["Qwen3ForCausalLM"], model_type="llama"))
+    assert config.family is Family.QWEN3
+    assert config.qk_norm
+    assert config.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}},
+    ],
+)
+def test_both_spellings_of_rope_say_the_same(rope: dict[str, Any]) -> None:
+    config = parse_model_config(fields(**rope)).rope
+    assert config.kind is RopeKind.LLAMA3
+    assert (config.theta, config.factor, config.original_max_tokens) == (500000.0, 8.0, 128)
+
+
+def test_rope_scaling_null_is_the_default() -> None:
+    assert parse_model_config(fields(rope_scaling=None, rope_theta=1e6)).rope.kind is RopeKind.DEFAULT
+
+
+def test_mistral_null_window_sees_everything() -> None:
+    assert windows(architectures=["MistralForCausalLM"], sliding_window=None) == (0,) * 4
+    assert windows(architectures=["MistralForCausalLM"], sliding_window=32) == (32,) * 4
+
+
+def test_qwen_windows_need_their_switch() -> None:
+    qwen: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 3}
+    assert windows(**qwen) == (0,) * 4
+    assert windows(**qwen, use_sliding_window=True) == (0, 0, 0, 32)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows(**qwen, use_sliding_window=True, layer_types=kinds) == (32, 0, 32, 0)
+
+
+def test_window_is_found_in_the_nested_text_config() -> None:
+    """Requirement R46: the top level first, then text_config."""
+    nested = {key: value for key, value in BASE.items() if key != "architectures"}
+    wrapper = {"architectures": ["MistralForCausalLM"], "text_config": {**nested, "sliding_window": 48}}
+    assert parse_model_config(wrapper).windows == (48,) * 4
+    assert parse_model_config({**wrapper, "sliding_window": 16}).windows == (16,) * 4
+
+
+def test_a_window_as_long_as_the_model_is_none() -> None:
+    config = parse_model_config(fields(architectures=["MistralForCausalLM"], sliding_window=512))
+    assert kv_shape(config, torch.float32, 16).windows == (0,) * 4
+
+
+def test_eos_of_the_generation_config_wins() -> None:
+    assert parse_model_config(fields(eos_token_id=2)).eos_token_ids == (2,)
+    assert parse_model_config(fields(eos_token_id=2), {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
+    assert parse_model_config(fields(eos_token_id=None)).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6}, "num_attention_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": "linear"}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types",
+        ),
+    ],
+)
+def test_errors_name_the_field(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_model_config(fields(**changes))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff"])
+def test_unreadable_config_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        read_model_config(tmp_path)
+    assert caught.value.field == "config.json"
+    assert str(tmp_path) not in str(caught.value)
