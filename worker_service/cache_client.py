@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -43,16 +44,21 @@ class SessionRefused(Exception):
 
 
 class WorkerFacts(NamedTuple):
-    """What a Hello says about this worker beside its live sequences; `host_tier_id` is asked anew for each Hello."""
+    """What a Hello says about this worker beside its live sequences and what may change: where it is, and its tier."""
 
     worker_id: str
-    endpoint: str
     incarnation: str
     fingerprint: bytes
     page_tokens: int
     groups: tuple[GroupSpec, ...]
+
+
+class Whereabouts(NamedTuple):
+    """What is only known once this worker listens, or may change while it lives; asked anew for each Hello."""
+
+    endpoint: str
     host_tier: HostTierKind
-    host_tier_id: Callable[[], str]
+    host_tier_id: str
 
 
 class ClientLimits(NamedTuple):
@@ -66,12 +72,17 @@ class CacheClient:
     """CachePort over gRPC; each attempt has a fresh channel of `make_channel`, so that no old backoff is inherited."""
 
     def __init__(
-        self, make_channel: Callable[[], grpc.aio.Channel], facts: WorkerFacts, limits: ClientLimits | None = None
+        self,
+        make_channel: Callable[[], grpc.aio.Channel],
+        facts: WorkerFacts,
+        whereabouts: Callable[[], Whereabouts],
+        limits: ClientLimits | None = None,
     ) -> None:
         self._make_channel = make_channel
         self._facts = facts
+        self._whereabouts = whereabouts
         self._limits = limits or ClientLimits()
-        self._orders: asyncio.Queue[Transfer] = asyncio.Queue(self._limits.max_orders)
+        self._inbox = _Inbox(self._limits.max_orders)
         self._stream: _Stream | None = None
 
     async def connect(self, live_sequences: Sequence[SequenceId]) -> Welcome:
@@ -99,7 +110,13 @@ class CacheClient:
         return session_codec.decode_refusal(reply.refusal)
 
     async def next_order(self) -> Transfer:
-        return await self._orders.get()
+        while True:
+            if self._inbox.orders:
+                return self._inbox.orders.popleft()
+            if self._stream is not None:
+                self._stream.tell_loss_once()
+            self._inbox.news.clear()
+            await self._inbox.news.wait()
 
     async def close(self) -> None:
         """Say Goodbye where somebody still listens, then end the stream."""
@@ -108,26 +125,24 @@ class CacheClient:
         await self._hang_up()
 
     async def _say_hello(self, live_sequences: Sequence[SequenceId]) -> Welcome:
-        hello = await self._hello(live_sequences)
-        self._stream = _Stream(self._make_channel(), self._orders, len(self._facts.groups), self._limits)
+        hello = self._hello(live_sequences)
+        self._stream = _Stream(self._make_channel(), self._inbox, self._limits)
         message = await self._ask(("welcome", 0), cache_pb2.SessionRequest(hello=hello))
         return session_codec.decode_welcome(message.welcome)
 
-    async def _hello(self, live_sequences: Sequence[SequenceId]) -> cache_pb2.Hello:
-        facts = self._facts
-        # The tier's identity may need a round trip to a store that is down; the loop must not wait for it.
-        identity = await asyncio.to_thread(facts.host_tier_id)
+    def _hello(self, live_sequences: Sequence[SequenceId]) -> cache_pb2.Hello:
+        facts, whereabouts = self._facts, self._whereabouts()
         return cache_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
             worker_id=facts.worker_id,
-            endpoint=facts.endpoint,
+            endpoint=whereabouts.endpoint,
             incarnation=facts.incarnation,
             fingerprint=facts.fingerprint,
             page_tokens=facts.page_tokens,
             groups=[session_codec.encode_group(spec) for spec in facts.groups],
             live_sequences=session_codec.pack_u64(live_sequences),
-            host_tier=cache_pb2.HostTierKind.ValueType(int(facts.host_tier)),
-            host_tier_id=identity,
+            host_tier=cache_pb2.HostTierKind.ValueType(int(whereabouts.host_tier)),
+            host_tier_id=whereabouts.host_tier_id,
             num_ranks=1,
         )
 
@@ -145,18 +160,31 @@ class CacheClient:
 _Key = tuple[str, int]
 
 
+class _Inbox:
+    """What streams bring unasked: orders, and the news that one of them has ended. Outlives every stream."""
+
+    def __init__(self, max_orders: int) -> None:
+        self.news = asyncio.Event()
+        self.orders: deque[Transfer] = deque()
+        self._max_orders = max_orders
+
+    def put(self, order: Transfer) -> None:
+        if len(self.orders) >= self._max_orders:
+            raise SessionLost(f"more than {self._max_orders} orders wait")
+        self.orders.append(order)
+        self.news.set()
+
+
 class _Stream:
     """One stream from its first write to its end. Knows nothing of the streams before and after it."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, orders: asyncio.Queue[Transfer], num_groups: int, limits: ClientLimits
-    ) -> None:
+    def __init__(self, channel: grpc.aio.Channel, inbox: _Inbox, limits: ClientLimits) -> None:
         self._channel = channel
-        self._orders = orders
+        self._inbox = inbox
         self._limits = limits
-        self._num_groups = num_groups
         self._waiting: dict[_Key, asyncio.Future[cache_pb2.SessionResponse]] = {}
         self._lost: Exception | None = None
+        self._is_loss_told = False
         self._welcomed = False
         # The generated stub is typed for both the blocking and the asyncio channel.
         stub = cache_pb2_grpc.PrefixCacheStub(channel)
@@ -183,6 +211,12 @@ class _Stream:
         finally:
             self._waiting.pop(key, None)
             _forget(answer)
+
+    def tell_loss_once(self) -> None:
+        """Raises what ended this stream after its Welcome, if it has ended and this was not told yet."""
+        if self._lost is not None and self._welcomed and not self._is_loss_told:
+            self._is_loss_told = True
+            raise self._lost
 
     async def say_goodbye(self) -> None:
         if self._lost is not None:
@@ -242,15 +276,12 @@ class _Stream:
         answer.set_result(message)
 
     def _take_order(self, order: cache_pb2.Order) -> None:
-        transfer = session_codec.decode_transfer("order.spill", order.spill)
-        try:
-            self._orders.put_nowait(transfer)
-        except asyncio.QueueFull:
-            raise SessionLost(f"more than {self._limits.max_orders} orders wait") from None
+        self._inbox.put(session_codec.decode_transfer("order.spill", order.spill))
 
     def _end(self, lost: Exception) -> None:
         if self._lost is None:
             self._lost = lost
+            self._inbox.news.set()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._lost)

@@ -78,7 +78,12 @@ class PageMover:
     """Runs transfers and hands an Ack for each, exactly one, to `on_ack` in the event loop."""
 
     def __init__(
-        self, pages: PageStore, tier: HostTier, frame: PageFrame, on_ack: Callable[[Ack], None], limits: MoverLimits
+        self,
+        pages: PageStore,
+        tier: HostTier | None,
+        frame: PageFrame,
+        on_ack: Callable[[Ack], None],
+        limits: MoverLimits,
     ) -> None:
         self._pages = pages
         self._tier = tier
@@ -92,11 +97,11 @@ class PageMover:
 
     def fetch(self, transfer: Transfer, barrier: Barrier) -> None:
         """Host tier to device. `barrier` returns once no launch writes to the granted pages any more."""
-        self._start(transfer, lambda: self._fetch(transfer, barrier))
+        self._start(transfer, lambda tier: self._fetch(tier, transfer, barrier))
 
     def spill(self, transfer: Transfer) -> None:
         """Device to host tier. The ticket pins the pages, so nothing has to be waited for."""
-        self._start(transfer, lambda: self._spill(transfer))
+        self._start(transfer, lambda tier: self._spill(tier, transfer))
 
     @property
     def num_running(self) -> int:
@@ -111,14 +116,16 @@ class PageMover:
     async def close(self) -> None:
         await self.drain()
         self._threads.shutdown()
-        self._tier.close()
+        if self._tier is not None:
+            self._tier.close()
 
-    def _start(self, transfer: Transfer, work: Callable[[], _Outcome]) -> None:
+    def _start(self, transfer: Transfer, work: Callable[[HostTier], _Outcome]) -> None:
         loop = asyncio.get_running_loop()
-        if len(self._running) >= self._limits.max_queued or self._breaker.is_open():
+        tier = self._tier
+        if tier is None or len(self._running) >= self._limits.max_queued or self._breaker.is_open():
             loop.call_soon(self._on_ack, Ack(transfer.ticket, 0, TransferStatus.FAILED))
             return
-        running = loop.run_in_executor(self._threads, self._timed, transfer, work)
+        running = loop.run_in_executor(self._threads, self._timed, transfer, lambda: work(tier))
         self._running.add(running)
         running.add_done_callback(self._hand_over)
 
@@ -147,13 +154,13 @@ class PageMover:
             self._local.stream = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._local.stream)
 
-    def _fetch(self, transfer: Transfer, barrier: Barrier) -> _Outcome:
+    def _fetch(self, tier: HostTier, transfer: Transfer, barrier: Barrier) -> _Outcome:
         num_done, num_bytes = 0, 0
         while num_done < transfer.num_pages:
             end = min(num_done + _pages_per_command(transfer), transfer.num_pages)
             items = _items(transfer, num_done, end)
             try:
-                values = self._get(items)
+                values = self._get(tier, items)
             except HostTierError as error:
                 self._breaker.failed()
                 _log.warning("fetch %d: %s", transfer.ticket, error)
@@ -169,9 +176,9 @@ class PageMover:
                 return _Outcome(num_done, TransferStatus.MISSING, num_bytes)
         return _Outcome(num_done, TransferStatus.DONE, num_bytes)
 
-    def _get(self, items: list[_Item]) -> list[bytearray | None]:
+    def _get(self, tier: HostTier, items: list[_Item]) -> list[bytearray | None]:
         max_bytes = page_codec.HEADER_BYTES + max((self._pages.page_bytes(item.group) for item in items), default=0)
-        return self._tier.get([item.key for item in items], max_bytes)
+        return tier.get([item.key for item in items], max_bytes)
 
     def _checked(self, item: _Item, value: bytearray | None) -> memoryview | None:
         if value is None:
@@ -192,14 +199,14 @@ class PageMover:
             self._pages.write_pages(group, [page_id for page_id, _ in mine], rows)
         return sum(len(data) for _, data in good)
 
-    def _spill(self, transfer: Transfer) -> _Outcome:
+    def _spill(self, tier: HostTier, transfer: Transfer) -> _Outcome:
         num_done, num_bytes = 0, 0
         while num_done < transfer.num_pages:
             end = min(num_done + _pages_per_command(transfer), transfer.num_pages)
             items = _items(transfer, num_done, end)
             values = self._read(items)
             try:
-                num_stored = self._tier.put([item.key for item in items], values)
+                num_stored = tier.put([item.key for item in items], values)
             except HostTierError as error:
                 self._breaker.failed()
                 _log.warning("spill %d: %s", transfer.ticket, error)

@@ -1,0 +1,304 @@
+"""Builds a worker from its settings, runs it, and takes it down in order. The only constructor of things.
+
+Knows every part and decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+from prometheus_client import CollectorRegistry
+
+from protos.v1 import worker_pb2, worker_pb2_grpc
+from rpc.address import HostPort
+from rpc.client import open_channel
+from rpc.deadline import deadlines
+from rpc.errors import errors_to_status
+from rpc.health import NOT_SERVING, SERVING
+from rpc.lifecycle import stop_event
+from rpc.metrics import RpcMetrics
+from rpc.metrics_http import MetricsServer
+from rpc.request_id import with_request_id
+from rpc.server import RpcServer, Service
+from rpc.settings import describe
+from worker_service import codec
+from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
+from worker_service.config import WorkerConfig
+from worker_service.core.launch_plan import SchedulerConfig
+from worker_service.core.ports import Ack, HostTier
+from worker_service.core.scheduler import Scheduler
+from worker_service.engine import Engine
+from worker_service.gpu.kv_pages import KvPages, KvShape, plan_pages, pool_budget
+from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
+from worker_service.host_tier.memory import MemoryTier
+from worker_service.host_tier.metered import Measure, MeteredTier
+from worker_service.host_tier.redis import RedisTier, RedisTierConfig
+from worker_service.launcher import Launcher
+from worker_service.metrics import Load, WorkerMetrics
+from worker_service.model.device import pick_device, prepare_process
+from worker_service.model.load import LoadedModel, kv_shape, load_model
+from worker_service.model.runner import Runner
+from worker_service.servicer import CODES, ModelWorkerServicer, ServicerLimits
+from worker_service.tier_watch import TierWatch
+
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
+CPU_POOL_MB = 512
+CALL_TIMEOUT_S = 30.0
+STOP_GRACE_S = 2.0
+NUM_RANKS = 1
+# Codes of element types in a page's header; never reused.
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+_log = logging.getLogger("worker_service")
+
+
+class Compute(NamedTuple):
+    """Everything that holds the device: made once, before the event loop runs."""
+
+    loaded: LoadedModel
+    device: torch.device
+    shape: KvShape
+    pages: KvPages
+
+
+class WorkerService(NamedTuple):
+    """What runs, and where it listens."""
+
+    engine: Engine
+    running: asyncio.Task[None]
+    worker_id: str
+    incarnation: str
+    address: HostPort
+    metrics_address: HostPort | None
+
+
+def prepare(config: WorkerConfig) -> Compute:
+    """Load the model and make its page pools. Raises ModelError or PoolError, which name what is wrong."""
+    device = pick_device(config.device)
+    prepare_process(device, config.threads)
+    loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len)
+    shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
+    pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
+    return Compute(loaded, device, shape, pages)
+
+
+def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_model_len: int) -> tuple[int, ...]:
+    if config.pool_pages:
+        budget = (config.pool_pages + 1) * sum(shape.page_bytes(group) for group in shape.groups())
+    elif config.pool_mb:
+        budget = config.pool_mb << 20
+    else:
+        budget = pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20)
+    return plan_pages(shape, budget, max_model_len, config.token_budget)
+
+
+def fingerprint(compute: Compute) -> bytes:
+    """What must agree before two workers may exchange pages; each field is framed by its length."""
+    fields = (compute.loaded.digest, compute.pages.layout_id, repr(compute.loaded.config.rope), str(NUM_RANKS))
+    digest = hashlib.sha256(b"stemcache fingerprint 1")
+    for field in fields:
+        data = field if isinstance(field, bytes) else field.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def scheduler_config(config: WorkerConfig, compute: Compute) -> SchedulerConfig:
+    model = compute.loaded.config
+    return SchedulerConfig(
+        page_tokens=config.page_tokens,
+        groups=compute.pages.specs(),
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        chunked_prefill=config.chunked_prefill,
+        reserve_pages=config.reserve_pages,
+    )
+
+
+def make_tier(config: WorkerConfig, metrics: WorkerMetrics) -> HostTier | None:
+    if config.host_tier == "none":
+        return None
+    if config.host_tier == "memory":
+        tier: HostTier = MemoryTier(config.memory_tier_mb << 20)
+    else:
+        settings = RedisTierConfig(config.mover_threads + 1, config.host_timeout_s, config.host_ttl_s * 1000)
+        tier = RedisTier(config.redis_url, settings)
+
+    def record(measure: Measure) -> None:
+        metrics.host_tier(measure.operation, measure.num_bytes, failed=measure.failed)
+
+    return MeteredTier(tier, record)
+
+
+class _Worker:
+    """The parts that know each other; `bootstrap` functions below start and stop them."""
+
+    def __init__(self, config: WorkerConfig, compute: Compute) -> None:
+        self.config = config
+        self.compute = compute
+        self.worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
+        self.incarnation = secrets.token_hex(16)
+        self.registry = CollectorRegistry()
+        self.metrics = WorkerMetrics(self.registry)
+        self.tier = make_tier(config, self.metrics)
+        self.tier_watch = TierWatch(self.tier)
+        self.address = HostPort("", 0)
+        self.engine = Engine(
+            Scheduler(scheduler_config(config, compute)),
+            self._cache_client(),
+            Launcher(Runner(compute.loaded.model, compute.pages, compute.device)),
+            self._mover,
+            self.metrics,
+        )
+        self.metrics.watch(self._load)
+        self.server = self._server()
+
+    def _cache_client(self) -> CacheClient:
+        facts = WorkerFacts(
+            self.worker_id,
+            self.incarnation,
+            fingerprint(self.compute),
+            self.config.page_tokens,
+            self.compute.pages.specs(),
+        )
+        limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
+        return CacheClient(lambda: open_channel(self.config.cache), facts, self._whereabouts, limits)
+
+    def _whereabouts(self) -> Whereabouts:
+        tier = self.tier_watch.facts
+        return Whereabouts(self.config.advertise or str(self.address), tier.kind, tier.identity)
+
+    def _mover(self, on_ack: Callable[[Ack], None]) -> PageMover:
+        frame = PageFrame(DTYPE_CODES[self.compute.shape.dtype], lambda data: xxhash.xxh3_128_digest(data))
+        limits = MoverLimits(self.config.mover_threads, self.config.max_queued_transfers)
+        self.mover = PageMover(self.compute.pages, self.tier, frame, on_ack, limits)
+        return self.mover
+
+    def _load(self) -> Load:
+        scheduler = self.engine.scheduler
+        return Load(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            held=scheduler.num_held,
+            connected=bool(self.engine.epoch),
+            transfers=self.mover.num_running,
+        )
+
+    def _server(self) -> RpcServer:
+        limits = ServicerLimits(self.config.request_timeout_s, self.config.drain_timeout_s, self.config.prefix_caching)
+        servicer = ModelWorkerServicer(self.engine, self.compute.loaded.tokenizer, self._description(), limits)
+        # A Drain may name its own time, so only its stream's end bounds it.
+        calls = deadlines(CALL_TIMEOUT_S, {f"/{SERVICE_NAME}/Drain": self.config.request_timeout_s})
+        return RpcServer(
+            [Service(SERVICE_NAME, worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer)],
+            [RpcMetrics(self.registry), with_request_id, errors_to_status(CODES), calls],
+        )
+
+    def _description(self) -> codec.WorkerDescription:
+        compute, model = self.compute, self.compute.loaded.config
+        return codec.WorkerDescription(
+            self.worker_id,
+            self.incarnation,
+            model.family.value,
+            compute.loaded.digest.hex(),
+            self.config.page_tokens,
+            codec.VocabLimits(model.vocab_size, model.max_model_len),
+            str(compute.device),
+            str(compute.shape.dtype).removeprefix("torch."),
+            compute.pages.specs(),
+            describe(self.config),
+        )
+
+
+@asynccontextmanager
+async def running(config: WorkerConfig, compute: Compute) -> AsyncIterator[WorkerService]:
+    """The worker, serving once it has a session; on exit it drains, says Goodbye, and closes."""
+    worker = _Worker(config, compute)
+    async with AsyncExitStack() as stack:
+        metrics = await stack.enter_async_context(_metrics(config, worker.registry))
+        await worker.tier_watch.refresh()
+        worker.address = await worker.server.start(config.listen)
+        await worker.server.health.set_all(NOT_SERVING)
+        task = await stack.enter_async_context(_engine(worker))
+        yield WorkerService(worker.engine, task, worker.worker_id, worker.incarnation, worker.address, metrics)
+
+
+@asynccontextmanager
+async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
+    engine = worker.engine
+    task = asyncio.create_task(engine.run(), name="engine")
+    watch = asyncio.create_task(worker.tier_watch.run(engine.say_hello_again), name="tier-watch")
+    health = asyncio.create_task(_follow_health(worker), name="health")
+    try:
+        yield task
+    finally:
+        watch.cancel()
+        health.cancel()
+        await asyncio.gather(watch, health, return_exceptions=True)
+        await worker.server.health.set_all(NOT_SERVING)
+        if not task.done():
+            await engine.drain(worker.config.drain_timeout_s)
+        await worker.server.stop(STOP_GRACE_S)
+        engine.stop()
+        await asyncio.gather(task, return_exceptions=True)
+        if worker.config.trace_path:
+            engine.trace.write(Path(worker.config.trace_path))
+
+
+async def _follow_health(worker: _Worker) -> None:
+    """Serving from the first session until it drains; while a lost session is waited for, requests queue."""
+    await worker.engine.connected.wait()
+    await worker.server.health.set_all(SERVING)
+    await worker.engine.draining.wait()
+    await worker.server.health.set_all(NOT_SERVING)
+
+
+@asynccontextmanager
+async def _metrics(config: WorkerConfig, registry: CollectorRegistry) -> AsyncIterator[HostPort | None]:
+    if not config.metrics_listen:
+        yield None
+        return
+    server = MetricsServer(registry)
+    address = await server.start(config.metrics_listen)
+    try:
+        yield address
+    finally:
+        await server.stop()
+
+
+async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str], None]) -> None:
+    """Runs until SIGTERM or SIGINT, or until the engine gives up. `announce` gets one JSON line with the addresses."""
+    stop = asyncio.ensure_future(stop_event().wait())
+    async with running(config, compute) as service:
+        _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
+        announce(json.dumps(_announcement(service)))
+        await asyncio.wait({stop, service.running}, return_when=asyncio.FIRST_COMPLETED)
+        _log.info("stopping")
+    stop.cancel()
+    service.running.result()
+    _log.info("stopped")
+
+
+def _announcement(service: WorkerService) -> dict[str, str]:
+    metrics = {"metrics": str(service.metrics_address)} if service.metrics_address else {}
+    return {
+        "event": "listening",
+        "address": str(service.address),
+        **metrics,
+        "worker_id": service.worker_id,
+        "incarnation": service.incarnation,
+    }

@@ -1,0 +1,360 @@
+"""The worker's loop: while launch k runs, the step for launch k + 1 goes out and its reply is applied.
+
+    event loop     step k+1 -> reply    land k, emit    step k+2 -> reply    land k+1, emit
+    model thread   [----- launch k -----]               [------ launch k+1 ------]
+
+Knows no policy, no wire format and no tensor: the scheduler decides what runs, the launcher runs it, the mover moves
+pages. One event loop owns all of this, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from worker_service.codec import TokenLogprobs
+from worker_service.core.ports import Ack, CachePort, Namespace, SequenceId, SessionLost, TicketId, Transfer, Welcome
+from worker_service.core.scheduler import Effects, Launch, Output, Scheduler
+from worker_service.core.sequence import FinishReason, Request, SamplingParams, Usage
+from worker_service.generation import Detokenizer, Generation, RequestFailed
+from worker_service.launcher import Landed, Launcher, LaunchTokens
+from worker_service.observer import Observer
+from worker_service.trace import EngineTrace, RateMeter, Span
+
+# How long an idle engine waits before it asks again for a request that was refused.
+RETRY_S = 0.25
+# Sessions lost one after the other, without an answer to any step between them, before the worker gives up on itself.
+MAX_LOST_OVER_ONE_STEP = 5
+_log = logging.getLogger(__name__)
+
+
+class Unservable(Exception):
+    """The request can never run on this worker's pages."""
+
+
+class Draining(Exception):
+    """The worker takes no new requests."""
+
+
+class Mover(Protocol):
+    """Every transfer ends in exactly one ack, handed over in the event loop."""
+
+    def fetch(self, transfer: Transfer, barrier: Callable[[], None]) -> None: ...
+
+    def spill(self, transfer: Transfer) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Wish(NamedTuple):
+    """What a caller wants, its prompt as packed tokens that were checked against the vocabulary."""
+
+    namespace: Namespace
+    prompt: bytes
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class DrainResult(NamedTuple):
+    num_finished: int
+    num_aborted: int
+
+
+class Engine:
+    """Runs generations until it is stopped. `run` is the only task that speaks with scheduler and session."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: CachePort,
+        launcher: Launcher,
+        make_mover: Callable[[Callable[[Ack], None]], Mover],
+        observer: Observer,
+    ) -> None:
+        self.scheduler = scheduler
+        self._cache = cache
+        self._launcher = launcher
+        self._mover = make_mover(self._on_ack)
+        self._observer = observer
+        self._generations: dict[SequenceId, Generation] = {}
+        self._numbers = itertools.count(1)
+        self._fetch_tickets: set[TicketId] = set()
+        self._wake = asyncio.Event()
+        self._one_ended = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._rates = RateMeter()
+        self._num_lost = 0
+        self._hello_due = ""
+        self.trace = EngineTrace()
+        # Of the present session; empty while there is none.
+        self.epoch = ""
+        self.connected = asyncio.Event()
+        self.draining = asyncio.Event()
+
+    # -- for callers --
+
+    def submit(self, wish: Wish, detokenizer: Detokenizer) -> Generation:
+        """Queue a request. Raises QueueFull, Draining, or InvalidField."""
+        if self.draining.is_set():
+            raise Draining("this worker takes no new requests")
+        sequence_id = SequenceId(next(self._numbers))
+        now_s = time.monotonic()
+        self.scheduler.add(Request(sequence_id, wish.namespace, wish.prompt, wish.sampling, wish.priority, now_s))
+        generation = Generation(sequence_id, detokenizer, wish.sampling.stop, now_s)
+        self._generations[sequence_id] = generation
+        self._wake.set()
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """Free everything that an unfinished request holds; nothing happens to a finished one."""
+        if self._forget(generation.sequence_id) is not None:
+            self.scheduler.abort(generation.sequence_id)
+            self._observer.aborted()
+            self._wake.set()
+
+    async def drain(self, timeout_s: float) -> DrainResult:
+        """Take no new requests; wait for the running ones, then abort what is left."""
+        self.draining.set()
+        num_before = len(self._generations)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._generations:
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+        except TimeoutError:
+            _log.warning("%d requests were still running after %g s", len(self._generations), timeout_s)
+        left = list(self._generations.values())
+        for generation in left:
+            self.abort(generation)
+            generation.fail(Draining("the worker is shutting down"))
+        return DrainResult(num_before - len(left), len(left))
+
+    def say_hello_again(self) -> None:
+        """What Hello said of this worker has changed."""
+        self._ask_for_hello("this worker has news for its Hello")
+
+    def _ask_for_hello(self, reason: str) -> None:
+        self._hello_due = reason
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Let `run` end: after the launch in flight, a last step for what is to be released, and a Goodbye."""
+        self.draining.set()
+        self._stopping.set()
+        self._wake.set()
+
+    # -- the loop --
+
+    async def run(self) -> None:
+        """Serve until `stop`. Raises when the cache service will never take this worker, or on a fault of our own."""
+        orders = asyncio.create_task(self._pump_orders(), name="spill-orders")
+        try:
+            await self._connect()
+            while not self._stopping.is_set():
+                await self._iterate()
+            await self._say_the_rest()
+        except BaseException as error:
+            self._fail_all(RequestFailed(f"the engine stopped: {type(error).__name__}"))
+            raise
+        finally:
+            orders.cancel()
+            await asyncio.gather(orders, return_exceptions=True)
+            await self._cache.close()
+            await self._mover.close()
+            self._launcher.close()
+
+    async def _iterate(self) -> None:
+        self._wake.clear()
+        if self._hello_due:
+            await self._reconnect(self._hello_due)
+            return
+        try:
+            has_stepped = await self._exchange()
+        except SessionLost as lost:
+            self._count(lost)
+            await self._reconnect(str(lost))
+            return
+        has_landed = await self._land()
+        launch = None if self._stopping.is_set() else self.scheduler.next_launch()
+        if launch is not None:
+            self._start(launch)
+        elif not has_stepped and not has_landed:
+            await self._sleep()
+
+    async def _exchange(self) -> bool:
+        """One step and its reply, if there is anything to say."""
+        self.scheduler.report_rates(self._rates.rates())
+        step = self.scheduler.next_step()
+        if step is None:
+            return False
+        start_s = time.monotonic()
+        self._follow(self.scheduler.apply(await self._cache.step(step)))
+        end_s = time.monotonic()
+        self._num_lost = 0
+        self._observer.stepped(end_s - start_s)
+        self.trace.note(Span("step", step.step_id, start_s, end_s))
+        return True
+
+    def _follow(self, effects: Effects) -> None:
+        for fetch in effects.fetches:
+            self._fetch_tickets.add(fetch.transfer.ticket)
+            # The granted pages may have been freed by sequences of the launch in flight, which still writes to them.
+            self._mover.fetch(fetch.transfer, self._launcher.barrier())
+        for failed in effects.failed:
+            self._give_up(failed.sequence_id, Unservable(f"prompt: {failed.detail}"))
+
+    def _start(self, launch: Launch) -> None:
+        now_s = time.monotonic()
+        for row in launch.rows:
+            if (generation := self._generations.get(row.sequence_id)) is not None:
+                generation.started(now_s)
+        self._launcher.start(launch)
+
+    async def _land(self) -> bool:
+        """Wait for the launch in flight and hand out its tokens."""
+        landed = await self._launcher.land()
+        if landed is None:
+            return False
+        self._note_launch(landed)
+        if landed.tokens is not None:
+            self._emit(landed.launch, landed.tokens)
+            return True
+        _log.error("launch %d failed", landed.launch.number, exc_info=landed.error)
+        for sequence_id in self.scheduler.fail(landed.launch):
+            self._give_up(sequence_id, RequestFailed(f"the forward pass failed: {type(landed.error).__name__}"))
+        return True
+
+    def _note_launch(self, landed: Landed) -> None:
+        batch, seconds = landed.launch.batch, landed.end_s - landed.start_s
+        self.trace.note(Span("launch", landed.launch.number, landed.start_s, landed.end_s, batch.num_tokens))
+        if landed.error is not None:
+            self._observer.launch_failed()
+            return
+        self._rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, seconds)
+        self._observer.launched(batch.num_tokens, seconds)
+
+    def _emit(self, launch: Launch, tokens: LaunchTokens) -> None:
+        sampling = (row.sequence_id for row in launch.rows if row.samples)
+        logprobs = dict(zip(sampling, tokens.logprobs, strict=True))
+        now_s = time.monotonic()
+        for output in self.scheduler.complete(launch, [(token_id,) for token_id in tokens.token_ids]):
+            if (generation := self._generations.get(output.sequence_id)) is not None:
+                self._hand_out(generation, output, logprobs[output.sequence_id], now_s)
+
+    def _hand_out(self, generation: Generation, output: Output, logprobs: TokenLogprobs | None, now_s: float) -> None:
+        stopped = generation.push(output.token_ids, (logprobs,), now_s)
+        if stopped:
+            usage = output.usage or self.scheduler.finish(output.sequence_id)
+            assert usage is not None, "a sequence that just got a token is known"
+            self._finish(generation, FinishReason.STOP, usage, by_stop_string=True)
+        elif output.finish is not None and output.usage is not None:
+            self._finish(generation, output.finish, output.usage, by_stop_string=False)
+
+    def _finish(self, generation: Generation, reason: FinishReason, usage: Usage, *, by_stop_string: bool) -> None:
+        timing = generation.finish(reason, usage, by_stop_string=by_stop_string)
+        self._observer.finished(usage, timing)
+        self._forget(generation.sequence_id)
+
+    def _give_up(self, sequence_id: SequenceId, error: Exception) -> None:
+        if (generation := self._forget(sequence_id)) is not None:
+            self._observer.failed()
+            generation.fail(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for sequence_id in list(self._generations):
+            self._give_up(sequence_id, error)
+
+    def _forget(self, sequence_id: SequenceId) -> Generation | None:
+        self._one_ended.set()
+        return self._generations.pop(sequence_id, None)
+
+    async def _sleep(self) -> None:
+        """Until there is news; now and then a refused request is asked for again, whatever was seen to be freed."""
+        try:
+            async with asyncio.timeout(RETRY_S if self.scheduler.num_waiting else None):
+                await self._wake.wait()
+        except TimeoutError:
+            self.scheduler.retry_refused()
+
+    async def _say_the_rest(self) -> None:
+        """Releases and acks that are due, so that the cache service keeps what it can."""
+        await self._land()
+        await self._mover.drain()
+        try:
+            while await self._exchange():
+                await self._mover.drain()
+        except SessionLost as lost:
+            _log.info("the last step was not answered: %s", lost)
+
+    # -- transfers and the session --
+
+    def _on_ack(self, ack: Ack) -> None:
+        if ack.ticket in self._fetch_tickets:
+            self._fetch_tickets.discard(ack.ticket)
+            self._rates.fetched(ack)
+        self.scheduler.report(ack)
+        self._wake.set()
+
+    async def _pump_orders(self) -> None:
+        while True:
+            try:
+                self._mover.spill(await self._cache.next_order())
+            except SessionLost as lost:
+                # An idle engine says nothing, so it would not notice.
+                self._ask_for_hello(str(lost))
+
+    async def _reconnect(self, reason: str) -> None:
+        """Before Hello the launched step has ended and every transfer is over: the tables are what they will stay."""
+        _log.warning("the session ends: %s", reason)
+        self.epoch = ""
+        self._observer.session_lost()
+        await self._land()
+        await self._connect()
+
+    def _count(self, lost: SessionLost) -> None:
+        """A step that ends every session would go round for ever; a worker that starts anew does not send it again."""
+        self._num_lost += 1
+        if self._num_lost > MAX_LOST_OVER_ONE_STEP:
+            raise RequestFailed(f"{self._num_lost} sessions were lost over one step: {lost}") from lost
+
+    async def _connect(self) -> None:
+        while not self._stopping.is_set():
+            await self._mover.drain()
+            self._hello_due = ""
+            welcome = await self._hello()
+            if welcome is None:
+                return
+            try:
+                await self._readmit(welcome)
+            except SessionLost as lost:
+                self._count(lost)
+                continue
+            self.epoch = welcome.epoch
+            self.connected.set()
+            _log.info("session with the cache service", extra={"epoch": welcome.epoch})
+            return
+
+    async def _hello(self) -> Welcome | None:
+        """The cache service's Welcome, or None when this worker stops before there is one."""
+        connecting = asyncio.create_task(self._cache.connect(self.scheduler.live_sequences()))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return connecting.result() if connecting.done() else None
+        finally:
+            connecting.cancel()
+            stopping.cancel()
+            await asyncio.gather(connecting, stopping, return_exceptions=True)
+
+    async def _readmit(self, welcome: Welcome) -> None:
+        readmission = self.scheduler.readmit(welcome)
+        if readmission.repeat is not None:
+            self._follow(self.scheduler.apply(await self._cache.step(readmission.repeat)))
+        for adopt in readmission.adopts:
+            self.scheduler.apply_adopt(adopt.sequence_id, await self._cache.adopt(adopt))

@@ -1,0 +1,89 @@
+"""Runs launches one at a time in the model's own thread.
+
+Knows no scheduler and no session; what a launch computed is handed back as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from worker_service.codec import TokenLogprobs
+from worker_service.core.batch import Batch
+from worker_service.core.scheduler import Launch
+
+
+class LaunchTokens(Protocol):
+    """One entry for each sampled row of the batch."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
+
+
+class BatchRunner(Protocol):
+    """`run` returns when the launch is complete; it is called from one thread."""
+
+    def run(self, batch: Batch) -> LaunchTokens: ...
+
+
+class Landed(NamedTuple):
+    """A launch that has ended: its tokens, or what went wrong."""
+
+    launch: Launch
+    tokens: LaunchTokens | None
+    error: Exception | None
+    start_s: float
+    end_s: float
+
+
+class _Flight(NamedTuple):
+    launch: Launch
+    ended: Future[Landed]
+
+
+class Launcher:
+    """At most one launch in flight."""
+
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._flight: _Flight | None = None
+
+    def start(self, launch: Launch) -> None:
+        assert self._flight is None, "one launch in flight at most"
+        self._flight = _Flight(launch, self._thread.submit(self._run, launch))
+
+    async def land(self) -> Landed | None:
+        """Wait for the launch in flight; None when there is none. A launch never ends as an exception here."""
+        if self._flight is None:
+            return None
+        landed = await asyncio.wrap_future(self._flight.ended)
+        self._flight = None
+        return landed
+
+    def barrier(self) -> Callable[[], None]:
+        """Waits, in another thread, for the launch that is in flight now, however it ends."""
+        flight = self._flight
+
+        def wait() -> None:
+            if flight is not None:
+                flight.ended.exception()
+
+        return wait
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _run(self, launch: Launch) -> Landed:
+        start_s = time.monotonic()
+        try:
+            tokens = self._runner.run(launch.batch)
+        except Exception as error:  # whatever a forward pass raises concerns its own requests only
+            return Landed(launch, None, error, start_s, time.monotonic())
+        return Landed(launch, tokens, None, start_s, time.monotonic())

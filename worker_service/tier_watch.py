@@ -1,0 +1,53 @@
+"""Knows which host tier this worker reaches, and notices when it is another one than before.
+
+Knows no page and no session. The store is asked in a thread, so that one that is down holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from worker_service.core.ports import HostTier, HostTierError, HostTierKind
+
+PERIOD_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+class TierFacts(NamedTuple):
+    kind: HostTierKind
+    identity: str
+
+
+NO_TIER = TierFacts(HostTierKind.NONE, "")
+
+
+class TierWatch:
+    """`facts` is NO_TIER until the store has answered once; a store that stops answering keeps its name."""
+
+    def __init__(self, tier: HostTier | None, period_s: float = PERIOD_S) -> None:
+        self._tier = tier
+        self._period_s = period_s
+        self.facts = NO_TIER
+
+    async def refresh(self) -> bool:
+        """Ask once; True when the facts have changed."""
+        if self._tier is None:
+            return False
+        try:
+            identity = await asyncio.to_thread(self._tier.identity)
+        except HostTierError as error:
+            _log.debug("the host tier does not say who it is: %s", error)
+            return False
+        before, self.facts = self.facts, TierFacts(self._tier.kind, identity)
+        return self.facts != before
+
+    async def run(self, on_change: Callable[[], None]) -> None:
+        """Until cancelled."""
+        while self._tier is not None:
+            await asyncio.sleep(self._period_s)
+            if await self.refresh():
+                _log.info("the host tier has another identity now")
+                on_change()
