@@ -6,6 +6,7 @@ Knows nothing of what is stored in it.
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
 import shutil
 import socket
@@ -18,6 +19,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 START_SECONDS = 20.0
+# A Redis built on the C library's allocator would hand back each large value's memory, and fault it in again.
+KEEP_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def find_redis_binary() -> str | None:
@@ -52,6 +55,11 @@ class RedisProcess:
     def url(self) -> str:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def client(self) -> Redis:
         return Redis(host="127.0.0.1", port=self.port, password=self.password, socket_timeout=5.0)
 
@@ -64,7 +72,11 @@ class RedisProcess:
             config += f"unixsocket {self._unix_socket}\n"
         # By stdin: what stands in the argument list can be read by every user of the machine.
         self._process = subprocess.Popen(
-            [self._binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [self._binary, "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **KEEP_FREED_BLOCKS},
         )
         assert self._process.stdin is not None
         self._process.stdin.write(config.encode())

@@ -161,13 +161,12 @@ async def test_a_stalled_redis_holds_nobody_up(
     server: RedisProcess, host_keys: HostKeys, redis: Redis, rows: Rows
 ) -> None:
     redis.set(key(1), "v")
-    assert server._process is not None
-    os.kill(server._process.pid, signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGSTOP)
     try:
         host_keys.delete([key(1)])
         await until(lambda: rows.health.count("failure") >= 3)
     finally:
-        os.kill(server._process.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
     await until(lambda: rows.health[-1] == "ok")
     await until(lambda: not redis.exists(key(1)))
     assert rows.lost == []

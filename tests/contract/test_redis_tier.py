@@ -129,13 +129,12 @@ def test_nobody_there() -> None:
 def test_a_stalled_server_is_an_error_in_time(redis_server: RedisProcess) -> None:
     tier = RedisTier(redis_server.url, QUICK)
     tier.put([b"k"], [[b"v"]])
-    assert redis_server._process is not None
-    os.kill(redis_server._process.pid, signal.SIGSTOP)
+    os.kill(redis_server.pid, signal.SIGSTOP)
     try:
         with pytest.raises(HostTierError, match="no answer in time"):
             tier.get([b"k"], LIMIT)
     finally:
-        os.kill(redis_server._process.pid, signal.SIGCONT)
+        os.kill(redis_server.pid, signal.SIGCONT)
     assert tier.get([b"k"], LIMIT) == [b"v"]
     tier.close()
 
