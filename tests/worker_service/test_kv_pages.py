@@ -1,4 +1,4 @@
-"""Page tensors: groups by window, bytes in and out, the reserved page, and pools sized so that a longest prompt fits."""
+"""Page tensors: groups by window, bytes in and out, the reserved page, and pools that a longest prompt fits into."""
 
 from __future__ import annotations
 

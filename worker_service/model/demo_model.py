@@ -50,7 +50,7 @@ READABLE_BIAS = 30.0
 HEAD_GAIN = 3.0
 # Strong, pointed attention over weak embeddings: the next character depends on the text, not on the last one alone.
 EMBEDDING_GAIN = 0.5
-ATTENTION_GAINS = {"q_proj.weight": 2.0, "k_proj.weight": 2.0, "o_proj.weight": 2.0}
+ATTENTION_GAINS = {"q_proj.weight": 3.0, "k_proj.weight": 3.0, "o_proj.weight": 2.0}
 
 
 def make_demo_model(folder: Path, seed: int = 0) -> None:

@@ -58,22 +58,26 @@ class Runner:
         wishes = host_wishes(batch.sampled)
         with torch.inference_mode():
             staged = self._staged(batch, wishes)
-            sampled = self._sampled(batch, staged, wishes) if batch.sampled else None
+            hidden = self._hidden(batch, staged)
+            sampled = self._sampled(hidden, batch, staged, wishes) if batch.sampled else None
             values = self._download.fetch(_joined(sampled, staged.token_ids))
             return _unjoined(values, batch, wishes.flags.num_logprobs)
-
-    def _sampled(self, batch: Batch, staged: _Staged, wishes: HostWishes) -> Sampled:
-        return sample(self._logits(batch, staged), staged.wishes, wishes.flags)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The launch without sampling: fp32 [sampled rows, vocab_size] on the device."""
         with torch.inference_mode():
-            return self._logits(batch, self._staged(batch, host_wishes(batch.sampled)))
+            staged = self._staged(batch, host_wishes(batch.sampled))
+            return self._logits(self._hidden(batch, staged), batch, staged)
 
-    def _logits(self, batch: Batch, staged: _Staged) -> torch.Tensor:
+    def _hidden(self, batch: Batch, staged: _Staged) -> torch.Tensor:
         attention = _PagedAttention(self._kv_pages, batch, staged)
-        hidden = self._model.forward(staged.token_ids, staged.positions, attention)
+        return self._model.forward(staged.token_ids, staged.positions, attention)
+
+    def _logits(self, hidden: torch.Tensor, batch: Batch, staged: _Staged) -> torch.Tensor:
         return self._model.logits(hidden[staged.logits_rows])[: len(batch.sampled)]
+
+    def _sampled(self, hidden: torch.Tensor, batch: Batch, staged: _Staged, wishes: HostWishes) -> Sampled:
+        return sample(self._logits(hidden, batch, staged), staged.wishes, wishes.flags)
 
     def _staged(self, batch: Batch, wishes: HostWishes) -> _Staged:
         padding = max(self._least_rows - batch.num_tokens, 0)

@@ -1,0 +1,48 @@
+"""The seeded demo model: the same bytes for the same seed, long prompts, readable text that varies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.worker_service.model_kit import CPU, Bench, Part
+from worker_service.model.demo_model import READABLE, make_demo_model
+from worker_service.model.load import load_model
+from worker_service.model.weights import model_digest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    make_demo_model(folder, seed=3)
+    return folder
+
+
+def test_the_seed_decides_the_bytes(folder: Path, tmp_path: Path) -> None:
+    make_demo_model(tmp_path / "same", seed=3)
+    make_demo_model(tmp_path / "other", seed=4)
+    assert model_digest(tmp_path / "same") == model_digest(folder)
+    assert model_digest(tmp_path / "other") != model_digest(folder)
+
+
+def test_long_prompts_fit(folder: Path) -> None:
+    loaded = load_model(str(folder), CPU)
+    assert loaded.config.max_model_len >= 16_000
+    assert loaded.tokenizer.vocab_size == loaded.config.vocab_size
+
+
+@pytest.mark.parametrize("prompt", ["Hello", "What is a prefix cache?", "Tell me about radix trees. " * 4])
+def test_greedy_text_is_readable_and_varies(folder: Path, prompt: str) -> None:
+    loaded = load_model(str(folder), CPU)
+    bench = Bench(folder)
+    sequence = bench.sequence(loaded.tokenizer.encode(prompt), range(1, 20))
+    first, start = 0, len(sequence.tokens)
+    for _ in range(64):
+        end = len(sequence.tokens)
+        sequence.tokens.extend(bench.run(Part(sequence, first, end)).token_ids)
+        first = end
+    text = loaded.tokenizer.decode(sequence.tokens[start:])
+    assert set(text) <= set(READABLE)
+    assert len(set(text)) >= 8
+    assert len({text[place : place + 4] for place in range(61)}) >= 35

@@ -1,0 +1,174 @@
+"""The runner around the model: one upload, padded launches, sampled rows and their log-probabilities."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker_service.model_kit import CPU, VOCAB, Bench, FakeSequence, Part, make_reference, random_tokens
+from worker_service.model.config import ModelError
+from worker_service.model.device import pick_device, pick_dtype
+from worker_service.model.runner import Runner
+from worker_service.model.staging import Download, HostArray, Upload
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_reference("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def bench(folder: Path) -> Bench:
+    return Bench(folder)
+
+
+def generate(bench: Bench, sequence: FakeSequence, count: int) -> list[int]:
+    """One token at a time behind the prompt."""
+    first = 0
+    for _ in range(count):
+        end = len(sequence.tokens)
+        sequence.tokens.extend(bench.run(Part(sequence, first, end)).token_ids)
+        first = end
+    return list(sequence.tokens[-count:])
+
+
+def test_upload_keeps_every_array_apart() -> None:
+    arrays: list[HostArray] = [
+        array("i", [1, -2, 3]),
+        array("q"),
+        array("q", [2**40, -1]),
+        array("f", [0.5, -1.25]),
+        array("i", range(100_000)),  # beyond the first buffer
+    ]
+    upload = Upload(CPU)
+    for _ in range(2):
+        tensors = upload.send(arrays)
+        assert [tensor.tolist() for tensor in tensors] == [list(values) for values in arrays]
+    assert [tensor.dtype for tensor in tensors[1:4]] == [torch.int64, torch.int64, torch.float32]
+    assert Download(CPU).fetch(tensors[0]).tolist() == [1, -2, 3]
+
+
+def test_a_chunk_that_is_not_the_last_fills_its_pages_and_samples_nothing(bench: Bench) -> None:
+    sequence = bench.sequence(random_tokens(40, 1), [1, 2, 3])
+    whole = bench.sequence(sequence.tokens, [4, 5, 6])
+    result = bench.run(Part(sequence, 0, 16))
+    assert result.token_ids == ()
+    assert result.logprobs == ()
+    assert bench.run(Part(sequence, 16, 40)).token_ids == bench.run(Part(whole, 0, 40)).token_ids
+    assert torch.allclose(*(bench.pages.layer_pages(1).k[page] for page in (1, 4)), atol=1e-5)
+
+
+def test_greedy_tokens_are_the_logits_best(bench: Bench) -> None:
+    tokens = random_tokens(20, 2)
+    wanted = bench.all_logits(Part(bench.sequence(tokens, [1, 2]), 0, 20))[-1].argmax()
+    assert bench.run(Part(bench.sequence(tokens, [3, 4]), 0, 20)).token_ids == (int(wanted),)
+
+
+def test_decoding_from_a_cached_prefix_repeats_the_cold_run(bench: Bench) -> None:
+    prompt = random_tokens(40, 3)
+    cold = generate(bench, bench.sequence(prompt, [1, 2, 3, 4, 5]), 20)
+    warm = bench.sequence(prompt, [1, 2, 9, 10, 11])
+    first = bench.run(Part(warm, 32, 40)).token_ids
+    warm.tokens.extend(first)
+    assert [*first, *_continue(bench, warm, 40, 19)] == cold
+
+
+def _continue(bench: Bench, sequence: FakeSequence, first: int, count: int) -> list[int]:
+    for _ in range(count):
+        end = len(sequence.tokens)
+        sequence.tokens.extend(bench.run(Part(sequence, first, end)).token_ids)
+        first = end
+    return list(sequence.tokens[-count:])
+
+
+def test_random_tokens_repeat_with_the_seed(bench: Bench) -> None:
+    prompt = random_tokens(20, 4)
+    runs = [
+        generate(bench, bench.sequence(prompt, [1, 2, 3], temperature=1.0, top_p=0.9, seed=seed), 16)
+        for seed in (7, 7, 8)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_small_launches_are_padded_without_a_trace(folder: Path) -> None:
+    """On CUDA every launch has at least 8 rows; padding must not reach pages, logits or results."""
+    plain, padded = Bench(folder), Bench(folder)
+    padded.runner._least_rows = 8
+    tokens = random_tokens(19, 5)
+    for first, end in ((0, 16), (16, 18), (18, 19)):
+        logits = [
+            bench.runner.logits(bench.batch(Part(bench.sequence(tokens[:end], [1, 2]), first, end)))
+            for bench in (plain, padded)
+        ]
+        assert logits[0].shape == logits[1].shape == (1, VOCAB)
+        assert torch.allclose(*logits, atol=1e-5)
+    for layer in range(plain.config.num_layers):
+        for one, other in zip(plain.pages.layer_pages(layer)[:2], padded.pages.layer_pages(layer)[:2], strict=True):
+            assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
+            assert other[0].count_nonzero() == 0
+
+
+def test_logprobs_go_to_the_rows_that_asked(bench: Bench) -> None:
+    prompts = [random_tokens(length, length) for length in (5, 9, 12, 7)]
+    wishes: list[dict[str, int]] = [{"logprobs": 2}, {}, {"logprobs": 0}, {"logprobs": 5}]
+    sequences = [bench.sequence(p, [n + 1], **w) for n, (p, w) in enumerate(zip(prompts, wishes, strict=True))]
+    parts = [Part(sequence, 0, len(sequence.tokens)) for sequence in sequences]
+    result = bench.run(*parts)
+    wanted = bench.runner.logits(bench.batch(*parts)).log_softmax(-1)
+    assert [None if entry is None else len(entry.top) for entry in result.logprobs] == [2, None, 0, 5]
+    for place, entry in enumerate(result.logprobs):
+        if entry is not None:
+            assert entry.sampled == pytest.approx(wanted[place, result.token_ids[place]].item(), abs=1e-5)
+            best = wanted[place].sort(descending=True)
+            assert [token for token, _ in entry.top] == best.indices[: len(entry.top)].tolist()
+            assert [value for _, value in entry.top] == pytest.approx(best.values[: len(entry.top)].tolist(), abs=1e-5)
+
+
+def test_penalty_sees_prompt_and_answer(bench: Bench) -> None:
+    """With a huge penalty no token ever comes twice, nor any of the prompt."""
+    prompt = random_tokens(10, 6)
+    answer = generate(bench, bench.sequence(prompt, [1, 2, 3, 4], repetition_penalty=1e6), 30)
+    assert len(set(answer)) == 30
+    assert not set(answer) & set(prompt)
+
+
+def test_batches_of_only_decode_or_only_prefill_rows(bench: Bench) -> None:
+    tokens = random_tokens(17, 7)
+    sequence = bench.sequence(tokens, [1, 2])
+    bench.run(Part(sequence, 0, 16))
+    as_decode = bench.all_logits(Part(sequence, 16, 17), num_decode=1)
+    as_prefill = bench.all_logits(Part(sequence, 16, 17), num_decode=0)
+    assert torch.allclose(as_decode, as_prefill, atol=1e-5)
+
+
+def test_devices_and_dtypes_are_checked() -> None:
+    assert pick_device("cpu") == CPU
+    assert pick_dtype("auto", "bfloat16", CPU) is torch.float32
+    cuda = torch.device("cuda", 0)
+    assert pick_dtype("auto", "float16", cuda) is torch.float16
+    assert pick_dtype("auto", "float32", cuda) is torch.bfloat16
+    with pytest.raises(ModelError, match="float32"):
+        pick_dtype("float32", "bfloat16", cuda)
+    with pytest.raises(ModelError, match="int4"):
+        pick_dtype("int4", "bfloat16", CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_told() -> None:
+    with pytest.raises(ModelError, match="no CUDA device"):
+        pick_device("cuda")
+    assert pick_device("auto") == CPU
+
+
+def test_a_runner_serves_many_batches_with_growing_buffers(bench: Bench) -> None:
+    """What one launch uploaded must not leak into the next, larger or smaller one."""
+    runner: Runner = bench.runner
+    long = bench.sequence(random_tokens(200, 8), range(1, 14))
+    short = bench.sequence(random_tokens(3, 9), [20])
+    results = [runner.run(bench.batch(Part(s, 0, len(s.tokens)))).token_ids for s in (short, long, short, long)]
+    assert results[:2] == results[2:]
