@@ -101,7 +101,7 @@ def write_slots(
         values_to_nhd(v_pages, layout)[page, offset] = v
         return
     x = pack_width(k_pages.dtype)
-    k_pages.permute(0, 3, 1, 2, 4)[page, offset] = k.view(*k.shape[:-1], -1, x)
+    k_pages.permute(0, 3, 1, 2, 4)[page, offset] = k.view(*k.shape[:-1], shape.dim // x, x)
     v_pages.permute(0, 2, 4, 1, 3)[page, offset // x, offset % x] = v
 
 

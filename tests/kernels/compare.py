@@ -1,0 +1,30 @@
+"""How near is near enough, by dtype, and equality of bits.
+
+Knows no op.
+"""
+
+import torch
+
+# An output is a convex combination of values of about 1: half-precision weights and one final rounding.
+OUT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LSE_TOLERANCE = 1e-3
+
+
+def assert_output(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Every element is finite and near the fp64 truth."""
+    assert torch.isfinite(got).all()
+    worst = (got.double() - wanted.double()).abs().max().item() if got.numel() else 0.0
+    assert worst <= OUT_TOLERANCE[got.dtype], f"largest error {worst}"
+
+
+def assert_lse(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Log-sum-exps agree, minus infinity with minus infinity."""
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=0.0, atol=LSE_TOLERANCE)
+
+
+def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal bit for bit, NaN with NaN."""
+    assert got.shape == wanted.shape and got.dtype is wanted.dtype
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    assert torch.equal(got.contiguous().view(raw), wanted.contiguous().view(raw))

@@ -1,0 +1,43 @@
+"""Where the kernel tests run: the references on the CPU, Triton on a GPU, or Triton in its interpreter.
+
+Knows no op. TRITON_INTERPRET is read when Triton is imported, so one process is either a real one (references, and
+Triton on a GPU if there is one) or an interpreting one; test_interpreted.py starts the latter.
+"""
+
+import os
+
+import pytest
+
+from tests.kernels.target import CUDA, INTERPRETER, REFERENCE, Target
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETING:
+    from tests.kernels.interpreter import mend
+
+    mend()
+
+_GPU = pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)
+_INTERPRETER = pytest.param(INTERPRETER, id="interpreter")
+_REFERENCE = pytest.param(REFERENCE, id="reference")
+
+
+def _available(target: Target) -> Target:
+    if target is CUDA:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+    return target
+
+
+@pytest.fixture(params=[_INTERPRETER] if INTERPRETING else [_REFERENCE, _GPU])
+def target(request: pytest.FixtureRequest) -> Target:
+    """Every implementation of an op that this process can run."""
+    return _available(request.param)
+
+
+@pytest.fixture(params=[_INTERPRETER] if INTERPRETING else [_GPU])
+def triton_target(request: pytest.FixtureRequest) -> Target:
+    """The Triton kernels only."""
+    return _available(request.param)

@@ -1,0 +1,117 @@
+"""Mends Triton's CPU interpreter, so that what it computes is what a GPU would.
+
+Knows no kernel of ours. Holds for Triton 3.6 and 3.7, and must run before the first launch of a process that has
+TRITON_INTERPRET=1 set since before Triton was imported:
+
+    what goes wrong                                              what is done here
+    loops with tensor bounds die under numpy >= 2.4 (3.6 only)   a scalar tensor gives its item
+    a dot of bf16 works on the raw bit patterns                  operands are widened first
+    an fp32 dot's rows depend on their place in the tile         accumulation in fp64, rounded once
+    fp32 -> bf16 truncates                                       rounds to nearest even
+    bf16 arithmetic and reductions work on the raw bits          refused: a kernel computes in fp32
+    numpy warns of inf - inf and log2(0), as no GPU does         silenced during a launch
+    outputs are copied onto themselves, which touches all of     skipped
+    a large pool
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+_mended = False
+
+
+def mend() -> None:
+    """Replaces what is wrong, once."""
+    global _mended
+    if _mended:
+        return
+    _mended = True
+    builder = interpreter.InterpreterBuilder
+    interpreter._patch_lang_tensor = _with_scalar_index(interpreter._patch_lang_tensor)
+    interpreter._convert_float = _with_rounding(interpreter._convert_float)
+    builder.create_dot = _with_exact_rows(builder.create_dot)
+    builder.binary_op = _without_bf16(builder.binary_op)
+    interpreter.ReduceOps.apply_impl = _without_bf16_input(interpreter.ReduceOps.apply_impl)
+    executor = interpreter.GridExecutor
+    executor._restore_args_dev = _only_what_moved(executor._restore_args_dev)
+    executor.__call__ = _silenced(executor.__call__)
+
+
+def _with_scalar_index(patch: Callable[..., None]) -> Callable[..., None]:
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
+
+
+def _with_rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    nearest_even = (None, interpreter._ir.ROUNDING_MODE.RTNE)
+
+    def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16 and rounding in nearest_even:
+            return _round_to_bf16(data)
+        return convert(data, source, target, rounding)
+
+    return converted
+
+
+def _round_to_bf16(data: Any) -> Any:
+    bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded)
+
+
+def _widened(handle: Any) -> Any:
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data
+
+
+def _with_exact_rows(create_dot: Callable[..., Any]) -> Callable[..., Any]:
+    def dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, max_imprecise: Any) -> Any:
+        if acc.data.dtype != np.float32 or min(a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth) < 16:
+            return create_dot(self, a, b, acc, precision, max_imprecise)
+        product = np.matmul(_widened(a).astype(np.float64), _widened(b).astype(np.float64))
+        return interpreter.TensorHandle((product + acc.data).astype(np.float32), acc.dtype.scalar)
+
+    return dot
+
+
+def _without_bf16(binary_op: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if tl.bfloat16 in (lhs.dtype.scalar, rhs.dtype.scalar):
+            raise TypeError("bf16 arithmetic in the interpreter: cast to fp32 first")
+        return binary_op(self, lhs, rhs, op)
+
+    return checked
+
+
+def _without_bf16_input(apply_impl: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self: Any, values: Any) -> Any:
+        if any(value.handle.dtype.scalar == tl.bfloat16 for value in values):
+            raise TypeError("reduction of bf16 in the interpreter: cast to fp32 first")
+        return apply_impl(self, values)
+
+    return checked
+
+
+def _silenced(launch: Callable[..., None]) -> Callable[..., None]:
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            launch(self, *args, **kwargs)
+
+    return launched
+
+
+def _only_what_moved(restore: Callable[..., None]) -> Callable[..., None]:
+    def restored(self: Any, args: Any, host_args: Any, kwargs: Any, host_kwargs: Any) -> None:
+        tensors = [(a, h) for a, h in zip(args, host_args, strict=True) if hasattr(a, "data_ptr")]
+        if any(a.untyped_storage().data_ptr() != h.untyped_storage().data_ptr() for a, h in tensors):
+            restore(self, args, host_args, kwargs, host_kwargs)
+
+    return restored

@@ -1,0 +1,28 @@
+"""One place where an op can run.
+
+Knows no op and no test.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from kernels.backend import Backend
+
+
+class Target(NamedTuple):
+    """The device that holds the tensors and the implementation that is asked for."""
+
+    device: str
+    backend: Backend
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What attention can compute with here: tensor cores have no fp32."""
+        half = (torch.bfloat16, torch.float16)
+        return half if self.device == "cuda" else (*half, torch.float32)
+
+
+REFERENCE = Target("cpu", Backend.REFERENCE)
+INTERPRETER = Target("cpu", Backend.TRITON)
+CUDA = Target("cuda", Backend.TRITON)
