@@ -6,7 +6,7 @@ Knows nothing of how the manager works: only steps, grants, orders and contents.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cache_service.core.errors import CacheError
@@ -71,6 +71,7 @@ class FakeWorker:
         self.connected = False
         self.rates: Rates | None = None
         self.last_step: Step | None = None
+        self.loses_reply: Callable[[], bool] = lambda: False
         world.workers[worker_id] = self
         self.hello()
 
@@ -127,6 +128,8 @@ class FakeWorker:
         except CacheError:
             assert self.world.snapshot() == before, "a failed step changed something"
             raise
+        if self.loses_reply():
+            self._ask_again(step, reply)
         self.step_id += 1
         self.last_step = step
         assert reply.step_id == self.step_id
@@ -136,6 +139,13 @@ class FakeWorker:
             self._apply_extend(extended)
         self._after(before, step, reply)
         return reply
+
+    def _ask_again(self, step: Step, reply: StepReply) -> None:
+        """The stream broke before the reply came: the same step, on a new stream, has the same answer."""
+        self.disconnect()
+        self.spills.clear()
+        assert self.hello().last_step_id == step.step_id
+        assert self.world.manager.step(self.id, step, self.world.now_ms) == reply
 
     def _after(self, before: object, step: Step, reply: StepReply) -> None:
         only_asks = not (step.acks or step.publishes or step.releases or step.rates)

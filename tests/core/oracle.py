@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cache_service.core.types import Event, GroupKind, MissReason, Namespace, Removed, Stored
+from cache_service.core.types import Cleared, Event, GroupKind, MissReason, Namespace, Removed, Stored
 from tests.core.driver import FakeWorker
 from tests.core.world import Live
 
@@ -50,6 +50,8 @@ class Oracle:
                 self._stored(event)
             elif isinstance(event, Removed) and event.worker_id == self.worker.id:
                 self._removed(event)
+            elif isinstance(event, Cleared) and event.worker_id in (None, self.worker.id):
+                self.forget()
         self._closed()
 
     def _stored(self, event: Stored) -> None:
@@ -69,6 +71,11 @@ class Oracle:
             assert path in self.resident[event.group], "removed what was not there"
             del self.resident[event.group][path]
             self.removed[event.group].append(path)
+
+    def forget(self) -> None:
+        """The device is empty for the manager. Hashes keep their meaning for ever."""
+        for pages in self.resident:
+            pages.clear()
 
     def _closed(self) -> None:
         """No page outlives its parent in a FULL group, and nothing stands where the FULL page is gone."""
@@ -123,7 +130,10 @@ class Oracle:
             spare = self.num_free(group) + len(self.evictable(group) - hits)
             room &= need[group] + (reserve if spec.kind == GroupKind.FULL else 0) <= spare
         empty = self.need(tokens, 0, chunk)
-        fits = all(n <= spec.num_pages for n, spec in zip(empty, self.specs, strict=True))
+        fits = all(
+            n + (reserve if spec.kind == GroupKind.FULL else 0) <= spec.num_pages
+            for n, spec in zip(empty, self.specs, strict=True)
+        )
         return Forecast(self.matched(namespace, tokens), usable, room, fits, need)
 
     def need(self, tokens: Sequence[int], usable: int, chunk: int) -> tuple[int, ...]:

@@ -1,0 +1,215 @@
+"""Seeded lives of a whole deployment: dying workers, restarted managers, lost keys, lost replies.
+
+Knows no expectation but the laws: the books balance, every page holds what it should, every request ends.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import NamedTuple
+
+from cache_service.core.types import FetchPolicy, GroupSpec, HostTierKind, Namespace, Rates, Refusal, SpillPolicy
+from tests.core.driver import FakeWorker
+from tests.core.world import World, full, state, window
+from tests.simulation.engine import Engine, Request
+
+SHAPES: list[tuple[GroupSpec, ...]] = [
+    (full(40),),
+    (full(40), window(24, 10)),
+    (full(40), state(14)),
+    (full(40), window(30, 7), state(16)),
+    (full(40), full(36, "second"), window(24, 5)),
+    (full(40), window(24, 10), window(16, 2, "near"), state(14), state(12, "other")),
+]
+
+
+class Outcome(NamedTuple):
+    done: int
+    cached_tokens: int
+    fetched_tokens: int
+    num_steps: int
+
+
+class Simulation:
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        self.world = World(
+            watch=rng.random() < 0.5,
+            policy=rng.choice(["lru", "slru", "priority"]),
+            spill=rng.choice(list(SpillPolicy)),
+            fetch=rng.choice(list(FetchPolicy)),
+            grace_ms=50,
+            host_quota_bytes=64 * rng.choice([8, 60, 10_000]),
+            transfer_pages=rng.choice([1, 3, 64]),
+            breaker_failures=rng.choice([1, 3, 100]),
+            breaker_ms=30,
+        )
+        self.shape, self.tier = rng.choice(SHAPES), rng.choice(list(HostTierKind))
+        self.births = 0
+        self.calm = False
+        self.trunks = [self._tokens(rng.randrange(1, 30)) for _ in range(5)]
+        self.engines = [self._engine(f"w{i}") for i in range(rng.choice([1, 2, 3]))]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3) for _ in range(count)]
+
+    def _engine(self, name: str) -> Engine:
+        self.births += 1
+        tier_id = "redis" if self.tier == HostTierKind.SHARED else ""
+        worker = FakeWorker(self.world, self.shape, 4, name, f"birth {self.births}", self.tier, tier_id)
+        worker.loses_reply = lambda: not self.calm and self.rng.random() < 0.02
+        return Engine(worker, self.rng, budget=self.rng.choice([3, 4, 8, 13]))
+
+    def run(self, num_iterations: int) -> Outcome:
+        for _ in range(num_iterations):
+            self._arrivals()
+            self._faults()
+            self._iterate()
+        self.calm = True
+        for _ in range(4_000):
+            if all(engine.idle() for engine in self.engines):
+                break
+            self._iterate()
+        self._over()
+        stats = self.world.manager.stats().workers
+        return Outcome(
+            sum(engine.done for engine in self.engines),
+            sum(s.cached_tokens for s in stats),
+            sum(s.fetched_tokens for s in stats),
+            sum(engine.clock for engine in self.engines),
+        )
+
+    def _iterate(self) -> None:
+        for engine in self.engines:
+            engine.iterate()
+        self.world.tick(self.rng.randrange(1, 8))
+
+    def _arrivals(self) -> None:
+        rng = self.rng
+        while rng.random() < 0.35:
+            trunk = rng.choice(self.trunks)
+            prompt = trunk[: rng.randrange(1, len(trunk) + 1)] + self._tokens(rng.randrange(0, 25))
+            output = self._tokens(rng.randrange(1, 16))
+            namespace = Namespace("model", "", rng.choice(["", "", "", "tenant"]))
+            aborts_at = rng.randrange(len(output)) if rng.random() < 0.1 else -1
+            request = Request(namespace, prompt, output, 0, rng.randrange(2), aborts_at)
+            rng.choice(self.engines).queue.append(request)
+            if rng.random() < 0.3:
+                self.trunks[rng.randrange(len(self.trunks))] = (prompt + output)[:70]
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def _faults(self) -> None:
+        rng, engine = self.rng, self.rng.choice(self.engines)
+        dice = rng.random()
+        if dice < 0.01:
+            self._worker_dies(engine)
+        elif dice < 0.02:
+            self._manager_restarts()
+        elif dice < 0.03:
+            self._store_flushed()
+        elif dice < 0.05:
+            self._stream_breaks(engine)
+        elif dice < 0.06:
+            self._long_partition(engine)
+        elif dice < 0.08:
+            for store in self.world.stores.values():
+                if store:
+                    del store[rng.choice(list(store))]
+        elif dice < 0.09:
+            self.world.manager.clear(None, True, self.world.now_ms)
+            self.world.settle()
+        elif dice < 0.11:
+            engine.worker.rates = Rates(rng.choice([0.0, 1.0, 1e6]), rng.choice([0.0, 1.0, 1e9]))
+
+    def _worker_dies(self, engine: Engine) -> None:
+        """Its clients try again; elsewhere, or here when it is back."""
+        if self.rng.random() < 0.5:
+            engine.worker.disconnect()
+            self.world.tick(self.rng.choice([5, 100]))
+        lost = [r.request for r in engine.running] + list(engine.queue)
+        engine.queue.clear()
+        engine.running.clear()
+        engine.ending.clear()
+        engine.blocked = False
+        self.births += 1
+        engine.worker.restart(f"birth {self.births}")
+        for request in lost:
+            request.said = 0
+            self.rng.choice(self.engines).queue.append(request)
+
+    def _manager_restarts(self) -> None:
+        self.world.new_manager()
+        for engine in self.engines:
+            engine.worker.connected = False
+        for engine in self.engines:
+            self._hand_over(engine)
+        if self.tier == HostTierKind.SHARED:
+            from tests.core.world import FINGERPRINT
+
+            keys = list(self.world.stores.get("redis", {}))
+            self.world.manager.host_adopted("redis", FINGERPRINT, keys, self.world.now_ms)
+            self.world.settle()
+
+    def _long_partition(self, engine: Engine) -> None:
+        engine.worker.disconnect()
+        self.world.tick(200)
+        self._hand_over(engine)
+
+    def _hand_over(self, engine: Engine) -> None:
+        """Hello to a manager that knows nothing of this worker: adopt what computed something, queue the rest again."""
+        worker = engine.worker
+        worker.spills.clear()
+        worker.orphans.clear()
+        for r, _ in engine.ending:
+            worker.live.pop(r.live.id, None)
+        engine.ending.clear()
+        for r in list(engine.running):
+            if r.live.fetch is not None or r.live.computed == r.live.grant.usable_tokens:
+                worker.live.pop(r.live.id, None)
+                engine.running.remove(r)
+                engine.queue.appendleft(r.request)
+        welcome = worker.hello()
+        assert welcome.known_sequences == ()
+        worker.step_id = welcome.last_step_id
+        for r in list(engine.running):
+            if isinstance(worker.adopt(r.live), Refusal):
+                engine.running.remove(r)
+                engine.queue.appendleft(r.request)
+
+    def _stream_breaks(self, engine: Engine) -> None:
+        engine.worker.disconnect()
+        self.world.tick(self.rng.randrange(40))
+        engine.worker.spills.clear()
+        assert set(engine.worker.hello().known_sequences) == set(engine.worker.live)
+
+    def _store_flushed(self) -> None:
+        for store in self.world.stores.values():
+            store.clear()
+        if self.tier == HostTierKind.SHARED and self.rng.random() < 0.5:
+            self.world.manager.host_lost("redis", self.world.now_ms)
+            self.world.settle()
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _over(self) -> None:
+        """Nothing waits, nothing is held, nothing leaked."""
+        for engine in self.engines:
+            assert engine.idle(), (
+                f"{len(engine.queue)} wait and {len(engine.running)} run for ever on {engine.worker.id}"
+            )
+            engine.worker.spill_all()
+            for ticket in list(engine.worker.orphans):
+                engine.worker.ack_orphan(ticket)
+            engine.worker.spill_all()
+        for stats in self.world.manager.stats().workers:
+            assert stats.num_leases == stats.num_tickets == 0
+            assert all(g.num_free + g.num_evictable == g.num_pages for g in stats.groups)
+
+
+def simulate(seed: int, num_iterations: int = 120) -> Outcome:
+    """One life. A failure names its seed."""
+    try:
+        return Simulation(seed).run(num_iterations)
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
