@@ -53,10 +53,10 @@ def check_attention(
     check_page_pair(k_pages, v_pages)
     check_tensor("q", q, (None, None, shape.dim), (k_pages.dtype,), k_pages.device)
     check_rows("q", q)
-    check_block_tables(block_tables, num_seqs, k_pages.device)
     heads = q.shape[1]
     if heads == 0 or shape.heads == 0 or heads % shape.heads:
         raise KernelArgumentError(f"q: {heads} heads are not a multiple of the pages' {shape.heads} heads")
+    check_block_tables(block_tables, num_seqs, k_pages.device)
     if window < 0:
         raise KernelArgumentError(f"window: must be 0 (unlimited) or positive, got {window}")
     if scale is not None and not math.isfinite(scale):

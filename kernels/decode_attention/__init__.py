@@ -86,9 +86,9 @@ def decode_attention(
     if num_seqs:
         args = (q, k_pages, v_pages, block_tables, seqlens_k, bound, spec, result, lse)
         if uses_triton(backend, q):
+            check_triton_attention(q, spec)
             from kernels.decode_attention.kernel import launch
 
-            check_triton_attention(q, spec)
             launch(*args)
         else:
             reference.decode_attention(*args)

@@ -90,9 +90,9 @@ def prefill_attention(
     if q.shape[0] and num_seqs and max_seqlen_q:
         args = (q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, result, lse)
         if uses_triton(backend, q):
+            check_triton_attention(q, spec)
             from kernels.prefill_attention.kernel import launch
 
-            check_triton_attention(q, spec)
             launch(*args)
         else:
             reference.prefill_attention(*args)

@@ -6,7 +6,7 @@ pages that a window has left behind (their table entries are page 0, the hole).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -135,6 +135,19 @@ def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 
         cu_seqlens_q=running_sums([new for _, new in lengths], to),
         cu_seqlens_k=running_sums(totals, to),
     )
+
+
+def spread_pages(case: PagedCase) -> PagedCase:
+    """The same batch in a pool whose last page starts beyond 2^31 elements; what lies between is not touched."""
+    count, size = case.k_pages.shape[0], case.k_pages[0].numel()
+    stride = (2**31 // (count - 1) // 8 + size) * 8
+    pool = torch.empty((count - 1) * stride + 2 * size, dtype=case.q.dtype, device=case.q.device)
+    layout = (stride, *case.k_pages.stride()[1:])
+    k_pages = pool.as_strided(case.k_pages.shape, layout)
+    v_pages = pool[size:].as_strided(case.v_pages.shape, (stride, *case.v_pages.stride()[1:]))
+    k_pages.copy_(case.k_pages)
+    v_pages.copy_(case.v_pages)
+    return replace(case, k_pages=k_pages, v_pages=v_pages)
 
 
 def _random(size: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> torch.Tensor:

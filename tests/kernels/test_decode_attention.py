@@ -10,7 +10,7 @@ from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
-from tests.kernels.inputs import CaseShape, PagedCase, make_case
+from tests.kernels.inputs import CaseShape, PagedCase, make_case, spread_pages
 from tests.kernels.target import Target
 
 # Around the splits of 256 keys, the tiles of 64 and the pages of 16.
@@ -96,6 +96,11 @@ def test_padding_rows_give_zero(target: Target) -> None:
     )
     assert_same_bits(out[:2], run(case, target)[0])
     assert not out[2:].any() and bool((lse[:, 2:] == float("-inf")).all())
+
+
+def test_a_pool_beyond_two_billion_elements(target: Target) -> None:
+    case = decoding([49, 20], CaseShape(device=target.device))
+    assert_same_bits(run(spread_pages(case), target)[0], run(case, target)[0])
 
 
 def test_empty_batch(target: Target) -> None:

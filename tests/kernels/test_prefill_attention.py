@@ -10,7 +10,7 @@ from kernels.layout import KvLayout
 from kernels.prefill_attention import prefill_attention
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
-from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
+from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums, spread_pages
 from tests.kernels.target import Target
 
 # Cached: nothing, one page, an odd number of pages, inside a page; all mixed, and a sequence without queries.
@@ -113,6 +113,11 @@ def test_causality_is_bottom_right(target: Target) -> None:
 def test_window_of_one_returns_the_token_itself(target: Target) -> None:
     case = make_case([(40, 3)], CaseShape(window=1, q_heads=2, kv_heads=2, device=target.device))
     assert_same_bits(run(case, target)[0], case.values[0][40:])
+
+
+def test_a_pool_beyond_two_billion_elements(target: Target) -> None:
+    case = make_case([(40, 9), (0, 20)], CaseShape(device=target.device))
+    assert_same_bits(run(spread_pages(case), target)[0], run(case, target)[0])
 
 
 def test_empty_batches(target: Target) -> None:

@@ -1,0 +1,74 @@
+"""The attention kernels compile for Hopper on a machine without a GPU, use its tensor cores and spill no register."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.conftest import INTERPRETING
+
+triton = pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+HOPPER = 90
+FLOATS = {"scale_log2": "fp32"}
+SHARED = {"HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "X": 8, "LAYOUT": 0, "WINDOW": 0, "BLOCK_N": 64, "BLOCK_D": 128}
+
+
+def pointer(name: str) -> str:
+    if name.startswith(("tables", "cu_", "seqlens")):
+        return "*i32"
+    return "*fp32" if name.startswith(("lse", "acc", "peak", "total")) else "*bf16"
+
+
+def compile_for_hopper(function: Any, constants: dict[str, object], num_warps: int) -> str:
+    """PTX of a jit function whose pointers and strides are multiples of 16, as they are in a real pool."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = function.arg_names
+    kinds = {name: pointer(name) if name.endswith("_ptr") else FLOATS.get(name, "i32") for name in names}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith("stride_")]
+    source = ASTSource(
+        function,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps})
+    return str(compiled.asm["ptx"])
+
+
+def assemble(ptx: str, folder: Path) -> str:
+    """What the assembler says about registers and spills."""
+    path = folder / "kernel.ptx"
+    path.write_text(ptx)
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(assembler), "-v", "--gpu-name=sm_90a", str(path), "-o", os.devnull]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return run.stderr + run.stdout
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_prefill_uses_wgmma_and_spills_nothing(tmp_path: Path) -> None:
+    from kernels.prefill_attention.kernel import attend_tile
+
+    ptx = compile_for_hopper(attend_tile, {**SHARED, "BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True}, num_warps=8)
+    assert "wgmma.mma_async" in ptx and "cp.async" in ptx
+    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+
+
+def test_decode_uses_tensor_cores_and_spills_nothing(tmp_path: Path) -> None:
+    from kernels.decode_attention.kernel import attend_split
+
+    ptx = compile_for_hopper(attend_split, {**SHARED, "SPLIT": 256, "ROWS": 16}, num_warps=4)
+    assert "mma.sync" in ptx and "cp.async" in ptx
+    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)

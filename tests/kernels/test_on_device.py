@@ -1,0 +1,78 @@
+"""What only a GPU shows: no op waits for the device, and every op can be captured in a graph."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels.append_kv import append_kv
+from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
+from kernels.decode_attention import decode_attention
+from kernels.gather_pages import gather_pages, scatter_pages
+from kernels.merge_attention_states import merge_attention_states
+from kernels.prefill_attention import prefill_attention
+from tests.kernels.compare import assert_same_bits
+from tests.kernels.inputs import CaseShape, PagedCase, make_case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def case() -> PagedCase:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return make_case([(40, 9), (0, 20)], CaseShape(device="cuda"))
+
+
+def calls(case: PagedCase) -> list[Callable[[], object]]:
+    """Every op once; each returns what it made or wrote."""
+    pages = (case.k_pages, case.v_pages)
+    total = case.total_tokens
+    k, v = gather_pages(*pages, case.block_tables, case.cu_seqlens_k, total)
+    slots = torch.arange(total, device="cuda")
+    own = (torch.zeros_like(case.k_pages), torch.zeros_like(case.v_pages))
+    ids = torch.tensor([2, 1], device="cuda")
+    packed = torch.empty(2, page_row_bytes(case.k_pages), dtype=torch.uint8, device="cuda")
+    lengths = case.seqlens_k
+    lse = torch.zeros(4, case.q.shape[0], device="cuda")
+    args = (*pages, case.block_tables)
+    sums = (case.cu_seqlens_q, case.cu_seqlens_k)
+    return [
+        lambda: append_kv(k, v, *own, slots) or own[0],
+        lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
+        lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],
+        lambda: pack_pages(case.k_pages, ids, packed) or packed,
+        lambda: unpack_pages(packed, own[0], ids) or own[0],
+        lambda: prefill_attention(case.q, *args, *sums, case.max_seqlen_q, return_lse=True)[0],
+        lambda: decode_attention(case.q[:2], *args, lengths, return_lse=True)[0],
+        lambda: merge_attention_states(case.q, lse, case.q, lse)[0],
+    ]
+
+
+def test_no_op_waits_for_the_device(case: PagedCase) -> None:
+    """Any copy to the host, and any other wait, raises in this mode."""
+    runs = calls(case)
+    for run in runs:
+        run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for run in runs:
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_every_op_replays_from_a_graph(case: PagedCase) -> None:
+    for run in calls(case):
+        wanted = run()
+        assert isinstance(wanted, torch.Tensor)
+        wanted = wanted.clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+        assert isinstance(got, torch.Tensor)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(got, wanted)
