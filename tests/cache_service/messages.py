@@ -1,0 +1,92 @@
+"""Good messages for tests to send or to spoil.
+
+Knows no service.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable
+
+from protos.v1 import cache_pb2, types_pb2
+
+PAGE = 16
+MODEL = "model-digest"
+MANY_PAGES = 64
+
+
+def tokens(count: int, first: int = 1) -> bytes:
+    return array("i", range(first, first + count)).tobytes()
+
+
+def u64(values: Iterable[int]) -> bytes:
+    numbers = tuple(values)
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def u32(values: Iterable[int]) -> bytes:
+    numbers = tuple(values)
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def namespace(salt: str = "") -> types_pb2.Namespace:
+    return types_pb2.Namespace(model=MODEL, salt=salt)
+
+
+def full_group(num_pages: int = MANY_PAGES) -> types_pb2.GroupSpec:
+    return types_pb2.GroupSpec(name="full", kind=types_pb2.GROUP_KIND_FULL, num_pages=num_pages, page_bytes=PAGE * 1024)
+
+
+def hello(worker_id: str = "w1", incarnation: str = "first", num_pages: int = MANY_PAGES) -> cache_pb2.Hello:
+    return cache_pb2.Hello(
+        protocol_version=1,
+        worker_id=worker_id,
+        endpoint="127.0.0.1:7500",
+        incarnation=incarnation,
+        fingerprint=bytes(range(32)),
+        page_tokens=PAGE,
+        groups=[full_group(num_pages)],
+        host_tier=cache_pb2.HOST_TIER_KIND_NONE,
+        num_ranks=1,
+    )
+
+
+def acquire(sequence_id: int, prompt: bytes, salt: str = "") -> cache_pb2.Acquire:
+    return cache_pb2.Acquire(
+        sequence_id=sequence_id, namespace=namespace(salt), tokens=prompt, chunk_tokens=len(prompt) // 4
+    )
+
+
+def publish(sequence_id: int, computed_tokens: int, new_tokens: bytes = b"") -> cache_pb2.Publish:
+    return cache_pb2.Publish(sequence_id=sequence_id, tokens=new_tokens, computed_tokens=computed_tokens)
+
+
+def release(sequence_id: int) -> cache_pb2.Release:
+    return cache_pb2.Release(sequence_id=sequence_id, reason=cache_pb2.RELEASE_REASON_FINISHED)
+
+
+def full_step() -> cache_pb2.Step:
+    """One of everything, well-formed."""
+    return cache_pb2.Step(
+        step_id=1,
+        acks=[cache_pb2.Ack(ticket=1, num_done=1, status=cache_pb2.TRANSFER_STATUS_DONE, num_bytes=9, seconds=0.5)],
+        publishes=[publish(7, 16, tokens(16))],
+        releases=[release(8)],
+        extends=cache_pb2.Extends(sequence_ids=u64([7, 9]), num_tokens=u32([20, 40])),
+        acquires=[acquire(10, tokens(40))],
+        rates=cache_pb2.Rates(prefill_tokens_per_s=100.0, fetch_bytes_per_s=1e9),
+    )
+
+
+def full_adopt() -> cache_pb2.Adopt:
+    return cache_pb2.Adopt(
+        sequence_id=5,
+        namespace=namespace(),
+        tokens=tokens(20),
+        computed_tokens=18,
+        tables=[types_pb2.GroupPages(group=0, first_page=0, page_ids=u32([3, 4]))],
+        working=[types_pb2.SnapshotSlot(group=1, boundary_tokens=0, slot=2)],
+        rolling=[types_pb2.SnapshotSlot(group=1, boundary_tokens=16, slot=3)],
+        priority=-1,
+    )

@@ -1,0 +1,249 @@
+"""What peers send: good messages arrive whole, and each bad field is refused by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cache_service.codec import decode
+from cache_service.codec.fields import Limits
+from cache_service.core.errors import InvalidInput, TooMany
+from cache_service.core.types import (
+    Ack,
+    Acquire,
+    Adopt,
+    Extend,
+    GroupKind,
+    GroupPages,
+    GroupSpec,
+    HostTierKind,
+    Namespace,
+    Publish,
+    Rates,
+    Release,
+    ReleaseReason,
+    SnapshotSlot,
+    TransferStatus,
+)
+from protos.v1 import cache_pb2, types_pb2
+from tests.cache_service.messages import MODEL, full_adopt, full_group, full_step, hello, tokens, u32, u64
+
+LIMITS = Limits(max_prompt_tokens=100, max_live_sequences=3, max_items=2)
+
+Spoil = Callable[[Any], None]
+
+
+def setting(path: str, value: Any) -> Spoil:
+    """Sets one field of a message; `a[0].b` goes into the first `a`."""
+
+    def spoil(message: Any) -> None:
+        *parents, last = path.split(".")
+        for parent in parents:
+            name, _, index = parent.partition("[")
+            message = getattr(message, name)
+            message = message[int(index.rstrip("]"))] if index else message
+        setattr(message, last, value)
+
+    return spoil
+
+
+def test_hello() -> None:
+    message = hello()
+    message.live_sequences = u64([4, 2**64 - 1])
+    message.groups.add(name="swa", kind=types_pb2.GROUP_KIND_WINDOW, num_pages=8, window_tokens=128, page_bytes=7)
+    value = decode.hello(message, LIMITS)
+    assert (value.worker_id, value.endpoint, value.incarnation) == ("w1", "127.0.0.1:7500", "first")
+    assert value.fingerprint == bytes(range(32))
+    assert value.groups[1] == GroupSpec("swa", GroupKind.WINDOW, 8, 7, 128)
+    assert value.live_sequences == (4, 2**64 - 1)
+    assert (value.host_tier, value.num_ranks, value.page_tokens) == (HostTierKind.NONE, 1, 16)
+
+
+BAD_HELLOS: list[tuple[str, Spoil]] = [
+    ("hello.protocol_version", setting("protocol_version", 2)),
+    ("hello.worker_id", setting("worker_id", "")),
+    ("hello.worker_id", setting("worker_id", "x" * 300)),
+    ("hello.endpoint", setting("endpoint", "x" * 300)),
+    ("hello.incarnation", setting("incarnation", "")),
+    ("hello.fingerprint", setting("fingerprint", b"x" * 31)),
+    ("hello.page_tokens", setting("page_tokens", 0)),
+    ("hello.page_tokens", setting("page_tokens", 2**31)),
+    ("hello.groups", lambda message: message.ClearField("groups")),
+    ("hello.groups", lambda message: message.groups.extend([full_group()] * 40)),
+    ("hello.groups", lambda message: message.groups.append(full_group())),
+    ("hello.groups[0].name", setting("groups[0].name", "")),
+    ("hello.groups[0].kind", setting("groups[0].kind", 0)),
+    ("hello.groups[0].kind", setting("groups[0].kind", 9)),
+    ("hello.groups[0].num_pages", setting("groups[0].num_pages", 0)),
+    ("hello.groups[0].num_pages", setting("groups[0].num_pages", 2**32 - 1)),
+    ("hello.groups[0].window_tokens", setting("groups[0].window_tokens", 4)),
+    ("hello.groups[0].window_tokens", setting("groups[0].kind", types_pb2.GROUP_KIND_WINDOW)),
+    ("hello.live_sequences", setting("live_sequences", b"x" * 9)),
+    ("hello.live_sequences", setting("live_sequences", u64([1, 1]))),
+    ("hello.host_tier", setting("host_tier", 0)),
+    ("hello.host_tier", setting("host_tier", 17)),
+    ("hello.host_tier_id", setting("host_tier", cache_pb2.HOST_TIER_KIND_SHARED)),
+    ("hello.num_ranks", setting("num_ranks", 0)),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_HELLOS)
+def test_a_bad_hello_names_its_field(field: str, spoil: Spoil) -> None:
+    message = hello()
+    spoil(message)
+    with pytest.raises(InvalidInput) as caught:
+        decode.hello(message, LIMITS)
+    assert caught.value.field == field
+
+
+def test_step() -> None:
+    value = decode.step(full_step(), LIMITS)
+    assert value.step_id == 1
+    assert value.acks == (Ack(1, 1, TransferStatus.DONE, 9, 0.5),)  # type: ignore[arg-type]
+    assert value.publishes == (Publish(7, tokens(16), 16),)  # type: ignore[arg-type]
+    assert value.releases == (Release(8, ReleaseReason.FINISHED),)  # type: ignore[arg-type]
+    assert value.extends == (Extend(7, 20), Extend(9, 40))  # type: ignore[arg-type]
+    assert value.acquires == (Acquire(10, Namespace(MODEL), tokens(40), 0, 40, 0),)  # type: ignore[arg-type]
+    assert value.rates == Rates(100.0, 1e9)
+
+
+def test_an_empty_step_is_a_step() -> None:
+    value = decode.step(cache_pb2.Step(step_id=3), LIMITS)
+    assert (value.acks, value.extends, value.acquires, value.rates) == ((), (), (), None)
+
+
+BAD_STEPS: list[tuple[str, Spoil]] = [
+    ("step.step_id", setting("step_id", 0)),
+    ("step.acks[0].status", setting("acks[0].status", 0)),
+    ("step.acks[0].status", setting("acks[0].status", 99)),
+    ("step.acks[0].seconds", setting("acks[0].seconds", -1.0)),
+    ("step.acks[0].seconds", setting("acks[0].seconds", math.nan)),
+    ("step.acks[0].seconds", setting("acks[0].seconds", math.inf)),
+    ("step.publishes[0].tokens", setting("publishes[0].tokens", b"abc")),
+    ("step.publishes[0].tokens", setting("publishes[0].tokens", tokens(101))),
+    ("step.releases[0].reason", setting("releases[0].reason", 0)),
+    ("step.releases[0].reason", setting("releases[0].reason", -5)),
+    ("step.extends.sequence_ids", setting("extends.sequence_ids", b"x" * 12)),
+    ("step.extends.sequence_ids", setting("extends.sequence_ids", u64([7, 7]))),
+    ("step.extends.num_tokens", setting("extends.num_tokens", u32([1]))),
+    ("step.extends.num_tokens", setting("extends.num_tokens", b"x" * 7)),
+    ("step.acquires[0].namespace", lambda message: message.acquires[0].ClearField("namespace")),
+    ("step.acquires[0].namespace.model", setting("acquires[0].namespace.model", "")),
+    ("step.acquires[0].namespace.salt", setting("acquires[0].namespace.salt", "s" * 300)),
+    ("step.acquires[0].namespace.adapter", setting("acquires[0].namespace.adapter", "a" * 300)),
+    ("step.acquires[0].tokens", setting("acquires[0].tokens", b"")),
+    ("step.acquires[0].tokens", setting("acquires[0].tokens", b"12345")),
+    ("step.acquires[0].tokens", setting("acquires[0].tokens", tokens(101))),
+    ("step.rates.prefill_tokens_per_s", setting("rates.prefill_tokens_per_s", -0.1)),
+    ("step.rates.fetch_bytes_per_s", setting("rates.fetch_bytes_per_s", math.nan)),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_STEPS)
+def test_a_bad_step_names_its_field(field: str, spoil: Spoil) -> None:
+    message = full_step()
+    spoil(message)
+    with pytest.raises(InvalidInput) as caught:
+        decode.step(message, LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", ["acks", "publishes", "releases", "acquires"])
+def test_a_step_of_too_many_items_is_too_much(field: str) -> None:
+    message = full_step()
+    items = getattr(message, field)
+    items.extend([items[0]] * LIMITS.max_items)
+    with pytest.raises(TooMany) as caught:
+        decode.step(message, LIMITS)
+    assert caught.value.field == f"step.{field}"
+
+
+def test_too_many_extends_are_too_much() -> None:
+    message = full_step()
+    message.extends.sequence_ids, message.extends.num_tokens = u64(range(4)), u32(range(4))
+    with pytest.raises(TooMany, match=r"step\.extends\.sequence_ids"):
+        decode.step(message, LIMITS)
+
+
+def test_the_item_at_fault_is_numbered() -> None:
+    message = full_step()
+    message.acquires.add().CopyFrom(message.acquires[0])
+    message.acquires[1].tokens = b"odd"
+    with pytest.raises(InvalidInput, match=r"^step\.acquires\[1\]\.tokens: has 3 bytes, which is no multiple of 4$"):
+        decode.step(message, LIMITS)
+
+
+def test_adopt() -> None:
+    value = decode.adopt(full_adopt(), LIMITS)
+    assert value == Adopt(
+        5,  # type: ignore[arg-type]
+        Namespace(MODEL),
+        tokens(20),
+        18,
+        (GroupPages(0, 0, u32([3, 4])),),
+        (SnapshotSlot(1, 0, 2),),  # type: ignore[arg-type]
+        (SnapshotSlot(1, 16, 3),),  # type: ignore[arg-type]
+        -1,
+    )
+
+
+BAD_ADOPTS: list[tuple[str, Spoil]] = [
+    ("adopt.namespace", lambda message: message.ClearField("namespace")),
+    ("adopt.tokens", setting("tokens", b"")),
+    ("adopt.tokens", setting("tokens", b"123")),
+    ("adopt.tables[0].group", setting("tables[0].group", 77)),
+    ("adopt.tables[0].page_ids", setting("tables[0].page_ids", b"12345")),
+    ("adopt.tables[0].page_ids", setting("tables[0].page_ids", u32(range(101)))),
+    ("adopt.tables", lambda message: message.tables.append(message.tables[0])),
+    ("adopt.working[0].group", setting("working[0].group", 32)),
+    ("adopt.rolling[0].group", setting("rolling[0].group", 2**32 - 1)),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_ADOPTS)
+def test_a_bad_adopt_names_its_field(field: str, spoil: Spoil) -> None:
+    message = full_adopt()
+    spoil(message)
+    with pytest.raises(InvalidInput) as caught:
+        decode.adopt(message, LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", ["tables", "working", "rolling"])
+def test_an_adopt_of_too_many_items_is_too_much(field: str) -> None:
+    message = full_adopt()
+    items = getattr(message, field)
+    items.extend([items[0]] * 40)
+    with pytest.raises(TooMany, match=rf"adopt\.{field}"):
+        decode.adopt(message, LIMITS)
+
+
+@pytest.mark.parametrize("kind", [cache_pb2.MatchRequest, cache_pb2.ExplainRequest, cache_pb2.PinRequest])
+def test_a_question_about_a_prompt(kind: Any) -> None:
+    good = kind(namespace=types_pb2.Namespace(model=MODEL, adapter="a", salt="s"), tokens=tokens(5))
+    assert decode.prompt(good, LIMITS) == (Namespace(MODEL, "a", "s"), tokens(5))
+    for field, bad in (
+        ("request.namespace", kind(tokens=tokens(5))),
+        ("request.namespace.model", kind(namespace=types_pb2.Namespace(salt="s"), tokens=tokens(5))),
+        ("request.tokens", kind(namespace=good.namespace)),
+        ("request.tokens", kind(namespace=good.namespace, tokens=b"12345")),
+        ("request.tokens", kind(namespace=good.namespace, tokens=tokens(101))),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            decode.prompt(bad, LIMITS)
+        assert caught.value.field == field
+
+
+def test_scopes_and_single_fields() -> None:
+    assert decode.scope(cache_pb2.ClearRequest()) is None
+    assert decode.scope(cache_pb2.ClearRequest(namespace=types_pb2.Namespace(model="m"))) == Namespace("m")
+    with pytest.raises(InvalidInput, match=r"request\.namespace\.model"):
+        decode.scope(cache_pb2.ClearRequest(namespace=types_pb2.Namespace()))
+    assert decode.worker_id(cache_pb2.MatchRequest()) is None
+    assert decode.worker_id(cache_pb2.MatchRequest(worker_id="w")) == "w"
+    assert decode.ttl_ms(cache_pb2.PinRequest(ttl_ms=5), 10) == 5
+    with pytest.raises(InvalidInput, match=r"request\.ttl_ms"):
+        decode.ttl_ms(cache_pb2.PinRequest(ttl_ms=11), 10)

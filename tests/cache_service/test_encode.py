@@ -1,0 +1,179 @@
+"""What the core says arrives at the worker as it was said: our encoder against the worker's decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache_service.codec import encode
+from cache_service.core import types as core
+from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from protos.v1 import cache_pb2, types_pb2
+from tests.cache_service.messages import tokens, u32
+from worker_service import session_codec
+
+MATCH = core.Match(64, 48, 16, "swa", core.MissReason.EVICTED)
+
+
+def key(n: int) -> bytes:
+    return b"stemcache:1:%d" % n
+
+
+TRANSFER = core.Transfer(
+    core.TicketId(9),
+    (
+        core.TransferPages(0, u32([5, 6]), (key(1), key(2))),
+        core.TransferPages(1, u32([0, 8]), (b"", key(3))),
+    ),
+    first_page=4,
+    num_pages=2,
+)
+GRANT = core.Grant(
+    core.SequenceId(2**63 + 1),
+    48,
+    32,
+    16,
+    (core.GroupPages(0, 0, u32([1, 2, 3])), core.GroupPages(1, 2, u32([7]))),
+    MATCH,
+    fetch=TRANSFER,
+    restore=(core.SnapshotSlot(2, 48, core.PageId(4)),),
+    leave=(core.SnapshotSlot(2, 64, core.PageId(5)),),
+    working=(core.SnapshotSlot(2, 0, core.PageId(6)),),
+    rolling=(core.SnapshotSlot(2, 0, core.PageId(7)),),
+)
+REFUSAL = core.Refusal(core.SequenceId(3), core.RefusalReason.NO_ROOM, "full: 3 pages short")
+
+
+def over_the_wire(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+def test_welcome() -> None:
+    said = core.Welcome("epoch", (core.SequenceId(1), core.SequenceId(2**64 - 1)), 12)
+    heard = session_codec.decode_welcome(over_the_wire(encode.welcome(said)).welcome)
+    assert heard == ("epoch", frozenset({1, 2**64 - 1}), 12)
+
+
+def test_step_reply() -> None:
+    said = core.StepReply(
+        7,
+        grants=(GRANT, GRANT._replace(fetch=None, restore=(), leave=())),
+        extends=(
+            core.ExtendGrant(core.SequenceId(1), (core.GroupPages(1, 4, u32([9, 10])),)),
+            core.ExtendGrant(
+                core.SequenceId(2),
+                (core.GroupPages(0, 3, u32([11])), core.GroupPages(1, 5, u32([12]))),
+                (core.SnapshotSlot(2, 80, core.PageId(1)),),
+            ),
+        ),
+        refusals=(REFUSAL,),
+        remaps=(core.Remap(core.SequenceId(4), (core.GroupPages(0, 1, u32([20, 21])),)),),
+    )
+    heard = session_codec.decode_reply(over_the_wire(encode.step_reply(said, 3)).step_reply, 3)
+    assert heard == said
+
+
+def test_an_empty_reply() -> None:
+    heard = session_codec.decode_reply(over_the_wire(encode.step_reply(core.StepReply(1), 2)).step_reply, 2)
+    assert heard == core.StepReply(1)
+
+
+def test_adopt_replies() -> None:
+    granted = over_the_wire(encode.adopt_reply(GRANT)).adopt_reply
+    assert session_codec.decode_grant(granted.grant) == GRANT
+    refused = over_the_wire(encode.adopt_reply(REFUSAL)).adopt_reply
+    assert session_codec.decode_refusal(refused.refusal) == REFUSAL
+
+
+def test_order() -> None:
+    heard = over_the_wire(encode.order(TRANSFER)).order.spill
+    assert session_codec.decode_transfer("order.spill", heard) == TRANSFER
+
+
+@pytest.mark.parametrize("reason", list(core.MissReason))
+def test_miss_reasons_have_the_protocols_numbers(reason: core.MissReason) -> None:
+    message = encode.match_result(MATCH._replace(miss_reason=reason))
+    assert types_pb2.MissReason.Name(message.miss_reason) == f"MISS_REASON_{reason.name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "enum", "prefix"),
+    [
+        (core.GroupKind, types_pb2.GroupKind, "GROUP_KIND_"),
+        (core.RefusalReason, types_pb2.RefusalReason, "REFUSAL_REASON_"),
+        (core.ReleaseReason, cache_pb2.ReleaseReason, "RELEASE_REASON_"),
+        (core.TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
+        (core.HostTierKind, cache_pb2.HostTierKind, "HOST_TIER_KIND_"),
+        (core.Residence, cache_pb2.Residence, "RESIDENCE_"),
+    ],
+)
+def test_the_cores_words_are_the_protocols(words: Any, enum: Any, prefix: str) -> None:
+    ours = {f"{prefix}{word.name}": word.value for word in words}
+    assert ours | {f"{prefix}UNSPECIFIED": 0} == dict(enum.items())
+
+
+def test_matches_and_explanations() -> None:
+    worker = core.WorkerId("w1")
+    matches = encode.match_response([core.WorkerMatch(worker, "here:1", MATCH)])
+    assert (matches.workers[0].worker_id, matches.workers[0].endpoint) == ("w1", "here:1")
+    assert matches.workers[0].match.limiting_group == "swa"
+    segments = (
+        core.Segment(0, 48, core.Residence.DEVICE),
+        core.Segment(48, 16, core.Residence.MISSING, core.MissReason.OTHER_SALT),
+    )
+    explained = encode.explain_response([core.Explanation(worker, "here:1", MATCH, segments, ("because",))])
+    told = explained.workers[0]
+    assert [(s.first_token, s.num_tokens, s.residence, s.miss_reason) for s in told.segments] == [
+        (0, 48, cache_pb2.RESIDENCE_DEVICE, types_pb2.MISS_REASON_NONE),
+        (48, 16, cache_pb2.RESIDENCE_MISSING, types_pb2.MISS_REASON_OTHER_SALT),
+    ]
+    assert list(told.notes) == ["because"]
+
+
+def test_events() -> None:
+    worker, hashes = core.WorkerId("w1"), (core.PageHash(b"a" * 32), core.PageHash(b"b" * 32))
+    stored = core.Stored(worker, 1, core.Namespace("m", "a", "s"), b"p" * 32, hashes, tokens(32))
+    message = encode.event(stored, "epoch", 4)
+    assert (message.epoch, message.seq, message.WhichOneof("event")) == ("epoch", 4, "stored")
+    assert message.stored == cache_pb2.PagesStored(
+        worker_id="w1",
+        group=1,
+        parent_hash=b"p" * 32,
+        page_hashes=hashes,
+        tokens=tokens(32),
+        namespace=types_pb2.Namespace(model="m", adapter="a", salt="s"),
+    )
+    removed = encode.event(core.Removed(worker, 2, hashes), "epoch", 5).removed
+    assert removed == cache_pb2.PagesRemoved(worker_id="w1", group=2, page_hashes=hashes)
+    assert encode.event(core.Cleared(worker), "epoch", 6).cleared.worker_id == "w1"
+    assert encode.event(core.Cleared(None), "epoch", 7).cleared.worker_id == ""
+    assert encode.events_lost(3, "epoch", 8).lost.num_events == 3
+
+
+def test_every_statistic_arrives() -> None:
+    """Each field gets a value of its own, so that no two can be swapped unseen."""
+    group = GroupStats("full", core.GroupKind.FULL, 11, 12, 13, 14)
+    worker = WorkerStats(
+        core.WorkerId("w1"),
+        "here:1",
+        "first",
+        "model",
+        True,
+        (group,),
+        *range(21, 31),
+        misses=((core.MissReason.EVICTED, 31), (core.MissReason.PAGE_TAIL, 32)),
+    )
+    host = HostTierStats(41, 42, 43, 44, 45, 46, True, core.SpillPolicy.WRITE_BACK, core.FetchPolicy.ALWAYS)
+    message = encode.stats_response(ManagerStats("epoch", "slru", (worker,), host))
+    assert (message.epoch, message.policy) == ("epoch", "slru")
+    told = message.workers[0]
+    for field in WorkerStats._fields:
+        if field not in ("groups", "misses"):
+            assert getattr(told, field) == getattr(worker, field), field
+    assert dict(told.misses) == {"evicted": 31, "page_tail": 32}
+    for field in GroupStats._fields:
+        assert getattr(told.groups[0], field) == getattr(group, field), field
+    for field in HostTierStats._fields:
+        want = getattr(host, field)
+        assert getattr(message.host_tier, field) == getattr(want, "value", want), field
