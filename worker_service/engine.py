@@ -85,7 +85,9 @@ class Engine:
         self._generations: dict[SequenceId, Generation] = {}
         self._numbers = itertools.count(1)
         self._fetch_tickets: set[TicketId] = set()
+        # Anything wakes an idle engine; what a coming launch could use interrupts the wait for the one in flight, too.
         self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._one_ended = asyncio.Event()
         self._stopping = asyncio.Event()
         self._rates = RateMeter()
@@ -109,6 +111,7 @@ class Engine:
         generation = Generation(sequence_id, detokenizer, wish.sampling.stop, now_s)
         self._generations[sequence_id] = generation
         self._wake.set()
+        self._urgent.set()
         return generation
 
     def abort(self, generation: Generation) -> None:
@@ -176,6 +179,8 @@ class Engine:
             return
         try:
             has_stepped = await self._exchange()
+            while await self._launcher.flies_until(self._urgent):
+                await self._exchange()
         except SessionLost as lost:
             self._count(lost)
             await self._reconnect(str(lost))
@@ -189,6 +194,7 @@ class Engine:
 
     async def _exchange(self) -> bool:
         """One step and its reply, if there is anything to say."""
+        self._urgent.clear()
         self.scheduler.report_rates(self._rates.rates())
         step = self.scheduler.next_step()
         if step is None:
@@ -298,6 +304,7 @@ class Engine:
         if ack.ticket in self._fetch_tickets:
             self._fetch_tickets.discard(ack.ticket)
             self._rates.fetched(ack)
+            self._urgent.set()
         self.scheduler.report(ack)
         self._wake.set()
 

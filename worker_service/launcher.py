@@ -59,6 +59,18 @@ class Launcher:
         assert self._flight is None, "one launch in flight at most"
         self._flight = _Flight(launch, self._thread.submit(self._run, launch))
 
+    async def flies_until(self, news: asyncio.Event) -> bool:
+        """True when `news` came before the launch in flight has ended; False when it has, or there is none."""
+        if self._flight is None or self._flight.ended.done():
+            return False
+        ended = asyncio.wrap_future(self._flight.ended)
+        told = asyncio.create_task(news.wait())
+        try:
+            await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+            return not ended.done()
+        finally:
+            told.cancel()
+
     async def land(self) -> Landed | None:
         """Wait for the launch in flight; None when there is none. A launch never ends as an exception here."""
         if self._flight is None:

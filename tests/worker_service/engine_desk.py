@@ -1,0 +1,255 @@
+"""An Engine on fakes: a small manager, a model that knows what each slot holds, transfers that succeed.
+
+The runner reads what attention would read, through the block tables it is given; a token is a function of all of that,
+so a wrong page shows as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.worker_service.fake_manager import FakeManager
+from worker_service.core.batch import Batch
+from worker_service.core.launch_plan import SchedulerConfig
+from worker_service.core.ports import (
+    Ack,
+    Adopt,
+    Grant,
+    GroupKind,
+    GroupSpec,
+    Namespace,
+    Refusal,
+    SequenceId,
+    SessionLost,
+    Step,
+    StepReply,
+    Transfer,
+    TransferStatus,
+    Welcome,
+)
+from worker_service.core.scheduler import Scheduler
+from worker_service.core.sequence import SamplingParams
+from worker_service.engine import Engine, Wish
+from worker_service.generation import Generation, Piece
+from worker_service.launcher import Launcher
+from worker_service.observer import Observer
+
+PAGE = 4
+VOCAB = 26
+NAMESPACE = Namespace("toy")
+
+
+def mark_of(tokens: Sequence[int]) -> int:
+    mark = 7
+    for token in tokens:
+        mark = (mark * 1_000_003 + token + 1) % (1 << 61)
+    return mark
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return mark_of(tokens) // 7 % VOCAB
+
+
+def reference(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ToyTokens(NamedTuple):
+    token_ids: tuple[int, ...]
+    logprobs: tuple[None, ...]
+
+
+@dataclass
+class ToyRunner:
+    """`gate`, when set, holds each launch until it is opened; `fail_when` makes a launch raise."""
+
+    memory: dict[int, int] = field(default_factory=dict)
+    gate: threading.Event | None = None
+    entered: threading.Event = field(default_factory=threading.Event)
+    fail_when: Callable[[Batch], bool] = lambda batch: False
+    num_launches: int = 0
+    num_tokens: int = 0
+
+    def run(self, batch: Batch) -> ToyTokens:
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(30), "the gate was never opened"
+        self.num_launches += 1
+        self.num_tokens += batch.num_tokens
+        for token, slot in zip(batch.token_ids, batch.slot_mapping[0], strict=True):
+            self.memory[slot] = token
+        if self.fail_when(batch):
+            raise RuntimeError("out of luck")
+        tokens = tuple(next_token(self._keys(batch, entry.row)) for entry in batch.sampled)
+        return ToyTokens(tokens, (None,) * len(tokens))
+
+    def _keys(self, batch: Batch, row: int) -> list[int]:
+        length = batch.cu_seqlens_k[row + 1] - batch.cu_seqlens_k[row]
+        width = batch.table_widths[0]
+        table = batch.block_tables[0][row * width : (row + 1) * width]
+        return [self.memory[table[at // PAGE] * PAGE + at % PAGE] for at in range(length)]
+
+
+class ToyMover:
+    """Carries nothing; every transfer is done, or fails when told so."""
+
+    def __init__(self, on_ack: Callable[[Ack], None]) -> None:
+        self._on_ack = on_ack
+        self.orders: list[Transfer] = []
+
+    def fetch(self, transfer: Transfer, barrier: Callable[[], None]) -> None:
+        raise AssertionError("nothing is fetched here")
+
+    def spill(self, transfer: Transfer) -> None:
+        self.orders.append(transfer)
+        asyncio.get_running_loop().call_soon(
+            self._on_ack, Ack(transfer.ticket, transfer.num_pages, TransferStatus.DONE, 1, 1.0)
+        )
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await self.drain()
+
+
+class ToyCache:
+    """CachePort on a FakeManager. `lose_before` and `lose_after` break the session at that many steps from now."""
+
+    def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
+        self._groups = groups
+        self.manager = FakeManager(groups, PAGE)
+        self.num_hellos = 0
+        self.acks: list[Ack] = []
+        self.steps: list[Step] = []
+        self.adopted: list[SequenceId] = []
+        self.lose_before = self.lose_after = -1
+        self.on_step: Callable[[Step], None] = lambda step: None
+        self.orders: asyncio.Queue[Transfer | SessionLost] = asyncio.Queue()
+        self.is_up = asyncio.Event()
+        self.is_up.set()
+        self.said_goodbye = False
+        self._session = ""
+
+    def restart(self) -> None:
+        """A new manager that knows nobody; the session to the old one is gone."""
+        epoch = f"epoch-{int(self.manager.epoch.partition('-')[2]) + 1}"
+        self.manager = FakeManager(self._groups, PAGE, epoch=epoch)
+
+    async def connect(self, live_sequences: Sequence[SequenceId]) -> Welcome:
+        await self.is_up.wait()
+        self.num_hellos += 1
+        self._session = self.manager.epoch
+        known = frozenset(live_sequences) & frozenset(self.manager.leases)
+        return Welcome(self.manager.epoch, known, self.manager.last_step_id)
+
+    async def step(self, step: Step) -> StepReply:
+        self._check()
+        self.on_step(step)
+        await asyncio.sleep(0)
+        if self.lose_before == 0:
+            self.lose_before = -1
+            raise SessionLost("before the step arrived")
+        self.lose_before -= self.lose_before > 0
+        self.acks += step.acks
+        self.steps.append(step)
+        reply = self.manager.step(step._replace(acks=()))
+        if self.lose_after == 0:
+            self.lose_after = -1
+            raise SessionLost("before the reply arrived")
+        self.lose_after -= self.lose_after > 0
+        return reply
+
+    async def adopt(self, adopt: Adopt) -> Grant | Refusal:
+        self._check()
+        self.adopted.append(adopt.sequence_id)
+        return self.manager.adopt(adopt)
+
+    async def next_order(self) -> Transfer:
+        order = await self.orders.get()
+        if isinstance(order, SessionLost):
+            raise order
+        return order
+
+    async def close(self) -> None:
+        self.said_goodbye = True
+
+    def _check(self) -> None:
+        if self._session != self.manager.epoch:
+            raise SessionLost("that manager is gone")
+
+
+class Letters:
+    """Token n is the nth letter."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class Desk:
+    engine: Engine
+    cache: ToyCache
+    runner: ToyRunner
+    mover: ToyMover
+    task: asyncio.Task[None]
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **wishes: object) -> Generation:
+        sampling = SamplingParams(max_tokens=max_tokens, **wishes)  # type: ignore[arg-type]
+        return self.engine.submit(Wish(NAMESPACE, array("i", prompt).tobytes(), sampling), Letters())
+
+    async def settled(self) -> None:
+        """Until nothing runs and nothing is left to say."""
+        async with asyncio.timeout(20):
+            while self.cache.manager.leases or self.engine.scheduler.num_unfinished:
+                await asyncio.sleep(0.001)
+
+
+async def collect(generation: Generation) -> Piece:
+    """All pieces as one."""
+    whole = Piece()
+    async with asyncio.timeout(20):
+        while whole.finish_reason is None:
+            piece = await generation.next_piece()
+            whole.token_ids += piece.token_ids
+            whole.text += piece.text
+            whole.logprobs += piece.logprobs
+            whole.finish_reason, whole.usage, whole.timing = piece.finish_reason, piece.usage, piece.timing
+    return whole
+
+
+@asynccontextmanager
+async def open_desk(num_pages: int = 64, observer: Observer | None = None, **config: int):
+    groups = (GroupSpec("full", GroupKind.FULL, num_pages, 0),)
+    limits = {"token_budget": 16, "max_num_seqs": 8, **config}
+    scheduler = Scheduler(SchedulerConfig(PAGE, groups, max_model_len=200, vocab_size=VOCAB, **limits))
+    cache, runner = ToyCache(groups), ToyRunner()
+    movers: list[ToyMover] = []
+
+    def make_mover(on_ack: Callable[[Ack], None]) -> ToyMover:
+        movers.append(ToyMover(on_ack))
+        return movers[0]
+
+    engine = Engine(scheduler, cache, Launcher(runner), make_mover, observer or Observer())
+    task = asyncio.create_task(engine.run())
+    desk = Desk(engine, cache, runner, movers[0], task)
+    try:
+        yield desk
+    finally:
+        if runner.gate is not None:
+            runner.gate.set()
+        engine.stop()
+        async with asyncio.timeout(20):
+            await asyncio.gather(task, return_exceptions=True)
