@@ -117,7 +117,8 @@ class Inbox:
             sequence.num_refused_extends += 1
         else:
             self._roster.enqueue(sequence)
-            self._outbox.refused(sequence)
+            if asked.ask is Ask.ACQUIRE:  # a refused replan freed its own pages, and the step's releases came after it
+                self._outbox.refused(sequence)
         return ()
 
     def _preempt(self) -> None:

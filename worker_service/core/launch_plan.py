@@ -150,11 +150,14 @@ def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_
     budget = config.token_budget - num_decode
     for sequence, computed, length, room in prefill:
         chunk = chunk_len(computed, length - computed, budget, config)
-        if chunk == 0:  # nobody younger goes first, or a prompt that must run whole would wait for ever
-            break
+        is_cut = chunk < chunk_len(computed, length - computed, UNLIMITED, config)
         if within_room:
             chunk = min(chunk, room - computed)
         if chunk > 0:
             rows.append(Row(sequence, computed, chunk))
             budget -= chunk
+        if (
+            is_cut or budget == 0
+        ):  # what an older prompt could not use is not for younger ones, or it might wait for ever
+            break
     return Plan(rows, num_decode)

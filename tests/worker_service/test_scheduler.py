@@ -1,0 +1,449 @@
+"""Chunks, budgets, cached prefixes, publishes and stops, on a pool with room for everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker_service.scheduler_machine import (
+    NAMESPACE,
+    VOCAB,
+    Machine,
+    full_group,
+    packed,
+    prefix_mark,
+    reference,
+    window_group,
+)
+from worker_service.core.launch_plan import chunk_len
+from worker_service.core.ports import Rates, SequenceId
+from worker_service.core.scheduler import Launch, Scheduler, SchedulerConfig
+from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Request, SamplingParams
+
+CONFIG = SchedulerConfig(
+    page_tokens=16, groups=(full_group(4000),), max_model_len=20_000, vocab_size=VOCAB, token_budget=2048
+)
+
+
+def machine(**changes: object) -> Machine:
+    return Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+
+
+def distinct(length: int, start: int) -> list[int]:
+    """Prompts whose first pages differ, so that nobody waits for a sibling."""
+    return [start, *(token % VOCAB for token in range(length - 1))]
+
+
+def launches(driven: Machine, *prompts: list[int]) -> list[list[int]]:
+    """What each launch computes for prompts that arrive together."""
+    for prompt in prompts:
+        driven.ask(prompt)
+    driven.run()
+    driven.check_over()
+    return [[row.num_tokens for row in launch.rows] for launch in driven.launches]
+
+
+# -- chunks: cases 16, 17, R31-R33 --
+
+
+@pytest.mark.parametrize(
+    ("lengths", "threshold", "expected"),
+    [
+        ([20], 8, [[8], [8], [4]]),
+        ([5], 16, [[5]]),
+        ([20, 20], 8, [[8, 8], [8, 8], [4, 4]]),
+        ([20], 0, [[20]]),
+    ],
+)
+def test_threshold_caps_each_sequence(lengths: list[int], threshold: int, expected: list[list[int]]) -> None:
+    driven = machine(page_tokens=8 if threshold == 8 else 16, long_prefill_token_threshold=threshold)
+    assert launches(driven, *(distinct(length, start) for start, length in enumerate(lengths))) == expected
+
+
+def test_threshold_means_nothing_without_chunks() -> None:
+    driven = machine(
+        page_tokens=8, long_prefill_token_threshold=8, chunked_prefill=False, max_model_len=100, token_budget=100
+    )
+    assert launches(driven, distinct(20, 1)) == [[20]]
+
+
+def test_threshold_and_budget_together() -> None:
+    """Budget 10, threshold 8: what is left for the second is less than a page, so it is taken as it is."""
+    driven = machine(page_tokens=8, long_prefill_token_threshold=8, token_budget=10, max_num_seqs=4)
+    assert launches(driven, distinct(20, 1), distinct(20, 2))[0] == [8, 2]
+
+
+def test_chunks_end_on_pages() -> None:
+    driven = machine(long_prefill_token_threshold=128, token_budget=192)
+    assert launches(driven, distinct(320, 1), distinct(320, 2))[0] == [128, 64]
+
+
+def test_budget_is_shared_in_order() -> None:
+    driven = machine(token_budget=200)
+    assert launches(driven, *(distinct(128, start) for start in range(3)))[0] == [128, 64]
+
+
+def test_prompt_longer_than_the_budget() -> None:
+    """Case 17: positions 0..5, then 6..9, below one page of 16."""
+    driven = machine(token_budget=6, max_num_seqs=2)
+    assert launches(driven, distinct(10, 1)) == [[6], [4]]
+    assert [launch.batch.positions.tolist() for launch in driven.launches] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    assert driven.launches[1].batch.cu_seqlens_k.tolist() == [0, 10]
+
+
+def test_chunk_that_starts_inside_a_page_ends_on_a_boundary() -> None:
+    assert chunk_len(6, 100, 40, CONFIG) == 26
+    assert chunk_len(6, 100, 9, CONFIG) == 9
+
+
+def test_without_chunks_a_prompt_waits_for_a_launch_that_holds_it() -> None:
+    """Nobody younger goes first, or it would wait for ever."""
+    driven = machine(chunked_prefill=False, max_model_len=100, token_budget=100)
+    assert launches(driven, distinct(60, 1), distinct(50, 2), distinct(30, 3)) == [[60], [50, 30]]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
+    budget=st.integers(3, 200),
+    page_tokens=st.sampled_from([1, 2, 8, 16, 64]),
+    threshold=st.sampled_from([0, 64, 100]),
+)
+def test_any_prompts_budgets_and_pages(lengths: list[int], budget: int, page_tokens: int, threshold: int) -> None:
+    """Within the budget (checked at every launch), all tokens once, and chunks end on pages where one fits."""
+    driven = machine(
+        token_budget=budget, page_tokens=page_tokens, max_num_seqs=3, long_prefill_token_threshold=threshold
+    )
+    ids = [driven.ask(distinct(length, start), max_tokens=3) for start, length in enumerate(lengths)]
+    driven.run()
+    driven.check_over()
+    for sequence_id, length in zip(ids, lengths, strict=True):
+        chunks, usage = driven.prefilled[sequence_id], driven.clients[sequence_id].usage
+        assert usage is not None
+        assert sum(chunks) == length - usage.cached_tokens == usage.computed_tokens
+        assert not threshold or max(chunks) <= threshold
+        end = usage.cached_tokens
+        for chunk in chunks[:-1]:
+            end += chunk
+            assert end % page_tokens == 0 or chunk < page_tokens
+
+
+def test_threshold_is_checked_against_the_page_size_in_force() -> None:
+    """R32: a threshold of 16 is fine with pages of 16, and not once the model asked for pages of 128."""
+    replace(CONFIG, long_prefill_token_threshold=16).validate()
+    with pytest.raises(InvalidField, match="long_prefill_token_threshold"):
+        replace(CONFIG, long_prefill_token_threshold=16, page_tokens=128).validate()
+    with pytest.raises(InvalidField, match="long_prefill_token_threshold"):
+        replace(CONFIG, long_prefill_token_threshold=CONFIG.max_model_len + 1).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"token_budget": 8, "max_num_seqs": 9}, "token_budget"),
+        ({"chunked_prefill": False}, "token_budget"),
+        ({"groups": ()}, "groups"),
+        ({"page_tokens": 0}, "page_tokens"),
+        ({"decode_lookahead": -1}, "decode_lookahead"),
+    ],
+)
+def test_configuration_that_cannot_work(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        Scheduler(replace(CONFIG, **changes))  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+# -- the cached prefix: cases 15, 18, M10-M13 --
+
+
+def test_only_what_is_not_cached_is_scheduled() -> None:
+    """Case 15, page 4."""
+    driven = machine(page_tokens=4)
+    launches(driven, list(range(1, 10)))
+    second = driven.ask([*range(1, 9), 10, 11])
+    driven.run()
+    batch = driven.launches[-1].batch
+    assert batch.token_ids.tolist() == [10, 11]
+    assert batch.positions.tolist() == [8, 9]
+    usage = driven.clients[second].usage
+    assert usage is not None
+    assert (usage.cached_tokens, usage.computed_tokens) == (8, 2)
+
+
+def test_repeated_long_prompt() -> None:
+    """Case 18: 7,820 tokens three times."""
+    driven, prompt = machine(), distinct(7820, 3)
+    usages = []
+    for _ in range(3):
+        sequence_id = driven.ask(prompt)
+        driven.run()
+        usages.append(driven.clients[sequence_id].usage)
+    assert [usage and usage.cached_tokens for usage in usages] == [0, 7808, 7808]
+    assert [usage and usage.computed_tokens for usage in usages] == [7820, 12, 12]
+
+
+def test_cached_prefix_costs_no_budget() -> None:
+    """M10: the first chunk spans the whole prefix and a full budget of new tokens."""
+    driven = machine(token_budget=64, max_num_seqs=4)
+    launches(driven, distinct(320, 1))
+    before = len(driven.launches)
+    launches(driven, distinct(320, 1) + distinct(100, 7))
+    first = driven.launches[before]
+    assert (first.rows[0].first_token, first.rows[0].num_tokens) == (320, 64)
+    assert first.batch.cu_seqlens_k.tolist() == [0, 384]
+
+
+def test_whole_prompt_cached_leaves_a_page_to_compute() -> None:
+    """M13: logits are needed."""
+    driven = machine()
+    launches(driven, distinct(32, 1))
+    assert launches(driven, distinct(32, 1))[-1] == [16]
+
+
+def test_small_remainder_waits_for_a_launch_with_budget() -> None:
+    """M11: a row that finds no budget is deferred; nothing overflows."""
+    driven = machine(token_budget=16, max_num_seqs=4)
+    assert launches(driven, distinct(16, 1), distinct(2, 2)) == [[16], [2]]
+
+
+def test_decode_rows_come_before_prefill_rows() -> None:
+    driven = machine(token_budget=32, max_num_seqs=4)
+    driven.ask(distinct(8, 1), max_tokens=8)
+    driven.turn()
+    driven.ask(distinct(100, 2), max_tokens=2)
+    driven.run()
+    assert [row.num_tokens for row in driven.launches[2].rows] == [1, 16]
+    assert driven.launches[2].batch.num_decode_seqs == 1
+    driven.check_over()
+
+
+# -- steps ahead of launches --
+
+
+def test_pages_of_the_next_launch_are_asked_for_during_the_launch() -> None:
+    """A decode row never waits for a page: while it fills one, the next is granted already."""
+    driven = machine(page_tokens=4)
+    driven.ask(distinct(4, 1), max_tokens=12)
+    for _ in range(12):
+        driven.turn()
+        assert driven.launch is not None
+    driven.run()
+    driven.check_over()
+    assert [launch.batch.num_tokens for launch in driven.launches] == [4] + [1] * 11
+
+
+def test_no_page_is_asked_for_when_the_launch_in_flight_is_the_last() -> None:
+    driven = machine(page_tokens=4)
+    driven.ask(distinct(4, 1), max_tokens=1)
+    driven.turn()
+    assert driven.scheduler.next_step() is None
+
+
+def test_nothing_to_say_is_no_step() -> None:
+    driven = machine()
+    driven.scheduler.report_rates(Rates(1.0, 1.0))
+    assert driven.scheduler.next_step() is None
+    driven.ask(distinct(20, 1), max_tokens=5)
+    step = driven.scheduler.next_step()
+    assert step is not None
+    assert step.rates == Rates(1.0, 1.0)
+
+
+def test_publish_follows_completion_not_the_schedule() -> None:
+    driven = machine(page_tokens=4, token_budget=8, max_num_seqs=2)
+    driven.ask(distinct(16, 1), max_tokens=2)
+    driven.turn()
+    assert driven.launch is not None
+    assert driven.scheduler.next_step() is None  # launched is not computed
+    driven.land()
+    step = driven.scheduler.next_step()
+    assert step is not None
+    assert [publish.computed_tokens for publish in step.publishes] == [8]
+
+
+def test_last_sampled_token_is_not_published() -> None:
+    """Case 7: its KV was never written. Prompt 8, page 4: 9 of 13 tokens fill 12 // 4 pages, the 13th has no KV."""
+    driven = machine(page_tokens=4)
+    driven.ask(distinct(8, 1), max_tokens=5)
+    driven.run()
+    prompt = distinct(8, 1)
+    tokens = prompt + reference(NAMESPACE, prompt, 5)
+    assert {len(key) // 4 for _, key in driven.manager.cached} == {4, 8, 12}
+    assert (NAMESPACE, packed(tokens[:12])) in driven.manager.cached
+
+
+def test_finished_request_publishes_before_it_leaves() -> None:
+    driven = machine(page_tokens=4)
+    driven.ask(distinct(8, 1), max_tokens=1)
+    driven.turn()
+    driven.land()
+    step = driven.scheduler.next_step()
+    assert step is not None
+    assert [publish.computed_tokens for publish in step.publishes] == [8]
+    assert [release.sequence_id for release in step.releases] == [SequenceId(1)]
+
+
+def test_failed_launch_publishes_nothing_of_its_requests() -> None:
+    driven = machine(page_tokens=4, token_budget=8, max_num_seqs=2)
+    sequence_id = driven.ask(distinct(16, 1))
+    driven.turn()
+    driven.land()
+    driven.start()
+    assert driven.fail() == (sequence_id,)
+    driven.run()
+    assert not driven.manager.cached
+    assert not driven.manager.leases
+    launches(driven, distinct(16, 1))
+
+
+def test_window_pages_come_chunk_by_chunk() -> None:
+    driven = machine(page_tokens=4, token_budget=8, max_num_seqs=2, groups=(full_group(99), window_group(9, 6)))
+    assert launches(driven, distinct(30, 1)) == [[8], [8], [8], [6]]
+
+
+# -- several tokens at once: R13-R16, R42 --
+
+
+def accept(driven: Machine, tokens: list[int]) -> Launch:
+    """Let the launch in flight accept these, right ones or not."""
+    launch = driven.launch
+    assert launch is not None
+    driven.compute(launch)
+    driven.launch = None
+    for output in driven.scheduler.complete(launch, [tokens]):
+        driven.take(output)
+    return launch
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 4])
+def test_accepting_more_tokens_than_a_page_holds(page_tokens: int) -> None:
+    """R14, R16: the room grows to every page that is needed, and only accepted tokens with KV are published."""
+    driven = machine(page_tokens=page_tokens, decode_lookahead=4)
+    driven.ask([1, 2, 3], max_tokens=20)
+    driven.turn()
+    driven.exchange()
+    driven.land()
+    driven.start()
+    driven.exchange()
+    accept(driven, [5, 6, 7, 8, 9])
+    step = driven.scheduler.next_step()
+    assert step is not None
+    # Prompt 3, one sampled, five accepted: the last of nine tokens has no KV.
+    assert step.publishes[-1].computed_tokens == 8
+    sampled = next_of([1, 2, 3])
+    driven.apply(driven.manager.step(step))
+    assert packed([1, 2, 3, sampled, 5, 6, 7, 8]) in {key for _, key in driven.manager.cached}
+
+
+def next_of(prompt: list[int]) -> int:
+    return prefix_mark(NAMESPACE, prompt) % VOCAB
+
+
+def test_more_tokens_than_were_looked_ahead_are_a_fault() -> None:
+    driven = machine(decode_lookahead=1)
+    driven.ask([1, 2, 3], max_tokens=20)
+    driven.turn()
+    driven.exchange()
+    driven.land()
+    driven.start()
+    with pytest.raises(ValueError, match="1 to 2 tokens"):
+        accept(driven, [5, 6, 7])
+
+
+def test_tokens_behind_a_stop_are_dropped() -> None:
+    driven = machine(decode_lookahead=4, eos_token_ids=frozenset({6}))
+    sampling = SamplingParams(max_tokens=20)
+    driven.ask([1, 2, 3])
+    driven.run()
+    driven.scheduler.add(Request(SequenceId(9), NAMESPACE, packed([1, 2, 3]), sampling))
+    driven.clients[SequenceId(9)] = driven.clients[SequenceId(1)]
+    driven.clients[SequenceId(1)].tokens.clear()
+    driven.exchange()
+    driven.start()
+    accept(driven, [5])
+    driven.exchange()
+    driven.start()
+    accept(driven, [5, 6, 7])
+    assert driven.clients[SequenceId(9)].tokens == [5, 5, 6]
+
+
+# -- stops and requests --
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected", "reason"),
+    [
+        (SamplingParams(max_tokens=9), 1, FinishReason.STOP),
+        (SamplingParams(max_tokens=3, ignore_eos=True), 3, FinishReason.LENGTH),
+        (SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=frozenset({7})), 1, FinishReason.STOP),
+        (SamplingParams(max_tokens=1), 1, FinishReason.STOP),
+        (SamplingParams(max_tokens=99, ignore_eos=True), 7, FinishReason.LENGTH),
+    ],
+)
+def test_stops(sampling: SamplingParams, expected: int, reason: FinishReason) -> None:
+    """M17 too: ignore_eos gives exactly max_tokens; the longest sequence is max_model_len = 10."""
+    scheduler = machine(eos_token_ids=frozenset({7}), max_model_len=10).scheduler
+    scheduler.add(Request(SequenceId(1), NAMESPACE, packed([1, 2, 3]), sampling))
+    driven = machine(max_model_len=10)
+    driven.scheduler = scheduler
+    outputs = []
+    while scheduler.num_unfinished:
+        driven.exchange()
+        launch = scheduler.next_launch()
+        if launch is not None:
+            outputs += scheduler.complete(launch, [[7]] * launch.num_sampled)
+    assert sum(len(output.token_ids) for output in outputs) == expected
+    assert [output.finish for output in outputs] == [None] * (expected - 1) + [reason]
+
+
+def test_finish_by_text() -> None:
+    driven = machine(page_tokens=4)
+    sequence_id = driven.ask(distinct(8, 1), max_tokens=50)
+    for _ in range(3):
+        driven.turn()
+    usage = driven.scheduler.finish(sequence_id)
+    assert usage is not None
+    assert usage.generated_tokens == 2
+    assert driven.scheduler.finish(sequence_id) is None
+    driven.run()
+    assert not driven.manager.leases
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [([], "empty"), ([1] * 20_000, "max_model_len"), ([1, VOCAB], "outside"), ([-1], "outside")],
+)
+def test_prompts_that_cannot_be_served(prompt: list[int], reason: str) -> None:
+    driven = machine()
+    with pytest.raises(InvalidField, match=reason):
+        driven.ask(prompt)
+    assert driven.scheduler.num_unfinished == 0
+
+
+def test_odd_bytes_and_used_ids() -> None:
+    driven = machine()
+    with pytest.raises(InvalidField, match="int32"):
+        driven.scheduler.add(Request(SequenceId(1), NAMESPACE, b"12345", SamplingParams()))
+    driven.ask([1, 2])
+    with pytest.raises(InvalidField, match="sequence_id"):
+        driven.scheduler.add(Request(SequenceId(1), NAMESPACE, packed([1]), SamplingParams()))
+
+
+def test_full_queue() -> None:
+    driven = machine(max_waiting=2)
+    driven.ask([1])
+    driven.ask([2])
+    with pytest.raises(QueueFull):
+        driven.ask([3])
+    driven.run()
+    driven.ask([3])
+
+
+def test_priority_goes_first_and_equals_in_order() -> None:
+    driven = machine(max_num_seqs=1)
+    ids = [driven.ask(distinct(20, start), priority=priority) for start, priority in enumerate([0, 1, 0, 1])]
+    driven.run()
+    assert driven.manager.order == [ids[1], ids[3], ids[0], ids[2]]

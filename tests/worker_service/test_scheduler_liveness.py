@@ -1,0 +1,113 @@
+"""Random workloads on pools that are much too small: all requests end, with the right tokens, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
+from worker_service.core.ports import GroupSpec, Namespace
+from worker_service.core.scheduler import SchedulerConfig
+
+MAX_LEN = 24
+# Far more turns than any of these workloads needs: reaching it is a livelock.
+MAX_TURNS = 1_000
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    page_tokens = draw(st.sampled_from([1, 2, 4]))
+    budget = draw(st.sampled_from([4, 8, 16, 64]))
+    longest = -(-MAX_LEN // page_tokens)
+    groups: list[GroupSpec] = [full_group(draw(st.integers(longest, 2 * longest)))]
+    if draw(st.integers(0, 3)) == 0:
+        window = draw(st.sampled_from([1, 3, 6]))
+        least = -(-(window + 2 * budget) // page_tokens) + 2
+        groups.append(window_group(draw(st.integers(least, 2 * least)), window))
+    return SchedulerConfig(
+        page_tokens=page_tokens,
+        groups=tuple(groups),
+        max_model_len=MAX_LEN,
+        vocab_size=VOCAB,
+        token_budget=budget,
+        max_num_seqs=draw(st.integers(1, min(budget, 6))),
+        max_acquires=draw(st.sampled_from([1, 3, 8])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 4])),
+        reserve_pages=draw(st.sampled_from([0, 0, 2])),
+    )
+
+
+class Workload:
+    """Requests that share prefixes arrive, some are aborted, launches fail, sessions break, the manager restarts."""
+
+    def __init__(self, machine: Machine, rng: random.Random, num_requests: int, *, with_faults: bool) -> None:
+        self.machine = machine
+        self.rng = rng
+        self.num_left = num_requests
+        self.with_faults = with_faults
+
+    def chance(self, probability: float) -> bool:
+        return self.with_faults and self.rng.random() < probability
+
+    def ask(self) -> None:
+        alphabet = self.rng.choice([1, 1, 2])
+        prompt = [self.rng.randrange(alphabet) for _ in range(self.rng.randint(1, 18))]
+        namespace = Namespace("model", salt=self.rng.choice(["", "", "other"]))
+        self.machine.ask(prompt, self.rng.randint(1, 6), namespace, priority=self.rng.choice([0, 0, 1]))
+        self.num_left -= 1
+
+    def maybe_abort(self) -> None:
+        if self.chance(0.03) and self.machine.clients:
+            self.machine.abort(self.rng.choice(list(self.machine.clients)))
+
+    def turn(self) -> bool:
+        machine = self.machine
+        if self.num_left and self.rng.random() < 0.5:
+            self.ask()
+        self.maybe_abort()
+        happened = machine.exchange()
+        self.maybe_abort()
+        if machine.launch is not None and self.chance(0.03):
+            machine.fail()
+            happened = True
+        happened |= machine.land()
+        happened |= machine.move_pages()
+        happened |= self.maybe_lose_something()
+        return machine.start() or happened
+
+    def maybe_lose_something(self) -> bool:
+        if self.chance(0.02):
+            self.machine.restart_manager()
+            return True
+        if self.chance(0.04):
+            self.machine.lose_session(reply_was_lost=self.rng.random() < 0.5)
+            return True
+        return False
+
+    def run(self) -> int:
+        for turn in range(MAX_TURNS):
+            if not self.turn() and not self.num_left:
+                return turn
+        raise AssertionError(f"{self.machine.scheduler.num_unfinished} requests never finish")
+
+
+@pytest.mark.parametrize("with_faults", [False, True])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())
+def test_every_request_ends_and_nothing_is_left(
+    config: SchedulerConfig, seed: int, num_requests: int, host: bool, with_faults: bool
+) -> None:
+    rng = random.Random(seed)
+    machine = Machine(config, host=host, rng=rng if with_faults else None)
+    Workload(machine, rng, num_requests, with_faults=with_faults).run()
+    machine.check_over()
+    usages = [client.usage for client in machine.clients.values() if client.usage is not None]
+    event(f"refused: {machine.manager.num_refusals > 0}")
+    event(f"preempted: {any(usage.num_preemptions for usage in usages)}")
+    event(f"cached: {any(usage.cached_tokens for usage in usages)}")
+    event(f"fetched: {any(usage.fetched_tokens for usage in usages)}")
+    if not with_faults:
+        assert all(client.usage is not None for client in machine.clients.values())
