@@ -379,3 +379,29 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
     assert live.fetch is not None and live.fetch.num_pages == 4
     worker.fetch_all(live)
     worker.prefill(live)
+
+
+def test_a_use_during_a_spill_counts() -> None:
+    """The copy itself is no use, but a request that came and went meanwhile is."""
+    world = stage()
+    worker = join(world, full(6))
+    worker.run([1, 2, 3, 4])
+    world.tick()
+    assert worker.spills
+    worker.run([5, 6])
+    worker.run([1, 2, 3, 4, 5])
+    spill(worker)
+    take = worker.start(span(70, 77))
+    worker.release(take, ABORTED)
+    assert world.tokens_cached([1, 2, 3, 4, 0]) == 4
+    assert world.tokens_cached([5, 6, 0]) == 0
+
+
+def test_the_copy_itself_is_no_use() -> None:
+    world = stage()
+    worker = join(world, full(4))
+    worker.run([1, 2])
+    worker.run([5, 6])
+    spill(worker)
+    worker.release(worker.start(span(70, 75)), ABORTED)
+    assert (world.tokens_cached([1, 2, 0]), world.tokens_cached([5, 6, 0])) == (0, 2)
