@@ -87,11 +87,15 @@ def session_limits(config: CacheConfig) -> SessionLimits:
 
 
 @asynccontextmanager
-async def running(config: CacheConfig, clock: Callable[[], int] = monotonic_ms) -> AsyncIterator[CacheService]:
+async def running(
+    config: CacheConfig,
+    clock: Callable[[], int] = monotonic_ms,
+    make_manager: Callable[[ManagerConfig, str], CacheManager] = CacheManager,
+) -> AsyncIterator[CacheService]:
     """The service, serving; on exit it says NOT_SERVING, ends its streams, lets calls finish, and closes."""
     registry = CollectorRegistry()
     epoch = secrets.token_hex(8)
-    manager = CacheManager(manager_config(config), epoch)
+    manager = make_manager(manager_config(config), epoch)
     registry.register(ManagerCollector(manager.stats))
     watchers = Watchers(epoch, config.max_watchers if config.watch else 0, config.watch_queue)
     async with AsyncExitStack() as stack:

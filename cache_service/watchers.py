@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 from cache_service.codec import encode
 from cache_service.core.errors import TooMany
@@ -37,7 +37,7 @@ class Watchers:
                 for watcher in self._watchers:
                     watcher.put(message)
 
-    async def watch(self) -> AsyncIterator[cache_pb2.WatchResponse]:
+    async def watch(self) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
         """Every event from now on. The first message has none: it says where the numbering stands."""
         if len(self._watchers) >= self._max_watchers:
             raise TooMany("watch", f"there are {self._max_watchers} watchers already")
