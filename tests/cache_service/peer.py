@@ -1,0 +1,110 @@
+"""A worker as the cache service sees one: a Session stream that a test drives message by message.
+
+Knows no scheduling. `started` runs a service on loopback with settings fit for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from cache_service.bootstrap import CacheService, running
+from cache_service.config import CacheConfig
+from protos.v1 import cache_pb2, cache_pb2_grpc
+from rpc.client import open_channel
+from tests.cache_service.messages import hello
+
+PATIENCE_S = 30.0
+
+
+class Peer:
+    """One Session stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
+        self.stream = stub.Session()
+        self.orders: list[Any] = []
+        self._step_id = 0
+
+    async def send(self, **message: Any) -> None:
+        await self.stream.write(cache_pb2.SessionRequest(**message))
+
+    async def receive(self) -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.stream.read()
+
+    async def hello(self, **fields: Any) -> Any:
+        await self.send(hello=hello(**fields))
+        return (await self.receive()).welcome
+
+    async def step(self, **fields: Any) -> Any:
+        """Sends a Step and returns its reply; orders that come before it are kept aside."""
+        if "step_id" not in fields:
+            self._step_id += 1
+            fields["step_id"] = self._step_id
+        await self.send(step=cache_pb2.Step(**fields))
+        while True:
+            message = await self.receive()
+            assert message is not grpc.aio.EOF, await self.ended()
+            if message.WhichOneof("message") == "step_reply":
+                return message.step_reply
+            self.orders.append(message.order.spill)
+
+    async def ended(self) -> tuple[grpc.StatusCode, str]:
+        """The status that the service ended the stream with."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.stream.code(), await self.stream.details()
+
+    async def hang_up(self) -> None:
+        """Half-closes, and waits until the service has ended its side."""
+        await self.stream.done_writing()
+        await self.ended()
+
+
+class Client:
+    """A channel to a running service, and what tests need from behind it."""
+
+    def __init__(self, service: CacheService, channel: grpc.aio.Channel) -> None:
+        self.service = service
+        self.channel = channel
+        self.manager: Any = service.manager
+        self.stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
+
+    def peer(self) -> Peer:
+        return Peer(self.channel)
+
+    async def connected(self, **fields: Any) -> Peer:
+        peer = self.peer()
+        await peer.hello(**fields)
+        return peer
+
+
+class Clock:
+    """Time that goes on only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_000
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+@asynccontextmanager
+async def started(
+    make_manager: Callable[..., Any] | None = None, clock: Callable[[], int] | None = None, **settings: Any
+) -> AsyncIterator[Client]:
+    config = CacheConfig(**{"listen": "127.0.0.1:0", "drain_timeout_s": 5.0, **settings})
+    extra: dict[str, Any] = {"make_manager": make_manager} if make_manager else {}
+    async with running(config, clock or Clock(), **extra) as service, open_channel(str(service.address)) as channel:
+        yield Client(service, channel)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -1,0 +1,73 @@
+"""A manager that does what a test says: it keeps the calls it got, and answers or raises from its script.
+
+Knows no page. For what the real manager does not do on demand: orders out of the blue, failures, silence.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from cache_service.core.stats import ClearResult, HostTierStats, ManagerStats
+from cache_service.core.types import FetchPolicy, SpillPolicy, StepReply, Transfer, TransferPages, Welcome
+
+HOST = HostTierStats(0, 0, 0, 0, 0, 0, False, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
+
+
+class ScriptedManager:
+    def __init__(self, epoch: str = "scripted") -> None:
+        self.epoch = epoch
+        self.calls: list[tuple[Any, ...]] = []
+        self.orders: dict[str, list[Transfer]] = defaultdict(list)
+        self.events: list[Any] = []
+        self.raises: Exception | None = None
+
+    def _called(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.raises is not None:
+            raise self.raises
+
+    def verbs(self) -> list[str]:
+        return [call[0] for call in self.calls if call[0] != "tick"]
+
+    def hello(self, hello: Any, now_ms: int) -> Welcome:
+        self._called("hello", hello.worker_id, hello.incarnation)
+        return Welcome(self.epoch, hello.live_sequences, 0)
+
+    def step(self, worker_id: str, step: Any, now_ms: int) -> StepReply:
+        self._called("step", worker_id, step.step_id)
+        return StepReply(step.step_id)
+
+    def disconnect(self, worker_id: str, incarnation: str, now_ms: int) -> None:
+        self.calls.append(("disconnect", worker_id, incarnation))
+
+    def goodbye(self, worker_id: str, now_ms: int) -> None:
+        self.calls.append(("goodbye", worker_id))
+
+    def tick(self, now_ms: int) -> None:
+        self._called("tick")
+
+    def clear(self, namespace: Any, unused_only: bool, now_ms: int) -> ClearResult:
+        self._called("clear", namespace, unused_only)
+        return ClearResult(3, 4)
+
+    def stats(self) -> ManagerStats:
+        return ManagerStats(self.epoch, "lru", (), HOST)
+
+    def take_orders(self, worker_id: str) -> tuple[Transfer, ...]:
+        return tuple(self.orders.pop(worker_id, ()))
+
+    def take_events(self) -> tuple[Any, ...]:
+        events, self.events = tuple(self.events), []
+        return events
+
+    def take_host_deletes(self) -> tuple[bytes, ...]:
+        return ()
+
+    def take_host_touches(self) -> tuple[bytes, ...]:
+        return ()
+
+
+def order(ticket: int, key: bytes = b"k") -> Transfer:
+    pages = TransferPages(0, b"\1\0\0\0", (key,))
+    return Transfer(ticket, (pages,), 0, 1)  # type: ignore[arg-type]
