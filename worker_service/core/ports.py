@@ -205,8 +205,8 @@ class Welcome(NamedTuple):
 class CachePort(Protocol):
     """The engine's view of the cache service. One unanswered Step at a time.
 
-    A lost stream raises SessionLost from `step` and `adopt`, and once from `next_order`, so that an idle engine hears of
-    it too; the engine then drains the mover, calls `connect` again and follows the Welcome.
+    A lost stream raises SessionLost from `step` and `adopt`, and once from `next_order`, so that an idle engine hears
+    of it too; the engine then drains the mover, calls `connect` again and follows the Welcome.
     """
 
     async def connect(self, live_sequences: Seq[SequenceId]) -> Welcome: ...
