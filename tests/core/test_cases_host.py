@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from cache_service.core.errors import LeasesInScope, UnknownTicket
+from cache_service.core.host_key import HostKey, build_key
+from cache_service.core.page_hash import namespace_digest, page_hashes
 from cache_service.core.types import (
     Ack,
     FetchPolicy,
     GroupSpec,
     HostTierKind,
     Namespace,
+    PageHash,
     Rates,
     SpillPolicy,
     TicketId,
@@ -23,7 +26,7 @@ from cache_service.core.types import (
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
-from tests.core.world import ABORTED, DONE, FAILED, MISSING, NS, World, full, ids, state, window
+from tests.core.world import ABORTED, DONE, FAILED, FINGERPRINT, MISSING, NS, World, full, ids, pack, state, window
 
 
 def stage(**config: Any) -> World:
@@ -235,7 +238,7 @@ def test_vanished_tail_is_replanned_round_by_round() -> None:
         worker.store.pop(key)
     worker.fetch_all(live)
     assert live.grant.usable_tokens == 4
-    probe = worker.world.manager.match(NS, b"".join(t.to_bytes(4, "little") for t in span(1, 10)), worker.id)[0].match
+    probe = worker.world.manager.match(NS, pack(span(1, 10)), worker.id)[0].match
     assert probe.host_tokens == 0
     worker.prefill(live)
 
@@ -369,8 +372,6 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
     keys = tuple(worker.store)
     world.new_manager()
     worker.restart("i1")
-    from tests.core.world import FINGERPRINT
-
     before = world.snapshot()
     assert world.manager.host_adopted("redis", FINGERPRINT, (b"nonsense", b""), world.now_ms) == 0
     assert world.snapshot() == before
@@ -405,3 +406,49 @@ def test_the_copy_itself_is_no_use() -> None:
     spill(worker)
     worker.release(worker.start(span(70, 75)), ABORTED)
     assert (world.tokens_cached([1, 2, 0]), world.tokens_cached([5, 6, 0])) == (0, 2)
+
+
+def test_a_row_of_several_ranks_is_whole_or_absent() -> None:
+    """A scan may find the keys of some ranks only."""
+    world = stage()
+    worker = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.SHARED, host_tier_id="redis", num_ranks=2)
+    page_hash = page_hashes(namespace_digest(NS), b"", pack([1, 2]), 8)
+    keys = [build_key(b"stemcache:1:", HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
+    adopt = world.manager.host_adopted
+    assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
+    assert worker.start([1, 2, 3]).fetch is None
+    assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
+    assert adopt("redis", FINGERPRINT, keys[2:], world.now_ms) == 0
+    assert adopt("redis", FINGERPRINT, keys[1:2], world.now_ms) == 1
+    assert worker.start([1, 2, 3]).fetch is not None
+
+
+def test_a_long_spill_comes_in_orders_of_limited_size() -> None:
+    world = stage(transfer_pages=3)
+    worker = join(world, full(16))
+    worker.run(span(1, 20))
+    sizes = []
+    for _ in range(10):
+        world.tick()
+        if not worker.spills:
+            break
+        sizes.append(worker.spills[0][0].num_pages)
+        worker.do_spill()
+    assert sum(sizes) == 10 and max(sizes) <= 3
+    assert len(worker.store) == 10
+
+
+def test_write_back_spills_the_cold_end_before_it_is_needed() -> None:
+    world = stage(spill=SpillPolicy.WRITE_BACK, write_back_low_water=0.5)
+    worker = join(world, full(8))
+    worker.run([1, 2, 3, 4])
+    world.tick()
+    assert not worker.spills, "there is room enough"
+    worker.run([5, 6, 7, 8, 9, 10])
+    spill(worker)
+    assert len(worker.store) >= 2
+    churn(worker)
+    live = worker.start([1, 2, 3, 4, 5])
+    assert live.fetch is not None
+    worker.fetch_all(live)
+    worker.prefill(live)

@@ -20,7 +20,9 @@ def make(groups: list[GroupSpec], page_tokens: int) -> FakeWorker:
     return FakeWorker(World(watch=True), groups, page_tokens)
 
 
-@pytest.mark.parametrize("groups", [[full(32)], [full(32), window(32, 4)]], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "groups", [[full(32)], [full(32), window(32, 4)], [window(32, 4)]], ids=["full", "both", "window"]
+)
 def test_case_20_an_unfinished_sequence_serves_its_sibling(groups: list[GroupSpec]) -> None:
     worker = make(groups, 1)
     first = worker.start(span(1, 8))
@@ -30,7 +32,9 @@ def test_case_20_an_unfinished_sequence_serves_its_sibling(groups: list[GroupSpe
     assert worker.start(span(1, 8)).grant.usable_tokens == 7
 
 
-@pytest.mark.parametrize("groups", [[full(32)], [full(32), window(32, 4)]], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "groups", [[full(32)], [full(32), window(32, 4)], [window(32, 4)]], ids=["full", "both", "window"]
+)
 def test_case_21_several_tokens_accepted_at_once(groups: list[GroupSpec]) -> None:
     worker = make(groups, 1)
     first = worker.start([1, 2])
