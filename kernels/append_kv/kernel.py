@@ -15,7 +15,8 @@ from kernels.layout import KvLayout, PageShape, pack_width
 ELEMENTS = 1024
 
 
-@triton.jit
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_tokens"])
 def append_rows(
     k_ptr,
     v_ptr,

@@ -22,7 +22,8 @@ BLOCK_N = 64
 ROWS = 16  # the smallest tile that tensor cores take: a group's query heads, padded
 
 
-@triton.jit
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["max_splits", "stride_tables_seq"])
 def attend_split(
     q_ptr,
     k_pages_ptr,
@@ -102,7 +103,7 @@ def attend_split(
     tl.store(total_ptr + part, total, mask=row < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "max_splits"])
 def merge_splits(
     out_ptr,
     lse_ptr,

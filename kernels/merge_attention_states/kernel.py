@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_tokens"])
 def merge_rows(
     out_ptr,
     lse_ptr,

@@ -23,7 +23,8 @@ LOG2_E = 1.4426950408889634
 BLOCK_M = 128
 
 
-@triton.jit
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])
 def attend_tile(
     q_ptr,
     k_pages_ptr,

@@ -84,28 +84,33 @@ def running_sums(counts: Sequence[int], device: str = "cpu") -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device)
 
 
-def poisoned_pages(shape: PageShape, dtype: torch.dtype, layout: KvLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def poisoned_pages(
+    shape: PageShape, dtype: torch.dtype, layout: KvLayout, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value pages full of NaN."""
     k_shape, v_shape = page_tensor_shapes(shape, dtype, layout)
-    return torch.full(k_shape, POISON, dtype=dtype), torch.full(v_shape, POISON, dtype=dtype)
+    return (
+        torch.full(k_shape, POISON, dtype=dtype, device=device),
+        torch.full(v_shape, POISON, dtype=dtype, device=device),
+    )
 
 
 def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 0) -> PagedCase:
     """A batch of (cached, new) sequences; the first `shared_pages` pages of sequence 0 begin every longer sequence."""
-    rng = torch.Generator().manual_seed(seed)
+    rng, values_rng = torch.Generator().manual_seed(seed), torch.Generator(shape.device).manual_seed(seed)
     page_tokens, totals = shape.page_tokens, [cached + new for cached, new in lengths]
     counts = [-(-total // page_tokens) for total in totals]
     num_pages = 1 + sum(counts) + 3
     ids = iter((torch.randperm(num_pages - 1, generator=rng) + 1).tolist())
     k_pages, v_pages = poisoned_pages(
-        PageShape(num_pages, page_tokens, shape.kv_heads, shape.dim), shape.dtype, shape.layout
+        PageShape(num_pages, page_tokens, shape.kv_heads, shape.dim), shape.dtype, shape.layout, shape.device
     )
     tables = torch.zeros(len(lengths), max([*counts, 1]) + 2, dtype=torch.int32)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     for seq, (cached, new) in enumerate(lengths):
         total = cached + new
-        k, v = (_random((total, shape.kv_heads, shape.dim), shape.dtype, rng) for _ in range(2))
+        k, v = (_random((total, shape.kv_heads, shape.dim), shape.dtype, values_rng) for _ in range(2))
         shared = min(shape.shared_pages, totals[0] // page_tokens, total // page_tokens) if seq else 0
         if shared:
             k[: shared * page_tokens] = keys[0][: shared * page_tokens]
@@ -119,18 +124,19 @@ def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 
         tables[seq, : first // page_tokens] = 0
         position = torch.arange(first, total)
         page, slot = tables[seq].long()[position // page_tokens], position % page_tokens
+        page, slot = page.to(shape.device), slot.to(shape.device)
         write_tokens(k_pages, v_pages, page, slot, k[first:], v[first:], shape.layout)
-    q = _random((sum(new for _, new in lengths), shape.q_heads, shape.dim), shape.dtype, rng)
+    q = _random((sum(new for _, new in lengths), shape.q_heads, shape.dim), shape.dtype, values_rng)
     to = shape.device
     return PagedCase(
         lengths=tuple(lengths),
         layout=shape.layout,
         window=shape.window,
-        q=q.to(to),
-        keys=tuple(k.to(to) for k in keys),
-        values=tuple(v.to(to) for v in values),
-        k_pages=k_pages.to(to),
-        v_pages=v_pages.to(to),
+        q=q,
+        keys=tuple(keys),
+        values=tuple(values),
+        k_pages=k_pages,
+        v_pages=v_pages,
         block_tables=tables.to(to),
         cu_seqlens_q=running_sums([new for _, new in lengths], to),
         cu_seqlens_k=running_sums(totals, to),
@@ -151,4 +157,4 @@ def spread_pages(case: PagedCase) -> PagedCase:
 
 
 def _random(size: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> torch.Tensor:
-    return torch.randn(size, generator=rng).to(dtype)
+    return torch.randn(size, generator=rng, device=rng.device).to(dtype)
