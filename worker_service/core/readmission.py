@@ -52,7 +52,7 @@ class Readmitter:
             if self._is_adoptable(sequence, welcome):
                 adopts.append(self._adopt(sequence))
             else:
-                self._roster.end_lease(sequence)
+                self._end_lease(sequence)
                 waiting.append(sequence)
         for sequence in waiting:
             if sequence.state is not State.FINISHED:
@@ -69,6 +69,12 @@ class Readmitter:
         """A lease that the manager has, though the dialogue lost its place, ends instead; its sequence queues."""
         is_running = sequence.state is State.RUNNING and sequence.computed_len > sequence.start_len
         return is_running and sequence.sequence_id not in welcome.known_sequences
+
+    def _end_lease(self, sequence: Sequence) -> None:
+        """To its client a lease that is lost with computed tokens is a preemption: they count on top."""
+        if sequence.state is State.RUNNING and sequence.computed_len > sequence.start_len:
+            sequence.num_preemptions += 1
+        self._roster.end_lease(sequence)
 
     def _adopt(self, sequence: Sequence) -> Adopt:
         """The manager knows all tokens of it from now on, and publishes what is computed as it stands."""
@@ -101,7 +107,7 @@ class Readmitter:
         sequence = next(sequence for sequence in self._roster.leased if sequence.sequence_id == sequence_id)
         if isinstance(answer, Refusal):
             self._roster.departures.pop(sequence_id, None)
-            self._roster.end_lease(sequence)
+            self._end_lease(sequence)
             if sequence.state is not State.FINISHED:
                 self._roster.enqueue(sequence)
             return
