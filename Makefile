@@ -41,7 +41,7 @@ check: setup ## format, lint, types, import contracts, stubs, proto lint
 	@$(BIN)/python -m pytest -q tests/architecture
 
 protos: setup ## generate the stubs anew
-	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
 
 sim: setup ## run the seeded simulation of the manager for longer than the tests do
 	@$(BIN)/python -m tests.simulation $(ARGS)

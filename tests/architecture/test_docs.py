@@ -1,0 +1,57 @@
+"""Links between the documents lead somewhere, and the settings that they name exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cache_service.config import ENV_PREFIX as CACHE_PREFIX
+from cache_service.config import CacheConfig
+from tests.architecture.sources import ROOT, relative
+from worker_service.config import ENV_PREFIX as WORKER_PREFIX
+from worker_service.config import WorkerConfig
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+VARIABLE = re.compile(r"STEMCACHE_(?:CACHE|WORKER)_[A-Z0-9_]+")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def documents() -> Iterator[Path]:
+    yield from sorted(ROOT.glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that headings get: lower case, words joined by dashes, other signs dropped."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for path in documents():
+        for link in LINK.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                broken.append(f"{relative(path)}: {link}")
+    assert not broken, broken
+
+
+def test_every_decision_is_in_the_list() -> None:
+    index = (ROOT / "docs/adr/README.md").read_text(encoding="utf-8")
+    missing = [path.name for path in (ROOT / "docs/adr").glob("0*.md") if path.name not in index]
+    assert not missing, missing
+
+
+def test_settings_in_documents_and_compose_files_exist() -> None:
+    known = {f"{CACHE_PREFIX}{name}".upper() for name in CacheConfig.__dataclass_fields__}
+    known |= {f"{WORKER_PREFIX}{name}".upper() for name in WorkerConfig.__dataclass_fields__}
+    files = [*documents(), *ROOT.glob("Dockerfile.*"), ROOT / "docker-compose.yml"]
+    used = {(relative(path), name) for path in files for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    assert used
+    unknown = sorted(f"{path}: {name}" for path, name in used if name not in known and not name.endswith("_"))
+    assert not unknown, unknown
