@@ -22,8 +22,8 @@ from worker_service.model.sampler import RowWishes, Sampled, sample
 from worker_service.model.staging import Download, HostArray, Upload
 from worker_service.model.wishes import HostWishes, host_wishes
 
-# On CUDA a GEMM's rows keep their bits whoever shares the launch, from this many rows on; smaller launches are padded.
-LEAST_ROWS = 8
+# A GEMM's rows keep their bits whoever shares the launch, from this many rows on; smaller launches are padded.
+LEAST_ROWS = {"cuda": 8, "cpu": 16}
 PADDING_SLOT = -1
 
 
@@ -52,7 +52,7 @@ class Runner:
         self._kv_pages = kv_pages
         self._upload = Upload(device)
         self._download = Download(device)
-        self._least_rows = LEAST_ROWS if device.type == "cuda" else 0
+        self._least_rows = LEAST_ROWS[device.type]
 
     def run(self, batch: Batch) -> LaunchResult:
         wishes = host_wishes(batch.sampled)
