@@ -16,6 +16,9 @@ from redis.exceptions import RedisError
 
 from cli.supervisor import ChildSpec
 
+# A Redis that stands on the C library's allocator would hand each large value's memory back, and fault it in again.
+KEEP_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
@@ -36,7 +39,7 @@ class RedisServer:
             f"bind 127.0.0.1\nport {self.port}\nprotected-mode yes\nrequirepass {self.password}\n"
             f'save ""\nappendonly no\nmaxmemory {self.max_memory_bytes}\nmaxmemory-policy noeviction\n'
         )
-        return ChildSpec("redis", (self.binary, "-"), self._ready, stdin=config.encode())
+        return ChildSpec("redis", (self.binary, "-"), self._ready, KEEP_FREED_BLOCKS, config.encode())
 
     async def _ready(self) -> None:
         client = Redis.from_url(self.url, socket_connect_timeout=1.0, socket_timeout=1.0)

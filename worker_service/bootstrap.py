@@ -40,6 +40,7 @@ from worker_service.core.scheduler import Scheduler
 from worker_service.engine import Engine
 from worker_service.gpu.kv_pages import KvPages, KvShape, plan_pages, pool_budget
 from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
+from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
@@ -86,6 +87,8 @@ def prepare(config: WorkerConfig) -> Compute:
     """Load the model and make its page pools. Raises ModelError or PoolError, which name what is wrong."""
     device = pick_device(config.device)
     prepare_process(device, config.threads)
+    if config.host_tier != "none":
+        keep_freed_blocks()
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len)
     shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
     pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
