@@ -38,7 +38,7 @@ async def play(options: ClusterOptions, seed: int, output: Output) -> list[Scene
             )
             results = []
             for number, scene in enumerate(SCENES, 1):
-                title = (scene.__doc__ or scene.__name__).splitlines()[0]
+                title = (scene.__doc__ or scene.__name__).splitlines()[0].rstrip(".")
                 start = time.perf_counter()
                 with output.working(f"scene {number}: {title}"):
                     results.append(await _play_one(scene(stage), scene.__name__))
@@ -79,7 +79,7 @@ def scene_table(results: list[SceneResult]) -> Group:
 
 def _row(number: int, result: SceneResult) -> tuple[object, ...]:
     if result.skipped:
-        return number, result.title, "skipped:", result.skipped, "", "", "", "", "", ""
+        return number, f"{result.title}\n[yellow]skipped: {result.skipped}[/yellow]", *[""] * 8
     counts = (f"{n:,}" for n in (result.requests, result.prompt, result.cached, result.fetched, result.computed))
     same = "yes" if result.same_answer else "NO"
     return number, result.title, *counts, milliseconds(result.cold_s), milliseconds(result.warm_s), same

@@ -10,10 +10,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-stderr = Console(stderr=True, highlight=False)
+# A pipe or a log has no width of its own; tables should not be squeezed for it.
+PIPE_COLUMNS = 140
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_COLUMNS)
+
+
+stderr = _console(stderr=True)
 
 
 class Output:
@@ -21,7 +31,7 @@ class Output:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = Console(highlight=False)
+        self.console = _console(stderr=False)
 
     def emit(self, value: Mapping[str, object]) -> None:
         """The command's result, in JSON mode."""
@@ -50,7 +60,7 @@ class Output:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
     """A table whose first `left` columns are text and the others numbers, aligned right."""
-    made = Table(title=title or None, title_justify="left", header_style="bold")
+    made = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
     for row in rows:

@@ -97,7 +97,7 @@ async def shared_system_prompt(stage: Stage) -> SceneResult:
     result = SceneResult("eight at once, one system prompt")
     system = system_prompt(stage.seed, 24)
     prompts = [await stage.token_ids(f"{system}User {i}: where is tool {i * 7}?\n") for i in range(8)]
-    cold = [await stage.cold(stage.first, prompt, 12) for prompt in prompts]
+    cold = await asyncio.gather(*(stage.cold(stage.first, prompt, 12) for prompt in prompts))
     warm = await asyncio.gather(*(stage.client.generate(stage.first, prompt, greedy(12)) for prompt in prompts))
     result.count(warm)
     result.compare(warm, cold)
