@@ -1,4 +1,4 @@
-"""The words of the core: ids, requests, grants, refusals, orders and events. Values only; no behaviour beyond arithmetic.
+"""The words of the core: ids, requests, grants, refusals, orders and events. Values only, no behaviour.
 
 Packed fields are little-endian bytes: tokens int32, page ids uint32 (0 = NO_PAGE, a hole), page hashes 32 bytes each.
 """
@@ -132,7 +132,7 @@ class SnapshotSlot(NamedTuple):
 
 
 class TransferPages(NamedTuple):
-    """One page id and one key for each page of the transfer; NO_PAGE and b"" where this group does not move that page."""
+    """A page id and a key for each page of the transfer; NO_PAGE and b"" where the group does not move that page."""
 
     group: int
     page_ids: bytes
@@ -216,6 +216,8 @@ class Remap(NamedTuple):
 
 
 class Release(NamedTuple):
+    """FINISHED says that every launch of the sequence is reported: its rolling snapshot stands at its last boundary."""
+
     sequence_id: SequenceId
     reason: ReleaseReason
 

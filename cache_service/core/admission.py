@@ -1,0 +1,229 @@
+"""Plan an acquire or an extend: what can be reused, what is needed, whether it fits. Reads only.
+
+A plan asks whether free + evictable - evictable hits covers the need. It names no victim: the commit chooses,
+and cannot fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cache_service.core.layout import Layout
+from cache_service.core.page_pool import unpack
+from cache_service.core.radix_tree import Node
+from cache_service.core.resume import window_start
+from cache_service.core.survey import Survey, survey
+from cache_service.core.types import (
+    PAGE_ID_BYTES,
+    TOKEN_BYTES,
+    Acquire,
+    FetchPolicy,
+    Match,
+    MissReason,
+    Refusal,
+    RefusalReason,
+)
+
+if TYPE_CHECKING:
+    from cache_service.core.device_cache import DeviceCache
+    from cache_service.core.lease_table import Lease
+
+
+@dataclass(slots=True)
+class WindowPlan:
+    """Page numbers first .. end - 1: `hits` by page number are read, the others are taken fresh."""
+
+    first: int
+    end: int
+    hits: dict[int, int]
+
+    @property
+    def fresh(self) -> int:
+        return self.end - self.first - len(self.hits)
+
+
+@dataclass(slots=True)
+class Plan:
+    """Boundaries in pages: the lease pins the path up to `base`, its first launch starts at `boundary` once fetched."""
+
+    survey: Survey
+    match: Match
+    boundary: int
+    usable: int  # without the fetch
+    base: int
+    total: int
+    num_tokens: int
+    fetches: bool
+    windows: dict[int, WindowPlan] = field(default_factory=dict)
+    snapshots: dict[int, int] = field(default_factory=dict)  # by STATE group: the slot to restore; 0: to be fetched
+
+
+def plan_acquire(cache: DeviceCache, acquire: Acquire, may_fetch: bool) -> Plan | Refusal:
+    """The best way in that fits: with a fetch, without, and from 0 where a pool could never hold the resumed window."""
+    num_tokens = len(acquire.tokens) // TOKEN_BYTES
+    never = never_fits(cache, acquire)
+    if never:
+        return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, never)
+    host = cache.host if may_fetch else None
+    found = survey(cache.tree, cache.layout, acquire.namespace, acquire.tokens, host)
+    detail = ""
+    for boundary in _boundaries(cache, found):
+        plan = _plan_at(cache, acquire, found, boundary, num_tokens)
+        detail = _lacks(cache, plan, acquire.reserve_pages)
+        if not detail:
+            return plan
+        if boundary <= found.usable and not _can_never_hold(cache, plan):
+            break
+    return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, detail)
+
+
+def _boundaries(cache: DeviceCache, found: Survey) -> list[int]:
+    options = [found.host] if found.host > found.usable and fetch_pays(cache, found) else []
+    options.append(found.usable)
+    if found.usable and cache.layout.window:
+        options.append(0)
+    return options
+
+
+def fetch_pays(cache: DeviceCache, found: Survey) -> bool:
+    """By measured rates; granted until they are known."""
+    if len(cache.transfers.fetches) >= cache.config.max_open_tickets:
+        return False
+    rates = cache.rates
+    if cache.config.fetch is FetchPolicy.ALWAYS or rates.prefill_tokens_per_s <= 0 or rates.fetch_bytes_per_s <= 0:
+        return True
+    layout = cache.layout
+    pages = max(found.host - found.matched, 0)
+    num_bytes = pages * sum(layout.specs[group].page_bytes for group in layout.full)
+    for group in layout.window:
+        spec = layout.specs[group]
+        reads = found.host - window_start(found.host * layout.page_tokens, spec, layout.page_tokens)
+        num_bytes += reads * spec.page_bytes
+    num_bytes += sum(layout.specs[group].page_bytes for group in layout.state)
+    tokens = (found.host - found.usable) * layout.page_tokens
+    return num_bytes / rates.fetch_bytes_per_s < tokens / rates.prefill_tokens_per_s
+
+
+def never_fits(cache: DeviceCache, acquire: Acquire) -> str:
+    """Why the prompt could not run on an empty worker either; empty when it could."""
+    layout, num_tokens = cache.layout, len(acquire.tokens) // TOKEN_BYTES
+    total = layout.pages(num_tokens)
+    for group in layout.full:
+        spec = layout.specs[group]
+        if total + acquire.reserve_pages > spec.num_pages:
+            wanted = f"{total} pages" + (f" and a reserve of {acquire.reserve_pages}" if acquire.reserve_pages else "")
+            return f"{num_tokens} tokens take {wanted}; group {spec.name} has {spec.num_pages}"
+    first_chunk = layout.pages(min(num_tokens, acquire.chunk_tokens or num_tokens))
+    for group in layout.window:
+        spec = layout.specs[group]
+        if first_chunk > spec.num_pages:
+            return f"the first chunk takes {first_chunk} pages; group {spec.name} has {spec.num_pages}"
+    return ""
+
+
+def _plan_at(cache: DeviceCache, acquire: Acquire, found: Survey, boundary: int, num_tokens: int) -> Plan:
+    layout = cache.layout
+    fetches = boundary > found.usable
+    match = found.match(layout.page_tokens)
+    if boundary < found.usable:  # the pool can never hold the window before the usable boundary
+        limiting = layout.specs[layout.window[0]].name
+        match = match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
+    plan = Plan(
+        survey=found,
+        match=match,
+        boundary=boundary,
+        usable=min(found.usable, boundary),
+        base=min(found.matched, boundary),
+        total=layout.pages(num_tokens),
+        num_tokens=num_tokens,
+        fetches=fetches,
+    )
+    start = boundary * layout.page_tokens
+    end = layout.pages(min(num_tokens, start + (acquire.chunk_tokens or num_tokens)))
+    for group in layout.window:
+        first = window_start(start, layout.specs[group], layout.page_tokens)
+        ids = found.sparse_ids[group][first * PAGE_ID_BYTES : boundary * PAGE_ID_BYTES]
+        hits = {first + at: page_id for at, page_id in enumerate(unpack(ids)) if page_id}
+        plan.windows[group] = WindowPlan(first, end, hits)
+    if boundary:
+        for group in layout.state:
+            at = (boundary - 1) * PAGE_ID_BYTES
+            slot = found.sparse_ids[group][at : at + PAGE_ID_BYTES]
+            plan.snapshots[group] = int.from_bytes(slot, "little")
+    return plan
+
+
+def _can_never_hold(cache: DeviceCache, plan: Plan) -> bool:
+    return any(w.end - w.first > cache.layout.specs[group].num_pages for group, w in plan.windows.items())
+
+
+def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str:
+    """Which group has too few pages for the plan; empty when it fits."""
+    layout = cache.layout
+    if layout.full:
+        spare = cache.tree.evictable_pages - evictable_hits(plan)
+        need = plan.total - plan.base
+        for group in layout.full:
+            if cache.pools[group].num_free + spare < need + reserve:
+                return f"group {layout.specs[group].name} lacks pages"
+    for group, window in plan.windows.items():
+        pages = cache.sparse[group]
+        hits = sum(map(pages.is_evictable, window.hits.values()))
+        if pages.num_available - hits < window.fresh:
+            return f"group {layout.specs[group].name} lacks pages"
+    for group in layout.state:
+        pages = cache.sparse[group]
+        slot = plan.snapshots.get(group)
+        restored = slot is not None and slot != 0 and pages.is_evictable(slot)
+        if pages.num_available - restored < 1 + (slot == 0):
+            return f"group {layout.specs[group].name} lacks slots"
+    return ""
+
+
+def locate(plan: Plan) -> tuple[Node, Node | None, int]:
+    """Where `base` lies: the node that ends there, or a child of it and how many of the child's pages."""
+    walk = plan.survey.walk
+    if plan.base == walk.end:
+        return walk.node, walk.child, walk.pages
+    if plan.base == 0:
+        return walk.node.root, None, 0
+    node = walk.child if walk.child is not None and walk.pages else walk.node
+    while node.start >= plan.base:
+        assert node.parent is not None
+        node = node.parent
+    if node.end == plan.base:
+        return node, None, 0
+    assert node.parent is not None
+    return node.parent, node, plan.base - node.start
+
+
+def evictable_hits(plan: Plan) -> int:
+    """Pages up to `base` that nobody pins yet: the commit takes them out of the evictable ones."""
+    node, child, pages = locate(plan)
+    hits = pages if child is not None and not child.pins else 0
+    step: Node | None = node
+    while step is not None and not step.pins:
+        hits += step.resident
+        step = step.parent
+    return hits
+
+
+def full_end(layout: Layout, lease: Lease) -> int:
+    """The page number behind the lease's last FULL page; FULL groups go in step."""
+    if not layout.full:
+        return lease.published
+    return lease.published + len(lease.private[layout.full[0]]) // PAGE_ID_BYTES
+
+
+def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
+    """Which group has too few pages for a length of `total` pages; empty when it fits."""
+    layout = cache.layout
+    need = total - full_end(layout, lease)
+    for group in layout.full:
+        if cache.pools[group].num_free + cache.tree.evictable_pages < need:
+            return f"group {layout.specs[group].name} lacks pages"
+    for group in layout.window:
+        if cache.sparse[group].num_available < total - lease.windows[group].end:
+            return f"group {layout.specs[group].name} lacks pages"
+    return ""

@@ -1,0 +1,274 @@
+"""Proof that the manager's books agree, by recomputing them the slow way; and snapshots for tests. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from cache_service.core.cache_manager import CacheManager
+from cache_service.core.device_cache import DeviceCache
+from cache_service.core.lease_table import Lease
+from cache_service.core.page_hash import page_hashes
+from cache_service.core.page_pool import PagePool, unpack
+from cache_service.core.radix_tree import Node, Root
+from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES
+
+
+def check(manager: CacheManager) -> None:
+    """Raises AssertionError that says what is wrong."""
+    for worker_id, worker in manager.workers.items():
+        cache = worker.cache
+        where = f"worker {worker_id}"
+        _check_shape(cache, where)
+        _check_pins(cache, where)
+        _check_leases(cache, where)
+        for group in cache.layout.full:
+            _check_full_pool(cache, group, f"{where}, group {group}")
+        for group in cache.layout.sparse:
+            _check_sparse_pool(cache, group, f"{where}, group {group}")
+        _check_hashes(cache, where)
+    _check_host(manager)
+
+
+def nodes_of(cache: DeviceCache) -> Iterator[Node]:
+    """Every node but the roots, parents first."""
+    pending: list[Node] = list(cache.tree.roots.values())
+    for node in pending:
+        pending.extend(node.children.values())
+        if node.parent is not None:
+            yield node
+
+
+def _check_shape(cache: DeviceCache, where: str) -> None:
+    tree, size = cache.tree, cache.layout.page_bytes
+    num_nodes = ghosts = evictable = 0
+    with_ghosts = set()
+    for node in nodes_of(cache):
+        parent = node.parent
+        assert parent is not None
+        pages = len(node.key) // size
+        num_nodes += 1
+        assert pages * size == len(node.key) and pages, f"{where}: a node has no whole page"
+        assert parent.children.get(bytes(node.key[:size])) is node, f"{where}: a node is filed under a wrong key"
+        start = parent.start + len(parent.key) // size
+        assert node.start == start and node.root is parent.root, f"{where}: a node starts at a wrong page"
+        assert 0 <= node.resident <= pages, f"{where}: more resident pages than tokens"
+        assert not node.resident or parent.end == node.start, f"{where}: pages below a ghost"
+        for group, ids in enumerate(node.pages):
+            held = len(ids) // PAGE_ID_BYTES
+            assert held == node.resident, f"{where}: node at {node.start} has {held} pages of group {group}"
+        live = sum(1 for child in node.children.values() if child.resident)
+        assert node.live_children == live, f"{where}: {node.live_children} live children counted, {live} there"
+        ghosts += pages - node.resident
+        if pages > node.resident:
+            with_ghosts.add(node)
+            assert not node.pins, f"{where}: a pinned node has ghosts"
+        if not node.pins:
+            evictable += node.resident
+        is_leaf = not node.pins and not live and node.resident > 0
+        assert (node.queue is not None) == is_leaf, f"{where}: evictable order and leaf at {node.start} disagree"
+        assert node.queue is None or node in node.queue, f"{where}: a node is not in its queue"
+    assert tree.num_nodes == num_nodes, f"{where}: {tree.num_nodes} nodes counted, {num_nodes} there"
+    assert tree.ghost_pages == ghosts, f"{where}: {tree.ghost_pages} ghosts counted, {ghosts} there"
+    assert set(tree.ghosts) == with_ghosts, f"{where}: the order of ghosts is not that of the tree"
+    assert tree.evictable_pages == evictable, f"{where}: {tree.evictable_pages} evictable counted, {evictable} there"
+    order = list(cache.policy.order())
+    leaves = {node for node in nodes_of(cache) if node.queue is not None}
+    assert len(order) == len(leaves) and set(order) == leaves, f"{where}: the policy's order is not the leaves"
+
+
+def _check_pins(cache: DeviceCache, where: str) -> None:
+    own: Counter[int] = Counter()
+    tickets: Counter[int] = Counter()
+    for lease in cache.leases.all():
+        own[id(lease.node)] += 1
+    for spill in cache.transfers.spills.values():
+        own[id(spill.node)] += 1
+        tickets[id(spill.node)] += 1
+    for root in cache.tree.roots.values():
+        own[id(root)] += 1
+        assert root.children or own[id(root)] > 1, f"{where}: an empty root stands"
+        live = sum(1 for child in root.children.values() if child.resident)
+        assert root.live_children == live, f"{where}: a root counts {root.live_children} live children, not {live}"
+    for node in (*cache.tree.roots.values(), *nodes_of(cache)):
+        pins = own.pop(id(node), 0) + sum(1 for child in node.children.values() if child.pins)
+        assert node.pins == pins, f"{where}: node at {node.start} counts {node.pins} pins, {pins} hold it"
+        assert node.ticket_pins == tickets.pop(id(node), 0), f"{where}: ticket pins of node at {node.start}"
+    assert not own and not tickets, f"{where}: a holder's node is not in the tree"
+
+
+def _check_leases(cache: DeviceCache, where: str) -> None:
+    size = cache.layout.page_bytes
+    for lease in cache.leases.all():
+        name = f"{where}, sequence {lease.sequence_id}"
+        assert lease.node.end == lease.published, f"{name}: cursor at {lease.node.end}, published {lease.published}"
+        path = b"".join(bytes(node.key) for node in cache.tree.path(lease.node))
+        assert path == lease.tokens(0, lease.published * size), f"{name}: its node is not on its path"
+        assert lease.node.root.namespace == lease.namespace, f"{name}: its node is in another namespace"
+        assert lease.computed <= lease.num_tokens, f"{name}: computed more than it has"
+        if lease.fetch is None:
+            whole = lease.computed // cache.layout.page_tokens
+            assert lease.published == max(whole, lease.published), f"{name}: whole pages are not published"
+        else:
+            assert lease.fetch in cache.transfers.fetches, f"{name}: waits for a closed ticket"
+        for group, hold in lease.windows.items():
+            assert all(hold.page_ids), f"{name}: a hole in the window of group {group}"
+
+
+def _conserved(pool: PagePool, held: list[int], where: str) -> None:
+    """Every page once: free, never handed out, or held."""
+    free = unpack(pool.free_ids())
+    counts = Counter(free)
+    counts.update(held)
+    twice = sorted(page_id for page_id, count in counts.items() if count > 1)
+    assert not twice, f"{where}: pages {twice[:5]} are in two places"
+    assert all(0 < page_id < pool.fresh for page_id in counts), f"{where}: a page that was never handed out"
+    lost = pool.fresh - 1 - len(counts)
+    assert not lost, f"{where}: {lost} pages are lost"
+    assert pool.num_free == pool.num_pages - len(held), f"{where}: free count"
+
+
+def _check_full_pool(cache: DeviceCache, group: int, where: str) -> None:
+    held = [page_id for node in nodes_of(cache) for page_id in unpack(node.pages[group])]
+    for lease in cache.leases.all():
+        held += unpack(lease.private[group])
+    for fetch in cache.transfers.fetches.values():
+        held += unpack(fetch.full_targets.get(group, b""))
+    _conserved(cache.pools[group], held, where)
+
+
+def _lease_slots(lease: Lease, group: int) -> list[int]:
+    hold = lease.windows.get(group)
+    slots = list(hold.page_ids) if hold is not None else []
+    slots += [held.slot for held in (*lease.working, *lease.rolling, *lease.restore) if held.group == group]
+    slots += [leave.slot for leave in lease.leave if leave.group == group]
+    return slots
+
+
+def _check_sparse_pool(cache: DeviceCache, group: int, where: str) -> None:
+    pages = cache.sparse[group]
+    standing: dict[int, tuple[Node, int]] = {}
+    for node in nodes_of(cache):
+        for at, page_id in enumerate(unpack(node.pages[group])):
+            if page_id:
+                assert page_id not in standing, f"{where}: page {page_id} stands twice in the tree"
+                standing[page_id] = (node, node.start + at)
+    readers: Counter[int] = Counter()
+    for lease in cache.leases.all():
+        readers.update(_lease_slots(lease, group))
+    for fetch in cache.transfers.fetches.values():
+        if fetch.orphaned:
+            readers.update(page.page_id for page in fetch.sparse if page.group == group)
+    for spill in cache.transfers.spills.values():
+        readers.update(page.page_id for page in spill.sparse if page.group == group)
+    assert dict(readers) == pages.readers, f"{where}: readers {pages.readers}, holders {dict(readers)}"
+    assert set(standing) == set(pages.places), f"{where}: places are not those of the tree"
+    for page_id, place in pages.places.items():
+        assert (place.holder(), place.page) == standing[page_id], f"{where}: page {page_id} stands elsewhere"
+    ordered = [page_id for order in pages.orders for page_id in order]
+    assert len(ordered) == len(set(ordered)), f"{where}: a page is in two orders"
+    evictable = {page_id for page_id in standing if page_id not in readers}
+    assert set(ordered) == evictable, f"{where}: evictable order {sorted(ordered)}, evictable {sorted(evictable)}"
+    _conserved(pages.pool, sorted({*standing, *readers}), where)
+
+
+def _check_hashes(cache: DeviceCache, where: str) -> None:
+    size = cache.layout.page_bytes
+    for node in nodes_of(cache):
+        have = len(node.hashes) // HASH_BYTES
+        assert have <= node.resident, f"{where}: more hashes than pages"
+        assert not cache.keeps_hashes or have == node.resident, f"{where}: node at {node.start} lacks hashes"
+        if not have:
+            continue
+        path = b"".join(bytes(step.key) for step in cache.tree.path(node))[: (node.start + have) * size]
+        expected = page_hashes(node.root.digest, b"", path, size)[node.start * HASH_BYTES :]
+        assert bytes(node.hashes) == expected, f"{where}: hashes of node at {node.start} are wrong"
+    for spill in cache.transfers.spills.values():
+        assert spill.transfer.num_pages == len(spill.rows), f"{where}: a spill's rows"
+
+
+def _check_host(manager: CacheManager) -> None:
+    for index in manager.tiers.all():
+        num_bytes = sum(row.num_bytes for row in index.rows.values())
+        assert index.num_bytes == num_bytes, f"host index counts {index.num_bytes} bytes, rows have {num_bytes}"
+        assert num_bytes <= max(index.quota_bytes, 0), f"host index holds {num_bytes} of {index.quota_bytes} bytes"
+        on_the_way: dict[bytes, int] = {}
+        for worker in manager.workers.values():
+            host = worker.cache.host
+            for spill in worker.cache.transfers.spills.values() if host is not None and host.index is index else ():
+                for row in spill.rows:
+                    if row is not None and host is not None:
+                        key = host.fingerprint + row.page_hash
+                        on_the_way[key] = on_the_way.get(key, 0) | row.groups
+        assert on_the_way == index.pending, "host index and open spills disagree on what is on its way"
+
+
+# Snapshots: everything that decides what happens next, except counters and the session's step id.
+
+
+def snapshot(manager: CacheManager) -> tuple[object, ...]:
+    """Equal before and after whatever must change nothing."""
+    workers = tuple((worker_id, _worker_state(worker.cache)) for worker_id, worker in manager.workers.items())
+    tiers = tuple(
+        (
+            tuple((key, repr(row)) for key, row in index.rows.items()),
+            tuple(index.pending.items()),
+            repr(index.breaker),
+            tuple(index.deletes),
+            tuple(index.touches),
+        )
+        for index in manager.tiers.all()
+    )
+    return workers, tiers
+
+
+def _worker_state(cache: DeviceCache) -> tuple[object, ...]:
+    numbers: dict[Node, int] = {}
+    for number, node in enumerate((*cache.tree.roots.values(), *nodes_of(cache))):
+        numbers[node] = number
+    tree = cache.tree
+    return (
+        tuple((_node_state(node), numbers.get(node.parent) if node.parent else None) for node in numbers),
+        tuple(numbers[node] for node in cache.policy.order()),
+        tuple(numbers[node] for node in tree.ghosts),
+        tuple(numbers.get(node) for node in cache.spill_queue),
+        (tree.num_nodes, tree.evictable_pages, tree.ghost_pages),
+        tuple((pool.free_ids(), pool.fresh) for pool in cache.pools.values()),
+        tuple(
+            (
+                pages.pool.free_ids(),
+                pages.pool.fresh,
+                tuple(sorted(pages.readers.items())),
+                tuple(tuple(order) for order in pages.orders),
+            )
+            for pages in cache.sparse.values()
+        ),
+        tuple(_lease_state(lease, numbers) for lease in cache.leases.all()),
+        tuple(repr(fetch) for fetch in cache.transfers.fetches.values()),
+        tuple((spill.transfer, numbers[spill.node], repr(spill.rows)) for spill in cache.transfers.spills.values()),
+    )
+
+
+def _node_state(node: Node) -> tuple[object, ...]:
+    return (
+        node.namespace if isinstance(node, Root) else None,
+        node.start,
+        bytes(node.key),
+        tuple(bytes(pages) for pages in node.pages),
+        bytes(node.hashes),
+        (node.resident, node.pins, node.ticket_pins, node.live_children, node.uses, node.priority),
+        (node.spilled, node.soft_until_ms, node.cold),
+    )
+
+
+def _lease_state(lease: Lease, numbers: dict[Node, int]) -> tuple[object, ...]:
+    return (
+        lease.sequence_id,
+        lease.namespace,
+        lease.tokens(0, lease.num_tokens * 4),
+        numbers[lease.node],
+        (lease.published, lease.computed, lease.priority, lease.room, lease.fetch),
+        tuple(bytes(private) for private in lease.private),
+        repr(lease.windows),
+        (tuple(lease.working), tuple(lease.rolling), tuple(lease.restore), tuple(lease.leave)),
+    )

@@ -1,0 +1,176 @@
+"""Eviction policies: they keep the evictable leaves in order and name the next victim. They never free, cut or pin.
+
+    lru       one queue; the leaf that was released longest ago goes first
+    slru      prefixes that were used again (or came back from a ghost) are protected from those seen once
+    priority  lower priority first, lru within
+
+Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+from cache_service.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from cache_service.core.radix_tree import Node
+
+Queue = OrderedDict["Node", None]
+
+# The share of the pool that SLRU keeps for prefixes that were used again.
+PROTECTED_SHARE = 0.8
+
+
+class LeafOrder(Protocol):
+    """What the tree tells a policy. `node.queue` is the queue that the node stands in; None outside the order."""
+
+    counts_uses: bool
+
+    def add(self, node: Node) -> None:
+        """The node became an evictable leaf, just used."""
+
+    def remove(self, node: Node) -> None:
+        """The node is no evictable leaf any more."""
+
+    def shrunk(self, node: Node, num_pages: int) -> None:
+        """The tail of a node in the order was cut; it keeps its place."""
+
+    def victim(self) -> Node:
+        """The leaf to cut next; the order is not empty."""
+
+    def order(self) -> Iterator[Node]:
+        """Every node in the order, next victim first."""
+
+
+class Lru:
+    """Least recently released first."""
+
+    counts_uses = False
+
+    def __init__(self) -> None:
+        self._queue: Queue = OrderedDict()
+        self._soft: Queue = OrderedDict()
+
+    def add(self, node: Node) -> None:
+        queue = self._soft if node.soft_until_ms else self._queue
+        queue[node] = None
+        node.queue = queue
+
+    def remove(self, node: Node) -> None:
+        assert node.queue is not None
+        del node.queue[node]
+        node.queue = None
+
+    def shrunk(self, node: Node, num_pages: int) -> None:
+        pass
+
+    def victim(self) -> Node:
+        return next(iter(self._queue or self._soft))
+
+    def order(self) -> Iterator[Node]:
+        return chain(self._queue, self._soft)
+
+
+class SegmentedLru:
+    """Leaves seen once leave before leaves that were used again, while these take no more than their share."""
+
+    counts_uses = True
+
+    def __init__(self, num_pages: int) -> None:
+        self._limit = int(num_pages * PROTECTED_SHARE)
+        self._pages = 0  # in the protected queue
+        self._probation: Queue = OrderedDict()
+        self._protected: Queue = OrderedDict()
+        self._soft: Queue = OrderedDict()
+
+    def add(self, node: Node) -> None:
+        if node.soft_until_ms:
+            node.queue = self._soft
+        elif node.uses:
+            node.queue = self._protected
+            self._pages += node.resident
+        else:
+            node.queue = self._probation
+        node.queue[node] = None
+        while self._pages > self._limit:
+            self._demote(next(iter(self._protected)))
+
+    def _demote(self, node: Node) -> None:
+        del self._protected[node]
+        self._pages -= node.resident
+        node.uses = 0
+        node.queue = self._probation
+        self._probation[node] = None
+
+    def remove(self, node: Node) -> None:
+        assert node.queue is not None
+        if node.queue is self._protected:
+            self._pages -= node.resident
+        del node.queue[node]
+        node.queue = None
+
+    def shrunk(self, node: Node, num_pages: int) -> None:
+        if node.queue is self._protected:
+            self._pages -= num_pages
+
+    def victim(self) -> Node:
+        return next(iter(self._probation or self._protected or self._soft))
+
+    def order(self) -> Iterator[Node]:
+        return chain(self._probation, self._protected, self._soft)
+
+
+class Priority:
+    """Lower priority first; least recently released first within one priority."""
+
+    counts_uses = False
+
+    def __init__(self) -> None:
+        self._levels: list[int] = []
+        self._queues: dict[int, Queue] = {}
+        self._soft: Queue = OrderedDict()
+
+    def add(self, node: Node) -> None:
+        node.queue = self._soft if node.soft_until_ms else self._queue_of(node.priority)
+        node.queue[node] = None
+
+    def _queue_of(self, priority: int) -> Queue:
+        queue = self._queues.get(priority)
+        if queue is None:
+            queue = self._queues[priority] = OrderedDict()
+            insort(self._levels, priority)
+        return queue
+
+    def remove(self, node: Node) -> None:
+        queue = node.queue
+        assert queue is not None
+        del queue[node]
+        node.queue = None
+        if not queue and queue is self._queues.get(node.priority):
+            del self._queues[node.priority]
+            self._levels.remove(node.priority)
+
+    def shrunk(self, node: Node, num_pages: int) -> None:
+        pass
+
+    def victim(self) -> Node:
+        return next(iter(self._queues[self._levels[0]] if self._levels else self._soft))
+
+    def order(self) -> Iterator[Node]:
+        return chain(*(self._queues[level] for level in self._levels), self._soft)
+
+
+def make_policy(name: str, num_pages: int) -> LeafOrder:
+    """The policy of that name for a pool of that size."""
+    if name == "lru":
+        return Lru()
+    if name == "slru":
+        return SegmentedLru(num_pages)
+    if name == "priority":
+        return Priority()
+    raise InvalidInput("policy", f"{name!r} is unknown")

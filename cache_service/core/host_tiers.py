@@ -1,0 +1,96 @@
+"""The host tiers that workers named: one index for each shared store, one for each worker's private memory.
+
+Knows no device page. Everything that a store is to do leaves as keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache_service.core.hash_index import Breaker, HashIndex
+from cache_service.core.host_key import parse_key
+from cache_service.core.manager_config import ManagerConfig
+from cache_service.core.stats import HostTierStats
+from cache_service.core.survey import HostView
+from cache_service.core.types import Hello, HostTierKind, Namespace, WorkerId
+
+
+class HostTiers:
+    """Shared tiers outlive their workers; a private one dies with its worker."""
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self._config = config
+        self.shared: dict[str, HashIndex] = {}
+        self.private: dict[WorkerId, HashIndex] = {}
+
+    def view(self, hello: Hello) -> HostView | None:
+        """The tier as this worker reaches it; None where it has none."""
+        if hello.host_tier is HostTierKind.NONE:
+            return None
+        is_shared = hello.host_tier is HostTierKind.SHARED
+        if is_shared:
+            index = self.shared.get(hello.host_tier_id)
+            if index is None:
+                index = self.shared[hello.host_tier_id] = self._make(is_shared)
+        else:
+            index = self.private[hello.worker_id] = self._make(is_shared)
+        index.num_ranks[hello.fingerprint] = hello.num_ranks
+        index.group_bytes[hello.fingerprint] = tuple(spec.page_bytes for spec in hello.groups)
+        return HostView(index, hello.fingerprint)
+
+    def _make(self, is_shared: bool) -> HashIndex:
+        config = self._config
+        breaker = Breaker(config.breaker_failures, config.breaker_ms)
+        return HashIndex(config.host_quota_bytes, breaker, is_shared, config.key_prefix)
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        self.private.pop(worker_id, None)
+
+    def all(self) -> list[HashIndex]:
+        return [*self.shared.values(), *self.private.values()]
+
+    def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        """Rows that a scan found; keys that are not ours are passed over."""
+        index = self.shared.get(host_tier_id)
+        if index is None or fingerprint not in index.group_bytes:
+            return 0
+        adopted = 0
+        for raw in keys:
+            key = parse_key(self._config.key_prefix, raw)
+            if key is not None and key.fingerprint == fingerprint:
+                adopted += index.adopt(key)
+        index.shrink()
+        return adopted
+
+    def clear(self, namespace: Namespace | None) -> int:
+        return sum(index.clear(namespace) for index in self.all())
+
+    def tick(self, now_ms: int) -> None:
+        for index in self.all():
+            index.breaker.tick(now_ms)
+
+    def take_deletes(self) -> tuple[bytes, ...]:
+        taken = tuple(key for index in self.all() for key in index.deletes)
+        for index in self.all():
+            index.deletes.clear()
+        return taken
+
+    def take_touches(self) -> tuple[bytes, ...]:
+        taken = tuple(key for index in self.all() for key in index.touches)
+        for index in self.all():
+            index.touches.clear()
+        return taken
+
+    def stats(self) -> HostTierStats:
+        tiers = self.all()
+        return HostTierStats(
+            num_rows=sum(len(index.rows) for index in tiers),
+            num_bytes=sum(index.num_bytes for index in tiers),
+            quota_bytes=self._config.host_quota_bytes,
+            num_spilled_pages=sum(index.counters.spilled for index in tiers),
+            num_fetched_pages=sum(index.counters.fetched for index in tiers),
+            num_missing_pages=sum(index.counters.missing for index in tiers),
+            breaker_open=any(index.breaker.is_open for index in tiers),
+            spill_policy=self._config.spill,
+            fetch_policy=self._config.fetch,
+        )

@@ -1,0 +1,45 @@
+"""What a worker declared about its groups, sorted by kind once. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache_service.core.types import TOKEN_BYTES, GroupKind, GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Group numbers by kind; `sparse` are those whose pages may be missing inside a path."""
+
+    specs: tuple[GroupSpec, ...]
+    page_tokens: int
+    full: tuple[int, ...]
+    window: tuple[int, ...]
+    state: tuple[int, ...]
+    sparse: tuple[int, ...]
+    full_mask: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_tokens * TOKEN_BYTES
+
+    def pages(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+
+def make_layout(specs: Sequence[GroupSpec], page_tokens: int) -> Layout:
+    def of(*kinds: GroupKind) -> tuple[int, ...]:
+        return tuple(group for group, spec in enumerate(specs) if spec.kind in kinds)
+
+    full = of(GroupKind.FULL)
+    return Layout(
+        specs=tuple(specs),
+        page_tokens=page_tokens,
+        full=full,
+        window=of(GroupKind.WINDOW),
+        state=of(GroupKind.STATE),
+        sparse=of(GroupKind.WINDOW, GroupKind.STATE),
+        full_mask=sum(1 << group for group in full),
+    )

@@ -1,0 +1,107 @@
+"""What each live sequence of one worker holds and reads. Knows no pool and no policy; it frees nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from cache_service.core.types import TOKEN_BYTES, Namespace, SequenceId, TicketId
+
+if TYPE_CHECKING:
+    from cache_service.core.radix_tree import Node
+
+
+@dataclass(slots=True)
+class WindowHold:
+    """Pages of a WINDOW group that the lease reads: page numbers `first` and on, without holes."""
+
+    first: int
+    page_ids: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.page_ids)
+
+
+class LeaveSlot(NamedTuple):
+    """A private slot in which a launch is to leave the snapshot of `boundary` (in pages)."""
+
+    group: int
+    boundary: int
+    slot: int
+
+
+class HeldSlot(NamedTuple):
+    group: int
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One sequence. `node` is the deepest node that it pins; `published` pages lie at or before it."""
+
+    sequence_id: SequenceId
+    namespace: Namespace
+    prompt: bytes
+    node: Node
+    published: int
+    computed: int
+    priority: int
+    chunk_tokens: int
+    resumed: int  # the page boundary at which it started
+    matched: int  # the page boundary up to which KV was found
+    private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
+    windows: dict[int, WindowHold] = field(default_factory=dict)
+    working: list[HeldSlot] = field(default_factory=list)
+    rolling: list[HeldSlot] = field(default_factory=list)
+    restore: list[HeldSlot] = field(default_factory=list)  # read until the launch that restores them is reported
+    leave: list[LeaveSlot] = field(default_factory=list)
+    room: int = 0  # tokens up to which snapshot boundaries have been offered
+    accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
+    fetch: TicketId | None = None  # waits for this ticket's ack
+    device_tokens: int = 0  # usable on the device when first acquired
+    fetched_any: bool = False  # what is usable beyond that came from the host tier
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self.prompt) + len(self.accepted)) // TOKEN_BYTES
+
+    def tokens(self, start: int, end: int) -> bytes:
+        """Packed tokens between two byte offsets."""
+        head = len(self.prompt)
+        if end <= head:
+            return self.prompt[start:end]
+        if start >= head:
+            return bytes(self.accepted[start - head : end - head])
+        return self.prompt[start:] + self.accepted[: end - head]
+
+
+class LeaseTable:
+    """Leases by sequence id, in the order in which they were granted."""
+
+    def __init__(self) -> None:
+        self._leases: dict[SequenceId, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._leases
+
+    def get(self, sequence_id: SequenceId) -> Lease | None:
+        return self._leases.get(sequence_id)
+
+    def __getitem__(self, sequence_id: SequenceId) -> Lease:
+        return self._leases[sequence_id]
+
+    def add(self, lease: Lease) -> None:
+        self._leases[lease.sequence_id] = lease
+
+    def remove(self, sequence_id: SequenceId) -> Lease:
+        return self._leases.pop(sequence_id)
+
+    def all(self) -> list[Lease]:
+        return list(self._leases.values())
+
+    def in_scope(self, namespace: Namespace | None) -> bool:
+        return any(namespace in (None, lease.namespace) for lease in self._leases.values())

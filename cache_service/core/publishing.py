@@ -1,0 +1,262 @@
+"""Make computed pages findable: go on at the lease's own node, merge per group and page, say which pages to remap.
+
+Knows no plan and no ticket.
+
+    tree    hole              -> takes the sequence's page
+            a different page  -> the sequence is remapped to it, its own page goes free
+            the same page     -> nothing
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from cache_service.core.lease_table import Lease
+from cache_service.core.page_hash import page_hashes
+from cache_service.core.page_pool import pack
+from cache_service.core.radix_tree import Node, Packed
+from cache_service.core.resume import window_pages, window_start
+from cache_service.core.sparse_pages import Rank
+from cache_service.core.transfer_table import SparsePage
+from cache_service.core.types import (
+    HASH_BYTES,
+    PAGE_ID_BYTES,
+    TOKEN_BYTES,
+    GroupPages,
+    PageHash,
+    Remap,
+    SpillPolicy,
+    Stored,
+)
+
+if TYPE_CHECKING:
+    from cache_service.core.device_cache import DeviceCache
+
+
+class Run(NamedTuple):
+    """Page numbers first .. end - 1 of the path, which stand in `node`; `fresh`: this publish made them findable."""
+
+    node: Node
+    first: int
+    end: int
+    fresh: bool
+
+
+def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> Remap | None:
+    """Take over the accepted tokens and the computed length; every page wholly below it becomes findable."""
+    lease.accepted += tokens
+    lease.computed = computed
+    remaps: list[GroupPages] = []
+    end = computed // cache.layout.page_tokens
+    if end > lease.published:
+        remaps = publish_pages(cache, lease, end)
+    if lease.leave:
+        _publish_snapshots(cache, lease)
+    if lease.restore and computed > lease.resumed * cache.layout.page_tokens:
+        for held in lease.restore:
+            cache.sparse[held.group].drop((held.slot,), Rank.WARM)
+        lease.restore = []
+    if lease.windows:
+        _slide_windows(cache, lease)
+    return Remap(lease.sequence_id, tuple(remaps)) if remaps else None
+
+
+def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages]:
+    """Put the lease's pages up to page number `end` into the tree; answers what to remap."""
+    remaps: list[GroupPages] = []
+    old, start = lease.node, lease.published
+    runs = _grow(cache, lease, end) or _descend(cache, lease, end, remaps)
+    node = runs[-1].node
+    if node is not old:
+        cache.tree.pin(node)  # the deeper pin exists before the shallower one is dropped
+        cache.unpin(old)
+    lease.node, lease.published = node, end
+    for group in cache.layout.full:
+        del lease.private[group][: (end - start) * PAGE_ID_BYTES]
+    if cache.layout.sparse:
+        _fill_windows(cache, lease, runs, remaps)
+    if cache.keeps_hashes:
+        _tell(cache, lease, runs)
+    return remaps
+
+
+def _grow(cache: DeviceCache, lease: Lease, end: int) -> list[Run]:
+    """A leaf whose only holder is this lease (and spills, which do not mind) grows in place."""
+    node, start = lease.node, lease.published
+    if node.children or node.pins != 1 + node.ticket_pins or node.parent is None or node.soft_until_ms:
+        return []
+    size = cache.layout.page_bytes
+    cache.tree.grow(node, lease.tokens(start * size, end * size), _own(cache, lease, start, end), end - start)
+    return [Run(node, start, end, True)]
+
+
+def _descend(cache: DeviceCache, lease: Lease, end: int, remaps: list[GroupPages]) -> list[Run]:
+    tree, size = cache.tree, cache.layout.page_bytes
+    node, page = lease.node, lease.published
+    tokens, pos = lease.prompt, page * size
+    if end * size > len(tokens):
+        tokens, pos = lease.tokens(page * size, end * size), 0
+    limit = pos + (end - page) * size
+    runs = []
+    while page < end:
+        child = node.children.get(tokens[pos : pos + size])
+        if child is None:
+            leaf_tokens = bytearray(memoryview(tokens)[pos:limit])
+            node = tree.attach(node, leaf_tokens, _own(cache, lease, page, end), end - page)
+            node.priority = lease.priority
+            runs.append(Run(node, page, end, True))
+            break
+        common = tree.common_pages(child, tokens, pos, limit)
+        if child.resident:
+            common = min(common, child.resident)
+            node = tree.split(child, common) if common * size < len(child.key) else child
+            _remap_full(cache, lease, node, page, remaps)
+            runs.append(Run(node, page, page + common, False))
+        else:
+            node = tree.revive(child, _own(cache, lease, page, page + common), common)
+            node.priority = lease.priority
+            runs.append(Run(node, page, page + common, True))
+        page += common
+        pos += common * size
+    return runs
+
+
+def _own(cache: DeviceCache, lease: Lease, start: int, end: int) -> list[Packed]:
+    """The lease's FULL pages of that run; holes for the groups that are merged page by page."""
+    first, last = (start - lease.published) * PAGE_ID_BYTES, (end - lease.published) * PAGE_ID_BYTES
+    pages: list[Packed] = [private[first:last] for private in lease.private]
+    for group in cache.layout.sparse:
+        pages[group] = bytearray(last - first)
+    return pages
+
+
+def _remap_full(cache: DeviceCache, lease: Lease, node: Node, page: int, remaps: list[GroupPages]) -> None:
+    at = (page - lease.published) * PAGE_ID_BYTES
+    for group in cache.layout.full:
+        canonical = bytes(node.pages[group])
+        own = lease.private[group][at : at + len(canonical)]
+        if own != canonical:
+            cache.pools[group].give(own)
+            remaps.append(GroupPages(group, page, canonical))
+
+
+def _fill_windows(cache: DeviceCache, lease: Lease, runs: list[Run], remaps: list[GroupPages]) -> None:
+    for group, hold in lease.windows.items():
+        pages = cache.sparse[group]
+        for run in runs:
+            for page in range(max(run.first, hold.first), min(run.end, hold.end)):
+                own = hold.page_ids[page - hold.first]
+                at = (page - run.node.start) * PAGE_ID_BYTES
+                standing = int.from_bytes(run.node.pages[group][at : at + PAGE_ID_BYTES], "little")
+                if not standing:
+                    pages.publish(own, run.node, page)
+                elif standing != own:
+                    pages.read((standing,))
+                    pages.drop((own,), Rank.WARM)
+                    hold.page_ids[page - hold.first] = standing
+                    remaps.append(GroupPages(group, page, pack([standing])))
+
+
+def _publish_snapshots(cache: DeviceCache, lease: Lease) -> None:
+    """Snapshots whose boundary a completed launch has passed."""
+    waiting = []
+    for leave in lease.leave:
+        if leave.boundary > lease.published or leave.boundary * cache.layout.page_tokens > lease.computed:
+            waiting.append(leave)
+        else:
+            publish_slot(cache, lease.node, leave.group, leave.boundary, leave.slot)
+    lease.leave = waiting
+
+
+def publish_slot(cache: DeviceCache, node: Node, group: int, boundary: int, slot: int) -> None:
+    """Give a private slot to the tree; where a snapshot stands already, the slot goes free."""
+    while node.start >= boundary:
+        assert node.parent is not None
+        node = node.parent
+    at = (boundary - 1 - node.start) * PAGE_ID_BYTES
+    pages = cache.sparse[group]
+    if not any(node.pages[group][at : at + PAGE_ID_BYTES]):
+        pages.publish(slot, node, boundary - 1)
+        if cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH:
+            cache.spill_queue[node] = None
+    pages.drop((slot,), Rank.WARM)
+
+
+def fill_hole(cache: DeviceCache, node: Node, target: SparsePage) -> None:
+    """Give a page that a fetch brought to the tree, unless another stands there; its reader keeps it either way."""
+    while node.start > target.page:
+        assert node.parent is not None
+        node = node.parent
+    at = (target.page - node.start) * PAGE_ID_BYTES
+    if not any(node.pages[target.group][at : at + PAGE_ID_BYTES]):
+        cache.sparse[target.group].publish(target.page_id, node, target.page)
+
+
+def publish_rolling(cache: DeviceCache, lease: Lease) -> None:
+    """The last boundary that decode crossed; only a finished sequence has no launch that could have moved it on."""
+    boundary = lease.computed // cache.layout.page_tokens
+    if lease.rolling and boundary == lease.published and boundary * cache.layout.page_bytes > len(lease.prompt):
+        for held in lease.rolling:
+            publish_slot(cache, lease.node, held.group, boundary, held.slot)
+        lease.rolling = []
+
+
+def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
+    """Drop the published pages that no later launch reads."""
+    layout = cache.layout
+    prompt_tokens = len(lease.prompt) // TOKEN_BYTES
+    for group, hold in lease.windows.items():
+        spec = layout.specs[group]
+        first = min(window_start(lease.computed, spec, layout.page_tokens), lease.published, hold.end)
+        if first <= hold.first:
+            continue
+        run = window_pages(spec, layout.page_tokens)
+        ends = ((prompt_tokens - 1) // layout.page_tokens, prompt_tokens // layout.page_tokens, lease.resumed)
+        dropped = hold.page_ids[: first - hold.first]
+        warm = [any(end - run <= hold.first + at < end for end in ends) for at in range(len(dropped))]
+        del hold.page_ids[: len(dropped)]
+        hold.first = first
+        pages = cache.sparse[group]
+        pages.drop((page for page, keep in zip(dropped, warm, strict=True) if not keep), Rank.COLD)
+        pages.drop((page for page, keep in zip(dropped, warm, strict=True) if keep), Rank.WARM)
+
+
+# Hashes, events and spills.
+
+
+def ensure_hashes(cache: DeviceCache, node: Node) -> None:
+    """Fill in the missing hashes of the path down to `node`: a pure function of the namespace and the path."""
+    lacking = []
+    step = node
+    while step.parent is not None and len(step.hashes) < step.resident * HASH_BYTES:
+        lacking.append(step)
+        step = step.parent
+    size = cache.layout.page_bytes
+    for step in reversed(lacking):
+        have = len(step.hashes)
+        parent = step.hashes[-HASH_BYTES:] if have else step.parent.hashes[-HASH_BYTES:]  # type: ignore[union-attr]
+        tokens = step.key[have // HASH_BYTES * size : step.resident * size]
+        step.hashes += page_hashes(step.root.digest, bytes(parent), tokens, size)
+
+
+def _tell(cache: DeviceCache, lease: Lease, runs: list[Run]) -> None:
+    ensure_hashes(cache, lease.node)
+    spills = cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH
+    for run in runs:
+        if spills and run.node.spilled < run.node.resident:
+            cache.spill_queue[run.node] = None
+        if run.fresh and cache.record is not None:
+            _record_stored(cache, run)
+
+
+def _record_stored(cache: DeviceCache, run: Run) -> None:
+    assert cache.record is not None
+    node, size = run.node, cache.layout.page_bytes
+    first, end = run.first - node.start, run.end - node.start
+    packed = bytes(node.hashes[first * HASH_BYTES : end * HASH_BYTES])
+    hashes = tuple(PageHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES))
+    before = node.hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else None
+    parent = bytes(before if before is not None else node.parent.hashes[-HASH_BYTES:])  # type: ignore[union-attr]
+    tokens = bytes(node.key[first * size : end * size])
+    for group in cache.layout.full or (0,):
+        cache.record(Stored(cache.worker_id, group, node.root.namespace, parent, hashes, tokens))

@@ -1,0 +1,321 @@
+"""Page-aligned runs of tokens -> pages of every group; walk, pin, grow, attach, split, cut.
+
+Knows no pool, lease, ticket or time. A node is a run of pages on one path. Its tokens may reach beyond its pages: what
+follows the resident pages are ghosts, tokens of evicted pages that are remembered for a while:
+
+    key       |  page  |  page  |  page  | ghost | ghost |
+    pages[g]  |   17   |    4   |    9   |                     `resident` = 3
+
+Laws: a pinned node has no ghost; below a ghost everything is ghost; the lower half of a split keeps its identity;
+a node counts its own pins and its pinned children, so a pin walks up only to the first pinned ancestor.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from cache_service.core.eviction import LeafOrder, Queue
+from cache_service.core.page_hash import namespace_digest
+from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
+
+Packed = bytes | bytearray
+
+# A divergence inside a node is searched for by blocks of this many bytes, then by halves.
+_COMPARE_BYTES = 16_384
+
+
+class Node:
+    """One run; `start` is the page number of its first page."""
+
+    __slots__ = (
+        "children",
+        "cold",
+        "hashes",
+        "key",
+        "live_children",
+        "pages",
+        "parent",
+        "pins",
+        "priority",
+        "queue",
+        "resident",
+        "root",
+        "soft_until_ms",
+        "spilled",
+        "start",
+        "ticket_pins",
+        "uses",
+    )
+
+    def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[Packed], resident: int) -> None:
+        self.parent = parent
+        self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
+        self.start, self.key, self.pages, self.resident = start, key, pages, resident
+        self.children: dict[bytes, Node] = {}
+        self.live_children = 0  # those with resident pages
+        self.pins = 0
+        self.ticket_pins = 0  # how many of the pins belong to spill tickets, which do not mind growth
+        self.hashes = bytearray()  # of leading resident pages
+        self.cold = False  # stood in the order when a spill pinned it, and nobody has used it since
+        self.spilled = 0  # leading pages that need no look at the host tier any more
+        self.queue: Queue | None = None
+        self.uses = 0
+        self.priority = 0
+        self.soft_until_ms = 0
+
+    @property
+    def end(self) -> int:
+        """The page number behind the last resident page."""
+        return self.start + self.resident
+
+
+class Root(Node):
+    """The start of every prompt of one namespace; for ever pinned once, and holds no page."""
+
+    __slots__ = ("digest", "namespace")
+
+    def __init__(self, namespace: Namespace, num_groups: int) -> None:
+        super().__init__(None, 0, b"", [b""] * num_groups, 0)
+        self.namespace = namespace
+        self.digest = namespace_digest(namespace)
+        self.pins = 1
+
+
+class Walk(NamedTuple):
+    """How far tokens lead: `node` wholly, then `pages` resident pages of `child`; `ghost`: the next page is one."""
+
+    node: Node
+    child: Node | None
+    pages: int
+    ghost: bool
+
+    @property
+    def end(self) -> int:
+        return self.node.end + self.pages
+
+
+class RadixTree:
+    """All namespaces of one worker."""
+
+    def __init__(self, page_tokens: int, num_groups: int, policy: LeafOrder, ghost_limit: int) -> None:
+        self.page_bytes = page_tokens * TOKEN_BYTES
+        self.policy = policy
+        self.roots: dict[Namespace, Root] = {}
+        self.num_nodes = 0
+        self.evictable_pages = 0  # pages of unpinned nodes
+        self.ghost_pages = 0
+        self.ghosts: OrderedDict[Node, None] = OrderedDict()  # nodes with ghosts, oldest first
+        self._num_groups = num_groups
+        self._ghost_limit = ghost_limit
+
+    def root(self, namespace: Namespace) -> Root:
+        """The namespace's root, made on first use; dropped again when nothing hangs on it."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace, self._num_groups)
+        return root
+
+    # Reading.
+
+    def walk(self, node: Node, tokens: bytes, pos: int, limit: int) -> Walk:
+        """Follow tokens[pos:limit], a whole number of pages, down from `node`."""
+        size = self.page_bytes
+        while pos < limit:
+            child = node.children.get(tokens[pos : pos + size])
+            if child is None:
+                break
+            key = child.key
+            if child.resident * size == len(key) <= limit - pos and tokens.startswith(key, pos):
+                pos += len(key)
+                node = child
+                continue
+            pages = self.common_pages(child, tokens, pos, limit)
+            return Walk(node, child, min(pages, child.resident), pages > child.resident)
+        return Walk(node, None, 0, False)
+
+    def common_pages(self, node: Node, tokens: bytes, pos: int, limit: int) -> int:
+        """Leading pages of the node, ghosts included, that tokens[pos:limit] share; the first one is known to match."""
+        size, key = self.page_bytes, node.key
+        end = min(len(key), limit - pos)
+        low = size
+        step = max(_COMPARE_BYTES // size, 1) * size
+        while low < end and tokens.startswith(key[low : min(low + step, end)], pos + low):
+            low += step
+        if low >= end:
+            return end // size
+        high = min(low + step, end)
+        while high - low > size:
+            middle = low + (high - low) // size // 2 * size
+            if tokens.startswith(key[low:middle], pos + low):
+                low = middle
+            else:
+                high = middle
+        return low // size
+
+    def path(self, node: Node) -> list[Node]:
+        """From the first node below the root down to `node`."""
+        nodes = []
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            nodes.append(step)
+            step = step.parent
+        nodes.reverse()
+        return nodes
+
+    # Pinning.
+
+    def pin(self, node: Node | None) -> None:
+        while node is not None:
+            node.pins += 1
+            if node.pins > 1:
+                node.cold = False
+                return
+            self.evictable_pages -= node.resident
+            if node.queue is not None:
+                self.policy.remove(node)
+            node = node.parent
+
+    def unpin(self, node: Node | None) -> None:
+        while node is not None:
+            node.pins -= 1
+            if node.pins:
+                if node.parent is None:
+                    self._drop_if_empty(node.root)
+                return
+            self.evictable_pages += node.resident
+            if not node.live_children and node.resident:
+                self.policy.add(node)
+            node = node.parent
+
+    def _drop_if_empty(self, root: Root) -> None:
+        if not root.children and root.pins == 1 and self.roots.get(root.namespace) is root:
+            del self.roots[root.namespace]
+
+    # Changing the shape. New and revived nodes are unpinned and outside the order: the caller pins them next.
+
+    def grow(self, node: Node, tokens: Packed, pages: list[Packed], count: int) -> None:
+        """Extend a childless pinned node in place."""
+        if isinstance(node.key, bytes):
+            node.key = bytearray(node.key)
+        node.key += tokens
+        for group, more in enumerate(pages):
+            if isinstance(held := node.pages[group], bytes):
+                node.pages[group] = held = bytearray(held)
+            held += more
+        node.resident += count
+
+    def attach(self, parent: Node, key: Packed, pages: list[Packed], count: int) -> Node:
+        """A new leaf behind the wholly resident `parent`."""
+        leaf = Node(parent, parent.end, key, pages, count)
+        parent.children[bytes(key[: self.page_bytes])] = leaf
+        parent.live_children += 1
+        self.num_nodes += 1
+        self.evictable_pages += count
+        return leaf
+
+    def revive(self, ghost: Node, pages: list[Packed], count: int) -> Node:
+        """Give the first `count` pages of a node that is all ghost their pages again."""
+        node = self.split(ghost, count) if count * self.page_bytes < len(ghost.key) else ghost
+        node.pages = pages
+        node.resident = count
+        node.uses = 1  # policies take a ghost's return as a use
+        assert node.parent is not None
+        node.parent.live_children += 1
+        self.evictable_pages += count
+        self.ghost_pages -= count
+        if node is ghost:
+            del self.ghosts[ghost]
+        return node
+
+    def split(self, node: Node, count: int) -> Node:
+        """Cut a node in two; answers the new upper half of `count` pages. `node` stays the lower half."""
+        assert node.parent is not None
+        parent, at = node.parent, count * self.page_bytes
+        live = count <= node.resident
+        top = Node(parent, node.start, bytes(node.key[:at]), [p[: count * PAGE_ID_BYTES] for p in node.pages], 0)
+        top.resident = count if live else 0
+        parent.children[top.key[: self.page_bytes]] = top  # type: ignore[index]
+        node.key, node.parent, node.start = node.key[at:], top, node.start + count
+        node.pages = [pages[count * PAGE_ID_BYTES :] for pages in node.pages]
+        node.resident -= top.resident
+        top.hashes, node.hashes = node.hashes[: count * HASH_BYTES], node.hashes[count * HASH_BYTES :]
+        top.spilled, node.spilled = min(node.spilled, count), max(node.spilled - count, 0)
+        top.uses, top.priority, top.soft_until_ms = node.uses, node.priority, node.soft_until_ms
+        top.children[bytes(node.key[: self.page_bytes])] = node
+        top.pins = 1 if node.pins else 0
+        top.live_children = 1 if node.resident else 0
+        self.num_nodes += 1
+        if node.queue is not None and not node.resident:
+            self.policy.remove(node)
+            self.policy.add(top)
+        return top
+
+    def cut(self, node: Node, count: int) -> list[Packed]:
+        """Take the last `count` resident pages off an unpinned leaf; answers them, group by group."""
+        keep = node.resident - count
+        at = keep * PAGE_ID_BYTES
+        removed = [pages[at:] for pages in node.pages]
+        node.pages = [pages[:at] for pages in node.pages]
+        del node.hashes[keep * HASH_BYTES :]
+        node.spilled = min(node.spilled, keep)
+        self.evictable_pages -= count
+        if keep:
+            if node.queue is not None:
+                self.policy.shrunk(node, count)
+            node.resident = keep
+        else:
+            self._empty(node)
+        self._leave_ghosts(node, count)
+        return removed
+
+    def _empty(self, node: Node) -> None:
+        """The node loses its last page; a parent that becomes a leaf by this ranks as just used."""
+        if node.queue is not None:
+            self.policy.remove(node)
+        node.resident = 0
+        parent = node.parent
+        assert parent is not None
+        parent.live_children -= 1
+        if not parent.live_children and not parent.pins and parent.resident:
+            self.policy.add(parent)
+
+    # Ghosts. A child became a ghost no later than its parent, so forgetting the oldest first never orphans a node.
+
+    def _leave_ghosts(self, node: Node, count: int) -> None:
+        self.ghosts.setdefault(node)
+        self.ghost_pages += count
+        if self.ghost_pages > self._ghost_limit:
+            self.forget(self.ghost_pages - self._ghost_limit)
+
+    def forget(self, count: int) -> None:
+        """Forget that many ghosts, the oldest first."""
+        while count > 0:
+            node = next(iter(self.ghosts))
+            gone = min(self._num_ghosts(node), count)
+            count -= gone
+            self._forget(node, gone)
+
+    def forget_node(self, node: Node) -> None:
+        """Forget all ghosts of a node whose children have none left."""
+        self._forget(node, self._num_ghosts(node))
+
+    def _num_ghosts(self, node: Node) -> int:
+        return len(node.key) // self.page_bytes - node.resident
+
+    def _forget(self, node: Node, count: int) -> None:
+        self.ghost_pages -= count
+        first = bytes(node.key[: self.page_bytes])
+        node.key = node.key[: len(node.key) - count * self.page_bytes]
+        if not self._num_ghosts(node):
+            del self.ghosts[node]
+            if not node.resident:
+                self._detach(node, first)
+
+    def _detach(self, node: Node, first: bytes) -> None:
+        parent = node.parent
+        assert parent is not None and not node.children
+        del parent.children[first]
+        self.num_nodes -= 1
+        if parent.parent is None:
+            self._drop_if_empty(parent.root)

@@ -1,0 +1,197 @@
+"""Spill orders: which resident pages the host tier lacks, what an ack records, and what a broken stream voids.
+
+Best effort: eviction never waits for a spill. A ticket pins its node, and reads the WINDOW and STATE pages that it
+copies.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from cache_service.core.page_pool import pack, unpack
+from cache_service.core.publishing import ensure_hashes
+from cache_service.core.radix_tree import Node
+from cache_service.core.sparse_pages import Rank
+from cache_service.core.transfer_table import SparsePage, Spill, SpillRow
+from cache_service.core.types import (
+    HASH_BYTES,
+    NO_PAGE,
+    PAGE_ID_BYTES,
+    Ack,
+    PageHash,
+    Transfer,
+    TransferPages,
+    TransferStatus,
+)
+
+if TYPE_CHECKING:
+    from cache_service.core.device_cache import DeviceCache
+
+
+def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
+    """New orders for the queued nodes, as many as tickets may be open."""
+    queue = cache.spill_queue
+    if not queue or cache.host is None:
+        return ()
+    if cache.host.index.breaker.is_open:
+        queue.clear()
+        return ()
+    orders = []
+    while queue and len(cache.transfers.spills) < cache.config.max_open_tickets:
+        node = next(iter(queue))
+        order = _order(cache, node)
+        if order is None:
+            del queue[node]
+        else:
+            orders.append(order)
+    return tuple(orders)
+
+
+def _order(cache: DeviceCache, node: Node) -> Transfer | None:
+    """The next run of pages of the node that the tier lacks; moves the node's mark on behind it."""
+    rows = _lacking(cache, node)
+    if not rows:
+        return None
+    first = min(rows)
+    num_pages = max(rows) + 1 - first
+    ids, sparse = _page_ids(cache, node, rows, first, num_pages)
+    assert cache.host is not None
+    index, fingerprint = cache.host.index, cache.host.fingerprint
+    groups = []
+    for group, row_ids in ids.items():
+        pages = range(first, first + num_pages)
+        keys = (
+            index.key_of(fingerprint, group, rows[page].page_hash) if page_id else b""
+            for page, page_id in zip(pages, row_ids, strict=True)
+        )
+        groups.append(TransferPages(group, pack(row_ids), tuple(keys)))
+    transfer = Transfer(cache.transfers.new_id(), tuple(groups), first, num_pages)
+    ordered = tuple(rows.get(page) for page in range(first, first + num_pages))
+    cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, sparse)
+    for row in rows.values():
+        index.begin(fingerprint, row.page_hash, row.groups)
+    cold = node.cold or node.queue is not None
+    cache.tree.pin(node)
+    node.cold = cold
+    node.ticket_pins += 1
+    for page in sparse:
+        cache.sparse[page.group].read((page.page_id,))
+    return transfer
+
+
+def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
+    """By page number, at most one order's worth of pages."""
+    assert cache.host is not None
+    index, fingerprint, layout = cache.host.index, cache.host.fingerprint, cache.layout
+    if node.spilled >= node.resident:
+        return {}
+    ensure_hashes(cache, node)
+    sparse = {group: unpack(node.pages[group]) for group in layout.sparse}
+    rows: dict[int, SpillRow] = {}
+    for at in range(node.spilled, node.resident):
+        if rows and node.start + at - min(rows) >= cache.config.transfer_pages:
+            break
+        node.spilled = at + 1
+        page_hash = PageHash(bytes(node.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]))
+        groups = layout.full_mask | sum(1 << group for group, ids in sparse.items() if ids[at])
+        groups &= ~index.known(fingerprint, page_hash)
+        num_bytes = sum(spec.page_bytes for group, spec in enumerate(layout.specs) if groups >> group & 1)
+        if groups and num_bytes * index.num_ranks.get(fingerprint, 1) <= index.quota_bytes:
+            rows[node.start + at] = SpillRow(page_hash, groups)
+    return rows
+
+
+def _page_ids(
+    cache: DeviceCache, node: Node, rows: dict[int, SpillRow], first: int, num_pages: int
+) -> tuple[dict[int, list[int]], tuple[SparsePage, ...]]:
+    ids: dict[int, list[int]] = {}
+    sparse = []
+    begin = (first - node.start) * PAGE_ID_BYTES
+    for group in range(len(cache.layout.specs)):
+        standing = unpack(node.pages[group][begin : begin + num_pages * PAGE_ID_BYTES])
+        moved: list[int] = [NO_PAGE] * num_pages
+        for page, row in rows.items():
+            if row.groups >> group & 1:
+                moved[page - first] = standing[page - first]
+                if group in cache.sparse:
+                    sparse.append(SparsePage(group, page, standing[page - first]))
+        if any(moved):
+            ids[group] = moved
+    return ids, tuple(sparse)
+
+
+def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
+    """Leading done pages become rows; the ticket lets go of its pages."""
+    assert cache.host is not None
+    spill = cache.transfers.spills.pop(ack.ticket)
+    index, fingerprint = cache.host.index, cache.host.fingerprint
+    namespace = spill.node.root.namespace
+    done = [row for row in spill.rows[: ack.num_done] if row is not None]
+    _close(cache, spill)
+    for row in reversed(done):
+        index.add(fingerprint, row.page_hash, row.groups, namespace)
+    index.counters.spilled += len(done)
+    if ack.status is TransferStatus.FAILED:
+        index.breaker.failed(now_ms)
+        _unmark(spill, spill.transfer.first_page + ack.num_done)
+    else:
+        index.breaker.succeeded()
+    index.shrink()
+
+
+def void(cache: DeviceCache) -> None:
+    """The stream broke and the worker's mover is drained: no order of it is under way any more."""
+    for ticket in list(cache.transfers.spills):
+        spill = cache.transfers.spills.pop(ticket)
+        _close(cache, spill)
+        _unmark(spill, spill.transfer.first_page)
+        cache.spill_queue[spill.node] = None
+
+
+def _close(cache: DeviceCache, spill: Spill) -> None:
+    assert cache.host is not None
+    for row in spill.rows:
+        if row is not None:
+            cache.host.index.end(cache.host.fingerprint, row.page_hash, row.groups)
+    for page in spill.sparse:
+        cache.sparse[page.group].drop((page.page_id,), Rank.WARM)
+    node = spill.node
+    node.ticket_pins -= 1
+    cache.unpin(node)
+    # Being copied is no use: a node that stood in the order goes back to its cold end.
+    if node.cold and node.queue is not None:
+        node.queue.move_to_end(node, last=False)
+    node.cold = node.cold and node.ticket_pins > 0
+
+
+def _unmark(spill: Spill, page: int) -> None:
+    """Pages from this one on may be spilled again."""
+    node: Node | None = spill.node
+    while node is not None and node.end > page:
+        node.spilled = min(node.spilled, max(page - node.start, 0))
+        node = node.parent
+
+
+def queue_cold_end(cache: DeviceCache) -> None:
+    """write_back: spill what would go next, while free pages are below the low-water mark."""
+    low = cache.config.write_back_low_water
+    if cache.host is None or all(pool.num_free >= pool.num_pages * low for pool in cache.pools.values()):
+        return
+    for node in islice(cache.policy.order(), cache.config.max_open_tickets):
+        if node.spilled < node.resident:
+            cache.spill_queue[node] = None
+
+
+def abandon(cache: DeviceCache) -> None:
+    """The worker is forgotten: what it was spilling is on its way no more."""
+    for ticket in list(cache.transfers.spills):
+        _close(cache, cache.transfers.spills.pop(ticket))
+
+
+def forget_marks(cache: DeviceCache) -> None:
+    """The tier lost what it held: every page may be spilled again."""
+    nodes = [child for root in cache.tree.roots.values() for child in root.children.values()]
+    for node in nodes:
+        node.spilled = 0
+        nodes.extend(node.children.values())

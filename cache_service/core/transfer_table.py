@@ -1,0 +1,113 @@
+"""Open spill and fetch tickets of one worker: what moves, and what a ticket holds until its ack. Frees nothing itself.
+
+fetch   holds nothing while its lease lives; when the lease ends first, the ticket takes over the targets
+spill   pins the node, and reads each WINDOW and STATE page that it copies
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from cache_service.core.types import PageHash, SequenceId, TicketId, Transfer
+
+if TYPE_CHECKING:
+    from cache_service.core.radix_tree import Node
+
+MAX_RUNS = 1024
+
+
+class SparsePage(NamedTuple):
+    """A page of a WINDOW or STATE group at a page number."""
+
+    group: int
+    page: int
+    page_id: int
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A run of pages for one sequence; of its own FULL pages the first `num_full` are targets."""
+
+    transfer: Transfer
+    sequence_id: SequenceId
+    num_full: int
+    hashes: tuple[PageHash, ...]
+    sparse: tuple[SparsePage, ...]
+    orphaned: bool = False
+    full_targets: dict[int, bytes] = field(default_factory=dict)  # by group; once orphaned
+
+
+@dataclass(slots=True)
+class SpillRow:
+    """One page of a spill: its hash and the groups that are copied, as a bit mask."""
+
+    page_hash: PageHash
+    groups: int
+
+
+@dataclass(slots=True)
+class Spill:
+    """Pages of one node; `node` and `sparse` are held until the ack. A row is None where nothing of that page moves."""
+
+    transfer: Transfer
+    node: Node
+    rows: tuple[SpillRow | None, ...]
+    sparse: tuple[SparsePage, ...]
+
+
+@dataclass(slots=True)
+class TicketIds:
+    """Counts tickets of all workers, so that a closed ticket is told from one never issued."""
+
+    last: int = 0
+
+
+class _Issued:
+    """Which ticket ids went to one worker, as runs; a worker that moves pages alone has a single one."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, ticket: int) -> None:
+        if self._ends and self._ends[-1] + 1 == ticket:
+            self._ends[-1] = ticket
+            return
+        self._starts.append(ticket)
+        self._ends.append(ticket)
+        if len(self._starts) > MAX_RUNS:
+            # Acks of tickets this old are long past; merging makes them count as issued.
+            self._starts[0:2], self._ends[0:2] = [self._starts[0]], [self._ends[1]]
+
+    def __contains__(self, ticket: int) -> bool:
+        at = bisect_right(self._starts, ticket) - 1
+        return at >= 0 and ticket <= self._ends[at]
+
+
+class TransferTable:
+    """Tickets of one worker; ids come from a counter that all workers share."""
+
+    def __init__(self, ids: TicketIds) -> None:
+        self._ids = ids
+        self.fetches: dict[TicketId, Fetch] = {}
+        self.spills: dict[TicketId, Spill] = {}
+        self._issued = _Issued()
+
+    def __len__(self) -> int:
+        return len(self.fetches) + len(self.spills)
+
+    def new_id(self) -> TicketId:
+        self._ids.last += 1
+        self._issued.add(self._ids.last)
+        return TicketId(self._ids.last)
+
+    def find(self, ticket: TicketId) -> Transfer | None:
+        """The transfer of an open ticket."""
+        held = self.fetches.get(ticket) or self.spills.get(ticket)
+        return held.transfer if held is not None else None
+
+    def was_issued(self, ticket: TicketId) -> bool:
+        """To this worker; it may be closed by now."""
+        return ticket in self._issued
