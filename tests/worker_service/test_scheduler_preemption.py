@@ -69,7 +69,7 @@ def test_preempted_request_prefills_prompt_and_what_it_generated() -> None:
 
 
 def test_refused_extend_sits_out_one_launch_and_asks_first() -> None:
-    """The younger needs its page first and is refused; while it sits out, the older one needs a page too and comes second."""
+    """The younger needs a page first and is refused; while it sits out, the older one needs one and comes second."""
     driven = machine(6)
     older = driven.ask(prompt(10, 1), max_tokens=10)
     younger = driven.ask(prompt(11, 2), max_tokens=10)

@@ -46,7 +46,7 @@ def test_known_sequences_repeat_the_unanswered_step(reply_was_lost: bool) -> Non
 
 def test_live_sequences_name_every_lease_that_may_exist() -> None:
     driven = machine()
-    decodes, prefills, waits = in_all_states(driven)
+    decodes, prefills, _ = in_all_states(driven)
     assert set(driven.scheduler.live_sequences()) == {decodes, prefills}
     driven.land()
     driven.abort(decodes)

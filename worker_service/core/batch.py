@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from worker_service.core.launch_plan import Row
@@ -73,50 +73,61 @@ def token_rows(cu_seqlens: Seq[int]) -> array[int]:
 
 
 def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], page_tokens: int) -> Batch:
-    """Lay the rows out one after the other. A row samples when it reaches the end of its sequence's tokens."""
-    token_ids, positions = array("i"), array("i")
-    cu_q, cu_k = array("i", (0,)), array("i", (0,))
-    for sequence, first, num_tokens in rows:
-        end = first + num_tokens
-        token_ids.extend(sequence.tokens[first:end])
-        positions.extend(range(first, end))
-        cu_q.append(cu_q[-1] + num_tokens)
-        cu_k.append(cu_k[-1] + end)
-    paged = [group.kind is not GroupKind.STATE for group in groups]
-    tables = [
-        _tables(rows, group, page_tokens) if is_paged else (array("i"), 0) for group, is_paged in enumerate(paged)
-    ]
-    sampled = tuple(_sampled(index, row) for index, row in enumerate(rows) if row.end == len(row.sequence.tokens))
+    """Lay the rows out one after the other. A row samples when it reaches the end of its sequence's tokens.
+
+    Decode rows go through comprehensions: there are many of them, with one token each, while the device waits.
+    """
+    decode, chunks = rows[:num_decode_seqs], rows[num_decode_seqs:]
+    token_ids = array("i", [sequence.tokens[first] for sequence, first, _ in decode])
+    positions = array("i", [first for _, first, _ in decode])
+    for sequence, first, num_tokens in chunks:
+        token_ids.extend(sequence.tokens[first : first + num_tokens])
+        positions.extend(range(first, first + num_tokens))
+    ends = [first + num_tokens for _, first, num_tokens in rows]
+    cu_q = array("i", accumulate([num_tokens for _, _, num_tokens in rows], initial=0))
+    slots, tables, widths = [], [], []
+    for group, spec in enumerate(groups):
+        is_paged = spec.kind is not GroupKind.STATE
+        slots.append(_slots(decode, chunks, group, page_tokens) if is_paged else array("q"))
+        table, width = _tables(rows, ends, group, page_tokens) if is_paged else (array("i"), 0)
+        tables.append(table)
+        widths.append(width)
+    sampled = [_sampled(index, row) for index, row in enumerate(rows) if ends[index] == len(row.sequence.tokens)]
     return Batch(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=tuple(
-            _slots(rows, group, page_tokens) if is_paged else array("q") for group, is_paged in enumerate(paged)
-        ),
-        block_tables=tuple(table for table, _ in tables),
-        table_widths=tuple(width for _, width in tables),
+        slot_mapping=tuple(slots),
+        block_tables=tuple(tables),
+        table_widths=tuple(widths),
         cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
+        cu_seqlens_k=array("i", accumulate(ends, initial=0)),
         max_seqlen_q=max((row.num_tokens for row in rows), default=0),
-        max_seqlen_k=max((row.end for row in rows), default=0),
+        max_seqlen_k=max(ends, default=0),
         num_seqs=len(rows),
         num_decode_seqs=num_decode_seqs,
-        logits_rows=array("i", (cu_q[entry.row + 1] - 1 for entry in sampled)),
-        sampled=sampled,
+        logits_rows=array("i", [cu_q[entry.row + 1] - 1 for entry in sampled]),
+        sampled=tuple(sampled),
     )
 
 
 def _sampled(index: int, row: Row) -> SampledRow:
-    sampling = row.sequence.sampling
+    sequence, first, num_tokens = row
+    sampling = sequence.sampling
     # A copy: the launch runs in a thread, and an array that a tensor looks at cannot grow.
-    history = row.sequence.tokens[:] if sampling.repetition_penalty != 1.0 else None
-    return SampledRow(index, sampling, row.end, history)
+    history = sequence.tokens[:] if sampling.repetition_penalty != 1.0 else None
+    return SampledRow(index, sampling, first + num_tokens, history)
 
 
-def _slots(rows: Seq[Row], group: int, page_tokens: int) -> array[int]:
-    """Page by page, as a prompt's chunk is long and its pages are few."""
-    slots = array("q")
-    for sequence, first, num_tokens in rows:
+def _slots(decode: Seq[Row], chunks: Seq[Row], group: int, page_tokens: int) -> array[int]:
+    """Chunks go page by page: they are long and their pages are few."""
+    slots = array(
+        "q",
+        [
+            sequence.tables[group][first // page_tokens] * page_tokens + first % page_tokens
+            for sequence, first, _ in decode
+        ],
+    )
+    for sequence, first, num_tokens in chunks:
         table, position, end = sequence.tables[group], first, first + num_tokens
         while position < end:
             page, offset = divmod(position, page_tokens)
@@ -127,13 +138,14 @@ def _slots(rows: Seq[Row], group: int, page_tokens: int) -> array[int]:
     return slots
 
 
-def _tables(rows: Seq[Row], group: int, page_tokens: int) -> tuple[array[int], int]:
+def _tables(rows: Seq[Row], ends: Seq[int], group: int, page_tokens: int) -> tuple[array[int], int]:
     """Rows of equal width: the pages of the longest row, and at least one so that no row is empty."""
-    width = max((-(-row.end // page_tokens) for row in rows), default=0) or 1
-    hole = array("i", (NO_PAGE,))
+    width = -(-max(ends, default=0) // page_tokens) or 1
+    padding = array("i", (NO_PAGE,)) * width
     flat = array("i")
-    for row in rows:
-        num_pages = -(-row.end // page_tokens)
-        flat.extend(row.sequence.tables[group][:num_pages])
-        flat.extend(hole * (width - num_pages))
+    for row, end in zip(rows, ends, strict=True):
+        num_pages = -(-end // page_tokens)
+        flat += row.sequence.tables[group][:num_pages]
+        if num_pages < width:
+            flat += padding[num_pages:]
     return flat, width

@@ -251,7 +251,8 @@ class Scheduler:
         kept, reason = self._append(sequence, tokens)
         # The last token has no KV yet; those accepted before it have.
         sequence.computed_len = sequence.launched_len = end + max(len(kept) - 1, 0)
-        sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
+        if sequence.leave:
+            sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
         if reason is not None:
             self._roster.finish(sequence, ReleaseReason.FINISHED)
             return (Output(row.sequence_id, kept, reason, sequence.usage()),)
@@ -294,6 +295,10 @@ class _Flight(NamedTuple):
     sequences: tuple[Sequence, ...]
 
 
+def _left_by(row: Row) -> tuple[SnapshotSlot, ...]:
+    return tuple(slot for slot in row.sequence.leave if row.first_token < slot.boundary_tokens <= row.end)
+
+
 def _launch_row(row: Row) -> LaunchRow:
     sequence = row.sequence
     return LaunchRow(
@@ -303,6 +308,6 @@ def _launch_row(row: Row) -> LaunchRow:
         row.num_tokens,
         samples=row.end == len(sequence.tokens),
         restore=sequence.restore if row.first_token == sequence.start_len else (),
-        leave=tuple(slot for slot in sequence.leave if row.first_token < slot.boundary_tokens <= row.end),
+        leave=_left_by(row) if sequence.leave else (),
         working=sequence.working,
     )
