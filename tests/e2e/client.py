@@ -1,0 +1,126 @@
+"""What a user of the services would write: generate, cancel, ask for counts.
+
+Knows the protocol only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import grpc
+import grpc.aio
+
+from protos.v1 import cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rpc.client import open_channel
+
+CALL_S = 60.0
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    text: str
+    usage: worker_pb2.Usage
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Cached, fetched and computed tokens of the prompt."""
+        return self.usage.cached_tokens, self.usage.fetched_tokens, self.usage.computed_tokens
+
+
+def unused_salt() -> str:
+    """A namespace that nobody used: the request runs cold."""
+    return secrets.token_hex(8)
+
+
+class Client:
+    """Channels to a cache service and workers, by address."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    def worker(self, address: str) -> worker_pb2_grpc.ModelWorkerAsyncStub:
+        return worker_pb2_grpc.ModelWorkerStub(self._channel(address))  # type: ignore[return-value]
+
+    def cache(self, address: str) -> cache_pb2_grpc.PrefixCacheAsyncStub:
+        return cache_pb2_grpc.PrefixCacheStub(self._channel(address))  # type: ignore[return-value]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def generate(
+        self,
+        worker: str,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        salt: str = "",
+        on_token: Callable[[int], None] = lambda count: None,
+    ) -> Answer:
+        """Greedy, without an early end; `on_token` hears how many tokens there are so far."""
+        tokens, text, usage = array("i"), "", worker_pb2.Usage()
+        async for response in self.stream(worker, prompt, max_tokens, salt=salt):
+            tokens.frombytes(response.token_ids)
+            text += response.text
+            if response.finish_reason:
+                usage = response.usage
+            on_token(len(tokens))
+        return Answer(tokens.tolist(), text, usage)
+
+    def stream(
+        self, worker: str, prompt: Sequence[int], max_tokens: int, *, salt: str = ""
+    ) -> grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]:
+        request = worker_pb2.GenerateRequest(
+            token_ids=worker_pb2.TokenIds(ids=array("i", prompt).tobytes()),
+            sampling=worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            salt=salt,
+        )
+        return self.worker(worker).Generate(request, timeout=CALL_S)
+
+    async def stats(self, cache: str) -> cache_pb2.StatsResponse:
+        return await self.cache(cache).Stats(cache_pb2.StatsRequest(), timeout=CALL_S)
+
+    async def worker_stats(self, cache: str, name: str) -> cache_pb2.WorkerStats:
+        found = [worker for worker in (await self.stats(cache)).workers if worker.worker_id == name]
+        return found[0] if found else cache_pb2.WorkerStats()
+
+    async def until(
+        self, cache: str, holds: Callable[[cache_pb2.StatsResponse], bool], timeout_s: float = 30.0
+    ) -> cache_pb2.StatsResponse:
+        """The first stats for which it holds; fails with the last ones seen."""
+        stats = cache_pb2.StatsResponse()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    stats = await self.stats(cache)
+                    if holds(stats):
+                        return stats
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"did not come about within {timeout_s} s: {stats}") from None
+
+    async def idle(self, cache: str) -> cache_pb2.StatsResponse:
+        """Wait until no worker holds a lease or has a ticket open."""
+        return await self.until(cache, nothing_is_held)
+
+
+def nothing_is_held(stats: cache_pb2.StatsResponse) -> bool:
+    return all(worker.num_leases == 0 and worker.num_tickets == 0 for worker in stats.workers)
+
+
+@asynccontextmanager
+async def open_client() -> AsyncIterator[Client]:
+    client = Client()
+    try:
+        yield client
+    finally:
+        await client.close()
