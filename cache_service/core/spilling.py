@@ -40,12 +40,22 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
     orders = []
     while queue and len(cache.transfers.spills) < cache.config.max_open_tickets:
         node = next(iter(queue))
-        order = _order(cache, node)
+        order = _order(cache, _without_ghosts(cache, node))
         if order is None:
-            del queue[node]
+            queue.pop(node, None)
         else:
             orders.append(order)
     return tuple(orders)
+
+
+def _without_ghosts(cache: DeviceCache, node: Node) -> Node:
+    """The node's resident part: a ticket pins, and a pinned node has no ghosts."""
+    if not node.resident or node not in cache.tree.ghosts or node.spilled >= node.resident:
+        return node
+    del cache.spill_queue[node]
+    top = cache.tree.split(node, node.resident)
+    cache.spill_queue[top] = None
+    return top
 
 
 def _order(cache: DeviceCache, node: Node) -> Transfer | None:
