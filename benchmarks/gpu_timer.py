@@ -1,0 +1,72 @@
+"""Times work on a CUDA device, and the device's own ceilings to hold the times against.
+
+Knows no op. One sample is a replay of a captured graph with the L2 cache flushed before it; a time is the median of
+them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+WARM_UPS = 3
+SAMPLES = 40
+FLUSH_BYTES = 256 << 20
+CEILING_BYTES = 4 << 30
+GEMM_SIZE = 8192
+
+
+class Timer:
+    """Owns the buffer that flushes the cache."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        """The median time of one call of `work`, which must not wait for the device."""
+        for _ in range(WARM_UPS):
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        samples = [self._sample(graph) for _ in range(SAMPLES)]
+        del graph
+        return statistics.median(samples)
+
+    def _sample(self, graph: torch.cuda.CUDAGraph) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(stop)) * 1e3
+
+
+def ceilings(timer: Timer) -> dict[str, float]:
+    """What this card can do at best, by torch's own kernels."""
+    small = torch.empty(1, device="cuda")
+    copy, read = _memory(timer)
+    return {
+        "copy_gb_per_s": round(2e-3 * CEILING_BYTES / copy, 1),
+        "read_gb_per_s": round(1e-3 * CEILING_BYTES / read, 1),
+        "gemm_bf16_tflops": round(2e-6 * GEMM_SIZE**3 / _gemm(timer), 1),
+        "empty_launch_us": round(timer.microseconds(small.zero_), 2),
+    }
+
+
+def _memory(timer: Timer) -> tuple[float, float]:
+    """Microseconds to copy, and to sum, CEILING_BYTES."""
+    source = torch.ones(CEILING_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    return timer.microseconds(lambda: target.copy_(source)), timer.microseconds(source.sum)
+
+
+def _gemm(timer: Timer) -> float:
+    """Microseconds of one large product in bf16."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return timer.microseconds(lambda: a @ b)
