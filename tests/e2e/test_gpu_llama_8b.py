@@ -1,0 +1,194 @@
+"""The whole engine on a GPU: workers serving a Llama-3-8B-shaped model of random weights in bf16, over real processes.
+
+Every warm answer is compared with a cold run, and the hit is asserted. Takes 16 GiB of disk and a few minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.e2e.client import Answer, Client, unused_salt
+from tests.e2e.conftest import Starter
+from tests.e2e.processes import ServiceProcess
+from tests.redis_process import RedisProcess
+from worker_service.model.config import parse_model_config
+from worker_service.model.demo_model import make_demo_model
+from worker_service.model.weights import expected_shapes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+NUM_SHARDS = 4
+# Sharp attention: with flat attention a wrong page would hardly show in the answer.
+QUERY_KEY_GAIN = 2.0
+PAGE = 16
+
+
+class Machine(NamedTuple):
+    cache: str
+    first: str
+    second: str
+    processes: tuple[ServiceProcess, ...]
+    trace: Path
+
+
+def write_model(folder: Path) -> None:
+    """A sharded checkpoint with an index, as large models come."""
+    make_demo_model(folder, seed=1)  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator("cuda").manual_seed(1)
+    shards: list[dict[str, torch.Tensor]] = [{} for _ in range(NUM_SHARDS)]
+    weight_map = {}
+    for number, (name, shape) in enumerate(sorted(expected_shapes(parse_model_config(CONFIG)).items())):
+        shards[number % NUM_SHARDS][name] = _weight(name, shape, generator)
+        weight_map[name] = _shard_name(number % NUM_SHARDS)
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / _shard_name(number), metadata={"format": "pt"})
+        shard.clear()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number + 1:05}-of-{NUM_SHARDS:05}.safetensors"
+
+
+def _weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    gain = QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+    drawn = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    return (drawn * gain / shape[1] ** 0.5).cpu()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory, redis_binary: str) -> Iterator[Machine]:
+    folder = tmp_path_factory.mktemp("llama-8b")
+    write_model(folder)
+    torch.cuda.empty_cache()
+    trace = tmp_path_factory.mktemp("trace") / "trace.json"
+    with ExitStack() as stack:
+        redis = stack.enter_context(RedisProcess(redis_binary))
+        starter = Starter(tmp_path_factory.mktemp("logs"), folder, stack)
+        cache = starter.cache(redis_url=redis.url, spill="write_through", fetch="always")
+        common = {"host_tier": "redis", "redis_url": redis.url, "pool_mb": 24_576, "device": "cuda"}
+        first = starter.workers(cache.address, 1, trace_path=trace, **common)[0]
+        second = starter.workers(cache.address, 1, 2, **common)[0]
+        yield Machine(cache.address, first.address, second.address, (cache, first, second), trace)
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
+    source = random.Random(request.node.nodeid)
+    return lambda length: [source.randrange(CONFIG["vocab_size"]) for _ in range(length)]  # type: ignore[call-overload]
+
+
+async def cold(client: Client, worker: str, prompt: list[int], max_tokens: int) -> Answer:
+    answer = await client.generate(worker, prompt, max_tokens, salt=unused_salt())
+    assert answer.counts == (0, 0, len(prompt))
+    return answer
+
+
+async def test_a_cached_prompt_in_chunks_gives_the_cold_tokens(
+    client: Client, machine: Machine, draw: Callable[[int], list[int]]
+) -> None:
+    prompt = draw(4600)
+    runs = [await client.generate(machine.first, prompt, 32) for _ in range(2)]
+    assert [run.counts for run in runs] == [(0, 0, 4600), (4592, 0, 8)]
+    reference = await cold(client, machine.first, prompt, 32)
+    assert runs[0].tokens == reference.tokens
+    assert runs[1].tokens == reference.tokens
+    assert len(set(reference.tokens)) > 4, "the answer hardly varies, so it would not show a wrong page"
+
+
+async def test_another_prefix_gives_another_answer(
+    client: Client, machine: Machine, draw: Callable[[int], list[int]]
+) -> None:
+    """Without this the comparisons above would prove nothing."""
+    tail, answers = draw(40), []
+    for _ in range(2):
+        answers.append((await cold(client, machine.first, draw(1600) + tail, 16)).tokens)
+    assert answers[0] != answers[1]
+
+
+async def test_siblings_over_one_prefix_share_its_prefill(
+    client: Client, machine: Machine, draw: Callable[[int], list[int]]
+) -> None:
+    prefix = draw(4096)
+    prompts = [prefix + draw(512) for _ in range(8)]
+    warm = await asyncio.gather(*(client.generate(machine.first, prompt, 16) for prompt in prompts))
+    assert sum(answer.usage.computed_tokens for answer in warm) == 4096 + 8 * 512
+    for answer, prompt in zip(warm, prompts, strict=True):
+        assert answer.tokens == (await cold(client, machine.first, prompt, 16)).tokens
+
+
+async def test_a_fetched_prefix_gives_the_cold_tokens(
+    client: Client, machine: Machine, draw: Callable[[int], list[int]]
+) -> None:
+    prompt = draw(2000)
+    await client.generate(machine.first, prompt, 1)
+    await client.until(machine.cache, lambda stats: stats.host_tier.num_rows >= 124)
+    await client.idle(machine.cache)
+    fetched = await client.generate(machine.second, prompt, 16)
+    assert fetched.counts == (0, 1984, 16)
+    assert fetched.tokens == (await cold(client, machine.second, prompt, 16)).tokens
+
+
+async def test_a_sibling_in_mid_flight_gives_the_cold_tokens(
+    client: Client, machine: Machine, draw: Callable[[int], list[int]]
+) -> None:
+    prompt, decodes = draw(338), asyncio.Event()
+    first = asyncio.create_task(
+        client.generate(machine.first, prompt, 400, on_token=lambda count: decodes.set() if count >= 4 else None)
+    )
+    await decodes.wait()
+    second = await client.generate(machine.first, prompt, 16)
+    assert not first.done()
+    assert second.counts == (336, 0, 2)
+    reference = (await cold(client, machine.first, prompt, 16)).tokens
+    assert second.tokens == reference
+    assert (await first).tokens[:16] == reference
+
+
+async def test_steps_hide_behind_launches(client: Client, machine: Machine, draw: Callable[[int], list[int]]) -> None:
+    """The worker's own trace of 64 sequences that decode: round trips to the cache service run beside the GPU."""
+    await asyncio.gather(*(client.generate(machine.first, draw(200), 128) for _ in range(64)))
+    assert machine.processes[1].terminate() == 0
+    spans = json.loads(machine.trace.read_text())["traceEvents"]
+    launches = [(s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == "launch" and s["args"]["num_tokens"] == 64]
+    steps = [(s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == "step"]
+    beside = [s for s in steps if any(a <= s[0] and s[1] <= b for a, b in launches)]
+    assert len(launches) > 64
+    assert len(beside) > 16, "no step ran while the GPU did"
+    print(f"{len(launches)} launches of 64 rows, {len(beside)} of {len(steps)} steps wholly beside one of them")
