@@ -170,7 +170,8 @@ class Machine:
         assert batch.num_tokens <= self.config.token_budget
         assert batch.num_seqs <= self.config.max_num_seqs
         assert len(batch.positions) == len(batch.token_ids) == batch.cu_seqlens_q[-1]
-        assert all(len(slots) == batch.num_tokens for slots in batch.slot_mapping)
+        for group, slots in zip(self.config.groups, batch.slot_mapping, strict=True):
+            assert len(slots) == (0 if group.kind is GroupKind.STATE else batch.num_tokens)
         assert [row.num_tokens for row in launch.rows[: batch.num_decode_seqs]] == [1] * batch.num_decode_seqs
         for row in launch.rows[batch.num_decode_seqs :]:
             self.prefilled.setdefault(row.sequence_id, []).append(row.num_tokens)
@@ -186,7 +187,8 @@ class Machine:
             assert batch.token_ids[first : first + row.num_tokens].tolist() == all_tokens[row.first_token : end]
             assert batch.positions[first : first + row.num_tokens].tolist() == list(range(row.first_token, end))
             marks.append(self.marks(client.namespace, all_tokens[:end]))
-            for group, slots in enumerate(batch.slot_mapping):
+            for group in self.config.paged_groups:
+                slots = batch.slot_mapping[group]
                 for offset, position in enumerate(range(row.first_token, end)):
                     self.memory[group, slots[first + offset]] = marks[index][position]
         for index, row in enumerate(launch.rows):
@@ -202,7 +204,8 @@ class Machine:
 
     def check_reads(self, batch: Batch, index: int, first_token: int, marks: list[int]) -> None:
         page_tokens = self.config.page_tokens
-        for group, spec in enumerate(self.config.groups):
+        for group in self.config.paged_groups:
+            spec = self.config.groups[group]
             width = batch.table_widths[group]
             table = batch.block_tables[group][index * width : (index + 1) * width]
             window = spec.window_tokens if spec.kind is GroupKind.WINDOW else len(marks)
@@ -279,6 +282,9 @@ class Machine:
         assert self.scheduler.num_unfinished == self.scheduler.num_waiting == self.scheduler.num_running == 0
         assert not self.manager.leases and not self.manager.tickets
         assert not any(any(readers.values()) for readers in self.manager.readers)
+        self.check_answers()
+
+    def check_answers(self) -> None:
         for client in self.clients.values():
             expected = reference(client.namespace, client.prompt, client.max_tokens)
             if client.failed:

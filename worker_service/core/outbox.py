@@ -196,6 +196,8 @@ class Outbox:
     def room(self, sequence: Sequence) -> int:
         """The length in tokens that the pages at hand hold, in the group that has fewest."""
         tables = sequence.tables
+        if len(self._paged) == 1:
+            return len(tables[self._paged[0]]) * self._config.page_tokens
         return min([len(tables[group]) for group in self._paged], default=UNLIMITED) * self._config.page_tokens
 
     def predicted(self) -> Iterator[Progress]:

@@ -70,6 +70,7 @@ class LaunchRow(NamedTuple):
     restore: tuple[SnapshotSlot, ...]
     leave: tuple[SnapshotSlot, ...]
     working: tuple[SnapshotSlot, ...]
+    rolling: tuple[SnapshotSlot, ...]
 
 
 class Launch(NamedTuple):
@@ -310,4 +311,5 @@ def _launch_row(row: Row) -> LaunchRow:
         restore=sequence.restore if row.first_token == sequence.start_len else (),
         leave=_left_by(row) if sequence.leave else (),
         working=sequence.working,
+        rolling=sequence.rolling,
     )

@@ -1,0 +1,259 @@
+"""The scheduler against the real cache manager, step by step, with audits and a memory that shows every wrong page."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from cache_service.core import audit
+from cache_service.core import types as manager_words
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
+from tests.worker_service.test_scheduler_liveness import MAX_LEN, Workload
+from worker_service.core import ports as worker_words
+from worker_service.core.inbox import Fetch
+from worker_service.core.ports import (
+    Ack,
+    Adopt,
+    Grant,
+    GroupKind,
+    GroupSpec,
+    HostTierKind,
+    Refusal,
+    SequenceId,
+    Step,
+    StepReply,
+    TransferStatus,
+    Welcome,
+)
+from worker_service.core.scheduler import Launch, SchedulerConfig
+
+WORKER = manager_words.WorkerId("worker")
+
+
+def translated(words: Any, value: Any) -> Any:
+    """The same value in the other side's words, as a wire would carry it."""
+    if hasattr(value, "_fields"):
+        return getattr(words, type(value).__name__)(*(translated(words, field) for field in value))
+    if isinstance(value, tuple):
+        return tuple(translated(words, entry) for entry in value)
+    if type(value).__module__ in (manager_words.__name__, worker_words.__name__):
+        other = getattr(words, type(value).__name__, None)
+        return int(value) if other is None else other(value.value)
+    return value
+
+
+class RealManager:
+    """A CacheManager with one worker, answering in the worker's words."""
+
+    def __init__(self, config: SchedulerConfig, epoch: str, *, host: bool) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.has_host = host
+        settings = ManagerConfig(
+            spill=manager_words.SpillPolicy.WRITE_THROUGH, fetch=manager_words.FetchPolicy.ALWAYS, transfer_pages=3
+        )
+        self.manager = CacheManager(settings, epoch)
+        self.now_ms = 0
+        self.last_step_id = 0
+        self.num_refusals = 0
+        self.hello(())
+
+    def hello(self, live: tuple[SequenceId, ...]) -> Welcome:
+        kind = HostTierKind.SHARED if self.has_host else HostTierKind.NONE
+        hello = manager_words.Hello(
+            WORKER,
+            "127.0.0.1:1",
+            "incarnation",
+            b"f" * 32,
+            self.config.page_tokens,
+            translated(manager_words, self.config.groups),
+            translated(manager_words, live),
+            translated(manager_words, kind),
+            "tier" if self.has_host else "",
+        )
+        welcome = self.manager.hello(hello, self.now_ms)
+        return Welcome(welcome.epoch, frozenset(welcome.known_sequences), welcome.last_step_id)  # type: ignore[arg-type]
+
+    def step(self, step: Step) -> StepReply:
+        self.now_ms += 7
+        reply = self.manager.step(WORKER, translated(manager_words, step), self.now_ms)
+        audit.check(self.manager)
+        self.num_refusals += len(reply.refusals)
+        return translated(worker_words, reply)  # type: ignore[no-any-return]
+
+    def adopt(self, adopt: Adopt) -> Grant | Refusal:
+        answer = self.manager.adopt(WORKER, translated(manager_words, adopt), self.now_ms)
+        audit.check(self.manager)
+        return translated(worker_words, answer)  # type: ignore[no-any-return]
+
+
+class RealMachine(Machine):
+    """A Machine whose manager, spills and snapshots are the real ones."""
+
+    def __init__(self, config: SchedulerConfig, *, host: bool = False, rng: random.Random | None = None) -> None:
+        self.store: dict[bytes, object] = {}
+        self.spills: list[worker_words.Transfer] = []
+        super().__init__(config, rng=rng)
+        self.manager = RealManager(config, "epoch", host=host)  # type: ignore[assignment]
+        self.real: RealManager = self.manager  # type: ignore[assignment]
+        self.scheduler.readmit(Welcome("epoch", frozenset(), 0))
+
+    # -- pages that travel --
+
+    def apply(self, reply: StepReply) -> None:
+        super().apply(reply)
+        for key in self.real.manager.take_host_deletes():
+            self.store.pop(key, None)
+        self.spills += translated(worker_words, self.real.manager.take_orders(WORKER))
+
+    def move_pages(self) -> bool:
+        happened = super().move_pages()
+        spills, self.spills = self.spills, []
+        for transfer in spills:
+            for key, group, page in self.parts(transfer):
+                self.store[key] = self.content(group, page)
+            self.scheduler.report(Ack(transfer.ticket, transfer.num_pages, TransferStatus.DONE))
+        return happened or bool(spills)
+
+    def parts(self, transfer: worker_words.Transfer, page: int | None = None) -> list[tuple[bytes, int, int]]:
+        """Key, group and page id of what moves: all of it, or one page of the run."""
+        found = []
+        for moved in transfer.groups:
+            page_ids = memoryview(moved.page_ids).cast("I")
+            numbers = range(transfer.num_pages) if page is None else (page,)
+            found += [(moved.keys[n], moved.group, page_ids[n]) for n in numbers if page_ids[n]]
+        return found
+
+    def content(self, group: int, page: int) -> object:
+        if self.config.groups[group].kind is GroupKind.STATE:
+            return self.memory.get((group, page))
+        return self.page_content(group, page)
+
+    def fetch(self, fetch: Fetch) -> Ack:
+        transfer = fetch.transfer
+        for number in range(transfer.num_pages):
+            parts = self.parts(transfer, number)
+            if any(key not in self.store for key, _, _ in parts) or self.happens(0.1):
+                return Ack(transfer.ticket, number, TransferStatus.MISSING)
+            if self.happens(0.05):
+                return Ack(transfer.ticket, number, TransferStatus.FAILED)
+            for key, group, page in parts:
+                if self.config.groups[group].kind is GroupKind.STATE:
+                    self.memory[group, page] = self.store[key]  # type: ignore[assignment]
+                else:
+                    self.write_page(group, page, self.store[key])
+        return Ack(transfer.ticket, transfer.num_pages, TransferStatus.DONE)
+
+    def happens(self, probability: float) -> bool:
+        return self.rng is not None and self.rng.random() < probability
+
+    # -- recurrent state --
+
+    def compute(self, launch: Launch) -> list[int]:
+        tokens = super().compute(launch)
+        for row in launch.rows:
+            client = self.clients[row.sequence_id]
+            end = row.first_token + row.num_tokens
+            marks = self.marks(client.namespace, (client.prompt + client.tokens)[:end])
+            for slot in row.working:
+                restored = [snapshot.slot for snapshot in row.restore if snapshot.group == slot.group]
+                if row.first_token:
+                    source = (restored or [slot.slot])[0]
+                    assert self.memory[slot.group, source] == marks[row.first_token - 1], "another prefix's state"
+                self.memory[slot.group, slot.slot] = marks[-1]
+            for snapshot in row.leave:
+                self.memory[snapshot.group, snapshot.slot] = marks[snapshot.boundary_tokens - 1]
+            if end % self.config.page_tokens == 0:
+                for slot in row.rolling:
+                    self.memory[slot.group, slot.slot] = marks[-1]
+        return tokens
+
+    # -- losses --
+
+    def restart_manager(self) -> None:
+        assert self.launch is None
+        self.fetches.clear()
+        self.spills.clear()
+        self.manager = self.real = RealManager(self.config, self.real.epoch + "+", host=self.real.has_host)  # type: ignore[assignment]
+        readmission = self.scheduler.readmit(self.real.hello(self.scheduler.live_sequences()))
+        assert readmission.repeat is None
+        for adopt in readmission.adopts:
+            self.scheduler.apply_adopt(adopt.sequence_id, self.real.adopt(adopt))
+
+    def lose_session(self, *, reply_was_lost: bool) -> None:
+        step = self.scheduler.next_step()
+        if step is not None and reply_was_lost:
+            self.real.step(step)
+        self.land()
+        while self.fetches or self.spills:
+            self.move_pages()  # the mover is drained before Hello
+        self.real.manager.disconnect(WORKER, "incarnation", self.real.now_ms)
+        readmission = self.scheduler.readmit(self.real.hello(self.scheduler.live_sequences()))
+        assert readmission.repeat is step and not readmission.adopts
+        if step is not None:
+            self.apply(self.real.step(step))
+
+    def check_over(self) -> None:
+        assert self.scheduler.num_unfinished == self.scheduler.num_waiting == self.scheduler.num_running == 0
+        cache = self.real.manager.worker(WORKER)
+        assert not len(cache.leases) and not len(cache.transfers)
+        audit.check(self.real.manager)
+        self.check_answers()
+
+
+def config_of(rng: random.Random, groups: Callable[[int, int], tuple[GroupSpec, ...]]) -> SchedulerConfig:
+    page_tokens = rng.choice([1, 2, 4])
+    budget = rng.choice([4, 8, 16])
+    return SchedulerConfig(
+        page_tokens=page_tokens,
+        groups=groups(page_tokens, budget),
+        max_model_len=MAX_LEN,
+        vocab_size=VOCAB,
+        token_budget=budget,
+        max_num_seqs=rng.randint(1, 4),
+        max_acquires=rng.choice([1, 3, 8]),
+        long_prefill_token_threshold=rng.choice([0, 4]),
+        reserve_pages=rng.choice([0, 0, 2]),
+    )
+
+
+def full_only(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
+    return (full_group(MAX_LEN // page_tokens + 2)._replace(page_bytes=64),)
+
+
+def with_window(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
+    window = 5
+    num_pages = -(-(window + 2 * budget) // page_tokens) + 3
+    return (*full_only(page_tokens, budget), window_group(num_pages, window)._replace(page_bytes=32))
+
+
+def with_state(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
+    return (*full_only(page_tokens, budget), GroupSpec("state", GroupKind.STATE, 9, 16))
+
+
+@pytest.mark.parametrize("groups", [full_only, with_window, with_state])
+@pytest.mark.parametrize("with_faults", [False, True])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 12), host=st.booleans())
+def test_every_answer_is_right(
+    seed: int,
+    num_requests: int,
+    host: bool,
+    groups: Callable[[int, int], tuple[GroupSpec, ...]],
+    with_faults: bool,
+) -> None:
+    rng = random.Random(seed)
+    machine = RealMachine(config_of(rng, groups), host=host, rng=rng if with_faults else None)
+    Workload(machine, rng, num_requests, with_faults=with_faults).run()
+    machine.check_over()
+    usages = [client.usage for client in machine.clients.values() if client.usage is not None]
+    event(f"refused: {machine.real.num_refusals > 0}")
+    event(f"preempted: {any(usage.num_preemptions for usage in usages)}")
+    event(f"cached: {any(usage.cached_tokens for usage in usages)}")
+    event(f"fetched: {any(usage.fetched_tokens for usage in usages)}")
