@@ -257,7 +257,7 @@ def _node_state(node: Node) -> tuple[object, ...]:
         tuple(bytes(pages) for pages in node.pages),
         bytes(node.hashes),
         (node.resident, node.pins, node.ticket_pins, node.live_children, node.uses, node.priority),
-        (node.spilled, node.soft_until_ms, node.cold),
+        (node.spilled, node.soft_until_ms),
     )
 
 

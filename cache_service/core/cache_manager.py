@@ -79,11 +79,12 @@ class CacheManager:
 
     def _welcome_back(self, worker: Worker, hello: Hello) -> Welcome:
         old = worker.hello
-        for name in ("fingerprint", "page_tokens", "groups", "host_tier", "num_ranks"):
+        for name in ("fingerprint", "page_tokens", "groups", "num_ranks"):
             if getattr(hello, name) != getattr(old, name):
                 raise InvalidInput(f"hello.{name}", "differs from what this incarnation said before")
         spilling.void(worker.cache)
-        if hello.host_tier_id != old.host_tier_id:
+        # A store may answer for the first time, or be another one than before.
+        if (hello.host_tier, hello.host_tier_id) != (old.host_tier, old.host_tier_id):
             worker.cache.host = self.tiers.view(hello)
             spilling.forget_marks(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None

@@ -183,8 +183,7 @@ class DeviceCache:
 
     def _offer_leave(self, lease: Lease, room: int) -> tuple[SnapshotSlot, ...]:
         """Slots for the wanted boundaries in (lease.room, room], while there are any; a snapshot is never a refusal."""
-        if not self.layout.state or room <= lease.room:
-            lease.room = max(lease.room, room)
+        if not self.layout.sparse or room <= lease.room:
             return ()
         page_tokens = self.layout.page_tokens
         num_tokens = len(lease.prompt) // 4
@@ -306,8 +305,7 @@ class DeviceCache:
 
     def unpin(self, node: Node) -> None:
         self.tree.unpin(node)
-        if not self.layout.full:
-            self._trim(node)
+        self.trim(node)
 
     # Eviction.
 
@@ -354,11 +352,11 @@ class DeviceCache:
             return
         for pages in self.sparse.values():
             while pages.emptied:
-                self._trim(pages.emptied.pop())
+                self.trim(pages.emptied.pop())
 
-    def _trim(self, node: Node) -> None:
+    def trim(self, node: Node) -> None:
         """Cut the empty tail of an unpinned leaf, then look at its parent."""
-        step: Node | None = node
+        step: Node | None = node if not self.layout.full else None
         while step is not None and step.parent is not None and not step.pins and not step.live_children:
             if step.resident:
                 held = max(len(bytes(step.pages[group]).rstrip(b"\0")) for group in self.layout.sparse)

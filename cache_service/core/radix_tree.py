@@ -13,6 +13,7 @@ a node counts its own pins and its pinned children, so a pin walks up only to th
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import takewhile
 from typing import NamedTuple
 
 from cache_service.core.eviction import LeafOrder, Queue
@@ -30,7 +31,6 @@ class Node:
 
     __slots__ = (
         "children",
-        "cold",
         "hashes",
         "key",
         "live_children",
@@ -43,6 +43,7 @@ class Node:
         "root",
         "soft_until_ms",
         "spilled",
+        "stamp",
         "start",
         "ticket_pins",
         "uses",
@@ -57,9 +58,9 @@ class Node:
         self.pins = 0
         self.ticket_pins = 0  # how many of the pins belong to spill tickets, which do not mind growth
         self.hashes = bytearray()  # of leading resident pages
-        self.cold = False  # stood in the order when a spill pinned it, and nobody has used it since
         self.spilled = 0  # leading pages that need no look at the host tier any more
         self.queue: Queue | None = None
+        self.stamp = 0  # when a lease last let go of it, on the tree's own count
         self.uses = 0
         self.priority = 0
         self.soft_until_ms = 0
@@ -106,6 +107,7 @@ class RadixTree:
         self.evictable_pages = 0  # pages of unpinned nodes
         self.ghost_pages = 0
         self.ghosts: OrderedDict[Node, None] = OrderedDict()  # nodes with ghosts, oldest first
+        self._clock = 0
         self._num_groups = num_groups
         self._ghost_limit = ghost_limit
 
@@ -169,7 +171,6 @@ class RadixTree:
         while node is not None:
             node.pins += 1
             if node.pins > 1:
-                node.cold = False
                 return
             self.evictable_pages -= node.resident
             if node.queue is not None:
@@ -177,8 +178,11 @@ class RadixTree:
             node = node.parent
 
     def unpin(self, node: Node | None) -> None:
+        """Let go of a node; everything that becomes unpinned counts as just used."""
+        self._clock += 1
         while node is not None:
             node.pins -= 1
+            node.stamp = self._clock
             if node.pins:
                 if node.parent is None:
                     self._drop_if_empty(node.root)
@@ -187,6 +191,19 @@ class RadixTree:
             if not node.live_children and node.resident:
                 self.policy.add(node)
             node = node.parent
+
+    def unpin_unused(self, node: Node) -> None:
+        """Let go of a node that was held but not used: its place in the order is the one that its last use gave it."""
+        stamp = node.stamp
+        self.unpin(node)
+        node.stamp = stamp
+        queue = node.queue
+        if queue is None:
+            return
+        newer = list(takewhile(lambda other: other.stamp > stamp or other is node, reversed(queue)))
+        for other in reversed(newer):
+            if other is not node:
+                queue.move_to_end(other)
 
     def _drop_if_empty(self, root: Root) -> None:
         if not root.children and root.pins == 1 and self.roots.get(root.namespace) is root:
@@ -242,6 +259,7 @@ class RadixTree:
         top.hashes, node.hashes = node.hashes[: count * HASH_BYTES], node.hashes[count * HASH_BYTES :]
         top.spilled, node.spilled = min(node.spilled, count), max(node.spilled - count, 0)
         top.uses, top.priority, top.soft_until_ms = node.uses, node.priority, node.soft_until_ms
+        top.stamp = node.stamp
         top.children[bytes(node.key[: self.page_bytes])] = node
         top.pins = 1 if node.pins else 0
         top.live_children = 1 if node.resident else 0
@@ -278,6 +296,8 @@ class RadixTree:
         assert parent is not None
         parent.live_children -= 1
         if not parent.live_children and not parent.pins and parent.resident:
+            self._clock += 1
+            parent.stamp = self._clock
             self.policy.add(parent)
 
     # Ghosts. A child became a ghost no later than its parent, so forgetting the oldest first never orphans a node.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import IntEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from cache_service.core.page_pool import PagePool, pack, unpack
@@ -28,6 +29,13 @@ class Rank(IntEnum):
     COLD = 0  # left behind by a running window
     WARM = 1  # before a prompt's end or a branch, and every snapshot
     SOFT = 2  # under a Pin call
+
+
+class Use(NamedTuple):
+    """When a lease last let go of a page, on the group's own count, and the rank that this gave it."""
+
+    rank: Rank
+    stamp: int
 
 
 class Place(NamedTuple):
@@ -54,6 +62,8 @@ class SparsePages:
         self.readers: dict[int, int] = {}
         self.places: dict[int, Place] = {}
         self.orders: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in Rank)
+        self._uses: dict[int, Use] = {}
+        self._clock = 0
         self.num_evicted = 0
         self.emptied: list[Node] = []  # nodes that lost a page to an eviction; whoever trims paths empties it
 
@@ -95,6 +105,8 @@ class SparsePages:
         freed = []
         for page_id in page_ids:
             held = self.readers[page_id] - 1
+            self._clock += 1
+            self._uses[page_id] = Use(rank, self._clock)
             if held:
                 self.readers[page_id] = held
                 continue
@@ -102,11 +114,25 @@ class SparsePages:
             place = self.places.get(page_id)
             if place is None:
                 freed.append(page_id)
+                del self._uses[page_id]
             else:
                 soft = place.holder().soft_until_ms
                 self.orders[Rank.SOFT if soft else rank][page_id] = None
         if freed:
             self.pool.give(pack(freed))
+
+    def drop_unused(self, page_id: int) -> None:
+        """One reader less that was no use: the page takes the place in the order that its last use gave it."""
+        last = self._uses.get(page_id, Use(Rank.COLD, 0))
+        self.drop((page_id,), last.rank)
+        if page_id in self.readers or page_id not in self.places:
+            return
+        self._uses[page_id] = last
+        order = next(order for order in self.orders if page_id in order)
+        newer = list(takewhile(lambda other: other == page_id or self._uses[other].stamp > last.stamp, reversed(order)))
+        for other in reversed(newer):
+            if other != page_id:
+                order.move_to_end(other)
 
     def publish(self, page_id: int, node: Node, page: int) -> None:
         """Fill the hole at that page number with a page that has readers."""
@@ -126,6 +152,7 @@ class SparsePages:
         """Leave a hole where this evictable page stood."""
         self._leave_order(page_id)
         place = self.places.pop(page_id)
+        del self._uses[page_id]
         node = place.holder()
         at = (place.page - node.start) * PAGE_ID_BYTES
         node.pages[self.group][at : at + PAGE_ID_BYTES] = bytes(PAGE_ID_BYTES)  # type: ignore[index]
@@ -138,6 +165,7 @@ class SparsePages:
         freed = [page_id for page_id in unpack(page_ids) if page_id]
         for page_id in freed:
             del self.places[page_id]
+            del self._uses[page_id]
             self._leave_order(page_id)
         if freed:
             self.num_evicted += len(freed)

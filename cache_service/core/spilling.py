@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from cache_service.core.page_pool import pack, unpack
 from cache_service.core.publishing import ensure_hashes
 from cache_service.core.radix_tree import Node
-from cache_service.core.sparse_pages import Rank
 from cache_service.core.transfer_table import SparsePage, Spill, SpillRow
 from cache_service.core.types import (
     HASH_BYTES,
@@ -81,9 +80,7 @@ def _order(cache: DeviceCache, node: Node) -> Transfer | None:
     cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, sparse)
     for row in rows.values():
         index.begin(fingerprint, row.page_hash, row.groups)
-    cold = node.cold or node.queue is not None
     cache.tree.pin(node)
-    node.cold = cold
     node.ticket_pins += 1
     for page in sparse:
         cache.sparse[page.group].read((page.page_id,))
@@ -164,15 +161,12 @@ def _close(cache: DeviceCache, spill: Spill) -> None:
     for row in spill.rows:
         if row is not None:
             cache.host.index.end(cache.host.fingerprint, row.page_hash, row.groups)
+    # Being copied is no use: pages and nodes go back to the place in the order that their last use gave them.
     for page in spill.sparse:
-        cache.sparse[page.group].drop((page.page_id,), Rank.WARM)
-    node = spill.node
-    node.ticket_pins -= 1
-    cache.unpin(node)
-    # Being copied is no use: a node that stood in the order goes back to its cold end.
-    if node.cold and node.queue is not None:
-        node.queue.move_to_end(node, last=False)
-    node.cold = node.cold and node.ticket_pins > 0
+        cache.sparse[page.group].drop_unused(page.page_id)
+    spill.node.ticket_pins -= 1
+    cache.tree.unpin_unused(spill.node)
+    cache.trim(spill.node)
 
 
 def _unmark(spill: Spill, page: int) -> None:
