@@ -59,7 +59,7 @@ _SLIDING = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers
 # What differs from _SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": _LLAMA3}),
     "llama-biases-linear": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR}),
     "llama-wide-heads-yarn": ("Llama", {"head_dim": 16, "rope_parameters": _YARN}),
     "llama-dynamic": ("Llama", {"rope_parameters": _DYNAMIC}),
