@@ -23,7 +23,7 @@ from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.types import FetchPolicy, SpillPolicy
 from cache_service.effects import Effects
 from cache_service.host_keys import HostKeys, HostKeysConfig, open_client
-from cache_service.metrics import ManagerCollector, step_observer
+from cache_service.metrics import ManagerCollector, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
 from cache_service.servicer import PrefixCacheServicer
 from cache_service.session import SessionLimits, Sessions
@@ -102,6 +102,11 @@ async def running(
         host_keys = await stack.enter_async_context(_host_keys(config, manager))
         effects = Effects(manager, watchers, host_keys)
         sessions = Sessions(manager, effects, clock, session_limits(config), step_observer(registry))
+        gauge_of(registry, "sessions", "Workers with a Session stream.", lambda: len(sessions))
+        gauge_of(registry, "watchers", "Watch streams.", lambda: len(watchers))
+        if host_keys is not None:
+            keys = host_keys
+            gauge_of(registry, "host_keys_dropped", "Deletes and touches for want of room.", lambda: keys.num_dropped)
         await stack.enter_async_context(_ticking(Reaper(sessions, config.tick_ms / 1000)))
         metrics = await stack.enter_async_context(_metrics(config, registry))
         address = await stack.enter_async_context(_serving(config, sessions, watchers, registry))

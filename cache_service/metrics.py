@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -130,3 +130,8 @@ def step_observer(registry: CollectorRegistry) -> Callable[[float], None]:
         registry=registry,
     )
     return histogram.observe
+
+
+def gauge_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], float]) -> None:
+    """A gauge that reads its value when somebody scrapes."""
+    Gauge(PREFIX + name, text, registry=registry).set_function(read)

@@ -68,6 +68,9 @@ class Sessions:
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
+    def __len__(self) -> int:
+        return len(self._current)
+
     async def serve(self, requests: Requests, context: Context) -> None:
         """One stream, from Hello to its end."""
         if self._closing:

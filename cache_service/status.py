@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
-from cache_service import session
+from cache_service import session, watchers
 from cache_service.core import errors
 
 CODES: dict[type[Exception], StatusCode] = {
@@ -19,6 +19,7 @@ CODES: dict[type[Exception], StatusCode] = {
     errors.Superseded: StatusCode.ABORTED,
     errors.LeasesInScope: StatusCode.FAILED_PRECONDITION,
     errors.TooMany: StatusCode.RESOURCE_EXHAUSTED,
+    watchers.WatchIsOff: StatusCode.FAILED_PRECONDITION,
     session.PeerTooSlow: StatusCode.DEADLINE_EXCEEDED,
     session.ShuttingDown: StatusCode.UNAVAILABLE,
 }

@@ -10,9 +10,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 
 from cache_service.codec import encode
-from cache_service.core.errors import TooMany
+from cache_service.core.errors import CacheError, TooMany
 from cache_service.core.types import Event
 from protos.v1 import cache_pb2
+
+
+class WatchIsOff(CacheError):
+    """This service was told to make no events."""
 
 
 class Watchers:
@@ -29,6 +33,11 @@ class Watchers:
     def __len__(self) -> int:
         return len(self._watchers)
 
+    @property
+    def seq(self) -> int:
+        """The number of the latest event."""
+        return self._seq
+
     def tell(self, events: Iterable[Event]) -> None:
         for event in events:
             self._seq += 1
@@ -39,6 +48,8 @@ class Watchers:
 
     async def watch(self) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
         """Every event from now on. The first message has none: it says where the numbering stands."""
+        if not self._max_watchers:
+            raise WatchIsOff("watch", "is off in this service's settings")
         if len(self._watchers) >= self._max_watchers:
             raise TooMany("watch", f"there are {self._max_watchers} watchers already")
         watcher = _Watcher(self._epoch, self._max_queued)

@@ -25,10 +25,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, services: Iterable[str]) -> None:
         self._status = dict.fromkeys(("", *services), NOT_SERVING)
         self._changed = asyncio.Condition()
+        self._ended = False
 
     async def set_all(self, status: int) -> None:
         async with self._changed:
             self._status = dict.fromkeys(self._status, status)
+            self._changed.notify_all()
+
+    async def end_watches(self) -> None:
+        """Ends every Watch stream, or each would hold up the server's end."""
+        async with self._changed:
+            self._ended = True
             self._changed.notify_all()
 
     async def Check(  # noqa: N802
@@ -49,7 +56,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
                 continue
+            if self._ended:
+                return
             async with self._changed:
                 # Asked again under the lock, or a change between the yield and here would be slept through.
-                if self._status.get(request.service, SERVICE_UNKNOWN) == told:
+                if self._status.get(request.service, SERVICE_UNKNOWN) == told and not self._ended:
                     await self._changed.wait()

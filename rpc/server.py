@@ -75,4 +75,5 @@ class RpcServer:
                     await before_close()
             except TimeoutError:
                 _log.warning("streams did not end within the grace period")
+        await self.health.end_watches()
         await self._server.stop(grace_s)

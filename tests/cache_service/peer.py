@@ -19,7 +19,7 @@ from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
 from tests.cache_service.messages import hello
 
-PATIENCE_S = 30.0
+PATIENCE_S = 20.0
 
 
 class Peer:
@@ -38,8 +38,10 @@ class Peer:
         async with asyncio.timeout(PATIENCE_S):
             return await self.stream.read()
 
-    async def hello(self, **fields: Any) -> Any:
-        await self.send(hello=hello(**fields))
+    async def hello(self, live_sequences: bytes = b"", **fields: Any) -> Any:
+        message = hello(**fields)
+        message.live_sequences = live_sequences
+        await self.send(hello=message)
         return (await self.receive()).welcome
 
     async def step(self, **fields: Any) -> Any:

@@ -92,13 +92,13 @@ async def test_stop_says_so_then_lets_calls_finish() -> None:
 
         async def before_close() -> None:
             assert (await health.read()).status == NOT_SERVING
-            health.cancel()
             await stream.write(text("two"))
             assert texts([await stream.read()]) == ["two"]
             await stream.done_writing()
 
         await server.stop(30, before_close)
         assert await stream.code() is grpc.StatusCode.OK
+        assert await health.code() is grpc.StatusCode.OK
 
 
 async def test_stop_cuts_what_does_not_finish() -> None:

@@ -1,0 +1,232 @@
+"""Bad input over real gRPC and with the real manager: a clear refusal by the field's name, and nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from cache_service.core import audit
+from protos.v1 import cache_pb2, types_pb2
+from tests.cache_service.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64
+from tests.cache_service.peer import Client, Peer, started
+from tests.cache_service.test_decode import BAD_ADOPTS, BAD_HELLOS, BAD_STEPS, Spoil
+from tests.rpc.echo import call, code_of
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+MESSAGE_MB = 1
+
+Send = Callable[[Peer], Any]
+
+
+@asynccontextmanager
+async def busy(**settings: Any) -> AsyncIterator[tuple[Client, Peer]]:
+    """A service whose worker holds sequence 7 (40 tokens, two pages published) and has cached another prompt."""
+    async with started(**settings) as client:
+        peer = await client.connected()
+        await peer.step(acquires=[acquire(7, tokens(40)), acquire(8, tokens(40, 500))])
+        await peer.step(publishes=[publish(7, 33), publish(8, 40)], releases=[release(8)])
+        yield client, peer
+
+
+async def refused(send: Send, **settings: Any) -> tuple[grpc.StatusCode, str]:
+    """What a bad message on a busy worker's stream is answered with; asserts that it changed nothing."""
+    async with busy(**settings) as (client, peer):
+        before = audit.snapshot(client.manager)
+        await send(peer)
+        answer = await peer.ended()
+        again = client.peer()
+        await again.hello(live_sequences=u64([7]))
+        assert audit.snapshot(client.manager) == before
+        audit.check(client.manager)
+        reply = await again.step(step_id=3, acquires=[acquire(9, tokens(40))])
+        assert reply.grants[0].cached_tokens == 32
+        return answer
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_HELLOS)
+async def test_a_bad_hello(field: str, spoil: Spoil) -> None:
+    async with busy() as (client, peer):
+        before = audit.snapshot(client.manager)
+        message, late = hello(), client.peer()
+        spoil(message)
+        await late.send(hello=message)
+        code, details = await late.ended()
+        assert (code, details.startswith(f"{field}: ")) == (INVALID, True), details
+        assert audit.snapshot(client.manager) == before
+        await peer.step()
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_STEPS)
+async def test_a_bad_step(field: str, spoil: Spoil) -> None:
+    message = full_step()
+    message.step_id = 3
+    spoil(message)
+    # 100 tokens are the limit that the table counts on.
+    code, details = await refused(lambda peer: peer.send(step=message), max_prompt_tokens=100)
+    assert (code, details.startswith(f"{field}: ")) == (INVALID, True), details
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_ADOPTS)
+async def test_a_bad_adopt(field: str, spoil: Spoil) -> None:
+    message = full_adopt()
+    spoil(message)
+    code, details = await refused(lambda peer: peer.send(adopt=message), max_prompt_tokens=100)
+    assert (code, details.startswith(f"{field}: ")) == (INVALID, True), details
+
+
+def stepping(**fields: Any) -> Send:
+    return lambda peer: peer.send(step=cache_pb2.Step(**{"step_id": 3, **fields}))
+
+
+def extending(sequence_id: int, num_tokens: int) -> cache_pb2.Extends:
+    return cache_pb2.Extends(sequence_ids=u64([sequence_id]), num_tokens=u32([num_tokens]))
+
+
+def ack(ticket: int) -> cache_pb2.Ack:
+    return cache_pb2.Ack(ticket=ticket, num_done=1, status=cache_pb2.TRANSFER_STATUS_DONE)
+
+
+# A good item stands before the bad one: the whole Step must be refused.
+GOOD = acquire(20, tokens(40))
+NONSENSE: list[tuple[str, grpc.StatusCode, Send]] = [
+    ("step.step_id", INVALID, stepping(step_id=1)),
+    ("step.acks[0].ticket", INVALID, stepping(acks=[ack(4711)], acquires=[GOOD])),
+    ("step.publishes[0].sequence_id", INVALID, stepping(publishes=[publish(99, 16)], acquires=[GOOD])),
+    ("step.publishes[0].computed_tokens", INVALID, stepping(publishes=[publish(7, 2_000)], acquires=[GOOD])),
+    ("step.publishes[0].computed_tokens", INVALID, stepping(publishes=[publish(7, 10)], acquires=[GOOD])),
+    ("step.releases[0].sequence_id", INVALID, stepping(releases=[release(99)], acquires=[GOOD])),
+    ("step.releases[1].sequence_id", INVALID, stepping(releases=[release(7), release(7)], acquires=[GOOD])),
+    ("step.extends", INVALID, stepping(extends=extending(99, 64), acquires=[GOOD])),
+    (
+        "step.acquires[1].sequence_id",
+        grpc.StatusCode.ALREADY_EXISTS,
+        stepping(acquires=[GOOD, acquire(7, tokens(PAGE))]),
+    ),
+    ("step.acquires[1].sequence_id", grpc.StatusCode.ALREADY_EXISTS, stepping(acquires=[GOOD, GOOD])),
+]
+
+
+@pytest.mark.parametrize(("field", "code", "send"), NONSENSE)
+async def test_a_well_formed_step_that_makes_no_sense(field: str, code: grpc.StatusCode, send: Send) -> None:
+    answered, details = await refused(send)
+    assert (answered, details.startswith(field)) == (code, True), details
+
+
+async def test_a_sequence_cannot_grow_beyond_the_limit() -> None:
+    send = stepping(publishes=[publish(7, 40, tokens(61))], acquires=[GOOD])
+    code, details = await refused(send, max_prompt_tokens=100)
+    assert (code, details.startswith("step.publishes[0].tokens: ")) == (INVALID, True), details
+
+
+def adopting(**fields: Any) -> Send:
+    message = full_adopt()
+    message.ClearField("working")
+    message.ClearField("rolling")
+    for name, value in fields.items():
+        message.ClearField(name)
+        getattr(message, name).extend(value) if isinstance(value, list) else setattr(message, name, value)
+    return lambda peer: peer.send(adopt=message)
+
+
+def pages(group: int, first_page: int, *page_ids: int) -> types_pb2.GroupPages:
+    return types_pb2.GroupPages(group=group, first_page=first_page, page_ids=u32(page_ids))
+
+
+NONSENSE_ADOPTS: list[tuple[str, Send]] = [
+    ("adopt.sequence_id", adopting(sequence_id=7)),
+    ("adopt.computed_tokens", adopting(computed_tokens=21)),
+    ("adopt.tables", adopting(tables=[])),
+    ("adopt.tables", adopting(tables=[pages(5, 0, 30, 31)])),
+    ("adopt.tables", adopting(tables=[pages(0, 0, 30, 30)])),
+    ("adopt.tables", adopting(tables=[pages(0, 0, 30, 2_000)])),
+    ("adopt.tables", adopting(tables=[pages(0, 2**32 - 1, 30, 31)])),
+    ("adopt.working", adopting(working=[types_pb2.SnapshotSlot(group=0, slot=1)])),
+]
+
+
+@pytest.mark.parametrize(("field", "send"), NONSENSE_ADOPTS)
+async def test_a_well_formed_adopt_that_makes_no_sense(field: str, send: Send) -> None:
+    code, details = await refused(send)
+    assert code in (INVALID, grpc.StatusCode.ALREADY_EXISTS), details
+    assert details.startswith(field), details
+
+
+# Page 3 is sequence 7's own, page 4 holds another prompt.
+@pytest.mark.parametrize("page_ids", [(30, 3), (4, 31)])
+async def test_an_adopt_of_pages_that_are_taken_is_refused_as_a_value(page_ids: tuple[int, int]) -> None:
+    async with busy() as (client, peer):
+        before = audit.snapshot(client.manager)
+        await adopting(tables=[pages(0, 0, *page_ids)])(peer)
+        refusal = (await peer.receive()).adopt_reply.refusal
+        assert (refusal.sequence_id, refusal.reason) == (5, types_pb2.REFUSAL_REASON_NO_ROOM)
+        assert audit.snapshot(client.manager) == before
+        await peer.step()
+
+
+async def test_groups_that_differ_from_what_the_incarnation_said() -> None:
+    async with busy() as (client, _):
+        late = client.peer()
+        await late.send(hello=hello(num_pages=8))
+        code, details = await late.ended()
+        assert (code, details.startswith("hello.groups")) == (INVALID, True)
+
+
+UNARY = ("Match", "Explain", "Stats", "Pin", "Clear")
+METHODS = {**dict.fromkeys(UNARY, "Unary"), "Watch": "Out", "Session": "Both"}
+SERVICE = "stemcache.v1.PrefixCache"
+
+
+async def raw_call(channel: grpc.aio.Channel, method: str, raw: bytes) -> list[bytes]:
+    """Sends bytes as they are, without any serializer."""
+    path = f"/{SERVICE}/{method}"
+    if METHODS[method] == "Unary":
+        return [await channel.unary_unary(path)(raw)]
+    stream: Any = channel.unary_stream(path)(raw) if method == "Watch" else channel.stream_stream(path)(iter([raw]))
+    return [await stream.read()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_message_over_the_limit(method: str) -> None:
+    async with busy(max_message_mb=MESSAGE_MB) as (client, peer):
+        before = audit.snapshot(client.manager)
+        code, _ = await code_of(raw_call(client.channel, method, b"x" * (MESSAGE_MB << 20) + b"x"))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert audit.snapshot(client.manager) == before
+        await peer.step()
+
+
+UNPARSABLE = {
+    "a cut varint": b"\xff",
+    "a cut length": b"\x0a\xff",
+    "a cut field": b"\x0a\x05ab",
+    "zeros": b"\x00" * 9,
+    "every byte": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("raw", UNPARSABLE.values(), ids=UNPARSABLE)
+@pytest.mark.parametrize("method", METHODS)
+async def test_bytes_that_are_no_message(method: str, raw: bytes) -> None:
+    async with busy() as (client, peer):
+        before = audit.snapshot(client.manager)
+        code, details = await code_of(raw_call(client.channel, method, raw))
+        assert code is INVALID, details
+        assert audit.snapshot(client.manager) == before
+        await peer.step()
+
+
+async def test_health_and_reflection_take_no_random_bytes_either() -> None:
+    async with started() as client:
+        for name, method, shape in (
+            ("grpc.health.v1.Health", "Check", "unary_unary"),
+            ("grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo", "stream_stream"),
+        ):
+            make = getattr(client.channel, shape)(f"/{name}/{method}")
+            asked = make(b"\xff\xff") if shape == "unary_unary" else make(iter([b"\xff\xff"])).read()
+            assert (await code_of(asked))[0] is INVALID
+        code, _ = await code_of(call(client.channel, "NoSuch", b"", name=SERVICE))
+        assert code is grpc.StatusCode.UNIMPLEMENTED

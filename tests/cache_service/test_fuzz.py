@@ -1,0 +1,180 @@
+"""Random bytes, and random well-formed nonsense, to every call: the service answers, lives, and its books balance."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cache_service.core import audit
+from protos.v1 import cache_pb2, types_pb2
+from tests.cache_service.messages import MODEL, PAGE, acquire, publish, release, tokens, u32, u64
+from tests.cache_service.peer import Client, Peer, started
+from tests.cache_service.test_bad_input import METHODS, raw_call
+
+ALLOWED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+async def answer(asked: Coroutine[Any, Any, Any]) -> grpc.StatusCode:
+    try:
+        await asked
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_random_bytes_to_every_call() -> None:
+    dice = random.Random(4)
+    async with started() as client:
+        peer = await client.connected()
+        await peer.step(acquires=[acquire(7, tokens(40))])
+        before = audit.snapshot(client.manager)
+        for method in METHODS:
+            for _ in range(40):
+                code = await answer(raw_call(client.channel, method, dice.randbytes(dice.randrange(1, 200))))
+                assert code in ALLOWED, (method, code)
+        audit.check(client.manager)
+        assert audit.snapshot(client.manager) == before
+        await peer.step(publishes=[publish(7, 40)], releases=[release(7)])
+
+
+# Small numbers meet each other often; the others are the edges of their fields.
+SMALL = st.one_of(st.integers(0, 6), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1]))
+IDS = st.one_of(st.integers(0, 4), st.just(2**64 - 1))
+COUNTS = st.one_of(st.integers(0, 80), st.sampled_from([2**31, 2**32 - 1]))
+TOKENS = st.one_of(
+    st.builds(tokens, st.integers(0, 70), st.integers(0, 2)), st.binary(max_size=40), st.just(b"\xff" * 64)
+)
+NAMESPACES = st.one_of(
+    st.none(),
+    st.builds(types_pb2.Namespace, model=st.sampled_from(["", MODEL]), salt=st.sampled_from(["", "s", "ü" * 300])),
+)
+REASONS = st.integers(0, 4)
+ACKS = st.builds(cache_pb2.Ack, ticket=IDS, num_done=SMALL, status=REASONS, num_bytes=IDS, seconds=st.floats(width=64))
+PUBLISHES = st.builds(cache_pb2.Publish, sequence_id=IDS, tokens=TOKENS, computed_tokens=COUNTS)
+RELEASES = st.builds(cache_pb2.Release, sequence_id=IDS, reason=REASONS)
+EXTENDS = st.builds(
+    lambda pairs, spare: cache_pb2.Extends(
+        sequence_ids=u64(pair[0] for pair in pairs), num_tokens=u32(pair[1] for pair in pairs) + spare
+    ),
+    st.lists(st.tuples(IDS, COUNTS), max_size=3),
+    st.sampled_from([b"", b"", b"", b"\1", b"\1\0\0\0"]),
+)
+ACQUIRES = st.builds(
+    cache_pb2.Acquire,
+    sequence_id=IDS,
+    namespace=NAMESPACES,
+    tokens=TOKENS,
+    reserve_pages=SMALL,
+    chunk_tokens=COUNTS,
+    priority=st.integers(-(2**31), 2**31 - 1),
+)
+STEPS = st.builds(
+    cache_pb2.Step,
+    step_id=st.integers(0, 9),
+    acks=st.lists(ACKS, max_size=1),
+    publishes=st.lists(PUBLISHES, max_size=2),
+    releases=st.lists(RELEASES, max_size=2),
+    extends=st.one_of(st.none(), EXTENDS),
+    acquires=st.lists(ACQUIRES, max_size=3),
+    rates=st.one_of(
+        st.none(), st.builds(cache_pb2.Rates, prefill_tokens_per_s=st.floats(), fetch_bytes_per_s=st.floats())
+    ),
+)
+PAGES = st.builds(types_pb2.GroupPages, group=SMALL, first_page=SMALL, page_ids=st.lists(SMALL, max_size=6).map(u32))
+SLOTS = st.builds(types_pb2.SnapshotSlot, group=SMALL, boundary_tokens=COUNTS, slot=SMALL)
+ADOPTS = st.builds(
+    cache_pb2.Adopt,
+    sequence_id=IDS,
+    namespace=NAMESPACES,
+    tokens=TOKENS,
+    computed_tokens=COUNTS,
+    tables=st.lists(PAGES, max_size=2),
+    working=st.lists(SLOTS, max_size=1),
+    rolling=st.lists(SLOTS, max_size=1),
+    priority=st.integers(-(2**31), 2**31 - 1),
+)
+REQUESTS = st.one_of(
+    st.builds(lambda step: cache_pb2.SessionRequest(step=step), STEPS),
+    st.builds(lambda step: cache_pb2.SessionRequest(step=step), STEPS),
+    st.builds(lambda adopt: cache_pb2.SessionRequest(adopt=adopt), ADOPTS),
+    st.just(cache_pb2.SessionRequest()),
+)
+
+
+async def good_start(peer: Peer) -> None:
+    """Something to collide with: sequence 1 half done, a published prompt, ids and step ids in use."""
+    await peer.step(acquires=[acquire(1, tokens(40)), acquire(2, tokens(40, 50))])
+    await peer.step(publishes=[publish(1, 20), publish(2, 40)], releases=[release(2)])
+
+
+async def converse(client: Client, requests: list[cache_pb2.SessionRequest]) -> None:
+    peer = await client.connected(num_pages=24)
+    await good_start(peer)
+    for number, request in enumerate(requests):
+        before = audit.snapshot(client.manager)
+        if request.HasField("step") and request.step.step_id > 2:
+            request.step.step_id = number + 3
+        await peer.stream.write(request)
+        try:
+            assert await peer.receive() is not grpc.aio.EOF
+        except grpc.aio.AioRpcError as error:
+            assert error.code() in ALLOWED, (error, request)
+            peer = client.peer()
+            await peer.hello(num_pages=24)
+            assert audit.snapshot(client.manager) == before, request
+        audit.check(client.manager)
+    await peer.hang_up()
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=8))
+@EXAMPLES
+def test_well_formed_nonsense_in_a_session(requests: list[cache_pb2.SessionRequest]) -> None:
+    async def main() -> None:
+        async with started(max_prompt_tokens=PAGE * 4 + 10) as client:
+            await converse(client, requests)
+
+    asyncio.run(main())
+
+
+QUESTIONS = st.one_of(
+    *(
+        st.builds(kind, namespace=NAMESPACES, tokens=TOKENS, worker_id=st.sampled_from(["", "w1", "w2"]))
+        for kind in (cache_pb2.MatchRequest, cache_pb2.ExplainRequest)
+    ),
+    st.builds(cache_pb2.PinRequest, namespace=NAMESPACES, tokens=TOKENS, ttl_ms=IDS),
+    st.builds(cache_pb2.ClearRequest, namespace=NAMESPACES, unused_only=st.booleans()),
+)
+
+
+@given(st.lists(QUESTIONS, min_size=1, max_size=12))
+@EXAMPLES
+def test_well_formed_nonsense_in_questions(questions: list[Any]) -> None:
+    async def main() -> None:
+        async with started() as client:
+            peer = await client.connected(num_pages=24)
+            await good_start(peer)
+            for question in questions:
+                before = audit.snapshot(client.manager)
+                method = type(question).__name__.removesuffix("Request")
+                code = await answer(getattr(client.stub, method)(question))
+                assert code in ALLOWED, (code, question)
+                if code is not grpc.StatusCode.OK or method in ("Match", "Explain"):
+                    assert audit.snapshot(client.manager) == before, question
+                audit.check(client.manager)
+            await peer.step()
+
+    asyncio.run(main())

@@ -1,0 +1,55 @@
+"""What a scrape shows, and that each name stands in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
+from cache_service.metrics import ManagerCollector
+from protos.v1 import cache_pb2
+from tests.cache_service.messages import acquire, publish, release, tokens
+from tests.cache_service.peer import Client, started
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def sample(client: Client, name: str, **labels: str) -> float | None:
+    return client.service.registry.get_sample_value(name, labels)
+
+
+async def test_a_scrape_shows_what_the_manager_knows() -> None:
+    async with started() as client:
+        peer = await client.connected()
+        for number in (1, 2):
+            await peer.step(acquires=[acquire(number, tokens(40))])
+            await peer.step(publishes=[publish(number, 40)], releases=[release(number)])
+        await client.stub.Stats(cache_pb2.StatsRequest())
+        worker = {"worker": "w1"}
+        assert sample(client, "stemcache_cache_requests_total", **worker) == 2
+        assert sample(client, "stemcache_cache_cached_tokens_total", **worker) == 32
+        assert sample(client, "stemcache_cache_hit_rate", **worker) == 0.4
+        assert sample(client, "stemcache_cache_misses_total", **worker, reason="page_tail") == 1
+        pages = {state: _pages(client, state) for state in ("free", "evictable", "held")}
+        assert pages == {"free": 62, "evictable": 2, "held": 0}
+        assert sample(client, "stemcache_cache_step_seconds_count") == 4
+        stats = {"method": "/stemcache.v1.PrefixCache/Stats"}
+        assert sample(client, "stemcache_rpc_handled_total", **stats, code="OK") == 1
+        assert sample(client, "stemcache_rpc_in_flight", method="/stemcache.v1.PrefixCache/Session") == 1
+        assert sample(client, "stemcache_cache_sessions") == 1
+
+
+def _pages(client: Client, state: str) -> float | None:
+    return sample(client, "stemcache_cache_pages", worker="w1", group="full", state=state)
+
+
+def test_every_metric_stands_in_the_docs() -> None:
+    group = GroupStats("full", GroupKind.FULL, 10, 3, 2, 1)
+    worker = WorkerStats(WorkerId("w1"), "", "", "", True, (group,), *([1] * 10), misses=((MissReason.EVICTED, 1),))
+    host = HostTierStats(0, 0, 0, 0, 0, 0, True, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
+    families = list(ManagerCollector(lambda: ManagerStats("e", "lru", (worker,), host)).collect())
+    documented = DOCS.read_text()
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"`{name}`" in documented, name
+        assert family.samples, name
