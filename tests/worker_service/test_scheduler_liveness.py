@@ -70,6 +70,11 @@ class Workload:
         self.maybe_abort()
         happened = machine.exchange()
         self.maybe_abort()
+        if self.num_left and self.rng.random() < 0.2:  # a request that comes during a launch has a step of its own
+            self.ask()
+            happened |= machine.exchange()
+            self.maybe_abort()
+            happened |= machine.exchange()
         if machine.launch is not None and self.chance(0.03):
             machine.fail()
             happened = True

@@ -69,12 +69,13 @@ class Inbox:
         for remap in reply.remaps:
             self._remap(remap)
         for pages in reply.extends:
-            sequence = _answered(asked, pages.sequence_id).sequence
+            sequence, _, length = _answered(asked, pages.sequence_id)
             place_pages(sequence.tables, pages.pages)
+            sequence.granted_len = max(sequence.granted_len, length)
             sequence.leave += pages.leave
             sequence.num_refused_extends = 0
         for grant in reply.grants:
-            fetches += self._grant(grant, _answered(asked, grant.sequence_id).sequence)
+            fetches += self._grant(grant, _answered(asked, grant.sequence_id))
         for refusal in reply.refusals:
             failed += self._refuse(_answered(asked, refusal.sequence_id), refusal)
         for left in asked.values():  # an answer that is missing grants nothing
@@ -88,11 +89,13 @@ class Inbox:
             place_pages(sequence.tables, remap.pages)
         self._outbox.freed()
 
-    def _grant(self, grant: Grant, sequence: Sequence) -> Iterable[Fetch]:
+    def _grant(self, grant: Grant, asked: Asked) -> Iterable[Fetch]:
         """After an abort the lease exists nevertheless: it ends with the next step, and its ticket wants an ack."""
+        sequence = asked.sequence
         if not sequence.leased:
             self._roster.admit(sequence)
         take_pages(sequence, grant)
+        sequence.granted_len = grant.usable_tokens + asked.length
         if sequence.state is State.FINISHED:
             self._roster.finish(sequence, ReleaseReason.ABORTED)
         else:

@@ -118,8 +118,10 @@ def chunk_len(first: int, remaining: int, budget: int, config: SchedulerConfig) 
 
 
 def first_chunk_limit(length: int, config: SchedulerConfig) -> int:
-    """The most tokens that the first launch of a sequence can compute."""
-    return chunk_len(0, length, config.token_budget, config) if config.chunked_prefill else length
+    """The most tokens that the first launch of a sequence can compute, wherever its cached prefix ends."""
+    if not config.chunked_prefill:
+        return length
+    return min(length, config.token_budget, config.long_prefill_token_threshold or UNLIMITED)
 
 
 def decode_need(computed: int, config: SchedulerConfig) -> int:

@@ -47,8 +47,11 @@ class Ask(Enum):
 
 
 class Asked(NamedTuple):
+    """`length` is what the sequence has room for once this is granted; of an acquire, beyond its usable tokens."""
+
     sequence: Sequence
     ask: Ask
+    length: int
 
 
 class Outbox:
@@ -60,7 +63,6 @@ class Outbox:
         self._refused: Sequence | None = None  # the head of the queue waits for pages
         self._leftovers: frozenset[SequenceId] = frozenset()
         self._only_full = all(group.kind is GroupKind.FULL for group in config.groups)
-        self._has_states = any(group.kind is GroupKind.STATE for group in config.groups)
         self._paged = config.paged_groups
         self.rates: Rates | None = None
         self.tickets: dict[TicketId, Sequence] = {}  # open fetch tickets of sequences that wait for them
@@ -151,7 +153,9 @@ class Outbox:
                 continue
             now.append(ack)
             if sequence is not None:
-                self.asked[sequence.sequence_id] = Asked(sequence, Ask.REPLAN)
+                self.asked[sequence.sequence_id] = Asked(
+                    sequence, Ask.REPLAN, first_chunk_limit(len(sequence.tokens), self._config)
+                )
                 del self.tickets[ack.ticket]
         self._acks = later
         return tuple(now)
@@ -194,11 +198,17 @@ class Outbox:
     # -- pages for the launch after the one in flight --
 
     def room(self, sequence: Sequence) -> int:
-        """The length in tokens that the pages at hand hold, in the group that has fewest."""
-        tables = sequence.tables
-        if len(self._paged) == 1:
-            return len(tables[self._paged[0]]) * self._config.page_tokens
-        return min([len(tables[group]) for group in self._paged], default=UNLIMITED) * self._config.page_tokens
+        """The length in tokens that the pages at hand hold, in the group that has fewest.
+
+        With WINDOW or STATE groups a prompt goes no further than was asked for: their pages and slots come by the chunk.
+        """
+        tables, page_tokens = sequence.tables, self._config.page_tokens
+        if self._only_full and len(tables) == 1:
+            return len(tables[0]) * page_tokens
+        pages = min([len(tables[group]) for group in self._paged], default=UNLIMITED)
+        if not self._only_full and sequence.launched_len < sequence.in_prefill_until:
+            return min(pages * page_tokens, sequence.granted_len)
+        return pages * page_tokens
 
     def predicted(self) -> Iterator[Progress]:
         """Where running sequences stand once the launch in flight has ended."""
@@ -221,17 +231,16 @@ class Outbox:
         plan = plan_launch(self.predicted(), self._config, within_room=False)
         needs = list(self._needs(plan))
         needs.sort(key=lambda entry: (entry[0].num_refused_extends == 0, entry[0].rank))
-        for sequence, _ in needs:
-            self.asked[sequence.sequence_id] = Asked(sequence, Ask.EXTEND)
+        for sequence, need in needs:
+            self.asked[sequence.sequence_id] = Asked(sequence, Ask.EXTEND, need)
         return tuple(Extend(sequence.sequence_id, need) for sequence, need in needs)
 
     def _needs(self, plan: Plan) -> Iterator[tuple[Sequence, int]]:
-        """Rows that lack pages, or whose snapshot slots come with an extend; and the length to extend to."""
+        """Rows that lack room, and the length to extend to."""
         for index, (sequence, first, num_tokens) in enumerate(plan.rows):
             is_decode = index < plan.num_decode
             need = decode_need(first, self._config) if is_decode else first + num_tokens
-            later_chunk = self._has_states and not is_decode and first > sequence.start_len
-            if later_chunk or need > self.room(sequence):
+            if need > self.room(sequence):
                 yield sequence, need
 
     # -- admission --
@@ -243,7 +252,9 @@ class Outbox:
             chosen = self._choose(min(self._config.max_acquires, self._config.max_num_seqs - len(self._roster.leased)))
             self._roster.take(chosen)
         for sequence in chosen:
-            self.asked[sequence.sequence_id] = Asked(sequence, Ask.ACQUIRE)
+            self.asked[sequence.sequence_id] = Asked(
+                sequence, Ask.ACQUIRE, first_chunk_limit(len(sequence.tokens), self._config)
+            )
             sequence.known_len = len(sequence.tokens)
             acquires.append(self._acquire(sequence, alone=not (self._roster.leased or acquires)))
         return tuple(acquires)

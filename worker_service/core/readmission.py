@@ -81,6 +81,7 @@ class Readmitter:
         sequence.known_len = len(sequence.tokens)
         sequence.published_len = sequence.computed_len
         sequence.num_refused_extends = 0
+        sequence.granted_len = sequence.computed_len
         sequence.restore = sequence.leave = ()
         return Adopt(
             sequence.sequence_id,

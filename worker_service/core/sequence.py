@@ -130,6 +130,7 @@ class Sequence:
         "computed_len",
         "computed_tokens",
         "fetched_tokens",
+        "granted_len",
         "held_by",
         "held_pages",
         "in_prefill_until",
@@ -175,6 +176,9 @@ class Sequence:
         self.start_len = self.computed_len = self.launched_len = self.published_len = 0
         self.known_len = 0  # tokens that the manager's lease keeps
         self.in_prefill_until = 0
+        self.granted_len = (
+            0  # the length that was asked for and granted; a chunk beyond it would miss its snapshot slots
+        )
         self.num_refused_extends = 0
         self.restore: tuple[SnapshotSlot, ...] = ()
         self.leave: tuple[SnapshotSlot, ...] = ()
