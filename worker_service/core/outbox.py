@@ -200,7 +200,7 @@ class Outbox:
     def room(self, sequence: Sequence) -> int:
         """The length in tokens that the pages at hand hold, in the group that has fewest.
 
-        With WINDOW or STATE groups a prompt goes no further than was asked for: their pages and slots come by the chunk.
+        With WINDOW or STATE groups a prompt goes no further than was asked: their pages and slots come by the chunk.
         """
         tables, page_tokens = sequence.tables, self._config.page_tokens
         if self._only_full and len(tables) == 1:
