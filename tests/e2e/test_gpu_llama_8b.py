@@ -10,7 +10,9 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -187,8 +189,15 @@ async def test_steps_hide_behind_launches(client: Client, machine: Machine, draw
     assert machine.processes[1].terminate() == 0
     spans = json.loads(machine.trace.read_text())["traceEvents"]
     launches = [(s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == "launch" and s["args"]["num_tokens"] == 64]
-    steps = [(s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == "step"]
-    beside = [s for s in steps if any(a <= s[0] and s[1] <= b for a, b in launches)]
+    # A reply that comes while the launch before still runs has cost the next launch nothing.
+    ends = [s["ts"] + s["dur"] for s in spans if s["tid"] == "step"]
+    ends = [end for end in ends if launches[0][0] <= end <= launches[-1][1]]
+    hidden = [end for end in ends if any(start <= end <= stop for start, stop in launches)]
+    durations = [stop - start for start, stop in launches]
+    gaps = [following[0] - before[1] for before, following in pairwise(launches)]
+    print(
+        f"{len(launches)} launches of 64 rows, median {median(durations) / 1e3:.2f} ms, gap {median(gaps) / 1e3:.2f} ms; "
+        f"{len(hidden)} of {len(ends)} replies came while a launch ran"
+    )
     assert len(launches) > 64
-    assert len(beside) > 16, "no step ran while the GPU did"
-    print(f"{len(launches)} launches of 64 rows, {len(beside)} of {len(steps)} steps wholly beside one of them")
+    assert len(hidden) >= 0.9 * len(ends) > 0
