@@ -64,7 +64,7 @@ def adopt(cache: DeviceCache, adopt: Adopt) -> Grant | Refusal:
 
 
 def _check(cache: DeviceCache, adopt: Adopt) -> None:
-    check_one_acquire(cache, Acquire(adopt.sequence_id, adopt.namespace, adopt.tokens))
+    check_one_acquire(cache, Acquire(adopt.sequence_id, adopt.namespace, adopt.tokens), "adopt")
     num_tokens = len(adopt.tokens) // TOKEN_BYTES
     if not 0 <= adopt.computed_tokens <= num_tokens:
         raise InvalidInput("adopt.computed_tokens", f"{adopt.computed_tokens} is not in 0..{num_tokens}")

@@ -150,7 +150,7 @@ class CacheManager:
 
     def acquire(self, worker_id: WorkerId, acquire: Acquire, now_ms: int) -> Grant | Refusal:
         worker = self._worker(worker_id)
-        step_check.check_one_acquire(worker.cache, acquire)
+        step_check.check_one_acquire(worker.cache, acquire, "acquire")
         worker.model = worker.model or acquire.namespace.model
         return worker.cache.acquire(acquire)
 

@@ -195,6 +195,6 @@ def check_acquire(cache: DeviceCache, acquire: Acquire, where: str, is_released:
         raise InvalidInput(where, "reserve_pages and chunk_tokens must not be negative")
 
 
-def check_one_acquire(cache: DeviceCache, acquire: Acquire) -> None:
-    check_acquire(cache, acquire, "acquire")
-    _check_live(cache, len(cache.leases) + 1, "acquire")
+def check_one_acquire(cache: DeviceCache, acquire: Acquire, where: str) -> None:
+    check_acquire(cache, acquire, where)
+    _check_live(cache, len(cache.leases) + 1, where)

@@ -1,0 +1,131 @@
+"""Drive the manager alone with a trace in Mooncake's format, and measure it.
+
+Knows no network and no worker: each request is acquired, published (prompt, then output) and released before the next.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cache_service.core.types import (
+    TOKEN_BYTES,
+    Acquire,
+    Extend,
+    Grant,
+    GroupKind,
+    GroupSpec,
+    Hello,
+    Namespace,
+    Publish,
+    Refusal,
+    Release,
+    ReleaseReason,
+    SequenceId,
+    WorkerId,
+)
+
+BLOCK_TOKENS = 512  # what one hash id of the trace stands for
+VOCABULARY = 151_000
+UNLIMITED_PAGES = 2**31
+WORKER = WorkerId("replay")
+NAMESPACE = Namespace("replay")
+
+
+class Request(NamedTuple):
+    """Packed tokens of one request."""
+
+    prompt: bytes
+    output: bytes
+
+
+class Replay(NamedTuple):
+    """The figures; `hit_rate` is cached tokens over prompt tokens."""
+
+    requests: int
+    requests_per_s: float
+    hit_rate: float
+    p50_ms: float
+    p99_ms: float
+    evicted_pages: int
+    peak_rss_mb: float
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> Iterator[Request]:
+    """Each hash id becomes 512 tokens of its own; the output is unique to the request."""
+    with path.open() as lines:
+        for number, line in enumerate(lines):
+            if number == num_requests:
+                return
+            row = json.loads(line)
+            blocks = b"".join(_block(hash_id) for hash_id in row["hash_ids"])
+            output = array("i", ((k * 31 + number * 1_000_003) % VOCABULARY for k in range(row["output_length"])))
+            yield Request(blocks[: row["input_length"] * TOKEN_BYTES], output.tobytes())
+
+
+def _block(hash_id: int) -> bytes:
+    return array("i", ((k * 7919 + hash_id * 104_729) % VOCABULARY for k in range(BLOCK_TOKENS))).tobytes()
+
+
+def make_manager(num_pages: int, page_tokens: int, policy: str) -> CacheManager:
+    """One worker with one FULL group and no host tier; 0 pages: unlimited."""
+    manager = CacheManager(ManagerConfig(policy=policy), "replay")
+    group = GroupSpec("full", GroupKind.FULL, num_pages or UNLIMITED_PAGES)
+    hello = Hello(WORKER, "127.0.0.1:0", "replay", bytes(32), page_tokens, (group,))
+    manager.hello(hello, 0)
+    return manager
+
+
+def replay(manager: CacheManager, requests: Iterable[Request]) -> Replay:
+    """The time of a request is that of its four calls; expanding the trace does not count."""
+    seconds = array("d")
+    cached = total = 0
+    for number, (prompt, output) in enumerate(requests, 1):
+        start = perf_counter()
+        cached += one_request(manager, SequenceId(number), prompt, output)
+        seconds.append(perf_counter() - start)
+        total += len(prompt) // TOKEN_BYTES
+    ordered = sorted(seconds)
+    count = len(ordered)
+    evicted = sum(group.num_evicted for worker in manager.stats().workers for group in worker.groups)
+    return Replay(
+        requests=count,
+        requests_per_s=count / sum(ordered) if count else 0.0,
+        hit_rate=cached / total if total else 0.0,
+        p50_ms=ordered[count // 2] * 1e3 if count else 0.0,
+        p99_ms=ordered[min(int(count * 0.99), count - 1)] * 1e3 if count else 0.0,
+        evicted_pages=evicted,
+        peak_rss_mb=peak_rss_mb(),
+    )
+
+
+def one_request(manager: CacheManager, sequence: SequenceId, prompt: bytes, output: bytes) -> int:
+    """Answers the cached tokens. The last output token is never fed back, so it has no KV."""
+    grant = manager.acquire(WORKER, Acquire(sequence, NAMESPACE, prompt), 0)
+    if isinstance(grant, Refusal):
+        return 0
+    _publish_all(manager, grant, len(prompt) // TOKEN_BYTES, output)
+    manager.release(WORKER, Release(sequence, ReleaseReason.FINISHED), 0)
+    return grant.cached_tokens
+
+
+def _publish_all(manager: CacheManager, grant: Grant, num_prompt: int, output: bytes) -> None:
+    sequence = grant.sequence_id
+    manager.publish(WORKER, Publish(sequence, b"", num_prompt), 0)
+    num_output = len(output) // TOKEN_BYTES
+    if num_output > 1:
+        length = num_prompt + num_output - 1
+        if not isinstance(manager.extend(WORKER, Extend(sequence, length), 0), Refusal):
+            manager.publish(WORKER, Publish(sequence, output, length), 0)
+
+
+def peak_rss_mb() -> float:
+    scale = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
