@@ -196,7 +196,7 @@ async def test_steps_hide_behind_launches(client: Client, machine: Machine, draw
     durations = [stop - start for start, stop in launches]
     gaps = [following[0] - before[1] for before, following in pairwise(launches)]
     print(
-        f"{len(launches)} launches of 64 rows, median {median(durations) / 1e3:.2f} ms, gap {median(gaps) / 1e3:.2f} ms; "
+        f"{len(launches)} launches of 64 rows: {median(durations) / 1e3:.2f} ms, gaps {median(gaps) / 1e3:.2f} ms; "
         f"{len(hidden)} of {len(ends)} replies came while a launch ran"
     )
     assert len(launches) > 64

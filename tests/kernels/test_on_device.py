@@ -11,6 +11,7 @@ from kernels.decode_attention import decode_attention
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention
+from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
 
@@ -54,13 +55,9 @@ def test_no_op_waits_for_the_device(case: PagedCase) -> None:
     runs = calls(case)
     for run in runs:
         run()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_device_waits():
         for run in runs:
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_every_op_replays_from_a_graph(case: PagedCase) -> None:
