@@ -108,7 +108,9 @@ def test_eos_of_the_generation_config_wins() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_parameters"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window"),
         (

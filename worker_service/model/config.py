@@ -105,7 +105,7 @@ def parse_model_config(top_fields: Fields, generation: Fields | None = None) -> 
     num_heads = _whole(fields, "num_attention_heads")
     hidden_size = _whole(fields, "hidden_size")
     max_tokens = _whole(fields, "max_position_embeddings")
-    _check_activation(fields)
+    _check_plain(fields)
     attention_bias = bool(fields.get("attention_bias", False))
     config = ModelConfig(
         family=family,
@@ -161,9 +161,12 @@ def _number(fields: Fields, name: str, default: float | None = None) -> float:
     return float(value)
 
 
-def _check_activation(fields: Fields) -> None:
+def _check_plain(fields: Fields) -> None:
+    """What would load and then compute something else."""
     if fields.get("hidden_act", "silu") != "silu":
         raise ModelError("hidden_act", f"{fields['hidden_act']!r} is not supported; 'silu' is")
+    if fields.get("quantization_config"):
+        raise ModelError("quantization_config", "quantised checkpoints are not supported")
 
 
 def _check_heads(config: ModelConfig) -> None:
@@ -216,6 +219,8 @@ def _rope(fields: Fields, max_tokens: int) -> RopeConfig:
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ModelError("rope_parameters", f"must be an object, not {rope!r}")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError("rope_parameters", "must be the same for all layers")
     name = rope.get("rope_type", rope.get("type", "default"))
     try:
         kind = RopeKind(name)

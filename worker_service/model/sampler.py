@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
 def sample(logits: torch.Tensor, wishes: RowWishes, flags: Flags) -> Sampled:
     """fp32 logits [rows, vocab_size] to one token per row. Log-probabilities are the model's own, before any wish."""
     scores = _penalised(logits, wishes) if flags.any_penalty else logits
-    tokens = lowest_argmax(scores)
+    tokens = scores.argmax(dim=-1)  # of equals the lowest index
     if flags.any_random:
         tokens = torch.where(wishes.temperature > 0, _drawn(scores, wishes, flags), tokens)
     if flags.num_logprobs < 0:
@@ -69,13 +69,6 @@ def sample(logits: torch.Tensor, wishes: RowWishes, flags: Flags) -> Sampled:
     # Stable, so that equal scores rank by token id here as well.
     ranked = logprobs.sort(dim=-1, descending=True, stable=True)
     return Sampled(tokens, chosen, ranked.indices[:, :count], ranked.values[:, :count])
-
-
-def lowest_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The lowest index among the largest: argmax alone promises none of them."""
-    width = scores.shape[-1]
-    places = torch.arange(width, device=scores.device)
-    return torch.where(scores == scores.amax(-1, keepdim=True), places, width - 1).amin(-1)
 
 
 def row_key(seed: int, position: int) -> tuple[int, int]:
@@ -99,7 +92,7 @@ def _drawn(scores: torch.Tensor, wishes: RowWishes, flags: Flags) -> torch.Tenso
     scaled = scores / temperature.unsqueeze(1)
     if flags.any_filter:
         scaled = _filtered(scaled, wishes)
-    return lowest_argmax(scaled + _gumbel(wishes, scores.shape[-1]))
+    return (scaled + _gumbel(wishes, scores.shape[-1])).argmax(dim=-1)
 
 
 def _filtered(scores: torch.Tensor, wishes: RowWishes) -> torch.Tensor:

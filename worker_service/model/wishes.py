@@ -27,7 +27,7 @@ class HostWishes:
 def host_wishes(sampled: Seq[SampledRow]) -> HostWishes:
     params = [row.sampling for row in sampled]
     temperatures = array("f", (p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0 for p in params))
-    keys = [row_key(row.sampling.seed, row.position) for row in sampled]
+    keys = [row_key(row.sampling.seed, row.position) if row.sampling.temperature else (0, 0) for row in sampled]
     history_rows, history_tokens = _histories(sampled)
     return HostWishes(
         arrays=(
