@@ -108,24 +108,31 @@ def attend(
     first_key: int,
     scale: float,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
     """Attention in fp32 of queries [n, q_heads, dim] over keys and values [length, kv_heads, dim].
 
-    Query i stands at position first_query + i, key j at first_key + j. Returns out [n, q_heads, dim] and the
-    natural log-sum-exp [q_heads, n].
+    Query i stands at position first_query + i, key j at first_key + j; every query sees a key. Returns out
+    [n, q_heads, dim], and fills `lse` [q_heads, n], natural, where it is wanted.
     """
     count, q_heads, dim = q.shape
     kv_heads, group = keys.shape[1], q_heads // keys.shape[1]
-    rows = q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * count, dim)
-    scores = torch.matmul(rows, keys.float().permute(1, 2, 0)).mul_(scale).view(kv_heads, group, count, -1)
+    rows = (q.float() * scale).view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+    rows = rows.reshape(kv_heads, group * count, dim)
+    scores = torch.bmm(rows, keys.float().permute(1, 2, 0))
     if count > 1 or window:
-        position = torch.arange(first_query, first_query + count, device=q.device).unsqueeze(1)
-        key = torch.arange(first_key, first_key + keys.shape[0], device=q.device)
-        hidden = key > position
-        if window:
-            hidden |= key <= position - window
-        scores.masked_fill_(hidden, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    weights = torch.exp(scores - lse).view(kv_heads, group * count, -1)
-    out = torch.matmul(weights, values.float().transpose(0, 1)).view(kv_heads, group, count, dim)
-    return out.permute(2, 0, 1, 3).reshape(count, q_heads, dim), lse.reshape(q_heads, count)
+        _hide(scores.view(kv_heads * group, count, -1), first_query - first_key, window)
+    if lse is not None:
+        lse.copy_(torch.logsumexp(scores, dim=-1).view(q_heads, count))
+    out = torch.bmm(torch.softmax(scores, dim=-1), values.float().transpose(0, 1))
+    return out.view(kv_heads, group, count, dim).permute(2, 0, 1, 3).reshape(count, q_heads, dim)
+
+
+def _hide(scores: torch.Tensor, offset: int, window: int) -> None:
+    """Minus infinity for keys that lie behind their query or before its window; query 0 stands at key `offset`."""
+    query = torch.arange(offset, offset + scores.shape[1], device=scores.device).unsqueeze(1)
+    key = torch.arange(scores.shape[2], device=scores.device)
+    hidden = key > query
+    if window:
+        hidden |= key <= query - window
+    scores.masked_fill_(hidden, float("-inf"))

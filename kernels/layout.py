@@ -111,7 +111,7 @@ def read_span(
     """Keys and values [stop - start, heads, dim] at one sequence's positions; `table` is its row of block tables."""
     page_tokens = page_shape(k_pages, layout).page_tokens
     first = start // page_tokens
-    ids = table[first : -(-stop // page_tokens)].long()
+    ids = table[first : -(-stop // page_tokens)]
     skip = start - first * page_tokens
     keys = keys_to_nhd(k_pages.index_select(0, ids), layout).flatten(0, 1)[skip : skip + stop - start]
     values = values_to_nhd(v_pages.index_select(0, ids), layout).flatten(0, 1)[skip : skip + stop - start]

@@ -31,7 +31,5 @@ def decode_attention(
         low = visible_start(length - 1, spec.window)
         keys, values = read_span(k_pages, v_pages, block_tables[seq], low, length, spec.layout)
         # The last position sees every key from `low` on, so there is nothing left to mask.
-        row, row_lse = attend(q[seq : seq + 1], keys, values, length - 1, low, spec.scale, window=0)
-        out[seq] = row[0]
-        if lse is not None:
-            lse[:, seq] = row_lse[:, 0]
+        row, row_lse = slice(seq, seq + 1), None if lse is None else lse[:, seq : seq + 1]
+        out[row] = attend(q[row], keys, values, length - 1, low, spec.scale, 0, row_lse)

@@ -36,6 +36,5 @@ def prefill_attention(
             first, last = cached + done, cached + done + rows.stop - rows.start
             low = visible_start(first, spec.window)
             keys, values = read_span(k_pages, v_pages, block_tables[seq], low, last, spec.layout)
-            out[rows], row_lse = attend(q[rows], keys, values, first, low, spec.scale, spec.window)
-            if lse is not None:
-                lse[:, rows] = row_lse
+            row_lse = None if lse is None else lse[:, rows]
+            out[rows] = attend(q[rows], keys, values, first, low, spec.scale, spec.window, row_lse)
