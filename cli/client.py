@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
+import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -44,7 +45,7 @@ class StemcacheClient:
         self.workers = tuple(workers)
         self._channels = {address: open_channel(address) for address in dict.fromkeys((cache, *workers)) if address}
         self._models = {w: worker_pb2_grpc.ModelWorkerStub(self._channels[w]) for w in workers}
-        self.cache = cache_pb2_grpc.PrefixCacheStub(self._channels[cache]) if cache else None
+        self._cache_stub = cache_pb2_grpc.PrefixCacheStub(self._channels[cache]) if cache else None
 
     async def __aenter__(self) -> StemcacheClient:
         return self
@@ -137,10 +138,10 @@ class StemcacheClient:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def _cache(self) -> cache_pb2_grpc.PrefixCacheStub:
-        if self.cache is None:
+    def _cache(self) -> cache_pb2_grpc.PrefixCacheAsyncStub:
+        if self._cache_stub is None:
             raise ValueError("cache: no address was given")
-        return self.cache
+        return self._cache_stub
 
 
 def greedy(max_tokens: int) -> worker_pb2.SamplingParams:

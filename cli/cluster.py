@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from cli.client import wait_serving
@@ -26,7 +27,7 @@ HOST_TIERS = ("auto", "redis", "memory", "none")
 class ClusterOptions:
     """Ports of 0 take free ones; they are drawn once, so that a child that comes back is found where it was."""
 
-    model: Path
+    model: str
     num_workers: int = 2
     cache_port: int = 0
     worker_port: int = 0
@@ -110,7 +111,7 @@ def _worker_child(name: str, address: str, cache: str, tier: str, redis_url: str
         "STEMCACHE_WORKER_WORKER_ID": name,
         "STEMCACHE_WORKER_LISTEN": address,
         "STEMCACHE_WORKER_CACHE": cache,
-        "STEMCACHE_WORKER_MODEL": str(options.model),
+        "STEMCACHE_WORKER_MODEL": options.model,
         "STEMCACHE_WORKER_HOST_TIER": tier,
         "STEMCACHE_WORKER_REDIS_URL": redis_url,
         "STEMCACHE_WORKER_POOL_MB": str(options.pool_mb),
@@ -131,4 +132,5 @@ def free_port() -> int:
 
 
 def demo_model_folder(seed: int) -> Path:
-    return state_dir() / "models" / f"demo-{seed}"
+    """Named by our version too: another version may make another model of the same seed."""
+    return state_dir() / "models" / f"demo-{version('stemcache')}-{seed}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
@@ -85,5 +84,5 @@ def _row(number: int, result: SceneResult) -> tuple[object, ...]:
     return number, result.title, *counts, milliseconds(result.cold_s), milliseconds(result.warm_s), same
 
 
-def as_json(results: list[SceneResult], model: Path) -> dict[str, object]:
-    return {"passed": not any(r.failures for r in results), "model": str(model), "scenes": [asdict(r) for r in results]}
+def as_json(results: list[SceneResult], model: str) -> dict[str, object]:
+    return {"passed": not any(r.failures for r in results), "model": model, "scenes": [asdict(r) for r in results]}

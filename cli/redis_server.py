@@ -46,7 +46,7 @@ class RedisServer:
         try:
             while True:
                 try:
-                    await client.ping()
+                    await client.execute_command("PING")
                     return
                 except (RedisError, OSError):
                     await asyncio.sleep(0.05)

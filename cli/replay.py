@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from cache_service.core.errors import CacheError
 from cache_service.replay import Replay, Request, make_manager, read_trace, replay
@@ -54,7 +55,7 @@ def _read(trace: Path, num_requests: int | None) -> list[Request]:
     return expanded
 
 
-def _figures_table(figures: Replay) -> object:
+def _figures_table(figures: Replay) -> RenderableType:
     rows = [
         ("requests", f"{figures.requests:,}"),
         ("requests/s", f"{figures.requests_per_s:,.0f}"),

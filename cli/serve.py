@@ -9,10 +9,10 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from cli.app import JsonOption, app, fail, run
 from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, demo_model_folder, start_cluster
@@ -46,7 +46,7 @@ def up(
     if read_record() is not None:
         fail("`stemcache up` is running here already; `stemcache down` stops it")
     output = Output(as_json=False)
-    folder = _model_folder(model, seed, output)
+    folder = _model(model, seed, output)
     options = ClusterOptions(
         folder, workers, cache_port, worker_port, host_tier=host_tier, policy=policy, device=device
     )
@@ -80,7 +80,7 @@ def demo(
     """Start everything, show every way a prefix is reused, compare each with a cold run, and end."""
     _check_tier(host_tier)
     output = Output(as_json=json_)
-    folder = _model_folder(model, seed, output)
+    folder = _model(model, seed, output)
     try:
         results = run(play(ClusterOptions(folder, host_tier=host_tier), seed, output))
     except ChildFailed as error:
@@ -113,22 +113,22 @@ async def _serve(options: ClusterOptions, output: Output) -> None:
             remove_record()
 
 
-def _addresses(cluster: Cluster) -> object:
+def _addresses(cluster: Cluster) -> RenderableType:
     rows = [("cache service", cluster.cache), ("metrics", f"http://{cluster.cache_metrics}/metrics")]
     rows += list(zip(cluster.worker_names, cluster.workers, strict=True))
     return table("Stemcache is running; Ctrl-C stops it", ("what", "address"), rows, left=2)
 
 
-def _model_folder(given: str, seed: int, output: Output) -> Path | str:
+def _model(given: str, seed: int, output: Output) -> str:
     if given:
-        return Path(given) if Path(given).exists() else given
+        return given
     from worker_service.model.demo_model import make_demo_model
 
     folder = demo_model_folder(seed)
     if not (folder / "model.safetensors").exists():
         with output.working("making a small seeded model"):
             make_demo_model(folder, seed)
-    return folder
+    return str(folder)
 
 
 def _check_tier(host_tier: str) -> None:
