@@ -1,0 +1,84 @@
+"""A cache service that dies, restarts, freezes or is cut off while requests run: none is lost, no answer changes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.e2e.client import Client
+from tests.e2e.conftest import Starter
+from tests.e2e.proxy import open_proxy
+from tests.e2e.running import Draw, Running, healthy, lengths
+
+
+@pytest.mark.parametrize("away_s", [0.0, 1.5])
+async def test_live_requests_survive_a_restart_of_the_cache_service(
+    client: Client, start: Starter, draw: Draw, away_s: float
+) -> None:
+    cache = start.cache()
+    worker = start.workers(cache.address)[0]
+    running = Running(client, worker.address, lengths(draw))
+    await running.decoding.wait()
+    cache.kill()
+    await asyncio.sleep(away_s)
+    assert running.all_run, "they ended before the cache service did"
+    waiting = asyncio.create_task(client.generate(worker.address, draw(40)))
+    cache.settings["listen"] = cache.address
+    epoch = cache.announced["epoch"]
+    await asyncio.to_thread(cache.start)
+    assert cache.announced["epoch"] != epoch
+    await running.check()
+    assert (await waiting).usage.generated_tokens == 8
+    # What the adopted requests had computed is findable again.
+    again = await client.generate(worker.address, running.prompts[3])
+    assert again.counts == (288, 0, 12)
+    await client.until(cache.address, healthy)
+
+
+async def test_a_stream_that_is_cut_again_and_again_loses_nothing(client: Client, start: Starter, draw: Draw) -> None:
+    cache = start.cache()
+    async with open_proxy(cache.address) as proxy:
+        worker = (await asyncio.to_thread(start.workers, proxy.address))[0]
+        running = Running(client, worker.address, lengths(draw), 300)
+        await running.decoding.wait()
+        epochs = {(await client.stats(cache.address)).epoch}
+        for _ in range(4):
+            assert running.all_run
+            await proxy.cut()
+            await asyncio.sleep(0.15)
+        await running.check()
+        stats = await client.until(cache.address, healthy)
+        assert epochs == {stats.epoch}
+        assert [w.incarnation for w in stats.workers] == [worker.announced["incarnation"]]
+        assert proxy.num_connections >= 5
+
+
+async def test_a_stream_cut_for_longer_than_the_grace_period_is_adopted_anew(
+    client: Client, start: Starter, draw: Draw
+) -> None:
+    cache = start.cache(grace_ms=200)
+    async with open_proxy(cache.address) as proxy:
+        worker = (await asyncio.to_thread(start.workers, proxy.address, reply_timeout_s=1.0))[0]
+        running = Running(client, worker.address, lengths(draw))
+        await running.decoding.wait()
+        proxy.is_open.clear()
+        await proxy.cut()
+        await client.until(cache.address, lambda stats: not stats.workers)
+        assert running.all_run
+        proxy.is_open.set()
+        await running.check()
+        await client.until(cache.address, healthy)
+
+
+async def test_a_frozen_cache_service_is_waited_for(client: Client, start: Starter, draw: Draw) -> None:
+    cache = start.cache()
+    worker = start.workers(cache.address, reply_timeout_s=0.5)[0]
+    running = Running(client, worker.address, lengths(draw))
+    await running.decoding.wait()
+    cache.freeze()
+    await asyncio.sleep(1.2)
+    assert running.all_run
+    cache.thaw()
+    await running.check()
+    await client.until(cache.address, healthy)
