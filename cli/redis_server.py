@@ -46,7 +46,8 @@ class RedisServer:
         try:
             while True:
                 try:
-                    await client.execute_command("PING")
+                    # redis-py types its commands for its sync and async clients at once.
+                    await client.ping()  # type: ignore[misc]
                     return
                 except (RedisError, OSError):
                     await asyncio.sleep(0.05)
