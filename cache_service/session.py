@@ -20,7 +20,7 @@ from cache_service.codec import decode, encode
 from cache_service.codec.fields import Limits
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.errors import CacheError, InvalidInput, Superseded, TooMany
-from cache_service.core.types import Hello, WorkerId
+from cache_service.core.types import Hello, Transfer, WorkerId
 from cache_service.effects import Effects
 from protos.v1 import cache_pb2
 from rpc.interceptor import Context
@@ -152,8 +152,7 @@ class Session:
         fields = {"worker": self.worker_id, "incarnation": self._hello.incarnation, "endpoint": self._hello.endpoint}
         _log.info("worker connected", extra=fields)
         try:
-            await self._write(encode.welcome(welcome))
-            self.orders_due.set()
+            await self._answer(encode.welcome(welcome))
             await self._serve()
         finally:
             if self._sessions.leave(self):
@@ -195,14 +194,13 @@ class Session:
         reply = self._manager.step(self.worker_id, step, self._sessions.clock())
         self._sessions.observe_step_s(time.perf_counter() - started)
         self._sessions.effects.flush()
-        await self._write(encode.step_reply(reply, self._num_groups))
-        await self._send_orders()
+        await self._answer(encode.step_reply(reply, self._num_groups))
 
     async def _adopt(self, message: cache_pb2.Adopt) -> None:
         adopt = decode.adopt(message, self._sessions.limits.messages)
         answer = self._manager.adopt(self.worker_id, adopt, self._sessions.clock())
         self._sessions.effects.flush()
-        await self._write(encode.adopt_reply(answer))
+        await self._answer(encode.adopt_reply(answer))
 
     def _goodbye(self) -> None:
         self._sessions.leave(self)
@@ -213,10 +211,16 @@ class Session:
         while True:
             await self.orders_due.wait()
             self.orders_due.clear()
-            await self._send_orders()
+            await self._send(self._manager.take_orders(self.worker_id))
 
-    async def _send_orders(self) -> None:
-        for transfer in self._manager.take_orders(self.worker_id):
+    async def _answer(self, message: cache_pb2.SessionResponse) -> None:
+        # Taken before the answer leaves: a peer that has read it finds the manager at rest.
+        orders = self._manager.take_orders(self.worker_id)
+        await self._write(message)
+        await self._send(orders)
+
+    async def _send(self, orders: tuple[Transfer, ...]) -> None:
+        for transfer in orders:
             await self._write(encode.order(transfer))
 
     async def _write(self, message: cache_pb2.SessionResponse) -> None:

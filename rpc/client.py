@@ -8,15 +8,8 @@ from __future__ import annotations
 import grpc.aio
 
 from rpc.options import MAX_MESSAGE_BYTES, channel_options
-from rpc.request_id import METADATA_KEY, current_request_id
 
 
 def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
     """A lazy channel to `host:port`; close it, or use it in `async with`."""
     return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
-
-
-def request_metadata() -> tuple[tuple[str, str], ...]:
-    """Metadata for a call made while serving another: the same request id goes on."""
-    request_id = current_request_id()
-    return ((METADATA_KEY, request_id),) if request_id else ()

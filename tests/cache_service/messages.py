@@ -38,6 +38,28 @@ def full_group(num_pages: int = MANY_PAGES) -> types_pb2.GroupSpec:
     return types_pb2.GroupSpec(name="full", kind=types_pb2.GROUP_KIND_FULL, num_pages=num_pages, page_bytes=PAGE * 1024)
 
 
+def mixed_groups(num_pages: int) -> list[types_pb2.GroupSpec]:
+    """A model that needs all three kinds."""
+    window = types_pb2.GroupSpec(
+        name="window",
+        kind=types_pb2.GROUP_KIND_WINDOW,
+        num_pages=num_pages,
+        window_tokens=PAGE + 4,
+        page_bytes=PAGE * 64,
+    )
+    state = types_pb2.GroupSpec(name="state", kind=types_pb2.GROUP_KIND_STATE, num_pages=num_pages, page_bytes=512)
+    return [full_group(num_pages), window, state]
+
+
+def hybrid_hello(num_pages: int = 24) -> cache_pb2.Hello:
+    """A worker of such a model, with a shared host tier."""
+    message = hello(num_pages=num_pages)
+    message.ClearField("groups")
+    message.groups.extend(mixed_groups(num_pages))
+    message.host_tier, message.host_tier_id = cache_pb2.HOST_TIER_KIND_SHARED, "tier"
+    return message
+
+
 def hello(worker_id: str = "w1", incarnation: str = "first", num_pages: int = MANY_PAGES) -> cache_pb2.Hello:
     return cache_pb2.Hello(
         protocol_version=1,

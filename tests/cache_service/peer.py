@@ -44,18 +44,23 @@ class Peer:
         await self.send(hello=message)
         return (await self.receive()).welcome
 
+    async def answer(self) -> Any:
+        """The next message that is no order; orders are kept aside."""
+        while True:
+            message = await self.receive()
+            if message is grpc.aio.EOF or message.WhichOneof("message") != "order":
+                return message
+            self.orders.append(message.order.spill)
+
     async def step(self, **fields: Any) -> Any:
-        """Sends a Step and returns its reply; orders that come before it are kept aside."""
+        """Sends a Step and returns its reply."""
         if "step_id" not in fields:
             self._step_id += 1
             fields["step_id"] = self._step_id
         await self.send(step=cache_pb2.Step(**fields))
-        while True:
-            message = await self.receive()
-            assert message is not grpc.aio.EOF, await self.ended()
-            if message.WhichOneof("message") == "step_reply":
-                return message.step_reply
-            self.orders.append(message.order.spill)
+        message = await self.answer()
+        assert message is not grpc.aio.EOF, await self.ended()
+        return message.step_reply
 
     async def ended(self) -> tuple[grpc.StatusCode, str]:
         """The status that the service ended the stream with."""
@@ -65,7 +70,9 @@ class Peer:
     async def hang_up(self) -> None:
         """Half-closes, and waits until the service has ended its side."""
         await self.stream.done_writing()
-        await self.ended()
+        # The status comes after the last message, so what is on its way has to be read.
+        while await self.answer() is not grpc.aio.EOF:
+            pass
 
 
 class Client:

@@ -8,12 +8,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 import grpc
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
-from tests.cache_service.messages import MODEL, PAGE, acquire, publish, release, tokens, u32, u64
+from tests.cache_service.messages import MODEL, PAGE, acquire, hello, hybrid_hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
 from tests.cache_service.test_bad_input import METHODS, raw_call
 
@@ -115,37 +116,45 @@ REQUESTS = st.one_of(
 )
 
 
-async def good_start(peer: Peer) -> None:
-    """Something to collide with: sequence 1 half done, a published prompt, ids and step ids in use."""
+HELLOS = {"one FULL group": hello(num_pages=24), "all kinds and a host tier": hybrid_hello()}
+
+
+async def good_start(client: Client, greeting: cache_pb2.Hello) -> Peer:
+    """Something to collide with: sequence 1 half done, a published prompt, ids and step ids in use, perhaps tickets."""
+    peer = client.peer()
+    await peer.send(hello=greeting)
+    await peer.receive()
     await peer.step(acquires=[acquire(1, tokens(40)), acquire(2, tokens(40, 50))])
     await peer.step(publishes=[publish(1, 20), publish(2, 40)], releases=[release(2)])
+    return peer
 
 
-async def converse(client: Client, requests: list[cache_pb2.SessionRequest]) -> None:
-    peer = await client.connected(num_pages=24)
-    await good_start(peer)
+async def converse(client: Client, greeting: cache_pb2.Hello, requests: list[cache_pb2.SessionRequest]) -> None:
+    peer = await good_start(client, greeting)
     for number, request in enumerate(requests):
-        before = audit.snapshot(client.manager)
         if request.HasField("step") and request.step.step_id > 2:
             request.step.step_id = number + 3
+        before = audit.snapshot(client.manager)
         await peer.stream.write(request)
         try:
-            assert await peer.receive() is not grpc.aio.EOF
+            assert await peer.answer() is not grpc.aio.EOF
         except grpc.aio.AioRpcError as error:
             assert error.code() in ALLOWED, (error, request)
-            peer = client.peer()
-            await peer.hello(num_pages=24)
             assert audit.snapshot(client.manager) == before, request
+            peer = client.peer()
+            await peer.send(hello=greeting)
+            await peer.answer()
         audit.check(client.manager)
     await peer.hang_up()
 
 
+@pytest.mark.parametrize("greeting", HELLOS.values(), ids=HELLOS)
 @given(st.lists(REQUESTS, min_size=1, max_size=8))
 @EXAMPLES
-def test_well_formed_nonsense_in_a_session(requests: list[cache_pb2.SessionRequest]) -> None:
+def test_well_formed_nonsense_in_a_session(greeting: cache_pb2.Hello, requests: list[cache_pb2.SessionRequest]) -> None:
     async def main() -> None:
-        async with started(max_prompt_tokens=PAGE * 4 + 10) as client:
-            await converse(client, requests)
+        async with started(max_prompt_tokens=PAGE * 4 + 10, spill="write_through", tick_ms=60_000) as client:
+            await converse(client, greeting, requests)
 
     asyncio.run(main())
 
@@ -165,8 +174,7 @@ QUESTIONS = st.one_of(
 def test_well_formed_nonsense_in_questions(questions: list[Any]) -> None:
     async def main() -> None:
         async with started() as client:
-            peer = await client.connected(num_pages=24)
-            await good_start(peer)
+            peer = await good_start(client, HELLOS["all kinds and a host tier"])
             for question in questions:
                 before = audit.snapshot(client.manager)
                 method = type(question).__name__.removesuffix("Request")
