@@ -23,10 +23,13 @@ class Upload:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._copied = _event(device)
         self._make_buffers(_SMALLEST_BYTES)
 
     def send(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
         offsets, end = _layout(arrays)
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still be queued behind a launch that nobody waited for
         if end > self._host.numel():
             self._make_buffers(1 << (end - 1).bit_length())
         for values, offset in zip(arrays, offsets, strict=True):
@@ -34,6 +37,8 @@ class Upload:
             self._bytes[offset : offset + len(raw)] = raw
         if self._on_device is not self._host:
             self._on_device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
         return [self._view(values, offset) for values, offset in zip(arrays, offsets, strict=True)]
 
     def _view(self, values: HostArray, offset: int) -> torch.Tensor:
@@ -52,8 +57,7 @@ class Download:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An event rather than a wait for the stream: that counts as a hidden synchronisation in torch's debug mode.
-        self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._done = _event(device)
         self._host = torch.empty(0, dtype=torch.int32)
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
@@ -68,6 +72,11 @@ class Download:
         self._done.record(torch.cuda.current_stream(self._device))
         self._done.synchronize()
         return target
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """Waiting for an event is a wait that one asked for; torch's debug mode counts every other as a hidden one."""
+    return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _layout(arrays: Sequence[HostArray]) -> tuple[list[int], int]:
