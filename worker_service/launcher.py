@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from worker_service.codec import TokenLogprobs
 from worker_service.core.batch import Batch
@@ -65,8 +65,9 @@ class Launcher:
             return False
         ended = asyncio.wrap_future(self._flight.ended)
         told = asyncio.create_task(news.wait())
+        both: set[asyncio.Future[Any]] = {ended, told}
         try:
-            await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             return not ended.done()
         finally:
             told.cancel()
