@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cache_service.core.layout import Layout
+from cache_service.core.lease_table import Lease, full_end
 from cache_service.core.page_pool import unpack
 from cache_service.core.radix_tree import Node
 from cache_service.core.resume import window_start
@@ -27,7 +27,6 @@ from cache_service.core.types import (
 
 if TYPE_CHECKING:
     from cache_service.core.device_cache import DeviceCache
-    from cache_service.core.lease_table import Lease
 
 
 @dataclass(slots=True)
@@ -207,13 +206,6 @@ def evictable_hits(plan: Plan) -> int:
         hits += step.resident
         step = step.parent
     return hits
-
-
-def full_end(layout: Layout, lease: Lease) -> int:
-    """The page number behind the lease's last FULL page; FULL groups go in step."""
-    if not layout.full:
-        return lease.published
-    return lease.published + len(lease.private[layout.full[0]]) // PAGE_ID_BYTES
 
 
 def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:

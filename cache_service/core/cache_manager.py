@@ -75,7 +75,11 @@ class CacheManager:
         record = self._events.append if self.config.watch else None
         cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, record)
         self.workers[hello.worker_id] = Worker(hello, cache)
+        self._prune_tiers()
         return Welcome(self.epoch, (), 0)
+
+    def _prune_tiers(self) -> None:
+        self.tiers.prune({worker.hello.host_tier_id for worker in self.workers.values()})
 
     def _welcome_back(self, worker: Worker, hello: Hello) -> Welcome:
         old = worker.hello
@@ -88,6 +92,7 @@ class CacheManager:
             worker.cache.host = self.tiers.view(hello)
             spilling.forget_marks(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None
+        self._prune_tiers()
         known = tuple(sequence for sequence in hello.live_sequences if sequence in worker.cache.leases)
         return Welcome(self.epoch, known, worker.last_step_id)
 

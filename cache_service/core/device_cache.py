@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from cache_service.core import fetching, publishing
-from cache_service.core.admission import Plan, full_end, lacks_for_extend, locate, plan_acquire
+from cache_service.core.admission import Plan, lacks_for_extend, locate, plan_acquire
 from cache_service.core.eviction import make_policy
 from cache_service.core.layout import make_layout
-from cache_service.core.lease_table import HeldSlot, Lease, LeaseTable, LeaveSlot, WindowHold
+from cache_service.core.lease_table import HeldSlot, Lease, LeaseTable, LeaveSlot, WindowHold, full_end
 from cache_service.core.manager_config import ManagerConfig
 from cache_service.core.page_pool import PagePool, pack
 from cache_service.core.radix_tree import Node, RadixTree
@@ -106,11 +106,13 @@ class DeviceCache:
 
     def _admit(self, lease: Lease, plan: Plan) -> Grant:
         """The sequence may run now: count it, and offer the snapshots of its first chunk."""
-        self._take_rolling(lease)
-        lease.room = plan.boundary * self.layout.page_tokens
-        chunk = lease.chunk_tokens or plan.num_tokens
-        leave = self._offer_leave(lease, min(plan.num_tokens, lease.room + chunk))
-        grant = self._grant(lease, plan, None)._replace(leave=leave)
+        leave: tuple[SnapshotSlot, ...] = ()
+        if self.sparse:
+            self._take_rolling(lease)
+            lease.room = plan.boundary * self.layout.page_tokens
+            chunk = lease.chunk_tokens or plan.num_tokens
+            leave = self._offer_leave(lease, min(plan.num_tokens, lease.room + chunk))
+        grant = self._grant(lease, plan, None, leave)
         counters = self.counters
         counters.requests += 1
         counters.prompt += plan.num_tokens
@@ -183,7 +185,7 @@ class DeviceCache:
 
     def _offer_leave(self, lease: Lease, room: int) -> tuple[SnapshotSlot, ...]:
         """Slots for the wanted boundaries in (lease.room, room], while there are any; a snapshot is never a refusal."""
-        if not self.layout.sparse or room <= lease.room:
+        if room <= lease.room:
             return ()
         page_tokens = self.layout.page_tokens
         num_tokens = len(lease.prompt) // 4
@@ -201,7 +203,7 @@ class DeviceCache:
         self._trim_all()
         return tuple(offered)
 
-    def _grant(self, lease: Lease, plan: Plan, fetch: Transfer | None) -> Grant:
+    def _grant(self, lease: Lease, plan: Plan, fetch: Transfer | None, leave: tuple[SnapshotSlot, ...] = ()) -> Grant:
         page_tokens = self.layout.page_tokens
         usable = (plan.usable if fetch is not None else plan.boundary) * page_tokens
         fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
@@ -214,6 +216,7 @@ class DeviceCache:
             match=plan.match,
             fetch=fetch,
             restore=() if fetch is not None else self._slots(lease.restore, usable),
+            leave=leave,
             working=self._slots(lease.working, usable),
             rolling=self._slots(lease.rolling, usable),
         )
@@ -267,6 +270,8 @@ class DeviceCache:
                 ids = self.sparse[group].take(total - hold.end)
                 pages.append(GroupPages(group, hold.end, pack(ids)))
                 hold.page_ids += ids
+        if not self.sparse:
+            return ExtendGrant(extend.sequence_id, tuple(pages))
         self._trim_all()
         pages.sort()
         return ExtendGrant(extend.sequence_id, tuple(pages), self._offer_leave(lease, extend.num_tokens))
@@ -305,7 +310,8 @@ class DeviceCache:
 
     def unpin(self, node: Node) -> None:
         self.tree.unpin(node)
-        self.trim(node)
+        if not self.layout.full:
+            self.trim(node)
 
     # Eviction.
 

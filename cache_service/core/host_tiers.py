@@ -15,6 +15,10 @@ from cache_service.core.survey import HostView
 from cache_service.core.types import Hello, HostTierKind, Namespace, WorkerId
 
 
+# A shared tier whose workers are all gone is kept for their return, but not many of them.
+MAX_UNUSED_TIERS = 4
+
+
 class HostTiers:
     """Shared tiers outlive their workers; a private one dies with its worker."""
 
@@ -37,6 +41,12 @@ class HostTiers:
         index.num_ranks[hello.fingerprint] = hello.num_ranks
         index.group_bytes[hello.fingerprint] = tuple(spec.page_bytes for spec in hello.groups)
         return HostView(index, hello.fingerprint)
+
+    def prune(self, in_use: set[str]) -> None:
+        """A flushed store comes back under a new identity: keep few of those that no worker names any more."""
+        unused = [tier_id for tier_id in self.shared if tier_id not in in_use]
+        for tier_id in unused[: max(len(unused) - MAX_UNUSED_TIERS, 0)]:
+            del self.shared[tier_id]
 
     def _make(self, is_shared: bool) -> HashIndex:
         config = self._config

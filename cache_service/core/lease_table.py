@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from cache_service.core.types import TOKEN_BYTES, Namespace, SequenceId, TicketId
+from cache_service.core.layout import Layout
+from cache_service.core.types import PAGE_ID_BYTES, TOKEN_BYTES, Namespace, SequenceId, TicketId
 
 if TYPE_CHECKING:
     from cache_service.core.radix_tree import Node
@@ -74,6 +75,13 @@ class Lease:
         if start >= head:
             return bytes(self.accepted[start - head : end - head])
         return self.prompt[start:] + self.accepted[: end - head]
+
+
+def full_end(layout: Layout, lease: Lease) -> int:
+    """The page number behind the lease's last FULL page; FULL groups go in step."""
+    if not layout.full:
+        return lease.published
+    return lease.published + len(lease.private[layout.full[0]]) // PAGE_ID_BYTES
 
 
 class LeaseTable:

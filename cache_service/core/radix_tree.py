@@ -83,6 +83,22 @@ class Root(Node):
         self.pins = 1
 
 
+def _head(packed: Packed, at: int) -> Packed:
+    """What lies before `at`; in place where that saves a copy."""
+    if isinstance(packed, bytes):
+        return packed[:at]
+    del packed[at:]
+    return packed
+
+
+def _tail(packed: Packed, at: int) -> Packed:
+    """What lies from `at` on; in place where that saves a copy."""
+    if isinstance(packed, bytes):
+        return packed[at:]
+    del packed[:at]
+    return packed
+
+
 class Walk(NamedTuple):
     """How far tokens lead: `node` wholly, then `pages` resident pages of `child`; `ghost`: the next page is one."""
 
@@ -250,10 +266,11 @@ class RadixTree:
         assert node.parent is not None
         parent, at = node.parent, count * self.page_bytes
         live = count <= node.resident
-        top = Node(parent, node.start, bytes(node.key[:at]), [p[: count * PAGE_ID_BYTES] for p in node.pages], 0)
+        top = Node(parent, node.start, bytes(memoryview(node.key)[:at]), [], 0)
+        top.pages = [pages[: count * PAGE_ID_BYTES] for pages in node.pages]
         top.resident = count if live else 0
         parent.children[top.key[: self.page_bytes]] = top  # type: ignore[index]
-        node.key, node.parent, node.start = node.key[at:], top, node.start + count
+        node.key, node.parent, node.start = _tail(node.key, at), top, node.start + count
         node.pages = [pages[count * PAGE_ID_BYTES :] for pages in node.pages]
         node.resident -= top.resident
         top.hashes, node.hashes = node.hashes[: count * HASH_BYTES], node.hashes[count * HASH_BYTES :]
@@ -273,8 +290,8 @@ class RadixTree:
         """Take the last `count` resident pages off an unpinned leaf; answers them, group by group."""
         keep = node.resident - count
         at = keep * PAGE_ID_BYTES
-        removed = [pages[at:] for pages in node.pages]
-        node.pages = [pages[:at] for pages in node.pages]
+        removed = [pages[at:] for pages in node.pages] if keep else node.pages
+        node.pages = [_head(pages, at) if keep else pages[:0] for pages in node.pages]
         del node.hashes[keep * HASH_BYTES :]
         node.spilled = min(node.spilled, keep)
         self.evictable_pages -= count
@@ -305,37 +322,23 @@ class RadixTree:
     def _leave_ghosts(self, node: Node, count: int) -> None:
         self.ghosts.setdefault(node)
         self.ghost_pages += count
-        if self.ghost_pages > self._ghost_limit:
-            self.forget(self.ghost_pages - self._ghost_limit)
+        while self.ghost_pages > self._ghost_limit:
+            self.forget(next(iter(self.ghosts)))
 
-    def forget(self, count: int) -> None:
-        """Forget that many ghosts, the oldest first."""
-        while count > 0:
-            node = next(iter(self.ghosts))
-            gone = min(self._num_ghosts(node), count)
-            count -= gone
-            self._forget(node, gone)
+    def forget(self, node: Node) -> None:
+        """Forget the ghosts of a node whose children have none left."""
+        del self.ghosts[node]
+        at = node.resident * self.page_bytes
+        self.ghost_pages -= (len(node.key) - at) // self.page_bytes
+        if at:
+            node.key = _head(node.key, at)
+        else:
+            self._detach(node)
 
-    def forget_node(self, node: Node) -> None:
-        """Forget all ghosts of a node whose children have none left."""
-        self._forget(node, self._num_ghosts(node))
-
-    def _num_ghosts(self, node: Node) -> int:
-        return len(node.key) // self.page_bytes - node.resident
-
-    def _forget(self, node: Node, count: int) -> None:
-        self.ghost_pages -= count
-        first = bytes(node.key[: self.page_bytes])
-        node.key = node.key[: len(node.key) - count * self.page_bytes]
-        if not self._num_ghosts(node):
-            del self.ghosts[node]
-            if not node.resident:
-                self._detach(node, first)
-
-    def _detach(self, node: Node, first: bytes) -> None:
+    def _detach(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None and not node.children
-        del parent.children[first]
+        del parent.children[bytes(node.key[: self.page_bytes])]
         self.num_nodes -= 1
         if parent.parent is None:
             self._drop_if_empty(parent.root)

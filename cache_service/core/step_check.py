@@ -14,9 +14,8 @@ from cache_service.core.errors import (
     UnknownSequence,
     UnknownTicket,
 )
-from cache_service.core.lease_table import Lease
+from cache_service.core.lease_table import Lease, full_end
 from cache_service.core.types import (
-    PAGE_ID_BYTES,
     TOKEN_BYTES,
     Ack,
     Acquire,
@@ -172,9 +171,11 @@ def check_publish(cache: DeviceCache, publish: Publish, where: str) -> None:
 
 def granted_pages(cache: DeviceCache, lease: Lease) -> int | None:
     """Pages that the lease has in every FULL and WINDOW group; None without such a group."""
+    if cache.layout.full and not lease.windows:
+        return full_end(cache.layout, lease)
     ends = [hold.end for hold in lease.windows.values()]
-    for group in cache.layout.full:
-        ends.append(lease.published + len(lease.private[group]) // PAGE_ID_BYTES)
+    if cache.layout.full:
+        ends.append(full_end(cache.layout, lease))
     return min(ends) if ends else None
 
 

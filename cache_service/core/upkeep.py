@@ -99,4 +99,4 @@ def _drop_sparse(cache: DeviceCache, node: Node) -> int:
 def _drop_ghosts(cache: DeviceCache, root: Root) -> None:
     for node in reversed(_below(root)):
         if node in cache.tree.ghosts:
-            cache.tree.forget_node(node)
+            cache.tree.forget(node)
