@@ -142,7 +142,7 @@ def merge_splits(
         total = total * decay + tl.load(total_ptr + part) * weight
         acc = acc * decay + tl.load(acc_ptr + part * D + d, mask=d < D, other=0.0) * weight
         peak = new_peak
-    out = acc / tl.where(total == 0.0, 1.0, total)
+    out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total))
     out_at = seq * stride_out_token + head * stride_out_head + d
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
     if WANTS_LSE:

@@ -44,7 +44,7 @@ def merge_rows(
     weight_a = tl.exp(safe_a - peak)
     weight_b = tl.exp(safe_b - peak)
     total = weight_a + weight_b
-    merged = (a * weight_a[:, None] + b * weight_b[:, None]) / total[:, None]
+    merged = tl.div_rn(a * weight_a[:, None] + b * weight_b[:, None], total[:, None])
     merged = tl.where(empty_b[:, None], a, tl.where(empty_a[:, None], b, merged))
     merged = tl.where((empty_a & empty_b)[:, None], 0.0, merged)
     lse = tl.where(empty_b, lse_a, tl.where(empty_a, lse_b, peak + tl.log(total)))

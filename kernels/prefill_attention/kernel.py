@@ -115,7 +115,7 @@ def attend_tile(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
         peak = new_peak
 
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
     out_at = token[:, None] * stride_out_token + head[:, None] * stride_out_head + d[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
     if WANTS_LSE:

@@ -13,6 +13,7 @@ import torch
 from kernels.layout import KvLayout, PageShape, page_tensor_shapes
 
 POISON = float("nan")
+SPARE_PAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,50 +98,67 @@ def poisoned_pages(
 
 def make_case(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int = 0) -> PagedCase:
     """A batch of (cached, new) sequences; the first `shared_pages` pages of sequence 0 begin every longer sequence."""
-    rng, values_rng = torch.Generator().manual_seed(seed), torch.Generator(shape.device).manual_seed(seed)
-    page_tokens, totals = shape.page_tokens, [cached + new for cached, new in lengths]
-    counts = [-(-total // page_tokens) for total in totals]
-    num_pages = 1 + sum(counts) + 3
-    ids = iter((torch.randperm(num_pages - 1, generator=rng) + 1).tolist())
+    rng = torch.Generator(shape.device).manual_seed(seed)
+    totals = [cached + new for cached, new in lengths]
+    keys, values = (_dense(totals, shape, rng) for _ in range(2))
+    tables = _block_tables(lengths, shape, seed)
+    num_pages = 1 + sum(-(-total // shape.page_tokens) for total in totals) + SPARE_PAGES
     k_pages, v_pages = poisoned_pages(
-        PageShape(num_pages, page_tokens, shape.kv_heads, shape.dim), shape.dtype, shape.layout, shape.device
+        PageShape(num_pages, shape.page_tokens, shape.kv_heads, shape.dim), shape.dtype, shape.layout, shape.device
     )
-    tables = torch.zeros(len(lengths), max([*counts, 1]) + 2, dtype=torch.int32)
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for seq, (cached, new) in enumerate(lengths):
-        total = cached + new
-        k, v = (_random((total, shape.kv_heads, shape.dim), shape.dtype, values_rng) for _ in range(2))
-        shared = min(shape.shared_pages, totals[0] // page_tokens, total // page_tokens) if seq else 0
-        if shared:
-            k[: shared * page_tokens] = keys[0][: shared * page_tokens]
-            v[: shared * page_tokens] = values[0][: shared * page_tokens]
-            tables[seq, :shared] = tables[0, :shared]
-        for place in range(shared, counts[seq]):
-            tables[seq, place] = next(ids)
-        keys.append(k)
-        values.append(v)
-        first = max(0, cached - shape.window + 1) if shape.window else 0
-        tables[seq, : first // page_tokens] = 0
-        position = torch.arange(first, total)
-        page, slot = tables[seq].long()[position // page_tokens], position % page_tokens
-        page, slot = page.to(shape.device), slot.to(shape.device)
-        write_tokens(k_pages, v_pages, page, slot, k[first:], v[first:], shape.layout)
-    q = _random((sum(new for _, new in lengths), shape.q_heads, shape.dim), shape.dtype, values_rng)
-    to = shape.device
+    for row, (cached, new), k, v in zip(tables, lengths, keys, values, strict=True):
+        first = _first_needed(cached, shape)
+        position = torch.arange(first, cached + new)
+        page, slot = row.long()[position // shape.page_tokens], position % shape.page_tokens
+        where = (page.to(shape.device), slot.to(shape.device))
+        write_tokens(k_pages, v_pages, *where, k[first:], v[first:], shape.layout)
     return PagedCase(
         lengths=tuple(lengths),
         layout=shape.layout,
         window=shape.window,
-        q=q,
-        keys=tuple(keys),
-        values=tuple(values),
+        q=_random((sum(new for _, new in lengths), shape.q_heads, shape.dim), shape.dtype, rng),
+        keys=keys,
+        values=values,
         k_pages=k_pages,
         v_pages=v_pages,
-        block_tables=tables.to(to),
-        cu_seqlens_q=running_sums([new for _, new in lengths], to),
-        cu_seqlens_k=running_sums(totals, to),
+        block_tables=tables.to(shape.device),
+        cu_seqlens_q=running_sums([new for _, new in lengths], shape.device),
+        cu_seqlens_k=running_sums(totals, shape.device),
     )
+
+
+def _dense(totals: Sequence[int], shape: CaseShape, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Random rows of every sequence, equal where pages are shared."""
+    rows = [_random((total, shape.kv_heads, shape.dim), shape.dtype, rng) for total in totals]
+    for row in rows[1:]:
+        shared = _num_shared(totals[0], row.shape[0], shape) * shape.page_tokens
+        row[:shared] = rows[0][:shared]
+    return tuple(rows)
+
+
+def _block_tables(lengths: Sequence[tuple[int, int]], shape: CaseShape, seed: int) -> torch.Tensor:
+    """Page ids in random order, none twice but for shared ones; 0, the hole, where a row or a window has no page."""
+    totals = [cached + new for cached, new in lengths]
+    counts = [-(-total // shape.page_tokens) for total in totals]
+    order = torch.randperm(sum(counts) + SPARE_PAGES, generator=torch.Generator().manual_seed(seed)) + 1
+    tables = torch.zeros(len(lengths), max([*counts, 1]) + 2, dtype=torch.int32)
+    taken = 0
+    for seq, ((cached, _), total, count) in enumerate(zip(lengths, totals, counts, strict=True)):
+        shared = _num_shared(totals[0], total, shape) if seq else 0
+        tables[seq, :shared] = tables[0, :shared]
+        tables[seq, shared:count] = order[taken : taken + count - shared]
+        tables[seq, : _first_needed(cached, shape) // shape.page_tokens] = 0
+        taken += count - shared
+    return tables
+
+
+def _num_shared(first_total: int, total: int, shape: CaseShape) -> int:
+    return min(shape.shared_pages, first_total // shape.page_tokens, total // shape.page_tokens)
+
+
+def _first_needed(cached: int, shape: CaseShape) -> int:
+    """The first position that a new token sees."""
+    return max(0, cached - shape.window + 1) if shape.window else 0
 
 
 def spread_pages(case: PagedCase) -> PagedCase:

@@ -48,8 +48,8 @@ def test_ragged_batch_in_every_layout(target: Target, dtype: torch.dtype, layout
 @pytest.mark.parametrize("dim", [64, 128, 192, 512])
 @pytest.mark.parametrize("page_tokens", [1, 16, 64, 256])
 def test_page_sizes_and_dims(target: Target, page_tokens: int, dim: int) -> None:
-    lengths = [(page_tokens, 1), (0, 3), (page_tokens // 2, 5)]
-    shape = CaseShape(page_tokens=page_tokens, dim=dim, kv_heads=2, device=target.device)
+    lengths = [(page_tokens, 1), (0, 3)]
+    shape = CaseShape(page_tokens=page_tokens, dim=dim, kv_heads=1, device=target.device)
     check_round_trip(make_case(lengths, shape), target)
 
 
