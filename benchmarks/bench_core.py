@@ -1,7 +1,7 @@
-"""Time the manager alone: a trace, the longest match, a chunked publish, one eviction. Refuses to print when an audit fails.
+"""Time the manager alone: a trace, the longest match, a chunked publish, one eviction. Fails when an audit does.
 
-Knows no network. `python -m benchmarks.bench_core [--trace PATH]`; without a trace the generator's traffic is used, whose
-hit rates are not comparable.
+Knows no network. `python -m benchmarks.bench_core [--trace PATH]`; without a trace the generator's traffic is used,
+whose hit rates are not comparable.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from cache_service.core.stats import HostTierStats
 from cache_service.core.survey import HostView
 from cache_service.core.types import Hello, HostTierKind, Namespace, WorkerId
 
-
 # A shared tier whose workers are all gone is kept for their return, but not many of them.
 MAX_UNUSED_TIERS = 4
 
