@@ -127,8 +127,8 @@ class RedisTier:
         if not self._free.acquire(timeout=self._config.timeout_s):
             raise HostTierError("all connections are in use")
         try:
-            connection = self._take()
-            connection.arm(max(deadline - time.monotonic(), 0.0))
+            connection = self._take(deadline - time.monotonic())
+            connection.arm(deadline - time.monotonic())
             try:
                 yield connection
             except BaseException:
@@ -138,7 +138,7 @@ class RedisTier:
         finally:
             self._free.release()
 
-    def _take(self) -> RespConnection:
+    def _take(self, timeout_s: float) -> RespConnection:
         with self._lock:
             if self._closed:
                 raise HostTierError("the tier is closed")
@@ -147,7 +147,7 @@ class RedisTier:
             if connection.is_clean():
                 return connection
             connection.close()
-        return RespConnection(self._address, self._config.timeout_s)
+        return RespConnection(self._address, timeout_s)
 
     def _give_back(self, connection: RespConnection) -> None:
         with self._lock:

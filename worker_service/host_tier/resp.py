@@ -20,6 +20,7 @@ SOCKET_BUFFER_BYTES = 4 << 20
 READ_AHEAD_BYTES = 4096
 MAX_LINE_BYTES = 4096
 MAX_PARTS_PER_SEND = 512  # below every system's IOV_MAX
+MIN_TIMEOUT_S = 0.001  # zero would mean not to wait at all, which is another kind of socket
 
 Part = bytes | bytearray | memoryview
 
@@ -45,7 +46,7 @@ class RespConnection:
         self._buffer = bytearray(READ_AHEAD_BYTES)
         self._start = self._end = 0
         try:
-            self._socket = _connect(address, timeout_s)
+            self._socket = _connect(address, max(timeout_s, MIN_TIMEOUT_S))
         except (OSError, ssl.SSLError) as error:
             raise HostTierError(f"cannot connect to {address}: {error}") from error
         self._tls = isinstance(self._socket, ssl.SSLSocket)
