@@ -167,6 +167,7 @@ class FakeWorker(Launcher):
         if sequence_id is None:
             self.world.next_sequence += 1
             sequence_id = self.world.next_sequence
+        self.world.next_sequence = max(self.world.next_sequence, sequence_id)
         acquire = Acquire(SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority)
         reply = self.step(acquires=[acquire])
         return self.taken(acquire, reply)

@@ -75,12 +75,15 @@ class Oracle:
             path = (event.namespace, prefix + tokens[: (i + 1) * self.size])
             assert self.path_of_hash.setdefault(page_hash, path) == path, "one hash, two prefixes"
             assert self.hash_of_path.setdefault(path, page_hash) == page_hash, "one prefix, two hashes"
-            assert path not in self.resident[event.group], "stored twice"
-            self.resident[event.group][path] = None
+            if self.specs[event.group].kind == GroupKind.FULL:
+                assert path not in self.resident[event.group], "stored twice"
+                self.resident[event.group][path] = None
 
     def _removed(self, event: Removed) -> None:
         for page_hash in event.page_hashes:
             path = self.path_of_hash[page_hash]
+            if self.specs[event.group].kind != GroupKind.FULL:
+                continue  # without a FULL group events tell of places, which may be holes
             assert path in self.resident[event.group], "removed what was not there"
             del self.resident[event.group][path]
             self.removed[event.group].append(path)

@@ -276,7 +276,9 @@ def test_e6_host_rows_do_not_cross_salts_tiers_or_models() -> None:
     spill(first)
     same, other_tier = join(world, full(16), name="w1"), join(world, full(16), name="w2", tier="another")
     for namespace in (NS, Namespace("model", "", "salt2"), Namespace("model", "salt1", "")):
-        assert same.start(span(1, 10), namespace).fetch is None
+        probe = same.start(span(1, 10), namespace)
+        assert probe.fetch is None and probe.grant.match.host_tokens == 0
+        same.release(probe, ABORTED)
     assert other_tier.start(span(1, 10), Namespace("model", "", "salt1")).fetch is None
     assert same.start(span(1, 10), Namespace("model", "", "salt1")).fetch is not None
 

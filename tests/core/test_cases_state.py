@@ -122,8 +122,9 @@ def test_h13_m20_cached_tokens_are_those_really_skipped() -> None:
     live = worker.start(span(1, 768 + 1), chunk=256)
     worker.prefill(live, 256)
     worker.release(live)
-    match = worker.start([*span(1, 768), 5]).grant.match
-    assert match.matched_tokens == 768
+    probe = worker.start([*span(1, 768), 5])
+    assert probe.grant.match.matched_tokens == 768
+    worker.release(probe, ABORTED)
     grant = worker.run([*span(1, 512), *span(9000, 9256)])
     assert grant.cached_tokens == grant.usable_tokens
     assert grant.match.matched_tokens == 512 and grant.match.usable_tokens == grant.usable_tokens

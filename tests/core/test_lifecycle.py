@@ -42,8 +42,8 @@ def test_a_repeated_step_is_answered_not_applied_twice() -> None:
     assert worker.world.snapshot() == before
 
 
-@pytest.mark.parametrize("step_id", [0, 1, 4])
-def test_step_ids_have_no_gaps(step_id: int) -> None:
+@pytest.mark.parametrize("step_id", [0, 1])
+def test_step_ids_never_go_back(step_id: int) -> None:
     worker = make(8)
     worker.step()
     worker.step()

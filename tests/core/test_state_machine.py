@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from cache_service.core.errors import LeasesInScope
 from cache_service.core.types import (
@@ -83,6 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.oracles = {worker.id: Oracle(worker) for worker in self.workers}
         self.old_tickets: list[tuple[FakeWorker, int]] = []
         self.births = 0
+        self.prompts: list[list[int]] = []
 
     def worker(self, index: int) -> FakeWorker:
         return self.workers[index % len(self.workers)]
@@ -103,10 +104,12 @@ class Machine(RuleBasedStateMachine):
         tokens=TOKENS,
         salt=SALTS,
         chunk=st.integers(0, 6),
-        reserve=st.integers(0, 2),
-        priority=st.integers(0, 1),
+        reserve=st.sampled_from([0, 0, 0, 1, 2]),
+        base=INDEX,
+        keep=st.integers(0, 12),
     )
-    def acquire(self, at: int, tokens: list[int], salt: str, chunk: int, reserve: int, priority: int) -> None:
+    def acquire(self, at: int, tokens: list[int], salt: str, chunk: int, reserve: int, base: int, keep: int) -> None:
+        tokens, priority = self.prompt(tokens, base, keep), at % 2
         worker = self.worker(at)
         oracle, namespace = self.oracles[worker.id], Namespace("model", "", salt)
         forecast = oracle.forecast(namespace, tokens, chunk, reserve)
@@ -248,9 +251,89 @@ class Machine(RuleBasedStateMachine):
         assert self.world.snapshot() == before
         self.checked()
 
+    @rule(tokens=TOKENS, salt=SALTS, chunk=st.integers(0, 4), at=INDEX, base=INDEX, keep=st.integers(0, 12))
+    def serve(self, tokens: list[int], salt: str, chunk: int, at: int, base: int, keep: int) -> None:
+        """A whole request, so that there is something to hit."""
+        worker = self.worker(at)
+        prompt = self.prompt(tokens, base, keep)
+        live = worker.submit(prompt, Namespace("model", "", salt), chunk=chunk)
+        if isinstance(live, Refusal) or live.fetch is not None:
+            return
+        while live.computed < len(live.tokens):
+            end = min(live.computed + (chunk or 13), len(live.tokens))
+            if not self.room(worker, live, end, True):
+                return
+            worker.launch(live, end - live.computed)
+            worker.publish(live)
+        worker.release(live)
+        self.oracles[worker.id].used(live)
+        self.checked()
+
+    def prompt(self, tokens: list[int], base: int, keep: int) -> list[int]:
+        """Something new, or an earlier prompt with another end."""
+        if self.prompts and keep:
+            tokens = (self.prompts[base % len(self.prompts)][:keep] + tokens)[:14]
+        self.prompts = [*self.prompts[-7:], tokens]
+        return tokens
+
+    @rule(
+        kind=st.sampled_from(["spill", "spill", "fetch", "fetch", "orphan", "again"]),
+        at=INDEX,
+        short=st.integers(0, 3),
+        status=st.sampled_from([FAILED, MISSING]),
+    )
+    def transfer(self, kind: str, at: int, short: int, status: Any) -> None:
+        if kind == "spill":
+            self.spill(at, short, status)
+        elif kind == "fetch":
+            self.fetch(at, short, status)
+        elif kind == "orphan":
+            self.orphan(at)
+        else:
+            self.duplicate_ack(at)
+
+    @rule(
+        kind=st.sampled_from(["tick", "match", "match", "pin", "clear"]),
+        ms=st.integers(0, 60),
+        tokens=TOKENS,
+        salt=SALTS,
+        base=INDEX,
+        keep=st.integers(0, 12),
+        ttl=st.sampled_from([0, 20, 500]),
+        flag=st.booleans(),
+    )
+    def people(
+        self, kind: str, ms: int, tokens: list[int], salt: str, base: int, keep: int, ttl: int, flag: bool
+    ) -> None:
+        if self.prompts and keep:
+            tokens = self.prompts[base % len(self.prompts)][:keep] + tokens
+        if kind == "match":
+            self.match(tokens, salt)
+        elif kind == "pin":
+            self.pin(tokens, salt, ttl)
+        elif kind == "clear":
+            self.clear(None if ttl else salt, flag)
+        self.tick(ms)
+
+    @rule(
+        kind=st.sampled_from(["stream", "stream", "death", "partition", "manager", "flush"]),
+        at=INDEX,
+        flag=st.booleans(),
+    )
+    def fault(self, kind: str, at: int, flag: bool) -> None:
+        if kind == "stream":
+            self.broken_stream(at)
+        elif kind == "death":
+            self.worker_death(at, flag)
+        elif kind == "partition":
+            self.long_partition(at)
+        elif kind == "manager":
+            self.manager_restart()
+        else:
+            self.flush_host(at)
+
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    @rule(at=INDEX, short=st.integers(0, 3), status=st.sampled_from([FAILED, MISSING]))
     def spill(self, at: int, short: int, status: Any) -> None:
         worker = self.worker(at)
         if not worker.spills:
@@ -262,7 +345,6 @@ class Machine(RuleBasedStateMachine):
         self.old_tickets.append((worker, order.ticket))
         self.checked()
 
-    @rule(at=INDEX, short=st.integers(0, 3), status=st.sampled_from([FAILED, MISSING]))
     def fetch(self, at: int, short: int, status: Any) -> None:
         waiting = [(w, live) for w in self.workers for live in w.live.values() if live.fetch is not None]
         if not waiting:
@@ -275,7 +357,6 @@ class Machine(RuleBasedStateMachine):
         self.old_tickets.append((worker, ticket))
         self.checked()
 
-    @rule(at=INDEX)
     def orphan(self, at: int) -> None:
         orphans = [(w, ticket) for w in self.workers for ticket in w.orphans]
         if orphans:
@@ -284,15 +365,14 @@ class Machine(RuleBasedStateMachine):
             self.old_tickets.append((worker, ticket))
         self.checked()
 
-    @precondition(lambda self: self.old_tickets)
-    @rule(at=INDEX)
     def duplicate_ack(self, at: int) -> None:
+        if not self.old_tickets:
+            return
         worker, ticket = self.old_tickets[at % len(self.old_tickets)]
         before = self.world.snapshot()
         worker.step(acks=[Ack(TicketId(ticket), 1, DONE)])
         assert self.world.snapshot() == before, "a ticket was closed twice"
 
-    @rule(at=INDEX)
     def flush_host(self, at: int) -> None:
         """Keys vanish: one, or all of them."""
         for store in self.world.stores.values():
@@ -303,12 +383,10 @@ class Machine(RuleBasedStateMachine):
 
     # -- people and time ---------------------------------------------------------------------------------------
 
-    @rule(ms=st.integers(0, 60))
     def tick(self, ms: int) -> None:
         self.world.tick(ms)
         self.checked()
 
-    @rule(tokens=TOKENS, salt=SALTS, ttl=st.sampled_from([0, 20, 500]))
     def pin(self, tokens: list[int], salt: str, ttl: int) -> None:
         namespace = Namespace("model", "", salt)
         pinned = self.world.manager.pin(namespace, pack(tokens), ttl, self.world.now_ms)
@@ -317,19 +395,17 @@ class Machine(RuleBasedStateMachine):
         self.policy = "pinned"
         self.checked()
 
-    @rule(salt=st.sampled_from([None, "", "salt"]), unused=st.booleans())
     def clear(self, salt: str | None, unused: bool) -> None:
         namespace = None if salt is None else Namespace("model", "", salt)
         before = self.world.snapshot()
         try:
             self.world.manager.clear(namespace, unused, self.world.now_ms)
         except LeasesInScope:
-            assert not unused and any(w.live for w in self.workers)
+            assert not unused and any(w.live or w.spills or w.orphans for w in self.workers)
             assert self.world.snapshot() == before
         self.world.settle()
         self.checked()
 
-    @rule(tokens=TOKENS, salt=SALTS)
     def match(self, tokens: list[int], salt: str) -> None:
         before = self.world.snapshot()
         namespace = Namespace("model", "", salt)
@@ -343,7 +419,6 @@ class Machine(RuleBasedStateMachine):
 
     # -- deaths ------------------------------------------------------------------------------------------------
 
-    @rule(at=INDEX)
     def broken_stream(self, at: int) -> None:
         """The mover is drained before Hello: fetches may have been carried out, their acks are still to come."""
         worker = self.worker(at)
@@ -356,7 +431,6 @@ class Machine(RuleBasedStateMachine):
         assert welcome.last_step_id == worker.step_id
         self.checked()
 
-    @rule(at=INDEX, grace=st.booleans())
     def worker_death(self, at: int, grace: bool) -> None:
         worker = self.worker(at)
         if grace:
@@ -368,7 +442,6 @@ class Machine(RuleBasedStateMachine):
         worker.restart(f"birth {self.births}")
         self.checked()
 
-    @rule(at=INDEX)
     def long_partition(self, at: int) -> None:
         """The worker lives on, but its grace is over: it hands its sequences to a manager that forgot them."""
         worker = self.worker(at)
@@ -377,7 +450,6 @@ class Machine(RuleBasedStateMachine):
         self.come_back(worker)
         self.checked()
 
-    @rule()
     def manager_restart(self) -> None:
         self.world.new_manager()
         self.old_tickets = []

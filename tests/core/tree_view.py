@@ -17,7 +17,7 @@ Path = tuple[Namespace, tuple[int, ...]]
 def standing(manager: CacheManager, worker_id: WorkerId, num_groups: int) -> list[dict[Path, int]]:
     """Every findable page of every group."""
     view: list[dict[Path, int]] = [{} for _ in range(num_groups)]
-    tree = manager.worker(worker_id).tree
+    tree = manager.workers[worker_id].cache.tree
     size = tree.page_bytes
     for namespace, root in tree.roots.items():
         stack = [(child, b"") for child in root.children.values()]
