@@ -145,8 +145,11 @@ class Machine:
         if launch is None:
             return False
         tokens = self.compute(launch)
-        for output in self.scheduler.complete(launch, [(token,) for token in tokens]):
+        outputs = self.scheduler.complete(launch, [(token,) for token in tokens])
+        for output in outputs:
             self.take(output)
+        sampled = {row.sequence_id for row in launch.rows if row.samples and not self.clients[row.sequence_id].failed}
+        assert sampled == {output.sequence_id for output in outputs}, "a sampled token was lost"
         return True
 
     def fail(self) -> tuple[SequenceId, ...]:

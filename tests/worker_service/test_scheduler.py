@@ -408,6 +408,7 @@ def test_finish_by_text() -> None:
     assert usage is not None
     assert usage.generated_tokens == 2
     assert driven.scheduler.finish(sequence_id) is None
+    driven.clients[sequence_id].failed = "its text ended"
     driven.run()
     assert not driven.manager.leases
 

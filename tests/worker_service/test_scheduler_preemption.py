@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, Machine, full_group, packed
 from worker_service.core.ports import Ack, SequenceId, Step, TicketId, TransferStatus
 from worker_service.core.scheduler import SchedulerConfig
@@ -47,7 +49,9 @@ def test_youngest_gives_way_to_the_oldest() -> None:
     usages = {sequence_id: client.usage for sequence_id, client in driven.clients.items()}
     assert usages[older] is not None and usages[younger] is not None
     assert usages[older].num_preemptions == 0
-    assert usages[younger].num_preemptions > 0
+    assert usages[younger].num_preemptions == 1
+    # It asks again when the older one has left: the pages that it gave were taken for that one.
+    assert driven.manager.num_acquires[younger] == 2
 
 
 def test_preempted_request_prefills_prompt_and_what_it_generated() -> None:
@@ -271,3 +275,53 @@ def test_fetch_that_misses_is_planned_again() -> None:
     assert usage is not None
     assert usage.cached_tokens + usage.fetched_tokens + usage.computed_tokens == 20
     assert usage.fetched_tokens == 12
+
+
+def refusing_replans(driven: Machine) -> None:
+    """From now on a fetch that ends finds no room, which ends the lease of its sequence."""
+    acknowledge = driven.manager.ack
+
+    def ack(done: Ack) -> None:
+        ticket = driven.manager.tickets.pop(done.ticket)
+        lease = driven.manager.leases.pop(ticket.sequence_id)
+        driven.manager.drop(lease)
+        driven.manager.refuse(ticket.sequence_id)
+        driven.manager.ack = acknowledge  # type: ignore[method-assign]
+
+    driven.manager.ack = ack  # type: ignore[method-assign]
+
+
+def test_refused_replan_asks_again_at_once() -> None:
+    """Its lease has ended, so something was freed; and the step's releases came after its acks."""
+    driven = with_host()
+    sequence_id = fetching(driven)
+    refusing_replans(driven)
+    driven.run()
+    driven.check_over()
+    assert driven.manager.num_acquires[sequence_id] == 3  # one more when its second fetch had ended
+
+
+def test_abort_while_a_replan_is_refused_releases_nothing() -> None:
+    """The lease is gone already; a release of it would be refused, with the whole step."""
+    driven = with_host()
+    sequence_id = fetching(driven)
+    refusing_replans(driven)
+    driven.move_pages()
+    step = driven.scheduler.next_step()
+    assert step is not None and step.acks
+    driven.abort(sequence_id)
+    driven.apply(driven.manager.step(step))
+    driven.run()
+    driven.check_over()
+
+
+@pytest.mark.parametrize("reply_was_lost", [False, True])
+def test_session_lost_while_a_replan_is_refused(reply_was_lost: bool) -> None:
+    """The manager does not know the sequence any more, which the repeated step's reply explains."""
+    driven = with_host()
+    fetching(driven)
+    refusing_replans(driven)
+    driven.move_pages()
+    driven.lose_session(reply_was_lost=reply_was_lost)
+    driven.run()
+    driven.check_over()

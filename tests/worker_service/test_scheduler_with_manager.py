@@ -233,13 +233,17 @@ def with_window(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
     return (*full_only(page_tokens, budget), window_group(num_pages, window)._replace(page_bytes=32))
 
 
+def window_only(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
+    return with_window(page_tokens, budget)[1:]
+
+
 def with_state(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
     return (*full_only(page_tokens, budget), GroupSpec("state", GroupKind.STATE, 9, 16))
 
 
-@pytest.mark.parametrize("groups", [full_only, with_window, with_state])
+@pytest.mark.parametrize("groups", [full_only, with_window, window_only, with_state])
 @pytest.mark.parametrize("with_faults", [False, True])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 12), host=st.booleans())
 def test_every_answer_is_right(
     seed: int,

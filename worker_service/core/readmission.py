@@ -60,9 +60,14 @@ class Readmitter:
         return Readmission(None, tuple(adopts))
 
     def _is_known(self, welcome: Welcome) -> bool:
-        """Whether the manager stands where its last reply left it, or one step further: then the reply was lost."""
-        step = self._outbox.unanswered
-        known = all(sequence.sequence_id in welcome.known_sequences for sequence in self._roster.leased)
+        """Whether the manager stands where its last reply left it, or one step further: then the reply was lost.
+
+        That step may have ended leases: a refused replan does.
+        """
+        step, asked = self._outbox.unanswered, self._outbox.asked
+        replanned = {sequence_id for sequence_id, entry in asked.items() if entry.ask is Ask.REPLAN}
+        expected = {sequence.sequence_id for sequence in self._roster.leased} - replanned
+        known = expected <= welcome.known_sequences
         return known and (step is None or welcome.last_step_id in (step.step_id - 1, step.step_id))
 
     def _is_adoptable(self, sequence: Sequence, welcome: Welcome) -> bool:
