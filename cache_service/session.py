@@ -177,6 +177,9 @@ class Session:
 
     async def _read(self) -> None:
         async for request in self._requests:
+            if self._ended.done():
+                # A newer stream speaks for the worker, maybe of a newer incarnation: this step is not that one's.
+                return None
             kind = request.WhichOneof("message")
             if kind == "step":
                 await self._step(request.step)
@@ -211,6 +214,8 @@ class Session:
         while True:
             await self.orders_due.wait()
             self.orders_due.clear()
+            if self._ended.done():
+                return
             await self._send(self._manager.take_orders(self.worker_id))
 
     async def _answer(self, message: cache_pb2.SessionResponse) -> None:

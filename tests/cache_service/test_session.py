@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cache_service.core.errors import UnknownSequence
+from cache_service.core.errors import Superseded, UnknownSequence
 from protos.v1 import cache_pb2
 from rpc.client import open_channel
 from tests.cache_service.messages import hello
@@ -98,6 +98,33 @@ async def test_the_newest_stream_of_a_worker_wins() -> None:
         await newer.step()
         # The old stream's end is no disconnect: the worker is there.
         assert manager.verbs() == ["hello", "step", "hello", "step"]
+
+
+async def test_a_step_that_comes_after_a_newer_hello_is_not_applied() -> None:
+    """It was on its way when the newer stream took over, and that one may be of another incarnation."""
+    async with scripted() as (client, manager):
+        sessions, arrived, written = client.service.sessions, asyncio.Event(), asyncio.Event()
+
+        async def requests() -> AsyncIterator[cache_pb2.SessionRequest]:
+            yield cache_pb2.SessionRequest(hello=hello())
+            await arrived.wait()
+            yield cache_pb2.SessionRequest(step=cache_pb2.Step(step_id=1))
+
+        class Context:
+            async def write(self, message: Any) -> None:
+                written.set()
+
+        context: Any = Context()
+        older = asyncio.ensure_future(sessions.serve(requests(), context))
+        await written.wait()
+        await asyncio.sleep(0)
+        newer: Any = type("Newer", (), {"worker_id": "w1", "orders_due": asyncio.Event()})()
+        sessions.enter(newer)
+        arrived.set()
+        with pytest.raises(Superseded):
+            await older
+        assert manager.verbs() == ["hello"]
+        sessions.leave(newer)
 
 
 async def test_workers_do_not_disturb_each_other() -> None:
