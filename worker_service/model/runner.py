@@ -147,6 +147,7 @@ class _PagedAttention:
                 v_pages,
                 tables[:num_decode],
                 staged.decode_seqlens_k,
+                max_seqlen_k=batch.max_seqlen_k,
                 window=window,
                 out=out[:num_decode],
             )
