@@ -3,7 +3,7 @@
 Knows no GPU and no cache service. Refuses to print a figure unless every page came back bit for bit, and unless a
 changed byte in the store is noticed.
 
-    python -m benchmarks.bench_host_tier [--rounds 9] [--threads 1]
+    python -m benchmarks.bench_host_tier [--rounds 9] [--threads 2]
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def run(rounds: int, num_threads: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="as the mover has")
     arguments = parser.parse_args()
     result = run(arguments.rounds, arguments.threads)
     RESULT.parent.mkdir(exist_ok=True)
