@@ -21,7 +21,7 @@ from worker_service.core.ports import Ack, CachePort, Namespace, SequenceId, Ses
 from worker_service.core.scheduler import Effects, Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, Usage
 from worker_service.generation import Detokenizer, Generation, RequestFailed
-from worker_service.launcher import Landed, Launcher, LaunchTokens
+from worker_service.launcher import Landed, Launcher
 from worker_service.observer import Observer
 from worker_service.trace import EngineTrace, RateMeter, Span
 
@@ -64,6 +64,18 @@ class Wish(NamedTuple):
 class DrainResult(NamedTuple):
     num_finished: int
     num_aborted: int
+
+
+class _Harvest(NamedTuple):
+    """Tokens of a launch that the scheduler knows and their callers do not yet."""
+
+    landed: Landed
+    outputs: tuple[Output, ...]
+
+    def logprobs(self) -> dict[SequenceId, TokenLogprobs | None]:
+        tokens = self.landed.tokens
+        sampling = (row.sequence_id for row in self.landed.launch.rows if row.samples)
+        return dict(zip(sampling, tokens.logprobs, strict=True)) if tokens is not None else {}
 
 
 class Engine:
@@ -185,11 +197,14 @@ class Engine:
             self._count(lost)
             await self._reconnect(str(lost))
             return
-        has_landed = await self._land()
+        harvest = await self._land()
         launch = None if self._stopping.is_set() else self.scheduler.next_launch()
         if launch is not None:
             self._start(launch)
-        elif not has_stepped and not has_landed:
+        if harvest is not None:
+            # Text and streams are made while the next launch runs already.
+            self._hand_out(harvest)
+        elif launch is None and not has_stepped:
             await self._sleep()
 
     async def _exchange(self) -> bool:
@@ -217,24 +232,30 @@ class Engine:
 
     def _start(self, launch: Launch) -> None:
         now_s = time.monotonic()
+        self._launcher.start(launch)
         for row in launch.rows:
             if (generation := self._generations.get(row.sequence_id)) is not None:
                 generation.started(now_s)
-        self._launcher.start(launch)
 
-    async def _land(self) -> bool:
-        """Wait for the launch in flight and hand out its tokens."""
+    async def _land(self) -> _Harvest | None:
+        """Wait for the launch in flight and take its tokens in; None when there is none."""
         landed = await self._launcher.land()
         if landed is None:
-            return False
+            return None
         self._note_launch(landed)
         if landed.tokens is not None:
-            self._emit(landed.launch, landed.tokens)
-            return True
+            accepted = [(token_id,) for token_id in landed.tokens.token_ids]
+            return _Harvest(landed, self.scheduler.complete(landed.launch, accepted))
         _log.error("launch %d failed", landed.launch.number, exc_info=landed.error)
         for sequence_id in self.scheduler.fail(landed.launch):
             self._give_up(sequence_id, RequestFailed(f"the forward pass failed: {type(landed.error).__name__}"))
-        return True
+        return _Harvest(landed, ())
+
+    async def _come_to_rest(self) -> None:
+        """No launch is in flight afterwards, and nobody waits for tokens of the last one."""
+        harvest = await self._land()
+        if harvest is not None:
+            self._hand_out(harvest)
 
     def _note_launch(self, landed: Landed) -> None:
         batch, seconds = landed.launch.batch, landed.end_s - landed.start_s
@@ -245,17 +266,16 @@ class Engine:
         self._rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, seconds)
         self._observer.launched(batch.num_tokens, seconds)
 
-    def _emit(self, launch: Launch, tokens: LaunchTokens) -> None:
-        sampling = (row.sequence_id for row in launch.rows if row.samples)
-        logprobs = dict(zip(sampling, tokens.logprobs, strict=True))
-        now_s = time.monotonic()
-        for output in self.scheduler.complete(launch, [(token_id,) for token_id in tokens.token_ids]):
+    def _hand_out(self, harvest: _Harvest) -> None:
+        logprobs = harvest.logprobs()
+        for output in harvest.outputs:
             if (generation := self._generations.get(output.sequence_id)) is not None:
-                self._hand_out(generation, output, logprobs[output.sequence_id], now_s)
+                self._push(generation, output, logprobs[output.sequence_id], harvest.landed.end_s)
 
-    def _hand_out(self, generation: Generation, output: Output, logprobs: TokenLogprobs | None, now_s: float) -> None:
+    def _push(self, generation: Generation, output: Output, logprobs: TokenLogprobs | None, now_s: float) -> None:
         stopped = generation.push(output.token_ids, (logprobs,), now_s)
         if stopped:
+            # A launch with this sequence may be in flight again; what it brings is dropped.
             usage = output.usage or self.scheduler.finish(output.sequence_id)
             assert usage is not None, "a sequence that just got a token is known"
             self._finish(generation, FinishReason.STOP, usage, by_stop_string=True)
@@ -290,7 +310,7 @@ class Engine:
 
     async def _say_the_rest(self) -> None:
         """Releases and acks that are due, so that the cache service keeps what it can."""
-        await self._land()
+        await self._come_to_rest()
         await self._mover.drain()
         try:
             while await self._exchange():
@@ -321,7 +341,7 @@ class Engine:
         _log.warning("the session ends: %s", reason)
         self.epoch = ""
         self._observer.session_lost()
-        await self._land()
+        await self._come_to_rest()
         await self._connect()
 
     def _count(self, lost: SessionLost) -> None:
