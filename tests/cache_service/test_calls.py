@@ -268,3 +268,14 @@ async def test_watch_can_be_off() -> None:
             grpc.StatusCode.FAILED_PRECONDITION,
             "watch: is off in this service's settings",
         )
+
+
+async def test_a_watcher_that_goes_away_is_forgotten() -> None:
+    async with started(max_watchers=1) as client:
+        for _ in range(3):
+            watch = client.stub.Watch(cache_pb2.WatchRequest())
+            await watch.read()
+            one_more = client.stub.Watch(cache_pb2.WatchRequest())
+            assert await one_more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            watch.cancel()
+            await until(lambda: len(client.service.watchers) == 0)
