@@ -325,3 +325,19 @@ def test_session_lost_while_a_replan_is_refused(reply_was_lost: bool) -> None:
     driven.lose_session(reply_was_lost=reply_was_lost)
     driven.run()
     driven.check_over()
+
+
+def test_preempted_request_does_not_wait_for_one_that_left_with_it() -> None:
+    """The older is aborted before the younger's lease ends: nobody is left who could free anything later."""
+    driven = machine(8)
+    older = driven.ask(prompt(12, 1), max_tokens=18)
+    driven.ask(prompt(12, 2), max_tokens=18)
+    while not driven.scheduler._roster.departures:
+        driven.exchange()
+        if not driven.scheduler._roster.departures:
+            driven.land()
+            driven.start()
+    driven.abort(older)
+    driven.land()
+    driven.run()
+    driven.check_over()

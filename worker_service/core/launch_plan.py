@@ -158,8 +158,7 @@ def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_
         if chunk > 0:
             rows.append(Row(sequence, computed, chunk))
             budget -= chunk
-        if (
-            is_cut or budget == 0
-        ):  # what an older prompt could not use is not for younger ones, or it might wait for ever
+        # What an older prompt could not use is not for younger ones, or it might wait for ever.
+        if is_cut:
             break
     return Plan(rows, num_decode)
