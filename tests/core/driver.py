@@ -129,13 +129,15 @@ class FakeWorker(Launcher):
             raise
         if self.loses_reply():
             self._ask_again(step, reply)
+            before = None  # a new stream voids orders
         self.step_id += 1
         self.last_step = step
         assert reply.step_id == self.step_id
         for remap in reply.remaps:
             self._apply_remap(remap)
+        wanted = {extend.sequence_id: extend.num_tokens for extend in step.extends}
         for extended in reply.extends:
-            self._apply_extend(extended)
+            self._apply_extend(extended, wanted[extended.sequence_id])
         self._after(before, step, reply)
         return reply
 
@@ -148,7 +150,7 @@ class FakeWorker(Launcher):
 
     def _after(self, before: object, step: Step, reply: StepReply) -> None:
         only_asks = not (step.acks or step.publishes or step.releases or step.rates)
-        if only_asks and not reply.grants and not reply.extends and reply.refusals:
+        if before is not None and only_asks and not reply.grants and not reply.extends and reply.refusals:
             assert self.world.snapshot() == before, "a refusal changed something"
         self.world.settle()
 
@@ -189,6 +191,7 @@ class FakeWorker(Launcher):
             [{} for _ in self.groups],
             grant,
             priority=acquire.priority,
+            chunk=acquire.chunk_tokens,
         )
         self.live[live.id] = live
         self.apply_grant(live, grant)
@@ -209,7 +212,12 @@ class FakeWorker(Launcher):
         assert grant.usable_tokens % self.page_tokens == 0
         assert grant.usable_tokens < len(live.tokens), "at least one token must be computed"
         live.grant, live.fetch = grant, grant.fetch
-        proven = grant.cached_tokens if grant.fetch else grant.usable_tokens
+        proven = grant.usable_tokens // self.page_tokens
+        if grant.fetch is not None:
+            proven = grant.fetch.first_page + grant.fetch.num_pages
+            for part in grant.fetch.groups:
+                for page in filter(None, ids(part.page_ids)):
+                    self.shadow.poison(part.group, page)
         if grant.fetch is None:
             assert grant.cached_tokens + grant.fetched_tokens == grant.usable_tokens
         live.tables = [{} for _ in self.groups]
@@ -217,11 +225,12 @@ class FakeWorker(Launcher):
             self._set_pages(live, pages)
             if self.groups[pages.group].kind != GroupKind.STATE:
                 for number, page in live.tables[pages.group].items():
-                    if number >= proven // self.page_tokens:
+                    if number >= proven:
                         self.shadow.poison(pages.group, page)
         self._set_slots(live, grant)
         live.computed = live.reported = grant.usable_tokens if grant.fetch is None else grant.cached_tokens
         live.restored, live.rolled = False, 0
+        live.room = grant.usable_tokens + (live.chunk or len(live.tokens))
         if grant.fetch is None:
             self.check_grant(live)
 
@@ -248,8 +257,9 @@ class FakeWorker(Launcher):
             assert 1 <= page <= self.groups[pages.group].num_pages, "a page id outside its pool"
         return new
 
-    def _apply_extend(self, extended: ExtendGrant) -> None:
+    def _apply_extend(self, extended: ExtendGrant, wanted: int) -> None:
         live = self.live[extended.sequence_id]
+        live.room = max(live.room, wanted)
         for pages in extended.pages:
             for _, page in self._set_pages(live, pages):
                 self.shadow.poison(pages.group, page)
@@ -283,7 +293,9 @@ class FakeWorker(Launcher):
     def extend(self, live: Live, num_tokens: int) -> bool:
         """Ask for room; False when it was refused."""
         reply = self.step(extends=[Extend(SequenceId(live.id), num_tokens)])
-        return not any(r.sequence_id == live.id for r in reply.refusals)
+        granted = any(e.sequence_id == live.id for e in reply.extends)
+        assert granted != any(r.sequence_id == live.id for r in reply.refusals)
+        return granted
 
     def release(self, live: Live, reason: ReleaseReason = FINISHED) -> StepReply:
         reply = self.step(releases=[Release(SequenceId(live.id), reason)])
@@ -421,6 +433,7 @@ class FakeWorker(Launcher):
         for pages in answer.tables:
             live.tables[pages.group] = {}
             self._set_pages(live, pages)
+        live.room = live.computed
         live.working = {s.group: s.slot for s in answer.working}
         live.rolling = {s.group: s.slot for s in answer.rolling}
         live.grant = answer

@@ -54,7 +54,7 @@ class Launcher:
         assert live.fetch is None, "a sequence that waits for its fetch may not run"
         start = live.computed
         end = len(live.tokens) if num_tokens is None else start + num_tokens
-        assert start < end <= len(live.tokens)
+        assert start < end <= min(len(live.tokens), live.room), "more than was asked for"
         self.check_reads(live)
         for group, spec in enumerate(self.groups):
             if spec.kind == GroupKind.STATE:

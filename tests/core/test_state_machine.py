@@ -164,7 +164,7 @@ class Machine(RuleBasedStateMachine):
         pages = -(-end // 2)
         tables = [g for g, spec in enumerate(worker.groups) if spec.kind != GroupKind.STATE]
         need = {g: max(0, pages - len(live.table(g))) for g in tables}
-        if not ask and not any(need.values()):
+        if not ask and end <= live.room and not any(need.values()):
             return True
         oracle = self.oracles[worker.id]
         fits = all(n <= oracle.num_free(g) + len(oracle.evictable(g)) for g, n in need.items())

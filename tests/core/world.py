@@ -76,6 +76,8 @@ class Live:
     rolled: int = 0
     fetch: Transfer | None = None
     priority: int = 0
+    chunk: int = 0
+    room: int = 0  # the length up to which launches may compute
     ended: bool = False
 
     def table(self, group: int = 0) -> list[int]:

@@ -182,7 +182,7 @@ class Engine:
     def _launch(self, asking: list[Running], reply: StepReply) -> None:
         refused = {refusal.sequence_id for refusal in reply.refusals}
         for r in list(self.running):
-            if r.live.fetch is not None or r.live.ended:
+            if r not in self.running or r.live.fetch is not None or r.live.ended:
                 continue
             if r in asking and r.live.id in refused:
                 r.refused += 1
