@@ -71,7 +71,7 @@ def test_logits_are_near_the_fp32_reference(name: str, dtype: torch.dtype, tmp_p
     tokens = random_tokens(100, 1)
     exact, bench = Bench(tmp_path), Bench(tmp_path, CUDA, dtype)
     wanted = exact.all_logits(Part(exact.sequence(tokens, range(1, 8)), 0, 100))
-    limit = 0.1 if dtype is torch.bfloat16 else 0.02
+    limit = 0.15 if dtype is torch.bfloat16 else 0.02
     for chunk in (100, 33, 1):
         actual = bench.chunked_logits(bench.sequence(tokens, range(9, 16)), chunk).to(CPU)
         assert (actual - wanted).abs().max() < limit * wanted.std()
