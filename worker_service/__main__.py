@@ -33,7 +33,9 @@ def main() -> int:
     try:
         compute = bootstrap.prepare(config)
         run(bootstrap.serve(config, compute, _announce))
-    except (ModelError, PoolError, InvalidField, RedisUrlError, CannotListen) as error:
+    except RedisUrlError as error:
+        return _complain(f"redis_url: {error}", USAGE_ERROR)
+    except (ModelError, PoolError, InvalidField, CannotListen) as error:
         return _complain(str(error), USAGE_ERROR)
     except (SessionRefused, RequestFailed, OSError) as error:
         return _complain(str(error), FAILURE)

@@ -6,6 +6,7 @@ Knows no scheduler and no session; what a launch computed is handed back as it i
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from worker_service.codec import TokenLogprobs
 from worker_service.core.batch import Batch
 from worker_service.core.scheduler import Launch
+
+# The most that the event loop waits for the model's thread to take a launch over.
+BEGIN_S = 0.002
 
 
 class LaunchTokens(Protocol):
@@ -57,7 +61,10 @@ class Launcher:
 
     def start(self, launch: Launch) -> None:
         assert self._flight is None, "one launch in flight at most"
-        self._flight = _Flight(launch, self._thread.submit(self._run, launch))
+        has_begun = threading.Event()
+        self._flight = _Flight(launch, self._thread.submit(self._run, launch, has_begun))
+        # Block for this moment: otherwise the loop, busy with streams, keeps the interpreter lock and the device idles.
+        has_begun.wait(BEGIN_S)
 
     async def flies_until(self, news: asyncio.Event) -> bool:
         """True when `news` came before the launch in flight has ended; False when it has, or there is none."""
@@ -93,8 +100,9 @@ class Launcher:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _run(self, launch: Launch) -> Landed:
+    def _run(self, launch: Launch, has_begun: threading.Event) -> Landed:
         start_s = time.monotonic()
+        has_begun.set()
         try:
             tokens = self._runner.run(launch.batch)
         except Exception as error:  # whatever a forward pass raises concerns its own requests only
