@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := protos/v1/types.proto protos/v1/cache.proto protos/v1/worker.proto
 
+# What peers out there speak: the last release, else the last commit.
+BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
+
 .PHONY: help setup run test check protos sim bench-core bench-gpu test-gpu up down
 .DEFAULT_GOAL := help
 
@@ -38,6 +41,7 @@ check: setup ## format, lint, types, import contracts, stubs, proto lint
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against '.git#ref=$(BREAKING_BASE)'
 	@$(BIN)/python -m pytest -q tests/architecture
 
 protos: setup ## generate the stubs anew
