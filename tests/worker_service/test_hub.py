@@ -1,0 +1,119 @@
+"""A model by its hub id: downloaded by the real client from a hub on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from worker_service.model.demo_model import make_demo_model
+
+MODEL = "stemcache/demo"
+COMMIT = "0" * 39 + "1"
+LOAD = """
+import sys, torch
+from worker_service.model.load import load_model
+loaded = load_model(sys.argv[1], torch.device("cpu"))
+print(loaded.digest.hex(), loaded.config.num_layers)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The parts of the hub's interface that a download uses: lists of the files, and each file."""
+
+    def __init__(self, folder: Path, requested: list[str], *arguments: object) -> None:
+        self._folder = folder
+        self._requested = requested
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        if path.startswith(f"/api/models/{MODEL}/tree/"):
+            body = json.dumps([self._entry(file) for file in sorted(self._folder.iterdir())]).encode()
+        elif path.startswith(f"/api/models/{MODEL}"):
+            files = [{"rfilename": file.name} for file in sorted(self._folder.iterdir())]
+            body = json.dumps({"id": MODEL, "sha": COMMIT, "private": False, "siblings": files}).encode()
+        elif path.startswith(f"/{MODEL}/resolve/") and (self._folder / name).is_file():
+            self._requested.append(name)
+            body = (self._folder / name).read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def _entry(self, file: Path) -> dict[str, object]:
+        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    make_demo_model(folder, seed=2)
+    (folder / "training.bin").write_bytes(b"nobody wants this")
+    return folder
+
+
+@pytest.fixture
+def requested() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def hub(folder: Path, requested: list[str]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, requested))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def load(model: str, hub: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the client reads where the hub is when it is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, "-c", LOAD, model]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_hub_id_is_downloaded_once_and_is_the_same_model(
+    folder: Path, hub: str, requested: list[str], tmp_path: Path
+) -> None:
+    by_folder, by_id = (load(str(model), hub, tmp_path / "cache") for model in (folder, MODEL))
+    assert by_id.returncode == 0, by_id.stderr
+    assert by_id.stdout == by_folder.stdout
+    assert set(requested) == {"config.json", "tokenizer.json", "model.safetensors"}
+    requested.clear()
+    again = load(MODEL, hub, tmp_path / "cache")
+    assert again.stdout == by_folder.stdout
+    assert "model.safetensors" not in requested
+
+
+def test_an_unknown_hub_id_is_told(hub: str, tmp_path: Path) -> None:
+    failed = load("stemcache/nothing", hub, tmp_path / "cache")
+    assert failed.returncode != 0
+    assert "neither a folder nor a hub id" in failed.stderr
