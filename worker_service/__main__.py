@@ -28,6 +28,7 @@ def main() -> int:
     from worker_service.generation import RequestFailed
     from worker_service.gpu.kv_pages import PoolError
     from worker_service.host_tier.redis_url import RedisUrlError
+    from worker_service.launcher import DeviceLost
     from worker_service.model.config import ModelError
 
     try:
@@ -37,7 +38,7 @@ def main() -> int:
         return _complain(f"redis_url: {error}", USAGE_ERROR)
     except (ModelError, PoolError, InvalidField, CannotListen) as error:
         return _complain(str(error), USAGE_ERROR)
-    except (SessionRefused, RequestFailed, OSError) as error:
+    except (SessionRefused, RequestFailed, DeviceLost, OSError) as error:
         return _complain(str(error), FAILURE)
     return 0
 

@@ -34,6 +34,7 @@ from rpc.settings import describe
 from worker_service import codec
 from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
 from worker_service.config import WorkerConfig
+from worker_service.core.batch import Batch
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import Ack, HostTier
 from worker_service.core.scheduler import Scheduler
@@ -44,11 +45,11 @@ from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
-from worker_service.launcher import Launcher
+from worker_service.launcher import DeviceLost, Launcher
 from worker_service.metrics import Load, WorkerMetrics
 from worker_service.model.device import pick_device, prepare_process
 from worker_service.model.load import LoadedModel, kv_shape, load_model
-from worker_service.model.runner import Runner
+from worker_service.model.runner import LaunchResult, Runner
 from worker_service.servicer import CODES, ModelWorkerServicer, ServicerLimits
 from worker_service.tier_watch import TierWatch
 
@@ -147,6 +148,19 @@ def make_tier(config: WorkerConfig, metrics: WorkerMetrics) -> HostTier | None:
     return MeteredTier(tier, record)
 
 
+class _DeviceRunner:
+    """A Runner that tells a request's fault from the device's end: after such an error CUDA fails every later call."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, batch: Batch) -> LaunchResult:
+        try:
+            return self._runner.run(batch)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error).partition("\n")[0]) from error
+
+
 class _Worker:
     """The parts that know each other; `bootstrap` functions below start and stop them."""
 
@@ -163,7 +177,7 @@ class _Worker:
         self.engine = Engine(
             Scheduler(scheduler_config(config, compute)),
             self._cache_client(),
-            Launcher(Runner(compute.loaded.model, compute.pages, compute.device)),
+            Launcher(_DeviceRunner(Runner(compute.loaded.model, compute.pages, compute.device))),
             self._mover,
             self.metrics,
         )

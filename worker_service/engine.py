@@ -21,7 +21,7 @@ from worker_service.core.ports import Ack, CachePort, Namespace, SequenceId, Ses
 from worker_service.core.scheduler import Effects, Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, Usage
 from worker_service.generation import Detokenizer, Generation, RequestFailed
-from worker_service.launcher import Landed, Launcher
+from worker_service.launcher import DeviceLost, Landed, Launcher
 from worker_service.observer import Observer
 from worker_service.trace import EngineTrace, RateMeter, Span
 
@@ -249,6 +249,8 @@ class Engine:
         _log.error("launch %d failed", landed.launch.number, exc_info=landed.error)
         for sequence_id in self.scheduler.fail(landed.launch):
             self._give_up(sequence_id, RequestFailed(f"the forward pass failed: {type(landed.error).__name__}"))
+        if isinstance(landed.error, DeviceLost):
+            raise landed.error
         return _Harvest(landed, ())
 
     async def _come_to_rest(self) -> None:

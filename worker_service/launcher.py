@@ -36,6 +36,10 @@ class BatchRunner(Protocol):
     def run(self, batch: Batch) -> LaunchTokens: ...
 
 
+class DeviceLost(Exception):
+    """The device answers no launch any more; only a new process can use it."""
+
+
 class Landed(NamedTuple):
     """A launch that has ended: its tokens, or what went wrong."""
 

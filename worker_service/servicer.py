@@ -6,6 +6,7 @@ Knows no schedule and no page. A call that ends early, for whatever reason, abor
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ import grpc
 
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.interceptor import Context
+from rpc.request_id import current_request_id
 from worker_service import codec
 from worker_service.core.ports import Namespace
 from worker_service.core.sequence import InvalidField, QueueFull
@@ -25,6 +27,8 @@ from worker_service.session_codec import encode_namespace
 LONG_TEXT_CHARS = 4096
 # No tokenizer makes fewer tokens of a text than this; longer texts are refused without being read.
 MAX_CHARS_PER_TOKEN = 128
+
+_log = logging.getLogger(__name__)
 
 
 class TookTooLong(Exception):
@@ -75,15 +79,19 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             codec.decode_sampling(request.sampling, self._facts.limits),
             request.priority,
         )
+        request_id = codec.check_name("request_id", request.request_id) or current_request_id()
         generation = self._engine.submit(wish, self._tokenizer.detokenizer())
         deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         try:
             while True:
                 piece = await self._next(generation, deadline_s)
                 yield _encode(piece)
-                if piece.finish_reason is not None:
+                if piece.usage is not None:
+                    _log.info("generated", extra={"request_id": request_id, "usage": piece.usage._asdict()})
                     return
         finally:
+            if not generation.is_finished:
+                _log.info("given up", extra={"request_id": request_id})
             self._engine.abort(generation)
 
     async def Tokenize(  # noqa: N802

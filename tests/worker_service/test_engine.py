@@ -10,10 +10,12 @@ from array import array
 import pytest
 
 from tests.worker_service.engine_desk import Letters, collect, open_desk, reference
+from worker_service.core.batch import Batch
 from worker_service.core.ports import Step, TicketId, Transfer, TransferPages
 from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Usage
 from worker_service.engine import Draining, Unservable
 from worker_service.generation import RequestFailed
+from worker_service.launcher import DeviceLost
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -91,6 +93,21 @@ async def test_a_failed_launch_fails_its_requests_only_and_publishes_nothing(cap
         assert again.token_ids == reference(bad, 8)
         assert again.usage is not None and again.usage.cached_tokens == 16
         assert "launch" in caplog.text
+
+
+async def test_a_lost_device_ends_the_engine_and_every_request() -> None:
+    async with open_desk() as desk:
+
+        def lose(batch: Batch) -> bool:
+            raise DeviceLost("unspecified launch failure")
+
+        desk.runner.fail_when = lose
+        generations = [desk.ask(prompt_of(seed, 30)) for seed in range(3)]
+        for generation in generations:
+            with pytest.raises(RequestFailed):
+                await collect(generation)
+        with pytest.raises(DeviceLost):
+            await desk.task
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
