@@ -6,12 +6,13 @@ and cannot fail.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cache_service.core.lease_table import Lease, full_end
 from cache_service.core.page_pool import unpack
-from cache_service.core.radix_tree import Node
+from cache_service.core.radix_tree import Node, Walk
 from cache_service.core.resume import window_start
 from cache_service.core.survey import Survey, survey
 from cache_service.core.types import (
@@ -51,6 +52,7 @@ class Plan:
     boundary: int
     usable: int  # without the fetch
     base: int
+    place: Walk  # where `base` lies
     total: int
     num_tokens: int
     fetches: bool
@@ -77,7 +79,9 @@ def plan_acquire(cache: DeviceCache, acquire: Acquire, may_fetch: bool) -> Plan 
     return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, detail)
 
 
-def _boundaries(cache: DeviceCache, found: Survey) -> list[int]:
+def _boundaries(cache: DeviceCache, found: Survey) -> Sequence[int]:
+    if found.host == found.usable and not cache.layout.window:
+        return (found.usable,)
     options = [found.host] if found.host > found.usable and fetch_pays(cache, found) else []
     options.append(found.usable)
     if found.usable and cache.layout.window:
@@ -128,12 +132,14 @@ def _plan_at(cache: DeviceCache, acquire: Acquire, found: Survey, boundary: int,
     if boundary < found.usable:  # the pool can never hold the window before the usable boundary
         limiting = layout.specs[layout.window[0]].name
         match = match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
+    base = min(found.matched, boundary)
     plan = Plan(
         survey=found,
         match=match,
         boundary=boundary,
         usable=min(found.usable, boundary),
-        base=min(found.matched, boundary),
+        base=base,
+        place=locate(found.walk, base),
         total=layout.pages(num_tokens),
         num_tokens=num_tokens,
         fetches=fetches,
@@ -180,26 +186,25 @@ def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str:
     return ""
 
 
-def locate(plan: Plan) -> tuple[Node, Node | None, int]:
-    """Where `base` lies: the node that ends there, or a child of it and how many of the child's pages."""
-    walk = plan.survey.walk
-    if plan.base == walk.end:
-        return walk.node, walk.child, walk.pages
-    if plan.base == 0:
-        return walk.node.root, None, 0
+def locate(walk: Walk, base: int) -> Walk:
+    """The part of a walk that ends at page number `base`."""
+    if base == walk.end:
+        return walk
+    if base == 0:
+        return Walk(walk.node.root, None, 0, False)
     node = walk.child if walk.child is not None and walk.pages else walk.node
-    while node.start >= plan.base:
+    while node.start >= base:
         assert node.parent is not None
         node = node.parent
-    if node.end == plan.base:
-        return node, None, 0
+    if node.end == base:
+        return Walk(node, None, 0, False)
     assert node.parent is not None
-    return node.parent, node, plan.base - node.start
+    return Walk(node.parent, node, base - node.start, False)
 
 
 def evictable_hits(plan: Plan) -> int:
     """Pages up to `base` that nobody pins yet: the commit takes them out of the evictable ones."""
-    node, child, pages = locate(plan)
+    node, child, pages, _ = plan.place
     hits = pages if child is not None and not child.pins else 0
     step: Node | None = node
     while step is not None and not step.pins:

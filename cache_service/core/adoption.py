@@ -175,8 +175,8 @@ def _commit(cache: DeviceCache, adopt: Adopt, claim: Claim) -> Lease:
         matched=claim.shared,
         private=private,
         windows=claim.windows,
-        working=[HeldSlot(slot.group, slot.slot) for slot in adopt.working],
-        rolling=[HeldSlot(slot.group, slot.slot) for slot in adopt.rolling],
+        working=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.working),
+        rolling=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.rolling),
         room=adopt.computed_tokens,
     )
     cache.leases.add(lease)

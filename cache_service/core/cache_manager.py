@@ -123,7 +123,7 @@ class CacheManager:
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.workers.get(worker_id)
-        if worker is None or not worker.connected:
+        if worker is None or worker.gone_since_ms is not None:
             raise UnknownWorker("worker_id", f"{worker_id!r} is not connected")
         return worker
 
@@ -161,13 +161,11 @@ class CacheManager:
 
     def extend(self, worker_id: WorkerId, extend: Extend, now_ms: int) -> ExtendGrant | Refusal:
         cache = self._worker(worker_id).cache
-        step_check.check_extend(cache, extend, "extend")
-        return cache.extend(cache.leases[extend.sequence_id], extend)
+        return cache.extend(step_check.check_extend(cache, extend, "extend"), extend)
 
     def publish(self, worker_id: WorkerId, publish: Publish, now_ms: int) -> Remap | None:
         cache = self._worker(worker_id).cache
-        step_check.check_publish(cache, publish, "publish")
-        lease = cache.leases[publish.sequence_id]
+        lease = step_check.check_publish(cache, publish, "publish")
         return publishing.publish(cache, lease, publish.tokens, publish.computed_tokens)
 
     def release(self, worker_id: WorkerId, release: Release, now_ms: int) -> None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from cache_service.core import fetching, publishing
-from cache_service.core.admission import Plan, lacks_for_extend, locate, plan_acquire
+from cache_service.core.admission import Plan, lacks_for_extend, plan_acquire
 from cache_service.core.eviction import make_policy
 from cache_service.core.layout import make_layout
 from cache_service.core.lease_table import HeldSlot, Lease, LeaseTable, LeaveSlot, WindowHold, full_end
@@ -124,7 +124,7 @@ class DeviceCache:
         return grant
 
     def _take(self, plan: Plan, acquire: Acquire) -> Lease:
-        node, child, pages = locate(plan)
+        node, child, pages, _ = plan.place
         if child is not None and pages:
             node = self.tree.split(child, pages)
         elif node.parent is None:
@@ -134,7 +134,7 @@ class DeviceCache:
             self._mark_use(node, acquire.priority)
         for group, window in plan.windows.items():
             self.sparse[group].read(window.hits.values())
-        restore = [HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot]
+        restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
         for held in restore:
             self.sparse[held.group].read((held.slot,))
         need = plan.total - plan.base
@@ -155,7 +155,7 @@ class DeviceCache:
             matched=plan.survey.matched,
             private=private,
             windows={group: self._take_window(group, plan) for group in self.layout.window},
-            working=[HeldSlot(group, self.sparse[group].take(1)[0]) for group in self.layout.state],
+            working=tuple(HeldSlot(group, self.sparse[group].take(1)[0]) for group in self.layout.state),
             restore=restore,
         )
 
@@ -180,7 +180,7 @@ class DeviceCache:
     def _take_rolling(self, lease: Lease) -> None:
         for group in self.layout.state:
             if self.sparse[group].num_available:
-                lease.rolling.append(HeldSlot(group, self.sparse[group].take(1)[0]))
+                lease.rolling += (HeldSlot(group, self.sparse[group].take(1)[0]),)
         self._trim_all()
 
     def _offer_leave(self, lease: Lease, room: int) -> tuple[SnapshotSlot, ...]:
@@ -197,23 +197,27 @@ class DeviceCache:
             for group in self.layout.state:
                 if self.sparse[group].num_available:
                     slot = self.sparse[group].take(1)[0]
-                    lease.leave.append(LeaveSlot(group, boundary, slot))
+                    lease.leave += (LeaveSlot(group, boundary, slot),)
                     offered.append(SnapshotSlot(group, boundary * page_tokens, PageId(slot)))
         lease.room = room
         self._trim_all()
         return tuple(offered)
 
     def _grant(self, lease: Lease, plan: Plan, fetch: Transfer | None, leave: tuple[SnapshotSlot, ...] = ()) -> Grant:
-        page_tokens = self.layout.page_tokens
+        layout, page_tokens = self.layout, self.layout.page_tokens
         usable = (plan.usable if fetch is not None else plan.boundary) * page_tokens
         fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
+        tables = self.tables(lease)
+        cached, match = usable - fetched, plan.match
+        if not layout.state:
+            return Grant(lease.sequence_id, usable, cached, fetched, tables, match, fetch)
         return Grant(
             sequence_id=lease.sequence_id,
             usable_tokens=usable,
-            cached_tokens=usable - fetched,
+            cached_tokens=cached,
             fetched_tokens=fetched,
-            tables=self.tables(lease),
-            match=plan.match,
+            tables=tables,
+            match=match,
             fetch=fetch,
             restore=() if fetch is not None else self._slots(lease.restore, usable),
             leave=leave,
@@ -222,7 +226,7 @@ class DeviceCache:
         )
 
     @staticmethod
-    def _slots(held: list[HeldSlot], boundary: int) -> tuple[SnapshotSlot, ...]:
+    def _slots(held: tuple[HeldSlot, ...], boundary: int) -> tuple[SnapshotSlot, ...]:
         return tuple(SnapshotSlot(slot.group, boundary, PageId(slot.slot)) for slot in held)
 
     def tables(self, lease: Lease) -> tuple[GroupPages, ...]:
@@ -303,9 +307,10 @@ class DeviceCache:
             self.pools[group].give(lease.private[group])
         for group, hold in lease.windows.items():
             self.sparse[group].drop(hold.page_ids, Rank.WARM)
-        for slots in (lease.working, lease.rolling, lease.restore, lease.leave):
-            for held in slots:
-                self.sparse[held.group].drop((held.slot,), Rank.WARM)
+        for held in (*lease.working, *lease.rolling, *lease.restore):
+            self.sparse[held.group].drop((held.slot,), Rank.WARM)
+        for leave in lease.leave:
+            self.sparse[leave.group].drop((leave.slot,), Rank.WARM)
         self.unpin(lease.node)
 
     def unpin(self, node: Node) -> None:
@@ -322,11 +327,13 @@ class DeviceCache:
 
     def evict(self, count: int) -> None:
         """Cut exactly `count` pages off the tails of the policy's victims."""
+        if count > 0:
+            self.counters.evicted += count
+        victim = self.policy.victim
         while count > 0:
-            node = self.policy.victim()
-            taken = min(count, node.resident)
+            node = victim()
+            taken = count if count < node.resident else node.resident
             self.cut(node, taken)
-            self.counters.evicted += taken
             count -= taken
 
     def cut(self, node: Node, count: int) -> int:

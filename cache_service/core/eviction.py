@@ -38,7 +38,7 @@ class LeafOrder(Protocol):
         """The node is no evictable leaf any more."""
 
     def shrunk(self, node: Node, num_pages: int) -> None:
-        """The tail of a node in the order was cut; it keeps its place."""
+        """A node in the order lost pages; it keeps its place."""
 
     def victim(self) -> Node:
         """The leaf to cut next; the order is not empty."""

@@ -74,7 +74,7 @@ def _sparse_targets(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Spars
     for group, slot in plan.snapshots.items():
         if not slot:
             taken = cache.sparse[group].take(1)[0]
-            lease.leave.append(LeaveSlot(group, plan.boundary, taken))
+            lease.leave += (LeaveSlot(group, plan.boundary, taken),)
             targets.append(SparsePage(group, plan.boundary - 1, taken))
     return tuple(targets)
 
@@ -98,7 +98,7 @@ def orphan(cache: DeviceCache, lease: Lease) -> None:
     kept = {(target.group, target.page_id) for target in fetch.sparse}
     for group, hold in lease.windows.items():
         hold.page_ids = [page_id for page_id in hold.page_ids if (group, page_id) not in kept]
-    lease.leave = [leave for leave in lease.leave if (leave.group, leave.slot) not in kept]
+    lease.leave = tuple(leave for leave in lease.leave if (leave.group, leave.slot) not in kept)
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Grant | Refusal | None:
@@ -146,7 +146,7 @@ def _publish_done(cache: DeviceCache, lease: Lease, fetch: Fetch, done: int) -> 
             continue
         if target.group in cache.layout.state and target.page_id in slots:
             publishing.publish_slot(cache, lease.node, target.group, target.page + 1, target.page_id)
-            lease.leave = [leave for leave in lease.leave if leave.group != target.group]
+            lease.leave = tuple(leave for leave in lease.leave if leave.group != target.group)
         else:
             publishing.fill_hole(cache, lease.node, target)
 

@@ -19,10 +19,7 @@ class Layout:
     state: tuple[int, ...]
     sparse: tuple[int, ...]
     full_mask: int
-
-    @property
-    def page_bytes(self) -> int:
-        return self.page_tokens * TOKEN_BYTES
+    page_bytes: int
 
     def pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -42,4 +39,5 @@ def make_layout(specs: Sequence[GroupSpec], page_tokens: int) -> Layout:
         state=of(GroupKind.STATE),
         sparse=of(GroupKind.WINDOW, GroupKind.STATE),
         full_mask=sum(1 << group for group in full),
+        page_bytes=page_tokens * TOKEN_BYTES,
     )

@@ -52,11 +52,11 @@ class Lease:
     resumed: int  # the page boundary at which it started
     matched: int  # the page boundary up to which KV was found
     private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
-    windows: dict[int, WindowHold] = field(default_factory=dict)
-    working: list[HeldSlot] = field(default_factory=list)
-    rolling: list[HeldSlot] = field(default_factory=list)
-    restore: list[HeldSlot] = field(default_factory=list)  # read until the launch that restores them is reported
-    leave: list[LeaveSlot] = field(default_factory=list)
+    windows: dict[int, WindowHold]
+    working: tuple[HeldSlot, ...] = ()
+    rolling: tuple[HeldSlot, ...] = ()
+    restore: tuple[HeldSlot, ...] = ()  # read until the launch that restores them is reported
+    leave: tuple[LeaveSlot, ...] = ()
     room: int = 0  # tokens up to which snapshot boundaries have been offered
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
     fetch: TicketId | None = None  # waits for this ticket's ack
@@ -84,32 +84,17 @@ def full_end(layout: Layout, lease: Lease) -> int:
     return lease.published + len(lease.private[layout.full[0]]) // PAGE_ID_BYTES
 
 
-class LeaseTable:
+class LeaseTable(dict[SequenceId, Lease]):
     """Leases by sequence id, in the order in which they were granted."""
 
-    def __init__(self) -> None:
-        self._leases: dict[SequenceId, Lease] = {}
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __contains__(self, sequence_id: SequenceId) -> bool:
-        return sequence_id in self._leases
-
-    def get(self, sequence_id: SequenceId) -> Lease | None:
-        return self._leases.get(sequence_id)
-
-    def __getitem__(self, sequence_id: SequenceId) -> Lease:
-        return self._leases[sequence_id]
-
     def add(self, lease: Lease) -> None:
-        self._leases[lease.sequence_id] = lease
+        self[lease.sequence_id] = lease
 
-    def remove(self, sequence_id: SequenceId) -> Lease:
-        return self._leases.pop(sequence_id)
+    def remove(self, sequence_id: SequenceId) -> None:
+        del self[sequence_id]
 
     def all(self) -> list[Lease]:
-        return list(self._leases.values())
+        return list(self.values())
 
     def in_scope(self, namespace: Namespace | None) -> bool:
-        return any(namespace in (None, lease.namespace) for lease in self._leases.values())
+        return any(namespace in (None, lease.namespace) for lease in self.values())

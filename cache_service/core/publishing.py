@@ -55,7 +55,7 @@ def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> R
     if lease.restore and computed > lease.resumed * cache.layout.page_tokens:
         for held in lease.restore:
             cache.sparse[held.group].drop((held.slot,), Rank.WARM)
-        lease.restore = []
+        lease.restore = ()
     if lease.windows:
         _slide_windows(cache, lease)
     return Remap(lease.sequence_id, tuple(remaps)) if remaps else None
@@ -165,7 +165,7 @@ def _publish_snapshots(cache: DeviceCache, lease: Lease) -> None:
             waiting.append(leave)
         else:
             publish_slot(cache, lease.node, leave.group, leave.boundary, leave.slot)
-    lease.leave = waiting
+    lease.leave = tuple(waiting)
 
 
 def publish_slot(cache: DeviceCache, node: Node, group: int, boundary: int, slot: int) -> None:
@@ -198,7 +198,7 @@ def publish_rolling(cache: DeviceCache, lease: Lease) -> None:
     if lease.rolling and boundary == lease.published and boundary * cache.layout.page_bytes > len(lease.prompt):
         for held in lease.rolling:
             publish_slot(cache, lease.node, held.group, boundary, held.slot)
-        lease.rolling = []
+        lease.rolling = ()
 
 
 def _slide_windows(cache: DeviceCache, lease: Lease) -> None:

@@ -22,8 +22,9 @@ from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Nam
 
 Packed = bytes | bytearray
 
-# A divergence inside a node is searched for by blocks of this many bytes, then by halves.
-_COMPARE_BYTES = 16_384
+# A divergence inside a node is searched for by strides of pages, then by halves.
+_FIRST_PAGES = 4
+_MOST_PAGES = 256
 
 
 class Node:
@@ -156,13 +157,16 @@ class RadixTree:
         """Leading pages of the node, ghosts included, that tokens[pos:limit] share; the first one is known to match."""
         size, key = self.page_bytes, node.key
         end = min(len(key), limit - pos)
-        low = size
-        step = max(_COMPARE_BYTES // size, 1) * size
-        while low < end and tokens.startswith(key[low : min(low + step, end)], pos + low):
-            low += step
-        if low >= end:
+        low = high = size
+        step = _FIRST_PAGES * size
+        while low < end:  # most prompts part early, so look near first, then in growing strides
+            high = min(low + step, end)
+            if not tokens.startswith(key[low:high], pos + low):
+                break
+            low = high
+            step = min(step * 2, _MOST_PAGES * size)
+        if low == end:
             return end // size
-        high = min(low + step, end)
         while high - low > size:
             middle = low + (high - low) // size // 2 * size
             if tokens.startswith(key[low:middle], pos + low):
@@ -266,6 +270,11 @@ class RadixTree:
         assert node.parent is not None
         parent, at = node.parent, count * self.page_bytes
         live = count <= node.resident
+        requeue = node.queue is not None and count == node.resident
+        if requeue:  # only ghosts are left below: the upper half becomes the leaf
+            self.policy.remove(node)
+        elif node.queue is not None:
+            self.policy.shrunk(node, count)
         top = Node(parent, node.start, bytes(memoryview(node.key)[:at]), [], 0)
         top.pages = [pages[: count * PAGE_ID_BYTES] for pages in node.pages]
         top.resident = count if live else 0
@@ -281,8 +290,7 @@ class RadixTree:
         top.pins = 1 if node.pins else 0
         top.live_children = 1 if node.resident else 0
         self.num_nodes += 1
-        if node.queue is not None and not node.resident:
-            self.policy.remove(node)
+        if requeue:
             self.policy.add(top)
         return top
 
@@ -290,18 +298,26 @@ class RadixTree:
         """Take the last `count` resident pages off an unpinned leaf; answers them, group by group."""
         keep = node.resident - count
         at = keep * PAGE_ID_BYTES
-        removed = [pages[at:] for pages in node.pages] if keep else node.pages
-        node.pages = [_head(pages, at) if keep else pages[:0] for pages in node.pages]
-        del node.hashes[keep * HASH_BYTES :]
-        node.spilled = min(node.spilled, keep)
-        self.evictable_pages -= count
+        removed = node.pages
         if keep:
+            removed = [pages[at:] for pages in removed]
+            node.pages = [_head(pages, at) for pages in node.pages]
             if node.queue is not None:
                 self.policy.shrunk(node, count)
             node.resident = keep
         else:
+            node.pages = [b""] * len(removed)
             self._empty(node)
-        self._leave_ghosts(node, count)
+        if node.hashes:
+            del node.hashes[keep * HASH_BYTES :]
+        if node.spilled > keep:
+            node.spilled = keep
+        self.evictable_pages -= count
+        # The pages become ghosts; beyond the limit the oldest are forgotten.
+        self.ghosts.setdefault(node)
+        self.ghost_pages += count
+        while self.ghost_pages > self._ghost_limit:
+            self.forget(next(iter(self.ghosts)))
         return removed
 
     def _empty(self, node: Node) -> None:
@@ -318,12 +334,6 @@ class RadixTree:
             self.policy.add(parent)
 
     # Ghosts. A child became a ghost no later than its parent, so forgetting the oldest first never orphans a node.
-
-    def _leave_ghosts(self, node: Node, count: int) -> None:
-        self.ghosts.setdefault(node)
-        self.ghost_pages += count
-        while self.ghost_pages > self._ghost_limit:
-            self.forget(next(iter(self.ghosts)))
 
     def forget(self, node: Node) -> None:
         """Forget the ghosts of a node whose children have none left."""

@@ -153,7 +153,7 @@ def check_ack(cache: DeviceCache, ack: Ack, where: str) -> None:
         raise InvalidInput(f"{where}.num_done", f"{ack.num_done} is not in 0..{open_transfer.num_pages}")
 
 
-def check_publish(cache: DeviceCache, publish: Publish, where: str) -> None:
+def check_publish(cache: DeviceCache, publish: Publish, where: str) -> Lease:
     lease = _running_lease(cache, publish.sequence_id, where)
     if len(publish.tokens) % TOKEN_BYTES:
         raise InvalidInput(f"{where}.tokens", f"{len(publish.tokens)} bytes are no whole number of int32 tokens")
@@ -167,6 +167,7 @@ def check_publish(cache: DeviceCache, publish: Publish, where: str) -> None:
     granted = granted_pages(cache, lease)
     if granted is not None and publish.computed_tokens > granted * cache.layout.page_tokens:
         raise InvalidInput(f"{where}.computed_tokens", f"{publish.computed_tokens} lies beyond {granted} granted pages")
+    return lease
 
 
 def granted_pages(cache: DeviceCache, lease: Lease) -> int | None:
@@ -179,11 +180,12 @@ def granted_pages(cache: DeviceCache, lease: Lease) -> int | None:
     return min(ends) if ends else None
 
 
-def check_extend(cache: DeviceCache, extend: Extend, where: str) -> None:
-    _running_lease(cache, extend.sequence_id, where)
+def check_extend(cache: DeviceCache, extend: Extend, where: str) -> Lease:
+    lease = _running_lease(cache, extend.sequence_id, where)
     if not 1 <= extend.num_tokens <= cache.config.max_prompt_tokens:
         limit = cache.config.max_prompt_tokens
         raise InvalidInput(f"{where}.num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
+    return lease
 
 
 def check_acquire(cache: DeviceCache, acquire: Acquire, where: str, is_released: bool = False) -> None:

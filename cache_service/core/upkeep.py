@@ -47,14 +47,18 @@ def _mark(cache: DeviceCache, node: Node, until_ms: int) -> None:
 
 
 def tick(cache: DeviceCache, now_ms: int) -> None:
-    for node in [node for node in cache.soft_nodes if node.soft_until_ms <= now_ms or not node.resident]:
-        if node.resident:
-            _mark(cache, node, 0)
-        else:
-            node.soft_until_ms = 0
-            del cache.soft_nodes[node]
+    for node in [node for node in cache.soft_nodes if node.soft_until_ms <= now_ms]:
+        _expire(cache, node, now_ms)
     if cache.config.spill is SpillPolicy.WRITE_BACK:
         spilling.queue_cold_end(cache)
+
+
+def _expire(cache: DeviceCache, node: Node, now_ms: int) -> None:
+    """A split since the Pin call left its upper halves above: they expire with the node."""
+    for step in cache.tree.path(node):
+        if step.soft_until_ms and step.soft_until_ms <= now_ms:
+            _mark(cache, step, 0)
+    cache.soft_nodes.pop(node, None)
 
 
 def has_holders(cache: DeviceCache, namespace: Namespace | None) -> bool:
