@@ -64,7 +64,8 @@ class Starter:
     def workers(self, cache: str, count: int = 1, first: int = 1, **settings: object) -> list[ServiceProcess]:
         """worker-1, worker-2, ... side by side."""
         names = [f"worker-{first + at}" for at in range(count)]
-        processes = [worker_process(self._folder, name, self._model, cache, **settings) for name in names]
+        settings = {"model": self._model, **settings}
+        processes = [worker_process(self._folder, name, cache, **settings) for name in names]
         for process in processes:
             self._stack.callback(process.kill)
             process.launch()

@@ -121,11 +121,10 @@ def cache_process(folder: Path, **settings: object) -> ServiceProcess:
     return ServiceProcess("cache_service", "STEMCACHE_CACHE_", {**defaults, **settings}, folder / "cache.log")
 
 
-def worker_process(folder: Path, name: str, model: Path, cache: str, **settings: object) -> ServiceProcess:
+def worker_process(folder: Path, name: str, cache: str, **settings: object) -> ServiceProcess:
     defaults: dict[str, object] = {
         "listen": "127.0.0.1:0",
         "worker_id": name,
-        "model": model,
         "cache": cache,
         "device": "cpu",
         "threads": 1,
