@@ -8,7 +8,7 @@ import platform
 import pytest
 
 from worker_service.core.ports import HostTierError
-from worker_service.host_tier.allocator import keep_freed_blocks, unset_bytearray
+from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.faulty import FaultPlan, FaultyTier
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
@@ -112,13 +112,3 @@ def test_a_corrupted_value_differs_in_one_bit() -> None:
 
 def test_the_allocator_takes_the_setting_where_it_knows_it() -> None:
     assert keep_freed_blocks() == (platform.libc_ver()[0] == "glibc")
-
-
-@pytest.mark.parametrize("size", [0, 1, 4096, 3_000_001])
-def test_an_unset_bytearray_is_an_ordinary_one(size: int) -> None:
-    value = unset_bytearray(size)
-    assert type(value) is bytearray
-    assert len(value) == size
-    value[:] = b"x" * size
-    value += b"y"
-    assert value == b"x" * size + b"y"
