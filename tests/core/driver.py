@@ -433,7 +433,7 @@ class FakeWorker(Launcher):
         for pages in answer.tables:
             live.tables[pages.group] = {}
             self._set_pages(live, pages)
-        live.room = live.computed
+        live.room, live.adopted = live.computed, True
         live.working = {s.group: s.slot for s in answer.working}
         live.rolling = {s.group: s.slot for s in answer.rolling}
         live.grant = answer

@@ -192,7 +192,19 @@ class Oracle:
     def _window_reads(self, group: int, live: Live) -> set[Path]:
         size, reach = self.size, self.specs[group].window_tokens - 1
         first = max(0, live.reported - reach) // size * size if reach else live.reported
-        return {(live.namespace, tuple(live.tokens[:end])) for end in range(first + size, live.reported + 1, size)}
+        reads = {(live.namespace, tuple(live.tokens[:end])) for end in range(first + size, live.reported + 1, size)}
+        return reads - self._adopted_twins(group, live)
+
+    def _adopted_twins(self, group: int, live: Live) -> set[Path]:
+        """Window pages of an adopted sequence stay its own where the tree has another page, or a hole."""
+        if not live.adopted:
+            return set()
+        spec, size = self.specs[group], self.size
+        first = max(0, live.reported - (spec.window_tokens - 1)) // size
+        numbers = range(first, live.reported // size)
+        paths = {number: (live.namespace, tuple(live.tokens[: (number + 1) * size])) for number in numbers}
+        own = live.tables[group]
+        return {path for number, path in paths.items() if self.view[group].get(path) != own.get(number)}
 
     def evictable(self, group: int) -> set[Path]:
         return set(self.resident[group]) - self.held(group)
@@ -206,6 +218,8 @@ class Oracle:
                 total += sum(1 for g, boundary in live.leave if g == group and boundary > live.reported)
             else:
                 total += sum(1 for number in live.tables[group] if number >= live.reported // self.size)
+                if self.specs[group].kind == GroupKind.WINDOW:
+                    total += len(self._adopted_twins(group, live))
         return total
 
     def num_free(self, group: int) -> int:

@@ -79,6 +79,7 @@ class Live:
     chunk: int = 0
     room: int = 0  # the length up to which launches may compute
     ended: bool = False
+    adopted: bool = False
 
     def table(self, group: int = 0) -> list[int]:
         rows = self.tables[group]

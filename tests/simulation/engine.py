@@ -65,6 +65,8 @@ class Engine:
     clock: int = 0
     blocked: bool = False
     done: int = 0
+    cached: int = 0
+    fetched: int = 0
     refused_for_ever: int = 0
 
     def idle(self) -> bool:
@@ -156,6 +158,7 @@ class Engine:
     def _replanned(self, fetched: list[Running], reply: StepReply) -> None:
         for r in fetched:
             self.worker.fetched(r.live, reply)
+            self._count(r.live)
             r.due = self.clock + self.rng.randrange(1, self.slowness + 1)
             if r.live.ended:
                 self.running.remove(r)
@@ -177,7 +180,13 @@ class Engine:
                 continue
             live = self.worker.taken(acquire, reply)
             assert isinstance(live, Live)
+            self._count(live)
             self.running.append(Running(request, live, due=self.clock + self.rng.randrange(1, self.slowness + 1)))
+
+    def _count(self, live: Live) -> None:
+        if live.fetch is None and not live.ended:
+            self.cached += live.grant.cached_tokens
+            self.fetched += live.grant.fetched_tokens
 
     def _launch(self, asking: list[Running], reply: StepReply) -> None:
         refused = {refusal.sequence_id for refusal in reply.refusals}

@@ -71,11 +71,10 @@ class Simulation:
                 break
             self._iterate()
         self._over()
-        stats = self.world.manager.stats().workers
         return Outcome(
             sum(engine.done for engine in self.engines),
-            sum(s.cached_tokens for s in stats),
-            sum(s.fetched_tokens for s in stats),
+            sum(engine.cached for engine in self.engines),
+            sum(engine.fetched for engine in self.engines),
             sum(engine.clock for engine in self.engines),
         )
 
@@ -88,7 +87,8 @@ class Simulation:
         rng = self.rng
         while rng.random() < 0.35:
             trunk = rng.choice(self.trunks)
-            prompt = trunk[: rng.randrange(1, len(trunk) + 1)] + self._tokens(rng.randrange(0, 25))
+            cut = len(trunk) if rng.random() < 0.7 else rng.randrange(1, len(trunk) + 1)
+            prompt = trunk[:cut] + self._tokens(rng.randrange(0, 12))
             output = self._tokens(rng.randrange(1, 16))
             namespace = Namespace("model", "", rng.choice(["", "", "", "tenant"]))
             aborts_at = rng.randrange(len(output)) if rng.random() < 0.1 else -1

@@ -1,0 +1,42 @@
+"""Keys of the host tier: readable, and parsed back only in the spelling that was built."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_service.core.host_key import HostKey, build_key, parse_key, scan_prefix
+from cache_service.core.types import PageHash
+
+PREFIX = b"stemcache:1:"
+
+
+def test_reads_as_fingerprint_group_rank_hash() -> None:
+    key = HostKey(b"\x01\x02", 3, 4, PageHash(bytes(32)))
+    assert build_key(PREFIX, key) == b"stemcache:1:0102:3:4:" + b"0" * 64
+    assert build_key(PREFIX, key).startswith(scan_prefix(PREFIX, b"\x01\x02"))
+
+
+@given(st.binary(min_size=1, max_size=32), st.integers(0, 31), st.integers(0, 7), st.binary(min_size=32, max_size=32))
+def test_there_and_back(fingerprint: bytes, group: int, rank: int, page_hash: bytes) -> None:
+    key = HostKey(fingerprint, group, rank, PageHash(page_hash))
+    assert parse_key(PREFIX, build_key(PREFIX, key)) == key
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"stemcache:2:01:0:0:" + b"0" * 64,
+        b"stemcache:1:01:0:0",
+        b"stemcache:1:01:0:0:" + b"0" * 62,
+        b"stemcache:1:01:0:0:" + b"g" * 64,
+        b"stemcache:1:01:+0:0:" + b"0" * 64,
+        b"stemcache:1:01: 0:0:" + b"0" * 64,
+        b"stemcache:1:AB:0:0:" + b"0" * 64,
+        b"stemcache:1:\xff:0:0:" + b"0" * 64,
+    ],
+)
+def test_a_foreign_key_is_none(raw: bytes) -> None:
+    assert parse_key(PREFIX, raw) is None
