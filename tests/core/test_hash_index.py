@@ -1,0 +1,114 @@
+"""Host rows by themselves: groups, ranks, quota, touches, deletes, the breaker."""
+
+from __future__ import annotations
+
+from cache_service.core.hash_index import Breaker, HashIndex
+from cache_service.core.host_key import HostKey, parse_key
+from cache_service.core.types import Namespace, PageHash
+
+FINGERPRINT = b"f" * 32
+NS = Namespace("model")
+
+
+def page(number: int) -> PageHash:
+    return PageHash(bytes([number]) * 32)
+
+
+def make(quota: int = 1000, *, ranks: int = 1, shared: bool = True) -> HashIndex:
+    index = HashIndex(quota, Breaker(2, 1000), shared, b"p:")
+    index.num_ranks[FINGERPRINT] = ranks
+    index.group_bytes[FINGERPRINT] = (10, 5)
+    return index
+
+
+def hashes_of(keys: list[bytes]) -> list[int]:
+    parsed = [parse_key(b"p:", key) for key in keys]
+    return [key.page_hash[0] for key in parsed if key is not None]
+
+
+def test_a_row_gains_groups_and_counts_each_once() -> None:
+    index = make()
+    index.add(FINGERPRINT, page(1), 0b01, NS)
+    index.add(FINGERPRINT, page(1), 0b11, NS)
+    assert index.groups(FINGERPRINT, page(1)) == 0b11 and index.num_bytes == 15
+
+
+def test_fingerprints_do_not_meet() -> None:
+    index = make()
+    index.add(FINGERPRINT, page(1), 1, NS)
+    assert not index.groups(b"g" * 32, page(1))
+
+
+def test_the_quota_drops_the_least_recently_used_and_names_their_keys() -> None:
+    index = make(quota=20)
+    for number in (1, 2, 3):
+        index.add(FINGERPRINT, page(number), 1, NS)
+    index.shrink()
+    assert not index.groups(FINGERPRINT, page(1)) and index.num_bytes == 20
+    assert hashes_of(index.deletes) == [1]
+
+
+def test_tails_are_touched_before_heads_so_that_heads_outlive_them() -> None:
+    index = make(quota=20)
+    for number in (1, 2, 3):
+        index.add(FINGERPRINT, page(number), 1, NS)
+    index.touch(FINGERPRINT, [page(1), page(2), page(3)])
+    assert hashes_of(list(index.touches)) == [3, 2, 1]
+    index.shrink()
+    assert hashes_of(index.deletes) == [3] and hashes_of(list(index.touches)) == [2, 1]
+
+
+def test_a_private_tier_has_no_keys_to_delete_or_touch() -> None:
+    index = make(quota=0, shared=False)
+    index.add(FINGERPRINT, page(1), 1, NS)
+    index.touch(FINGERPRINT, [page(1)])
+    index.shrink()
+    assert not index.rows and not index.deletes and not index.touches
+
+
+def test_an_adopted_row_is_visible_when_every_rank_was_seen() -> None:
+    index = make(ranks=2)
+    assert not index.adopt(HostKey(FINGERPRINT, 0, 1, page(1)))
+    assert not index.adopt(HostKey(FINGERPRINT, 0, 1, page(1)))
+    assert not index.groups(FINGERPRINT, page(1))
+    assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(1)))
+    assert index.groups(FINGERPRINT, page(1)) == 1 and index.num_bytes == 20
+    assert not index.adopt(HostKey(FINGERPRINT, 7, 0, page(2))), "a group that nobody declared"
+    index.forget(FINGERPRINT, page(1))
+    assert len(index.deletes) == 2, "one key for each rank"
+
+
+def test_clear_takes_a_namespace_and_what_nobody_can_attribute() -> None:
+    index = make()
+    index.add(FINGERPRINT, page(1), 1, NS)
+    index.add(FINGERPRINT, page(2), 1, Namespace("model", salt="other"))
+    index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
+    assert index.clear(NS) == 2 and index.groups(FINGERPRINT, page(2)) == 1
+
+
+def test_the_breaker_opens_closes_and_opens_faster_again() -> None:
+    index = make()
+    index.add(FINGERPRINT, page(1), 1, NS)
+    index.breaker.failed(0)
+    assert index.groups(FINGERPRINT, page(1)) == 1
+    index.breaker.failed(0)
+    assert not index.groups(FINGERPRINT, page(1)) and index.known(FINGERPRINT, page(1)) == 1
+    index.breaker.tick(999)
+    assert index.breaker.is_open
+    index.breaker.tick(1000)
+    assert not index.breaker.is_open
+    index.breaker.failed(1000)
+    assert index.breaker.is_open
+    index.breaker.succeeded()
+    index.breaker.failed(1000)
+    assert not index.breaker.is_open
+
+
+def test_what_is_on_its_way_is_known_but_not_fetched() -> None:
+    index = make()
+    index.begin(FINGERPRINT, page(1), 0b11)
+    assert index.known(FINGERPRINT, page(1)) == 0b11 and not index.groups(FINGERPRINT, page(1))
+    index.end(FINGERPRINT, page(1), 0b01)
+    assert index.known(FINGERPRINT, page(1)) == 0b10
+    index.end(FINGERPRINT, page(1), 0b10)
+    assert not index.pending

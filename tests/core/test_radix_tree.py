@@ -1,0 +1,168 @@
+"""The tree alone: walk, split, pins, cuts and ghosts, with no pool behind it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_service.core.eviction import Lru
+from cache_service.core.page_pool import pack, unpack
+from cache_service.core.radix_tree import Node, RadixTree
+from cache_service.core.types import Namespace
+
+NS = Namespace("model")
+PAGE = 2
+
+
+def tokens(*ids: int) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def make(ghost_limit: int = 100) -> RadixTree:
+    return RadixTree(PAGE, 1, Lru(), ghost_limit)
+
+
+def put(tree: RadixTree, parent: Node, packed: bytes, first_id: int) -> Node:
+    """A leaf, published and let go."""
+    count = len(packed) // (4 * PAGE)
+    leaf = tree.attach(parent, packed, [pack(list(range(first_id, first_id + count)))], count)
+    tree.pin(leaf)
+    tree.unpin(leaf)
+    return leaf
+
+
+def test_walk_stops_inside_a_node_at_a_page_boundary() -> None:
+    tree = make()
+    leaf = put(tree, tree.root(NS), tokens(1, 2, 3, 4, 5, 6), 1)
+    prompt = tokens(1, 2, 3, 4, 5, 9)
+    walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
+    assert (walk.node, walk.child, walk.pages, walk.ghost) == (tree.root(NS), leaf, 2, False)
+    assert walk.end == 2 and tree.num_nodes == 1
+
+
+def test_the_lower_half_of_a_split_keeps_its_identity() -> None:
+    tree = make()
+    leaf = put(tree, tree.root(NS), tokens(1, 2, 3, 4, 5, 6), 1)
+    tree.pin(leaf)
+    top = tree.split(leaf, 1)
+    assert (unpack(top.pages[0]), unpack(leaf.pages[0])) == ([1], [2, 3])
+    assert leaf.parent is top and leaf.start == 1 and (top.pins, leaf.pins) == (1, 1)
+    tree.unpin(leaf)
+    assert (top.pins, leaf.pins, tree.evictable_pages) == (0, 0, 3)
+
+
+def test_a_pin_stops_at_the_first_pinned_ancestor() -> None:
+    tree = make()
+    trunk = put(tree, tree.root(NS), tokens(1, 2), 1)
+    one, two = put(tree, trunk, tokens(3, 4), 2), put(tree, trunk, tokens(5, 6), 3)
+    tree.pin(one)
+    tree.pin(two)
+    assert (trunk.pins, tree.root(NS).pins, tree.evictable_pages) == (2, 2, 0)
+    tree.unpin(one)
+    assert (trunk.pins, tree.evictable_pages) == (1, 1)
+
+
+def test_a_cut_tail_reads_evicted_and_comes_back() -> None:
+    tree = make()
+    leaf = put(tree, tree.root(NS), tokens(1, 2, 3, 4), 1)
+    assert unpack(tree.cut(leaf, 1)[0]) == [2]
+    prompt = tokens(1, 2, 3, 4)
+    walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
+    assert (walk.pages, walk.ghost, tree.ghost_pages) == (1, True, 1)
+    top = tree.split(leaf, 1)
+    back = tree.revive(leaf, [pack([7])], 1)
+    tree.pin(back)
+    tree.unpin(back)
+    assert back is leaf and top.live_children == 1 and back.uses == 1
+    assert (tree.ghost_pages, tree.evictable_pages, dict(tree.ghosts)) == (0, 2, {})
+
+
+def test_the_oldest_ghost_is_forgotten_first_and_an_empty_root_goes() -> None:
+    tree = make(ghost_limit=2)
+    leaves = [put(tree, tree.root(NS), tokens(i, i, i, 0), i) for i in (1, 2)]
+    tree.cut(leaves[0], 2)
+    tree.cut(leaves[1], 2)
+    assert list(tree.ghosts) == [leaves[1]] and tree.num_nodes == 1
+    tree.forget(leaves[1])
+    assert not tree.roots and not tree.num_nodes and not tree.ghost_pages
+
+
+def test_a_parent_that_becomes_a_leaf_ranks_as_just_used() -> None:
+    tree = make()
+    trunk = put(tree, tree.root(NS), tokens(1, 2), 1)
+    leaf = put(tree, trunk, tokens(3, 4), 2)
+    other = put(tree, tree.root(NS), tokens(5, 6), 3)
+    assert list(tree.policy.order()) == [leaf, other]
+    tree.cut(leaf, 1)
+    assert list(tree.policy.order()) == [other, trunk]
+
+
+def test_held_without_use_keeps_its_place() -> None:
+    tree = make()
+    one, two, three = (put(tree, tree.root(NS), tokens(i, i), i) for i in (1, 2, 3))
+    tree.pin(two)
+    tree.unpin_unused(two)
+    assert list(tree.policy.order()) == [one, two, three]
+    tree.pin(one)
+    tree.pin(one)
+    tree.unpin(one)  # a use while it is held otherwise
+    tree.unpin_unused(one)
+    assert list(tree.policy.order()) == [two, three, one]
+
+
+def test_growth_in_place_costs_no_node() -> None:
+    tree = make()
+    leaf = put(tree, tree.root(NS), tokens(1, 2), 1)
+    tree.pin(leaf)
+    for i in range(5):
+        tree.grow(leaf, tokens(i, i), [pack([10 + i])], 1)
+    assert tree.num_nodes == 1 and unpack(leaf.pages[0]) == [1, 10, 11, 12, 13, 14] and leaf.end == 6
+
+
+@pytest.mark.parametrize("num_pages", [1, 3, 4, 5, 12, 13, 300, 700])
+def test_every_divergence_is_found(num_pages: int) -> None:
+    tree = make()
+    run = array("i", range(num_pages * PAGE))
+    leaf = put(tree, tree.root(NS), run.tobytes(), 1)
+    for at in {*range(min(num_pages * PAGE, 30)), *range(0, num_pages * PAGE, 37), num_pages * PAGE - 1}:
+        other = array("i", run)
+        other[at] = -1
+        prompt = other.tobytes()
+        walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
+        assert walk.end == at // PAGE
+        assert walk.child is (leaf if at >= PAGE else None)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=10), min_size=1, max_size=8))
+def test_walk_finds_the_longest_common_prefix(prompts: list[list[int]]) -> None:
+    """Published one after another by walking, splitting and attaching."""
+    tree, seen, next_id = make(), [], 1
+    for prompt in prompts:
+        whole = prompt[: len(prompt) // PAGE * PAGE]
+        packed = tokens(*whole)
+        walk = tree.walk(tree.root(NS), packed, 0, len(packed))
+        common = max((prefix(whole, other) for other in seen), default=0)
+        assert walk.end == common
+        node = tree.split(walk.child, walk.pages) if walk.child is not None else walk.node
+        if rest := packed[common * PAGE * 4 :]:
+            put(tree, node, rest, next_id)
+        next_id += len(whole)
+        seen.append(whole)
+    assert sum(node.resident for root in tree.roots.values() for node in below(root)) == tree.evictable_pages
+
+
+def prefix(one: list[int], two: list[int]) -> int:
+    pages = 0
+    while one[: (pages + 1) * PAGE] == two[: (pages + 1) * PAGE] and (pages + 1) * PAGE <= min(len(one), len(two)):
+        pages += 1
+    return pages
+
+
+def below(node: Node) -> list[Node]:
+    nodes = list(node.children.values())
+    for child in nodes:
+        nodes.extend(child.children.values())
+    return nodes
