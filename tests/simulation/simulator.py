@@ -44,7 +44,9 @@ class Simulation:
             breaker_failures=rng.choice([1, 3, 100]),
             breaker_ms=30,
         )
-        self.shape, self.tier = rng.choice(SHAPES), rng.choice(list(HostTierKind))
+        size = rng.choice([1, 1, 3])
+        self.shape = tuple(spec._replace(num_pages=spec.num_pages * size) for spec in rng.choice(SHAPES))
+        self.tier = rng.choice(list(HostTierKind))
         self.births = 0
         self.calm = False
         self.trunks = [self._tokens(rng.randrange(1, 30)) for _ in range(5)]

@@ -14,7 +14,7 @@ def test_a_seeded_life(seed: int) -> None:
 
 def test_lives_reuse_what_they_computed() -> None:
     """Not vacuous: over some seeds both tiers must have served tokens."""
-    outcomes = [simulate(seed, 80) for seed in range(100, 106)]
+    outcomes = [simulate(seed, 80) for seed in range(20, 28)]
     assert sum(o.cached_tokens for o in outcomes) > 1_000
     assert sum(o.fetched_tokens for o in outcomes) > 0
 
