@@ -100,14 +100,16 @@ class ToyRunner:
 
 
 class ToyMover:
-    """Carries nothing; every transfer is done, or fails when told so."""
+    """Carries nothing: spills are done, fetches fail at once, as with an open breaker."""
 
     def __init__(self, on_ack: Callable[[Ack], None]) -> None:
         self._on_ack = on_ack
         self.orders: list[Transfer] = []
+        self.fetches: list[Transfer] = []
 
     def fetch(self, transfer: Transfer, barrier: Callable[[], None]) -> None:
-        raise AssertionError("nothing is fetched here")
+        self.fetches.append(transfer)
+        asyncio.get_running_loop().call_soon(self._on_ack, Ack(transfer.ticket, 0, TransferStatus.FAILED))
 
     def spill(self, transfer: Transfer) -> None:
         self.orders.append(transfer)
@@ -162,7 +164,9 @@ class ToyCache:
         self.lose_before -= self.lose_before > 0
         self.acks += step.acks
         self.steps.append(step)
-        reply = self.manager.step(step._replace(acks=()))
+        # The fake manager knows fetches only; spill orders are the tests'.
+        acks = tuple(ack for ack in step.acks if ack.ticket in self.manager.tickets)
+        reply = self.manager.step(step._replace(acks=acks))
         if self.lose_after == 0:
             self.lose_after = -1
             raise SessionLost("before the reply arrived")

@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from tests.worker_service.engine_desk import Letters, collect, open_desk, reference
+from tests.worker_service.engine_desk import NAMESPACE, Letters, collect, open_desk, reference
 from worker_service.core.batch import Batch
 from worker_service.core.ports import Step, TicketId, Transfer, TransferPages
 from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Usage
@@ -199,6 +199,29 @@ async def test_a_spill_order_is_carried_out_and_acknowledged_by_an_idle_engine()
                 await asyncio.sleep(0.001)
         assert desk.mover.orders == [order]
         assert desk.cache.acks[0].ticket == 5
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_a_fetch_that_fails_at_once_is_recomputed_or_forgotten(is_aborted: bool) -> None:
+    """The abort comes while the acquire is on its way: its grant and the ack of its fetch both find nobody waiting."""
+    async with open_desk() as desk:
+        manager, prompt = desk.cache.manager, prompt_of(17, 14)
+        packed = array("i", prompt).tobytes()
+        manager.host = {manager.key(NAMESPACE, packed, number): [] for number in range(3)}
+        manager.spill = lambda group, page: None
+        # A launch in flight keeps the loop from its next step until the ack is there.
+        other = asyncio.create_task(collect(desk.ask(prompt_of(18, 9), 100)))
+        await asyncio.to_thread(desk.runner.entered.wait, 20)
+        generation = desk.ask(prompt)
+        if is_aborted:
+            desk.cache.on_step = lambda step: desk.engine.abort(generation) if step.acquires else None
+        else:
+            piece = await collect(generation)
+            assert piece.token_ids == reference(prompt, 8)
+        assert (await other).token_ids == reference(prompt_of(18, 9), 100)
+        await desk.settled()
+        assert len(desk.mover.fetches) == 1
+        assert not manager.tickets
 
 
 async def test_drain_waits_for_running_requests_and_takes_no_new_ones() -> None:

@@ -102,8 +102,8 @@ class Inbox:
             sequence.state = State.RUNNING if grant.fetch is None else State.FETCHING
         if grant.fetch is None:
             return ()
-        if sequence.state is State.FETCHING:
-            self._outbox.tickets[grant.fetch.ticket] = sequence
+        # An aborted sequence's too: its ack must not come before its release, or it would be granted pages anew.
+        self._outbox.tickets[grant.fetch.ticket] = sequence
         return (Fetch(sequence.sequence_id, grant.fetch),)
 
     def _refuse(self, asked: Asked, refusal: Refusal) -> Iterable[Failed]:
