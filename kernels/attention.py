@@ -11,6 +11,7 @@ import torch
 from kernels._checks import (
     KV_DTYPES,
     check_block_tables,
+    check_contiguous,
     check_disjoint,
     check_page_pair,
     check_pages,
@@ -22,6 +23,8 @@ from kernels.layout import KvLayout, PageShape
 
 # Query rows that are scored at once by the reference: bounds its memory, not its result.
 QUERY_BLOCK = 256
+
+SINK_DTYPES = (torch.float32, torch.bfloat16)
 
 TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 TRITON_MAX_PAGE_TOKENS = 256
@@ -47,6 +50,7 @@ def check_attention(
     layout: KvLayout,
     scale: float | None,
     window: int,
+    sinks: torch.Tensor | None,
 ) -> AttentionSpec:
     """Refuses what no attention op can work with."""
     shape = check_pages(k_pages, v_pages, layout)
@@ -61,6 +65,9 @@ def check_attention(
         raise KernelArgumentError(f"window: must be 0 (unlimited) or positive, got {window}")
     if scale is not None and not math.isfinite(scale):
         raise KernelArgumentError(f"scale: must be finite, got {scale}")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (heads,), SINK_DTYPES, k_pages.device)
+        check_contiguous("sinks", sinks)
     return AttentionSpec(shape, layout, heads, shape.dim**-0.5 if scale is None else float(scale), window)
 
 
@@ -79,14 +86,15 @@ def check_triton_attention(q: torch.Tensor, spec: AttentionSpec) -> None:
         raise KernelArgumentError(f"q: dtype must be one of {[str(d) for d in KV_DTYPES[:2]]} on CUDA, got {q.dtype}")
 
 
-def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
+def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor | None) -> torch.Tensor:
     """The tensor to write to: the caller's, checked, or a new one. Rows of no sequence keep what they held, or zero."""
     if out is None:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     check_tensor("out", out, tuple(q.shape), (q.dtype,), q.device)
     check_rows("out", out)
-    for name, source in zip(("q", "k_pages", "v_pages"), (q, *inputs), strict=True):
-        check_disjoint("out", out, name, source)
+    for name, source in zip(("q", "k_pages", "v_pages", "sinks"), (q, *inputs), strict=True):
+        if source is not None:
+            check_disjoint("out", out, name, source)
     return out
 
 
@@ -108,12 +116,14 @@ def attend(
     first_key: int,
     scale: float,
     window: int,
+    sinks: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention in fp32 of queries [n, q_heads, dim] over keys and values [length, kv_heads, dim].
 
-    Query i stands at position first_query + i, key j at first_key + j; every query sees a key. Returns out
-    [n, q_heads, dim], and fills `lse` [q_heads, n], natural, where it is wanted.
+    Query i stands at position first_query + i, key j at first_key + j; every query sees a key. A sink is one more
+    score of its head's rows, whose value is zero. Returns out [n, q_heads, dim], and fills `lse` [q_heads, n],
+    natural, where it is wanted.
     """
     count, q_heads, dim = q.shape
     kv_heads, group = keys.shape[1], q_heads // keys.shape[1]
@@ -122,9 +132,13 @@ def attend(
     scores = torch.bmm(rows, keys.float().permute(1, 2, 0))
     if count > 1 or window:
         _hide(scores.view(kv_heads * group, count, -1), first_query - first_key, window)
+    length = scores.shape[2]
+    if sinks is not None:
+        sink = sinks.float().repeat_interleave(count).view(kv_heads, group * count, 1)
+        scores = torch.cat([scores, sink], dim=-1)
     if lse is not None:
         lse.copy_(torch.logsumexp(scores, dim=-1).view(q_heads, count))
-    out = torch.bmm(torch.softmax(scores, dim=-1), values.float().transpose(0, 1))
+    out = torch.bmm(torch.softmax(scores, dim=-1)[..., :length], values.float().transpose(0, 1))
     return out.view(kv_heads, group, count, dim).permute(2, 0, 1, 3).reshape(count, q_heads, dim)
 
 

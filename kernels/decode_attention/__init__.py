@@ -28,6 +28,7 @@ def decode_attention(
     max_seqlen_k: int | None = None,
     scale: float | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     out: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -46,6 +47,7 @@ def decode_attention(
     max_seqlen_k: int | None = None,
     scale: float | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     out: torch.Tensor | None = None,
     return_lse: Literal[True],
@@ -63,6 +65,7 @@ def decode_attention(
     max_seqlen_k: int | None = None,
     scale: float | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -72,19 +75,20 @@ def decode_attention(
 
     seqlens_k int32 [num_seqs] counts the new token, whose key was appended before; 0 marks a padding row (out 0, lse
     -inf). max_seqlen_k is a host-known bound (None: what a row of the block table holds); it sizes the launch, never
-    the result. Returns out like q, and with return_lse also the natural log-sum-exp, fp32 [q_heads, num_seqs].
+    the result. sinks fp32 or bf16 [q_heads] are logits that take part in each row's softmax, once, and have no value.
+    Returns out like q, and with return_lse also the natural log-sum-exp, sink included, fp32 [q_heads, num_seqs].
     """
     num_seqs = q.shape[0]
-    spec = check_attention(q, k_pages, v_pages, block_tables, num_seqs, layout, scale, window)
+    spec = check_attention(q, k_pages, v_pages, block_tables, num_seqs, layout, scale, window, sinks)
     check_lengths("seqlens_k", seqlens_k, num_seqs, q.device)
     room = block_tables.shape[1] * spec.shape.page_tokens
     bound = room if max_seqlen_k is None else max_seqlen_k
     if not 0 <= bound <= room:
         raise KernelArgumentError(f"max_seqlen_k: must be in 0..{room}, what the block table holds, got {bound}")
-    result = output_for(q, out, k_pages, v_pages)
+    result = output_for(q, out, k_pages, v_pages, sinks)
     lse = empty_lse(q) if return_lse else None
     if num_seqs:
-        args = (q, k_pages, v_pages, block_tables, seqlens_k, bound, spec, result, lse)
+        args = (q, k_pages, v_pages, block_tables, seqlens_k, bound, spec, sinks, result, lse)
         if uses_triton(backend, q):
             check_triton_attention(q, spec)
             from kernels.decode_attention.kernel import launch

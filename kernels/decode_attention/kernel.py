@@ -107,6 +107,7 @@ def attend_split(
 def merge_splits(
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     acc_ptr,
     peak_ptr,
     total_ptr,
@@ -120,8 +121,10 @@ def merge_splits(
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WANTS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     LN_2: tl.constexpr = 0.6931471805599453
+    LOG2_E: tl.constexpr = 1.4426950408889634
     head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(0)
@@ -142,6 +145,16 @@ def merge_splits(
         total = total * decay + tl.load(total_ptr + part) * weight
         acc = acc * decay + tl.load(acc_ptr + part * D + d, mask=d < D, other=0.0) * weight
         peak = new_peak
+    if HAS_SINKS:
+        # Here and not in the splits, or it would count once for each of them; a row without keys has none.
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        sink = tl.where(length > 0, sink, float("-inf"))
+        new_peak = tl.maximum(peak, sink)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.exp2(sink - base)
+        acc = acc * decay
+        peak = new_peak
     out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total))
     out_at = seq * stride_out_token + head * stride_out_head + d
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
@@ -157,6 +170,7 @@ def launch(
     seqlens_k: torch.Tensor,
     max_seqlen_k: int,
     spec: AttentionSpec,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -200,6 +214,7 @@ def launch(
         merge_splits[(spec.q_heads, num_seqs)](
             out,
             lse if lse is not None else out,
+            sinks if sinks is not None else out,
             acc,
             peak,
             total,
@@ -213,5 +228,6 @@ def launch(
             SPLIT=SPLIT,
             BLOCK_D=block_d,
             WANTS_LSE=lse is not None,
+            HAS_SINKS=sinks is not None,
             num_warps=1,
         )

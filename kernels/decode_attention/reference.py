@@ -18,6 +18,7 @@ def decode_attention(
     seqlens_k: torch.Tensor,
     max_seqlen_k: int,
     spec: AttentionSpec,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -32,4 +33,4 @@ def decode_attention(
         keys, values = read_span(k_pages, v_pages, block_tables[seq], low, length, spec.layout)
         # The last position sees every key from `low` on, so there is nothing left to mask.
         row, row_lse = slice(seq, seq + 1), None if lse is None else lse[:, seq : seq + 1]
-        out[row] = attend(q[row], keys, values, length - 1, low, spec.scale, 0, row_lse)
+        out[row] = attend(q[row], keys, values, length - 1, low, spec.scale, 0, sinks, row_lse)

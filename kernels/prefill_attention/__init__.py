@@ -29,6 +29,7 @@ def prefill_attention(
     *,
     scale: float | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     out: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -48,6 +49,7 @@ def prefill_attention(
     *,
     scale: float | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     out: torch.Tensor | None = None,
     return_lse: Literal[True],
@@ -66,6 +68,7 @@ def prefill_attention(
     *,
     scale: float | None = None,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -75,20 +78,21 @@ def prefill_attention(
 
     q [num_tokens, q_heads, dim]; cu_seqlens_q, cu_seqlens_k int32 [num_seqs + 1], k counts cached + new; max_seqlen_q
     is the longest sequence's number of queries. A key at j is visible to the query at i iff i - window < j <= i
-    (window 0: iff j <= i); pages of keys that no query of the batch sees are never read. Returns out like q, and with
-    return_lse also the natural log-sum-exp, fp32 [q_heads, num_tokens]. A token's result has the same bits however
-    its prompt was cut.
+    (window 0: iff j <= i); pages of keys that no query of the batch sees are never read. sinks fp32 or bf16 [q_heads]
+    are logits that take part in each row's softmax, once and whatever the window, and have no value. Returns out like
+    q, and with return_lse also the natural log-sum-exp, sink included, fp32 [q_heads, num_tokens]. A token's result
+    has the same bits however its prompt was cut.
     """
     num_seqs = num_sequences(cu_seqlens_q, "cu_seqlens_q")
-    spec = check_attention(q, k_pages, v_pages, block_tables, num_seqs, layout, scale, window)
+    spec = check_attention(q, k_pages, v_pages, block_tables, num_seqs, layout, scale, window, sinks)
     check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1, q.device)
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, q.device)
     if max_seqlen_q < 0:
         raise KernelArgumentError(f"max_seqlen_q: must not be negative, got {max_seqlen_q}")
-    result = output_for(q, out, k_pages, v_pages)
+    result = output_for(q, out, k_pages, v_pages, sinks)
     lse = empty_lse(q) if return_lse else None
     if q.shape[0] and num_seqs and max_seqlen_q:
-        args = (q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, result, lse)
+        args = (q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, sinks, result, lse)
         if uses_triton(backend, q):
             check_triton_attention(q, spec)
             from kernels.prefill_attention.kernel import launch

@@ -31,6 +31,7 @@ def attend_tile(
     v_pages_ptr,
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     tables_ptr,
     cu_q_ptr,
     cu_k_ptr,
@@ -55,9 +56,11 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     WANTS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     LN_2: tl.constexpr = 0.6931471805599453
+    LOG2_E: tl.constexpr = 1.4426950408889634
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first: the card's last wave is then a short one
     seq = tl.program_id(2)
@@ -115,6 +118,14 @@ def attend_tile(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
         peak = new_peak
 
+    if HAS_SINKS:
+        # Once, behind the last key: the sink has no value, so it only adds to the total.
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        new_peak = tl.maximum(peak, sink)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.exp2(sink - new_peak)
+        acc = acc * decay[:, None]
+        peak = new_peak
     out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
     out_at = token[:, None] * stride_out_token + head[:, None] * stride_out_head + d[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
@@ -132,6 +143,7 @@ def launch(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     spec: AttentionSpec,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -146,6 +158,7 @@ def launch(
             v_pages,
             out,
             lse if lse is not None else out,
+            sinks if sinks is not None else out,
             block_tables,
             cu_seqlens_q,
             cu_seqlens_k,
@@ -170,5 +183,6 @@ def launch(
             BLOCK_D=block_d,
             STAGES=2,
             WANTS_LSE=lse is not None,
+            HAS_SINKS=sinks is not None,
             num_warps=8,
         )

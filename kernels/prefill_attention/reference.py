@@ -19,6 +19,7 @@ def prefill_attention(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     spec: AttentionSpec,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -37,4 +38,4 @@ def prefill_attention(
             low = visible_start(first, spec.window)
             keys, values = read_span(k_pages, v_pages, block_tables[seq], low, last, spec.layout)
             row_lse = None if lse is None else lse[:, rows]
-            out[rows] = attend(q[rows], keys, values, first, low, spec.scale, spec.window, row_lse)
+            out[rows] = attend(q[rows], keys, values, first, low, spec.scale, spec.window, sinks, row_lse)

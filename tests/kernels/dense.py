@@ -8,8 +8,10 @@ import torch
 from tests.kernels.inputs import PagedCase
 
 
-def dense_attention(case: PagedCase, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [num_tokens, q_heads, dim], lse [q_heads, num_tokens]) in fp64."""
+def dense_attention(
+    case: PagedCase, scale: float | None = None, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [num_tokens, q_heads, dim], lse [q_heads, num_tokens]) in fp64; a sink is a key whose value is zero."""
     scale = case.q.shape[-1] ** -0.5 if scale is None else scale
     group = case.q.shape[1] // case.keys[0].shape[1]
     outs, lses = [], []
@@ -24,7 +26,11 @@ def dense_attention(case: PagedCase, scale: float | None = None) -> tuple[torch.
         for head in range(q.shape[1]):
             scores = q[:, head] @ keys[:, head // group].double().T * scale
             scores = scores.masked_fill(~visible, float("-inf"))
-            outs.append(torch.softmax(scores, dim=-1) @ values[:, head // group].double())
+            value = values[:, head // group].double()
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].double().expand(new, 1)], dim=1)
+                value = torch.cat([value, value.new_zeros(1, value.shape[1])])
+            outs.append(torch.softmax(scores, dim=-1) @ value)
             lses.append(torch.logsumexp(scores, dim=-1))
     return _by_head(outs, case.q.shape[1], token_axis=0), _by_head(lses, case.q.shape[1], token_axis=0).T
 

@@ -64,6 +64,9 @@ def decode(**changed: object) -> None:
         ({"block_tables": CASE.block_tables[:1]}, r"block_tables: shape must be \[2, any\], got \[1, "),
         ({"window": -1}, r"window: must be 0 \(unlimited\) or positive, got -1"),
         ({"scale": float("nan")}, "scale: must be finite, got nan"),
+        ({"sinks": torch.zeros(2)}, r"sinks: shape must be \[4\], got \[2\]"),
+        ({"sinks": torch.zeros(4).half()}, "sinks: dtype must be one of .* got torch.float16"),
+        ({"sinks": torch.zeros(8)[::2]}, "sinks: must be contiguous"),
         ({"out": CASE.q[:2]}, "out: "),
     ],
 )
@@ -101,6 +104,9 @@ def test_the_output_may_not_overlap_an_input() -> None:
     pages = CASE.k_pages.clone()
     with pytest.raises(KernelArgumentError, match="out: shares memory with k_pages"):
         prefill(k_pages=pages, out=pages.view(-1, 4, 64)[:7])
+    out = torch.empty_like(CASE.q)
+    with pytest.raises(KernelArgumentError, match="out: shares memory with sinks"):
+        prefill(out=out, sinks=out[0, 0, :4])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ SHARED = {"HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "X": 8, "LAYOUT": 0, "WI
 def pointer(name: str) -> str:
     if name.startswith(("tables", "cu_", "seqlens")):
         return "*i32"
-    return "*fp32" if name.startswith(("lse", "acc", "peak", "total")) else "*bf16"
+    return "*fp32" if name.startswith(("lse", "acc", "peak", "total", "sinks")) else "*bf16"
 
 
 def compile_for_hopper(function: Any, constants: dict[str, object], num_warps: int) -> str:
@@ -61,7 +61,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prefill_uses_wgmma_and_spills_nothing(tmp_path: Path) -> None:
     from kernels.prefill_attention.kernel import attend_tile
 
-    ptx = compile_for_hopper(attend_tile, {**SHARED, "BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True}, num_warps=8)
+    ptx = compile_for_hopper(
+        attend_tile, {**SHARED, "BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True}, num_warps=8
+    )
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
     assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
 

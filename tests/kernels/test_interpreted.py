@@ -16,7 +16,15 @@ from tests.kernels.conftest import INTERPRETING
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FILES = ("append_kv", "copy_pages", "decode_attention", "gather_pages", "merge_attention_states", "prefill_attention")
+FILES = (
+    "append_kv",
+    "copy_pages",
+    "decode_attention",
+    "gather_pages",
+    "merge_attention_states",
+    "prefill_attention",
+    "sinks",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="this is the interpreting process")]
 

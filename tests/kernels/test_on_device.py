@@ -35,6 +35,7 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     ids = torch.tensor([2, 1], device="cuda")
     packed = torch.empty(2, page_row_bytes(case.k_pages), dtype=torch.uint8, device="cuda")
     lengths = case.seqlens_k
+    sinks = torch.zeros(4, device="cuda")
     lse = torch.zeros(4, case.q.shape[0], device="cuda")
     args = (*pages, case.block_tables)
     sums = (case.cu_seqlens_q, case.cu_seqlens_k)
@@ -44,8 +45,8 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],
         lambda: pack_pages(case.k_pages, ids, packed) or packed,
         lambda: unpack_pages(packed, own[0], ids) or own[0],
-        lambda: prefill_attention(case.q, *args, *sums, case.max_seqlen_q, return_lse=True)[0],
-        lambda: decode_attention(case.q[:2], *args, lengths, return_lse=True)[0],
+        lambda: prefill_attention(case.q, *args, *sums, case.max_seqlen_q, sinks=sinks, return_lse=True)[0],
+        lambda: decode_attention(case.q[:2], *args, lengths, sinks=sinks, return_lse=True)[0],
         lambda: merge_attention_states(case.q, lse, case.q, lse)[0],
     ]
 
