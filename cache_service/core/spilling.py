@@ -27,6 +27,9 @@ from cache_service.core.types import (
 if TYPE_CHECKING:
     from cache_service.core.device_cache import DeviceCache
 
+# One page in so many of a pool may be held by open spills.
+SPILL_SHARE = 4
+
 
 def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
     """New orders for the queued nodes, as many as tickets may be open."""
@@ -37,7 +40,7 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         queue.clear()
         return ()
     orders = []
-    while queue and len(cache.transfers.spills) < cache.config.max_open_tickets:
+    while queue and len(cache.transfers.spills) < cache.config.max_open_tickets and not _holds_much(cache):
         node = next(iter(queue))
         order = _order(cache, _without_ghosts(cache, node))
         if order is None:
@@ -45,6 +48,20 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         else:
             orders.append(order)
     return tuple(orders)
+
+
+def _holds_much(cache: DeviceCache) -> bool:
+    """Open spills keep pages from eviction; they may not take more than a share of any pool."""
+    spills = cache.transfers.spills.values()
+    if not spills:
+        return False
+    full = sum(spill.transfer.num_pages for spill in spills)
+    if any(full * SPILL_SHARE >= pool.num_pages for pool in cache.pools.values()):
+        return True
+    return any(
+        sum(page.group == group for spill in spills for page in spill.sparse) * SPILL_SHARE >= pages.pool.num_pages
+        for group, pages in cache.sparse.items()
+    )
 
 
 def _without_ghosts(cache: DeviceCache, node: Node) -> Node:
