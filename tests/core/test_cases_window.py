@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from cache_service.core.types import GroupPages, Refusal, RefusalReason
+from cache_service.core.types import GroupPages, GroupSpec, Refusal, RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
@@ -239,3 +239,29 @@ def test_tables_come_as_packed_little_endian_ids() -> None:
     assert isinstance(pages, GroupPages)
     assert list(array("I", pages.page_ids)) == live.table(0)
     assert isinstance(live, Live)
+
+
+def test_m22_hits_of_a_window_are_no_room_either() -> None:
+    worker = make(2, full(32), window(5, 8))
+    worker.run(span(1, 6))
+    filler = worker.start([90])
+    assert spare(worker, 1) == 4
+    before = worker.world.snapshot()
+    assert worker.refused([*span(1, 6), *span(21, 26)], chunk=4).reason == RefusalReason.NO_ROOM
+    assert worker.world.snapshot() == before
+    worker.prefill(filler)
+    worker.release(filler)
+    live = worker.start([*span(1, 6), *span(21, 26)], chunk=4)
+    assert live.grant.usable_tokens == 6
+    worker.prefill(live, 4)
+
+
+@pytest.mark.parametrize("groups", [(full(3),), (full(9), window(3, 16))], ids=["full", "window"])
+def test_r13_an_extend_by_one_page_too_many(groups: tuple[GroupSpec, ...]) -> None:
+    worker = make(2, *groups)
+    live = worker.start(span(1, 4))
+    worker.prefill(live)
+    worker.start([90])
+    before = worker.world.snapshot()
+    assert not worker.extend(live, 5)
+    assert worker.world.snapshot() == before

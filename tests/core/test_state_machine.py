@@ -488,7 +488,7 @@ class Machine(RuleBasedStateMachine):
 THOROUGH = os.environ.get("STEMCACHE_HYPOTHESIS") == "thorough"
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=5_000 if THOROUGH else 250,
+    max_examples=5_000 if THOROUGH else 500,
     stateful_step_count=60 if THOROUGH else 35,
     deadline=None,
     derandomize=not THOROUGH,
