@@ -11,6 +11,7 @@ from cache_service.core.page_hash import namespace_digest, page_hash, page_hashe
 from cache_service.core.types import (
     Acquire,
     Cleared,
+    Event,
     MissReason,
     Namespace,
     PageHash,
@@ -27,7 +28,7 @@ from tests.core.test_cases_pages import make, span
 from tests.core.world import ABORTED, FINISHED, NS, World, full, pack, state, window
 
 
-def told(worker: FakeWorker) -> list[object]:
+def told(worker: FakeWorker) -> list[Event]:
     events = list(worker.world.events)
     worker.world.events.clear()
     return events

@@ -69,7 +69,10 @@ def test_case_32_e15_evictable_counts() -> None:
     worker = make(8, 2)
     worker.run([1, 2])
     worker.run([3, 4, 5, 6])
-    evictable = lambda: worker.world.manager.stats().workers[0].groups[0].num_evictable  # noqa: E731
+
+    def evictable() -> int:
+        return worker.world.manager.stats().workers[0].groups[0].num_evictable
+
     assert evictable() == 3
     live = worker.start([1, 2, 9])
     assert live.grant.cached_tokens == 2

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cache_service.core.types import FetchPolicy, GroupSpec, HostTierKind, Namespace, Rates, Refusal, SpillPolicy
 from tests.core.driver import FakeWorker
-from tests.core.world import World, full, state, window
+from tests.core.world import FINGERPRINT, World, full, state, window
 from tests.simulation.engine import Engine, Request
 
 SHAPES: list[tuple[GroupSpec, ...]] = [
@@ -147,8 +147,6 @@ class Simulation:
         for engine in self.engines:
             self._hand_over(engine)
         if self.tier == HostTierKind.SHARED:
-            from tests.core.world import FINGERPRINT
-
             keys = list(self.world.stores.get("redis", {}))
             self.world.manager.host_adopted("redis", FINGERPRINT, keys, self.world.now_ms)
             self.world.settle()
