@@ -23,7 +23,7 @@ from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Nam
 Packed = bytes | bytearray
 
 # A divergence inside a node is searched for by strides of pages, then by halves.
-_FIRST_PAGES = 4
+_FIRST_PAGES = 16
 _MOST_PAGES = 256
 
 
@@ -164,7 +164,7 @@ class RadixTree:
             if not tokens.startswith(key[low:high], pos + low):
                 break
             low = high
-            step = min(step * 2, _MOST_PAGES * size)
+            step = min(step * 4, _MOST_PAGES * size)
         if low == end:
             return end // size
         while high - low > size:
