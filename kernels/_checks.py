@@ -12,6 +12,7 @@ from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout, PageShape, page_shape, page_tensor_shapes
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PAGE_DTYPES = (*KV_DTYPES, torch.float8_e4m3fn)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -46,18 +47,25 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
         raise KernelArgumentError(f"{name}: the last axis must have stride 1, strides are {list(tensor.stride())}")
 
 
-def check_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, layout: KvLayout) -> PageShape:
+def check_pages(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, layout: KvLayout, dtypes: Sequence[torch.dtype] = KV_DTYPES
+) -> PageShape:
     """Refuses page tensors that do not match each other or the layout; a page is dense, pages may lie apart."""
     shape = page_shape(k_pages, layout)
     k_shape, v_shape = page_tensor_shapes(shape, k_pages.dtype, layout)
-    check_tensor("k_pages", k_pages, k_shape, KV_DTYPES, k_pages.device)
+    check_tensor("k_pages", k_pages, k_shape, dtypes, k_pages.device)
     check_tensor("v_pages", v_pages, v_shape, (k_pages.dtype,), k_pages.device)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.numel() and not pages[0].is_contiguous():
-            raise KernelArgumentError(f"{name}: a page must be dense, strides are {list(pages.stride())}")
-        if pages.shape[0] > 1 and pages.stride(0) < pages[0].numel():
-            raise KernelArgumentError(f"{name}: pages overlap, strides are {list(pages.stride())}")
+        check_dense_pages(name, pages)
     return shape
+
+
+def check_dense_pages(name: str, pages: torch.Tensor) -> None:
+    """Refuses gaps within a page and pages that overlap."""
+    if pages.numel() and not pages[0].is_contiguous():
+        raise KernelArgumentError(f"{name}: a page must be dense, strides are {list(pages.stride())}")
+    if pages.shape[0] > 1 and pages.stride(0) < pages[0].numel():
+        raise KernelArgumentError(f"{name}: pages overlap, strides are {list(pages.stride())}")
 
 
 def check_block_tables(block_tables: torch.Tensor, num_seqs: int, device: torch.device) -> None:
@@ -89,15 +97,18 @@ def check_disjoint(written: str, target: torch.Tensor, read: str, source: torch.
         raise KernelArgumentError(f"{written}: shares memory with {read}")
 
 
-def check_page_pair(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
-    """Refuses key and value pages that overlap; the two halves of one [num_pages, 2, ...] tensor do not."""
-    if k_pages.numel() == 0 or v_pages.numel() == 0:
+def check_page_pair(
+    pages: torch.Tensor, others: torch.Tensor, name: str = "k_pages", other_name: str = "v_pages"
+) -> None:
+    """Refuses two page tensors that overlap; the halves of one [num_pages, 2, ...] tensor do not."""
+    if pages.numel() == 0 or others.numel() == 0:
         return
-    stride, page = k_pages.stride(0) * k_pages.element_size(), k_pages[0].numel() * k_pages.element_size()
-    shift = (v_pages.data_ptr() - k_pages.data_ptr()) % max(stride, 1)
-    interleaved = k_pages.stride(0) == v_pages.stride(0) and page <= shift <= stride - page
-    if not interleaved:
-        check_disjoint("k_pages", k_pages, "v_pages", v_pages)
+    size, stride = pages.element_size(), pages.stride(0) * pages.element_size()
+    shift = (others.data_ptr() - pages.data_ptr()) % max(stride, 1)
+    same_stride = others.stride(0) * others.element_size() == stride
+    room = stride - others[0].numel() * others.element_size()
+    if not (same_stride and pages[0].numel() * size <= shift <= room):
+        check_disjoint(name, pages, other_name, others)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from kernels._checks import (
     check_tensor,
 )
 from kernels.errors import KernelArgumentError
+from kernels.fp8 import E4M3
 from kernels.layout import KvLayout, PageShape
 
 # Query rows that are scored at once by the reference: bounds its memory, not its result.
@@ -53,6 +54,8 @@ def check_attention(
     sinks: torch.Tensor | None,
 ) -> AttentionSpec:
     """Refuses what no attention op can work with."""
+    if k_pages.dtype is E4M3:
+        raise KernelArgumentError(f"k_pages: attention does not read {E4M3} pages; gather_pages widens them")
     shape = check_pages(k_pages, v_pages, layout)
     check_page_pair(k_pages, v_pages)
     check_tensor("q", q, (None, None, shape.dim), (k_pages.dtype,), k_pages.device)

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from kernels.addressing import layout_code
 from kernels.addressing.kernel import key_offset, value_offset
+from kernels.fp8 import ScaleKind, Scales
+from kernels.fp8.kernel import quantise_rows
 from kernels.layout import KvLayout, PageShape, pack_width
 
 # Elements of K (and of V) that one program moves: 2 to 4 KiB keep the memory system busiest.
@@ -54,7 +56,115 @@ def append_rows(
     tl.store(v_pages_ptr + v_at, v, mask=ok)
 
 
+# A head at a time, so that a row's largest value is found in one program; columns are padded to a power of two.
+@triton.jit(do_not_specialize=["num_tokens"])
+def append_codes(
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    slots_ptr,
+    num_tokens,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_k_page,
+    stride_v_page,
+    stride_k_scales_page,
+    stride_v_scales_page,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    X: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK_D)
+    slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+    row_ok = slot >= 0
+    ok = row_ok[:, None] & (column < D)[None, :]
+    page = slot // PAGE
+    offset = (slot % PAGE).to(tl.int32)
+    d = column[None, :]
+    k = tl.load(k_ptr + token[:, None] * stride_k_token + head * stride_k_head + d, mask=ok, other=0.0)
+    v = tl.load(v_ptr + token[:, None] * stride_v_token + head * stride_v_head + d, mask=ok, other=0.0)
+    scale_at = head * PAGE + offset
+    k = quantise_rows(k, row_ok, k_scales_ptr, page * stride_k_scales_page + scale_at, PER_TOKEN)
+    v = quantise_rows(v, row_ok, v_scales_ptr, page * stride_v_scales_page + scale_at, PER_TOKEN)
+    slot_in = offset[:, None]
+    k_at = (page * stride_k_page)[:, None] + key_offset(slot_in, head, d, HEADS, D, PAGE, X, LAYOUT)
+    v_at = (page * stride_v_page)[:, None] + value_offset(slot_in, head, d, HEADS, D, PAGE, X, LAYOUT)
+    tl.store(k_pages_ptr + k_at, k, mask=ok)
+    tl.store(v_pages_ptr + v_at, v, mask=ok)
+
+
 def launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: Scales | None,
+    shape: PageShape,
+    layout: KvLayout,
+) -> None:
+    """Launches over checked, non-empty arguments."""
+    if scales is None:
+        _launch_rows(k, v, k_pages, v_pages, slot_mapping, shape, layout)
+    else:
+        _launch_codes(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
+
+
+def _launch_codes(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: Scales,
+    shape: PageShape,
+    layout: KvLayout,
+) -> None:
+    block_d = triton.next_power_of_2(shape.dim)
+    per_program = max(1, ELEMENTS // block_d)
+    with torch.cuda.device_of(k):
+        append_codes[(triton.cdiv(k.shape[0], per_program), shape.heads)](
+            k,
+            v,
+            k_pages,
+            v_pages,
+            scales.k,
+            scales.v,
+            slot_mapping,
+            k.shape[0],
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            k_pages.stride(0),
+            v_pages.stride(0),
+            scales.k.stride(0),
+            scales.v.stride(0),
+            HEADS=shape.heads,
+            D=shape.dim,
+            PAGE=shape.page_tokens,
+            X=pack_width(k_pages.dtype),
+            LAYOUT=layout_code(layout),
+            TOKENS=per_program,
+            BLOCK_D=block_d,
+            PER_TOKEN=scales.kind is ScaleKind.PER_TOKEN,
+            num_warps=4,
+        )
+
+
+def _launch_rows(
     k: torch.Tensor,
     v: torch.Tensor,
     k_pages: torch.Tensor,
@@ -63,7 +173,6 @@ def launch(
     shape: PageShape,
     layout: KvLayout,
 ) -> None:
-    """Launches over checked, non-empty arguments."""
     tokens, width = k.shape[0], shape.heads * shape.dim
     columns = min(ELEMENTS, triton.next_power_of_2(width))
     per_program = ELEMENTS // columns

@@ -5,7 +5,9 @@ Knows nothing of sequences: a slot is all that says where a token goes.
 
 import torch
 
-from kernels.layout import KvLayout, write_slots
+from kernels.fp8 import Scales
+from kernels.fp8.reference import write_rows
+from kernels.layout import KvLayout
 
 
 def append_kv(
@@ -14,11 +16,11 @@ def append_kv(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales | None,
     layout: KvLayout,
 ) -> None:
     """Writes every token whose slot is not negative."""
     kept = (slot_mapping >= 0).nonzero().squeeze(1)
-    if kept.numel() == slot_mapping.numel():
-        write_slots(k, v, k_pages, v_pages, slot_mapping, layout)
-    else:
-        write_slots(k[kept], v[kept], k_pages, v_pages, slot_mapping[kept], layout)
+    if kept.numel() != slot_mapping.numel():
+        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
+    write_rows(k, v, k_pages, v_pages, slot_mapping, scales, layout)

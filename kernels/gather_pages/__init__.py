@@ -6,6 +6,7 @@ Neither knows what the tokens mean or who reads them next; lengths stay on the d
 import torch
 
 from kernels._checks import (
+    PAGE_DTYPES,
     check_block_tables,
     check_disjoint,
     check_lengths,
@@ -17,8 +18,9 @@ from kernels._checks import (
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
+from kernels.fp8 import Scales, check_scales, check_written_scales, dense_dtypes
 from kernels.gather_pages import reference
-from kernels.layout import KvLayout
+from kernels.layout import KvLayout, PageShape
 
 __all__ = ["gather_pages", "scatter_pages"]
 
@@ -30,29 +32,36 @@ def gather_pages(
     cu_seqlens_k: torch.Tensor,
     total_tokens: int,
     *,
+    out_dtype: torch.dtype | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     backend: Backend = Backend.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense (k, v) [total_tokens, heads, dim]: all tokens of sequence 0, then of sequence 1, ...
 
-    block_tables int32 [num_seqs, max_pages]; cu_seqlens_k int32 [num_seqs + 1] ends at total_tokens.
+    block_tables int32 [num_seqs, max_pages]; cu_seqlens_k int32 [num_seqs + 1] ends at total_tokens. out_dtype is the
+    pages' own (None), or a wider one for fp8 e4m3 pages, which then need their scales: fp32 [1] or fp32 [num_pages,
+    heads, page_tokens].
     """
-    shape = check_pages(k_pages, v_pages, layout)
+    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
     num_seqs = num_sequences(cu_seqlens_k, "cu_seqlens_k")
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, k_pages.device)
     check_block_tables(block_tables, num_seqs, k_pages.device)
     if total_tokens < 0:
         raise KernelArgumentError(f"total_tokens: must not be negative, got {total_tokens}")
     size = (total_tokens, shape.heads, shape.dim)
-    out = (k_pages.new_empty(size), v_pages.new_empty(size))
+    dtype = k_pages.dtype if out_dtype is None else out_dtype
+    if dtype not in dense_dtypes(k_pages):
+        raise KernelArgumentError(f"out_dtype: {k_pages.dtype} pages do not give {dtype}")
+    scales = check_scales(k_scales, v_scales, k_pages, dtype, shape)
+    out = (k_pages.new_empty(size, dtype=dtype), v_pages.new_empty(size, dtype=dtype))
     if total_tokens == 0 or num_seqs == 0:
         return out
     if uses_triton(backend, k_pages):
-        from kernels.gather_pages.kernel import launch_gather
-
-        launch_gather(k_pages, v_pages, block_tables, cu_seqlens_k, out, shape, layout)
+        _launch(*out, k_pages, v_pages, block_tables, cu_seqlens_k, scales, shape, layout, gather=True)
     else:
-        reference.gather_pages(k_pages, v_pages, block_tables, cu_seqlens_k, out, layout)
+        reference.gather_pages(k_pages, v_pages, block_tables, cu_seqlens_k, out, scales, layout)
     return out
 
 
@@ -64,28 +73,55 @@ def scatter_pages(
     block_tables: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     layout: KvLayout = KvLayout.NHD,
     backend: Backend = Backend.AUTO,
 ) -> None:
     """The inverse of gather_pages: dense tokens into the slots of their sequences.
 
-    Where two sequences share a page, both must bring the same bytes for it.
+    Where two sequences share a page, both must bring the same bytes for it. fp8 e4m3 pages also take wider k, v and
+    then need scales: fp32 [1], which are read, or fp32 [num_pages, heads, page_tokens], which are written.
     """
-    shape = check_pages(k_pages, v_pages, layout)
+    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
     check_page_pair(k_pages, v_pages)
     num_seqs = num_sequences(cu_seqlens_k, "cu_seqlens_k")
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, k_pages.device)
     check_block_tables(block_tables, num_seqs, k_pages.device)
     for name, rows in (("k", k), ("v", v)):
-        check_tensor(name, rows, (k.shape[0], shape.heads, shape.dim), (k_pages.dtype,), k_pages.device)
+        check_tensor(name, rows, (k.shape[0], shape.heads, shape.dim), dense_dtypes(k_pages), k_pages.device)
         check_rows(name, rows)
         check_disjoint("k_pages", k_pages, name, rows)
         check_disjoint("v_pages", v_pages, name, rows)
+    if v.dtype is not k.dtype:
+        raise KernelArgumentError(f"v: dtype must be k's {k.dtype}, got {v.dtype}")
+    scales = check_scales(k_scales, v_scales, k_pages, k.dtype, shape)
+    check_written_scales(scales, k, v)
     if k.numel() == 0 or num_seqs == 0:
         return
     if uses_triton(backend, k_pages):
-        from kernels.gather_pages.kernel import launch_scatter
-
-        launch_scatter(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, shape, layout)
+        _launch(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, scales, shape, layout, gather=False)
     else:
-        reference.scatter_pages(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, layout)
+        reference.scatter_pages(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, scales, layout)
+
+
+def _launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scales: Scales | None,
+    shape: PageShape,
+    layout: KvLayout,
+    gather: bool,
+) -> None:
+    """Bytes move in runs of columns; codes and numbers convert a head at a time."""
+    from kernels.gather_pages.kernel import launch, launch_converting
+
+    where = (k, v, k_pages, v_pages, block_tables, cu_seqlens_k)
+    if scales is None:
+        launch(*where, shape, layout, gather)
+    else:
+        launch_converting(*where, scales, shape, layout, gather)

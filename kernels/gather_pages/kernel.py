@@ -10,9 +10,28 @@ import triton.language as tl
 
 from kernels.addressing import layout_code
 from kernels.addressing.kernel import key_offset, value_offset
+from kernels.fp8 import ScaleKind, Scales
+from kernels.fp8.kernel import dequantise_rows, quantise_rows
 from kernels.layout import KvLayout, PageShape, pack_width
 
 ELEMENTS = 1024
+
+
+@triton.jit
+def locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE: tl.constexpr, SEARCH_STEPS: tl.constexpr):
+    """Whether each dense token exists, its page id (64 bits) and its slot there."""
+    live = token < tl.load(cu_k_ptr + num_seqs)
+    # The last sequence that starts at or before the token: empty sequences start there too, so they are stepped over.
+    low = tl.zeros_like(token)
+    high = tl.zeros_like(token) + num_seqs
+    for _ in tl.static_range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        right = tl.load(cu_k_ptr + middle) <= token
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    position = token - tl.load(cu_k_ptr + low)
+    page = tl.load(tables_ptr + low.to(tl.int64) * stride_tables_seq + position // PAGE, mask=live, other=0)
+    return live, page.to(tl.int64), position % PAGE
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -44,19 +63,9 @@ def move_tokens(
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    live = token < tl.load(cu_k_ptr + num_seqs)
-    # The last sequence that starts at or before the token: empty sequences start there too, so they are stepped over.
-    low = tl.zeros([TOKENS], tl.int32)
-    high = tl.zeros([TOKENS], tl.int32) + num_seqs
-    for _ in tl.static_range(SEARCH_STEPS):
-        middle = (low + high) // 2
-        right = tl.load(cu_k_ptr + middle) <= token
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-    position = token - tl.load(cu_k_ptr + low)
-    page = tl.load(tables_ptr + low.to(tl.int64) * stride_tables_seq + position // PAGE, mask=live, other=0)
-    page = page.to(tl.int64)[:, None]
-    offset = (position % PAGE)[:, None]
+    live, page, offset = locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE, SEARCH_STEPS)
+    page = page[:, None]
+    offset = offset[:, None]
     head = (column // D)[None, :]
     d = (column % D)[None, :]
     ok = live[:, None] & (column < HEADS * D)[None, :]
@@ -77,34 +86,68 @@ def move_tokens(
         tl.store(v_paged, v, mask=ok)
 
 
-def launch_gather(
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
-    shape: PageShape,
-    layout: KvLayout,
-) -> None:
-    """Fills the dense keys and values; checked, non-empty arguments."""
-    _launch(out[0], out[1], k_pages, v_pages, block_tables, cu_seqlens_k, shape, layout, gather=True)
+# A head at a time, its columns padded to a power of two: a scale is a row's, and 192 has no tile of its own.
+@triton.jit(do_not_specialize=["num_seqs", "stride_tables_seq"])
+def convert_tokens(
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    tables_ptr,
+    cu_k_ptr,
+    num_seqs,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_k_page,
+    stride_v_page,
+    stride_k_scales_page,
+    stride_v_scales_page,
+    stride_tables_seq,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    X: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK_D)
+    live, page, offset = locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE, SEARCH_STEPS)
+    ok = live[:, None] & (column < D)[None, :]
+    d = column[None, :]
+    slot = offset[:, None]
+    row = token.to(tl.int64)[:, None]
+    k_dense = k_ptr + row * stride_k_token + head * stride_k_head + d
+    v_dense = v_ptr + row * stride_v_token + head * stride_v_head + d
+    k_at = (page * stride_k_page)[:, None] + key_offset(slot, head, d, HEADS, D, PAGE, X, LAYOUT)
+    v_at = (page * stride_v_page)[:, None] + value_offset(slot, head, d, HEADS, D, PAGE, X, LAYOUT)
+    k_scale_at = page * stride_k_scales_page + head * PAGE + offset
+    v_scale_at = page * stride_v_scales_page + head * PAGE + offset
+    if GATHER:
+        # No `other` for codes: a number that is typed fp32 does not convert to fp8, and padding is not stored anyway.
+        k = tl.load(k_pages_ptr + k_at, mask=ok)
+        v = tl.load(v_pages_ptr + v_at, mask=ok)
+        k = dequantise_rows(k, live, k_scales_ptr, k_scale_at, PER_TOKEN)
+        v = dequantise_rows(v, live, v_scales_ptr, v_scale_at, PER_TOKEN)
+        tl.store(k_dense, k.to(k_ptr.dtype.element_ty), mask=ok)
+        tl.store(v_dense, v.to(v_ptr.dtype.element_ty), mask=ok)
+    else:
+        k = tl.load(k_dense, mask=ok, other=0.0)
+        v = tl.load(v_dense, mask=ok, other=0.0)
+        tl.store(k_pages_ptr + k_at, quantise_rows(k, live, k_scales_ptr, k_scale_at, PER_TOKEN), mask=ok)
+        tl.store(v_pages_ptr + v_at, quantise_rows(v, live, v_scales_ptr, v_scale_at, PER_TOKEN), mask=ok)
 
 
-def launch_scatter(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    shape: PageShape,
-    layout: KvLayout,
-) -> None:
-    """Fills the pages; checked, non-empty arguments."""
-    _launch(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, shape, layout, gather=False)
-
-
-def _launch(
+def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     k_pages: torch.Tensor,
@@ -115,6 +158,7 @@ def _launch(
     layout: KvLayout,
     gather: bool,
 ) -> None:
+    """Fills the dense keys and values, or the pages; checked, non-empty arguments."""
     width, num_seqs = shape.heads * shape.dim, block_tables.shape[0]
     columns = min(ELEMENTS, triton.next_power_of_2(width))
     per_program = ELEMENTS // columns
@@ -143,6 +187,55 @@ def _launch(
             TOKENS=per_program,
             COLUMNS=columns,
             SEARCH_STEPS=num_seqs.bit_length(),
+            GATHER=gather,
+            num_warps=4,
+        )
+
+
+def launch_converting(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scales: Scales,
+    shape: PageShape,
+    layout: KvLayout,
+    gather: bool,
+) -> None:
+    """Fills the dense keys and values, or the pages; checked, non-empty arguments."""
+    num_seqs, block_d = block_tables.shape[0], triton.next_power_of_2(shape.dim)
+    per_program = max(1, ELEMENTS // block_d)
+    with torch.cuda.device_of(k):
+        convert_tokens[(triton.cdiv(k.shape[0], per_program), shape.heads)](
+            k,
+            v,
+            k_pages,
+            v_pages,
+            scales.k,
+            scales.v,
+            block_tables,
+            cu_seqlens_k,
+            num_seqs,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            k_pages.stride(0),
+            v_pages.stride(0),
+            scales.k.stride(0),
+            scales.v.stride(0),
+            block_tables.stride(0),
+            HEADS=shape.heads,
+            D=shape.dim,
+            PAGE=shape.page_tokens,
+            X=pack_width(k_pages.dtype),
+            LAYOUT=layout_code(layout),
+            TOKENS=per_program,
+            BLOCK_D=block_d,
+            SEARCH_STEPS=num_seqs.bit_length(),
+            PER_TOKEN=scales.kind is ScaleKind.PER_TOKEN,
             GATHER=gather,
             num_warps=4,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.layout import KvLayout, PageShape, page_tensor_shapes
+from kernels.layout import KvLayout, PageShape, page_shape, page_tensor_shapes
 
 POISON = float("nan")
 SPARE_PAGES = 3
@@ -39,6 +39,10 @@ class PagedCase:
     @property
     def total_tokens(self) -> int:
         return sum(cached + new for cached, new in self.lengths)
+
+    @property
+    def page_tokens(self) -> int:
+        return page_shape(self.k_pages, self.layout).page_tokens
 
     @property
     def seqlens_k(self) -> torch.Tensor:

@@ -8,6 +8,8 @@ TRITON_INTERPRET=1 set since before Triton was imported:
     a dot of bf16 works on the raw bit patterns                  operands are widened first
     an fp32 dot's rows depend on their place in the tile         accumulation in fp64, rounded once
     fp32 -> bf16 truncates                                       rounds to nearest even
+    fp32 -> fp8 drops subnormals and carries, and wraps          rounds to nearest even, saturates
+    fp8 -> fp32 is wrong for subnormals and NaN                  looked up by code
     bf16 arithmetic and reductions work on the raw bits          refused: a kernel computes in fp32
     numpy warns of inf - inf and log2(0), as no GPU does         silenced during a launch
     outputs are copied onto themselves, which touches all of     skipped
@@ -55,6 +57,10 @@ def _with_rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
     def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16 and rounding in nearest_even:
             return _round_to_bf16(data)
+        if source == tl.float32 and target == tl.float8e4nv and rounding in nearest_even:
+            return _round_to_e4m3(data)
+        if source == tl.float8e4nv and target == tl.float32:
+            return E4M3_VALUES[data]
         return convert(data, source, target, rounding)
 
     return converted
@@ -64,6 +70,30 @@ def _round_to_bf16(data: Any) -> Any:
     bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded)
+
+
+def _e4m3_values() -> Any:
+    """What each code means: sign, 4 bits of exponent with bias 7, 3 of mantissa; the last code of a sign is NaN."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    size[127::128] = np.nan
+    return np.where(code < 128, size, -size).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+# Above midpoint i lies code i + 1.
+E4M3_MIDPOINTS = (E4M3_VALUES[:126] + E4M3_VALUES[1:127]) / 2
+
+
+def _round_to_e4m3(data: Any) -> Any:
+    data = np.ascontiguousarray(data, dtype=np.float32)
+    size = np.abs(data)
+    below = np.searchsorted(E4M3_MIDPOINTS, size, side="left")
+    above = np.searchsorted(E4M3_MIDPOINTS, size, side="right")
+    code = np.where(below % 2 == 0, below, above)  # a midpoint goes to the even code of its two
+    code = np.where(np.isnan(data), 127, code)
+    return (code + 128 * np.signbit(data)).astype(np.uint8)
 
 
 def _widened(handle: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The attention kernels compile for Hopper on a machine without a GPU, use its tensor cores and spill no register."""
+"""Kernels compile for Hopper on a machine without a GPU, use its instructions and spill no register."""
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ SHARED = {"HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "X": 8, "LAYOUT": 0, "WI
 def pointer(name: str) -> str:
     if name.startswith(("tables", "cu_", "seqlens")):
         return "*i32"
+    if "scales" in name:
+        return "*fp32"
     return "*fp32" if name.startswith(("lse", "acc", "peak", "total", "sinks")) else "*bf16"
 
 
-def compile_for_hopper(function: Any, constants: dict[str, object], num_warps: int) -> str:
+def fp8_pointer(name: str) -> str:
+    return "*i64" if name.startswith("slots") else "*fp8e4nv" if "pages" in name else pointer(name)
+
+
+def compile_for_hopper(
+    function: Any, constants: dict[str, object], num_warps: int, pointer: Callable[[str], str] = pointer
+) -> str:
     """PTX of a jit function whose pointers and strides are multiples of 16, as they are in a real pool."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -74,3 +83,21 @@ def test_decode_uses_tensor_cores_and_spills_nothing(tmp_path: Path) -> None:
     ptx = compile_for_hopper(attend_split, {**SHARED, "SPLIT": 256, "ROWS": 16}, num_warps=4)
     assert "mma.sync" in ptx and "cp.async" in ptx
     assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_codes_are_rounded_once_and_saturate(tmp_path: Path, per_token: bool) -> None:
+    """fp32 to e4m3 in one instruction: a detour over fp16 would round twice."""
+    from kernels.append_kv.kernel import append_codes
+    from kernels.gather_pages.kernel import convert_tokens
+
+    constants = {"HEADS": 8, "D": 192, "PAGE": 16, "X": 16, "LAYOUT": 2, "TOKENS": 4, "BLOCK_D": 256}
+    constants |= {"PER_TOKEN": per_token}
+    search = {"SEARCH_STEPS": 5}
+    append = compile_for_hopper(append_codes, constants, 4, fp8_pointer)
+    scatter = compile_for_hopper(convert_tokens, {**constants, **search, "GATHER": False}, 4, fp8_pointer)
+    for ptx in (append, scatter):
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
+        assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+    gather = compile_for_hopper(convert_tokens, {**constants, **search, "GATHER": True}, 4, fp8_pointer)
+    assert "cvt.rn.f16x2.e4m3x2" in gather  # every e4m3 number is one of fp16

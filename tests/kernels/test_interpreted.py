@@ -20,6 +20,7 @@ FILES = (
     "append_kv",
     "copy_pages",
     "decode_attention",
+    "fp8_pages",
     "gather_pages",
     "merge_attention_states",
     "prefill_attention",

@@ -8,6 +8,7 @@ import torch
 from kernels.append_kv import append_kv
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.decode_attention import decode_attention
+from kernels.fp8 import E4M3
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention
@@ -38,11 +39,18 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     sinks = torch.zeros(4, device="cuda")
     lse = torch.zeros(4, case.q.shape[0], device="cuda")
     args = (*pages, case.block_tables)
+    codes = (own[0].to(E4M3), own[1].to(E4M3))
+    sizes = (case.k_pages.shape[0], k.shape[1], case.page_tokens)
+    scales = {name: torch.ones(sizes, device="cuda") for name in ("k_scales", "v_scales")}
+    where = (case.block_tables, case.cu_seqlens_k)
     sums = (case.cu_seqlens_q, case.cu_seqlens_k)
     return [
         lambda: append_kv(k, v, *own, slots) or own[0],
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
         lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],
+        lambda: append_kv(k, v, *codes, slots, **scales) or codes[0],
+        lambda: gather_pages(*codes, *where, total, out_dtype=k.dtype, **scales)[1],
+        lambda: scatter_pages(k, v, *codes, *where, **scales) or scales["v_scales"],
         lambda: pack_pages(case.k_pages, ids, packed) or packed,
         lambda: unpack_pages(packed, own[0], ids) or own[0],
         lambda: prefill_attention(case.q, *args, *sums, case.max_seqlen_q, sinks=sinks, return_lse=True)[0],

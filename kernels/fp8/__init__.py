@@ -1,0 +1,91 @@
+"""fp8 e4m3 keys and values: how a number becomes a code times a scale, and back; argument checks and plain torch.
+
+Knows no page and no op. `kernel` holds the same arithmetic as jit functions: one fp32 division rounded to nearest, one
+conversion rounded to nearest even, so both give the same codes.
+
+    per tensor       scales fp32 [1], read: the caller measured them; what lies beyond 448 * scale saturates
+    per token        scales fp32 [num_pages, heads, page_tokens], written with the codes: the row's largest value is 448
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from kernels._checks import KV_DTYPES, check_dense_pages, check_disjoint, check_page_pair, check_tensor
+from kernels.errors import KernelArgumentError
+from kernels.layout import PageShape
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+# The smallest normal fp32: a row of zeros still has a scale to divide by.
+LEAST_SCALE = 2.0**-126
+
+
+class ScaleKind(Enum):
+    """What one scale stands for. The numbers are what the kernels know them by."""
+
+    PER_TENSOR = 1
+    PER_TOKEN = 2
+
+
+class Scales(NamedTuple):
+    """Checked scales of key pages and value pages."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    kind: ScaleKind
+
+
+def dense_dtypes(pages: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """What may be moved into these pages or out of them: their own dtype, and for fp8 every wider one."""
+    return (E4M3, *KV_DTYPES) if pages.dtype is E4M3 else (pages.dtype,)
+
+
+def check_scales(
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    k_pages: torch.Tensor,
+    dense: torch.dtype,
+    shape: PageShape,
+) -> Scales | None:
+    """Refuses scales that do not fit; None when codes move as they are, which needs no scales and takes none."""
+    if dense is k_pages.dtype:
+        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+            if scales is not None:
+                raise KernelArgumentError(f"{name}: nothing to scale between {dense} and {k_pages.dtype} pages")
+        return None
+    if k_scales is None or v_scales is None:
+        name = "k_scales" if k_scales is None else "v_scales"
+        raise KernelArgumentError(f"{name}: {dense} and {k_pages.dtype} pages need scales, got None")
+    kind = ScaleKind.PER_TENSOR if k_scales.dim() == 1 else ScaleKind.PER_TOKEN
+    wanted = (1,) if kind is ScaleKind.PER_TENSOR else (shape.num_pages, shape.heads, shape.page_tokens)
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        check_tensor(name, scales, wanted, (torch.float32,), k_pages.device)
+        check_dense_pages(name, scales)
+    return Scales(k_scales, v_scales, kind)
+
+
+def check_written_scales(scales: Scales | None, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuses scales that would be written over each other or over the rows that are being read."""
+    if scales is None or scales.kind is ScaleKind.PER_TENSOR:
+        return
+    check_page_pair(scales.k, scales.v, "k_scales", "v_scales")
+    for name, written in (("k_scales", scales.k), ("v_scales", scales.v)):
+        check_disjoint(name, written, "k", k)
+        check_disjoint(name, written, "v", v)
+
+
+def token_scales(rows: torch.Tensor) -> torch.Tensor:
+    """The scale of each of rows [n, heads, dim], fp32 [n, heads]; values must be finite."""
+    return (rows.float().abs().amax(dim=-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
+
+
+def quantise(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Codes of rows; `scales` broadcasts. Saturates (the bare conversion need not); NaN stays NaN."""
+    return (rows.float() / scales).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of codes, rounded once to dtype; `scales` broadcasts."""
+    return (codes.float() * scales).to(dtype)
