@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from cache_service.core.types import FetchPolicy, SpillPolicy
 from rpc.address import parse_address
@@ -64,7 +63,7 @@ class CacheConfig:
             text = getattr(self, name)
             if text or name == "listen":
                 _check_address(name, text)
-        if self.redis_url and urlsplit(self.redis_url).scheme not in ("redis", "rediss", "unix"):
+        if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
 
 

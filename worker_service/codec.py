@@ -9,11 +9,11 @@ import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from protos.v1 import worker_pb2
 from worker_service.core.ports import GroupSpec, Namespace
-from worker_service.core.sequence import FinishReason, InvalidField, SamplingParams, Usage
+from worker_service.core.sequence import FinishReason, InvalidField, SamplingParams, Timing, TokenLogprobs, Usage
 from worker_service.session_codec import encode_group, encode_namespace
 
 DEFAULT_MAX_TOKENS = 16
@@ -28,21 +28,6 @@ _FINISH = {
 class VocabLimits(NamedTuple):
     vocab_size: int
     max_model_len: int
-
-
-class TokenLogprobs(Protocol):
-    """Of one sampled token: its own, and the best ones with theirs, best first."""
-
-    @property
-    def sampled(self) -> float: ...
-
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-
-
-class Timing(NamedTuple):
-    time_to_first_token_s: float
-    queued_s: float
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

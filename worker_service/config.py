@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from rpc.address import parse_address
 from rpc.logs import LEVELS
@@ -61,7 +60,7 @@ class WorkerConfig:
             raise SettingsError("model", "must name a folder or a hub id")
         if (self.host_tier == "redis") != bool(self.redis_url):
             raise SettingsError("redis_url", "goes with host_tier redis, and only with it")
-        if self.redis_url and urlsplit(self.redis_url).scheme not in ("redis", "rediss", "unix"):
+        if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
         for name in ("cache", "listen", "advertise", "metrics_listen"):
             self._check_address(name, getattr(self, name))

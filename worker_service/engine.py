@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from worker_service.codec import TokenLogprobs
 from worker_service.core.ports import Ack, CachePort, Namespace, SequenceId, SessionLost, TicketId, Transfer, Welcome
 from worker_service.core.scheduler import Effects, Launch, Output, Scheduler
-from worker_service.core.sequence import FinishReason, Request, SamplingParams, Usage
+from worker_service.core.sequence import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 from worker_service.generation import Detokenizer, Generation, RequestFailed
 from worker_service.launcher import DeviceLost, Landed, Launcher
 from worker_service.observer import Observer

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from worker_service.codec import Timing, TokenLogprobs
 from worker_service.core.ports import SequenceId
-from worker_service.core.sequence import FinishReason, Usage
+from worker_service.core.sequence import FinishReason, Timing, TokenLogprobs, Usage
 from worker_service.text_stream import StopFilter
 
 

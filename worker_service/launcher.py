@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
-from worker_service.codec import TokenLogprobs
 from worker_service.core.batch import Batch
 from worker_service.core.scheduler import Launch
+from worker_service.core.sequence import TokenLogprobs
 
 # The most that the event loop waits for the model's thread to take a launch over.
 BEGIN_S = 0.002

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from worker_service.codec import Timing
-from worker_service.core.sequence import Usage
+from worker_service.core.sequence import Timing, Usage
 from worker_service.observer import Observer
 
 PREFIX = "stemcache_worker_"

@@ -5,8 +5,7 @@ Knows no metric; the default listens to nothing.
 
 from __future__ import annotations
 
-from worker_service.codec import Timing
-from worker_service.core.sequence import Usage
+from worker_service.core.sequence import Timing, Usage
 
 
 class Observer:

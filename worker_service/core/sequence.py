@@ -104,6 +104,20 @@ class Request(NamedTuple):
     arrival: float = 0.0
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logs of the model's own probabilities: of the sampled token, and of the likeliest ones, best first."""
+
+    sampled: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Timing(NamedTuple):
+    """Of a finished request, from its arrival on."""
+
+    time_to_first_token_s: float
+    queued_s: float
+
+
 class Usage(NamedTuple):
     """Without a preemption cached + fetched + computed = prompt; recomputing after one counts on top."""
 

@@ -16,6 +16,7 @@ from kernels.append_kv import append_kv
 from kernels.decode_attention import decode_attention
 from kernels.prefill_attention import prefill_attention
 from worker_service.core.batch import Batch
+from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.llama import Llama
 from worker_service.model.sampler import RowWishes, Sampled, sample
@@ -25,13 +26,6 @@ from worker_service.model.wishes import HostWishes, host_wishes
 # A GEMM's rows keep their bits whoever shares the launch, from this many rows on; smaller launches are padded.
 LEAST_ROWS = {"cuda": 8, "cpu": 16}
 PADDING_SLOT = -1
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural logs of the model's own probabilities: of the sampled token, and of the likeliest ones, best first."""
-
-    sampled: float
-    top: tuple[tuple[int, float], ...]
 
 
 class LaunchResult(NamedTuple):
