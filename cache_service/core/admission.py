@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import Lease, full_end
 from cache_service.core.page_pool import unpack
-from cache_service.core.radix_tree import Node, Walk
+from cache_service.core.radix_node import Node
+from cache_service.core.radix_tree import Walk
 from cache_service.core.resume import window_start
 from cache_service.core.survey import Survey, survey
 from cache_service.core.types import (
@@ -25,9 +26,6 @@ from cache_service.core.types import (
     Refusal,
     RefusalReason,
 )
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 
 @dataclass(slots=True)

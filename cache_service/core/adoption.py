@@ -7,9 +7,9 @@ hit. Pages that are not whole and computed stay private.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from cache_service.core import publishing
+from cache_service.core import leasing, publishing
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import InvalidInput
 from cache_service.core.lease_table import HeldSlot, Lease, WindowHold
 from cache_service.core.page_pool import pack, unpack
@@ -27,9 +27,6 @@ from cache_service.core.types import (
     Refusal,
     RefusalReason,
 )
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 
 @dataclass(slots=True)
@@ -56,7 +53,7 @@ def adopt(cache: DeviceCache, adopt: Adopt) -> Grant | Refusal:
         usable_tokens=adopt.computed_tokens,
         cached_tokens=0,
         fetched_tokens=0,
-        tables=cache.tables(lease),
+        tables=leasing.tables(cache, lease),
         match=Match(done, done, 0, "", MissReason.NONE),
         working=adopt.working,
         rolling=adopt.rolling,

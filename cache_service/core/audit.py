@@ -10,7 +10,7 @@ from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import Lease
 from cache_service.core.page_hash import page_hashes
 from cache_service.core.page_pool import PagePool, unpack
-from cache_service.core.radix_tree import Node, Root
+from cache_service.core.radix_node import Node, Root
 from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from cache_service.core import adoption, overview, publishing, spilling, step_check, upkeep
+from cache_service.core import adoption, leasing, overview, publishing, spilling, step_check, upkeep
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import InvalidInput, LeasesInScope, Superseded, TooMany, UnknownWorker
 from cache_service.core.host_tiers import HostTiers
@@ -157,11 +157,11 @@ class CacheManager:
         worker = self._worker(worker_id)
         step_check.check_one_acquire(worker.cache, acquire, "acquire")
         worker.model = worker.model or acquire.namespace.model
-        return worker.cache.acquire(acquire)
+        return leasing.acquire(worker.cache, acquire)
 
     def extend(self, worker_id: WorkerId, extend: Extend, now_ms: int) -> ExtendGrant | Refusal:
         cache = self._worker(worker_id).cache
-        return cache.extend(step_check.check_extend(cache, extend, "extend"), extend)
+        return leasing.extend(cache, step_check.check_extend(cache, extend, "extend"), extend)
 
     def publish(self, worker_id: WorkerId, publish: Publish, now_ms: int) -> Remap | None:
         cache = self._worker(worker_id).cache
@@ -170,7 +170,7 @@ class CacheManager:
 
     def release(self, worker_id: WorkerId, release: Release, now_ms: int) -> None:
         cache = self._worker(worker_id).cache
-        cache.release(step_check.known_lease(cache, release.sequence_id, "release"), release.reason)
+        leasing.release(cache, step_check.known_lease(cache, release.sequence_id, "release"), release.reason)
 
     # For people, routers and tools.
 

@@ -13,14 +13,10 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cache_service.core.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from cache_service.core.radix_tree import Node
-
-Queue = OrderedDict["Node", None]
+from cache_service.core.radix_node import Node, Queue
 
 # The share of the pool that SLRU keeps for prefixes that were used again.
 PROTECTED_SHARE = 0.8

@@ -1,4 +1,4 @@
-"""Fetch tickets: what to bring from the host tier, what an ack makes findable, and the new plan that follows it.
+"""Fetch tickets: what to bring from the host tier, and what an ack makes findable.
 
 Knows no rates and no breaker rule beyond reporting to it. While the lease lives it holds the targets; if it ends first,
 the ticket takes them over until its ack, since the mover may still write there.
@@ -6,10 +6,9 @@ the ticket takes them over until its ack, since the mover may still write there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cache_service.core import publishing
-from cache_service.core.admission import Plan, plan_acquire
+from cache_service.core.admission import Plan
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import Lease, LeaveSlot
 from cache_service.core.page_pool import pack
 from cache_service.core.sparse_pages import Rank
@@ -18,17 +17,11 @@ from cache_service.core.types import (
     NO_PAGE,
     PAGE_ID_BYTES,
     Ack,
-    Acquire,
-    Grant,
     PageHash,
-    Refusal,
     Transfer,
     TransferPages,
     TransferStatus,
 )
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 
 def start(cache: DeviceCache, lease: Lease, plan: Plan) -> Transfer:
@@ -101,8 +94,8 @@ def orphan(cache: DeviceCache, lease: Lease) -> None:
     lease.leave = tuple(leave for leave in lease.leave if (leave.group, leave.slot) not in kept)
 
 
-def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Grant | Refusal | None:
-    """Publish the done pages, forget the missing row, and plan the sequence again."""
+def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
+    """Publish the done pages and forget the missing row; answers the lease that waited, to be planned again."""
     fetch = cache.transfers.fetches.pop(ack.ticket)
     _report(cache, fetch, ack, now_ms)
     if fetch.orphaned:
@@ -112,7 +105,7 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Grant | Refusal | 
     lease.fetch = None
     _publish_done(cache, lease, fetch, fetch.transfer.first_page + ack.num_done)
     lease.fetched_any = lease.fetched_any or ack.num_done > 0
-    return _plan_again(cache, lease, may_fetch=ack.status is not TransferStatus.FAILED)
+    return lease
 
 
 def _report(cache: DeviceCache, fetch: Fetch, ack: Ack, now_ms: int) -> None:
@@ -149,17 +142,3 @@ def _publish_done(cache: DeviceCache, lease: Lease, fetch: Fetch, done: int) -> 
             lease.leave = tuple(leave for leave in lease.leave if leave.group != target.group)
         else:
             publishing.fill_hole(cache, lease.node, target)
-
-
-def _plan_again(cache: DeviceCache, lease: Lease, may_fetch: bool) -> Grant | Refusal:
-    """From the tokens that the lease keeps; a refusal ends it."""
-    cache.drop_holdings(lease)
-    cache.leases.remove(lease.sequence_id)
-    acquire = Acquire(
-        lease.sequence_id, lease.namespace, lease.prompt, chunk_tokens=lease.chunk_tokens, priority=lease.priority
-    )
-    plan = plan_acquire(cache, acquire, may_fetch)
-    if isinstance(plan, Refusal):
-        cache.counters.refusals += 1
-        return plan
-    return cache.commit(plan, acquire, lease)

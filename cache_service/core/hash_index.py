@@ -195,3 +195,11 @@ class HashIndex:
         fingerprint, page_hash = key[:-HASH_BYTES], key[-HASH_BYTES:]
         ranks = range(self.num_ranks.get(fingerprint, 1))
         return [self.key_of(fingerprint, group, page_hash, rank) for group in row.group_bytes for rank in ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """The host tier as one worker reaches it."""
+
+    index: HashIndex
+    fingerprint: bytes

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.hash_index import Breaker, HashIndex
+from cache_service.core.hash_index import Breaker, HashIndex, HostView
 from cache_service.core.host_key import parse_key
 from cache_service.core.manager_config import ManagerConfig
 from cache_service.core.stats import HostTierStats
-from cache_service.core.survey import HostView
 from cache_service.core.types import Hello, HostTierKind, Namespace, WorkerId
 
 # A shared tier whose workers are all gone is kept for their return, but not many of them.

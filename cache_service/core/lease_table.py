@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cache_service.core.layout import Layout
+from cache_service.core.radix_node import Node
 from cache_service.core.types import PAGE_ID_BYTES, TOKEN_BYTES, Namespace, SequenceId, TicketId
-
-if TYPE_CHECKING:
-    from cache_service.core.radix_tree import Node
 
 
 @dataclass(slots=True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.stats import GroupStats, WorkerStats
 from cache_service.core.survey import Survey, survey
 from cache_service.core.types import Explanation, MissReason, Namespace, Residence, Segment
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
-    from cache_service.core.worker import Worker
+from cache_service.core.worker import Worker
 
 _SENTENCES = {
     MissReason.NEVER_SEEN: "No request with these tokens has been published here.",

@@ -9,12 +9,12 @@ Knows no plan and no ticket.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import Lease
-from cache_service.core.page_hash import page_hashes
 from cache_service.core.page_pool import pack
-from cache_service.core.radix_tree import Node, Packed
+from cache_service.core.radix_node import Node, Packed
 from cache_service.core.resume import window_pages, window_start
 from cache_service.core.sparse_pages import Rank
 from cache_service.core.transfer_table import SparsePage
@@ -28,9 +28,6 @@ from cache_service.core.types import (
     SpillPolicy,
     Stored,
 )
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 
 class Run(NamedTuple):
@@ -221,26 +218,11 @@ def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
         pages.drop((page for page, keep in zip(dropped, warm, strict=True) if keep), Rank.WARM)
 
 
-# Hashes, events and spills.
-
-
-def ensure_hashes(cache: DeviceCache, node: Node) -> None:
-    """Fill in the missing hashes of the path down to `node`: a pure function of the namespace and the path."""
-    lacking = []
-    step = node
-    while step.parent is not None and len(step.hashes) < step.resident * HASH_BYTES:
-        lacking.append(step)
-        step = step.parent
-    size = cache.layout.page_bytes
-    for step in reversed(lacking):
-        have = len(step.hashes)
-        parent = step.hashes[-HASH_BYTES:] if have else step.parent.hashes[-HASH_BYTES:]  # type: ignore[union-attr]
-        tokens = step.key[have // HASH_BYTES * size : step.resident * size]
-        step.hashes += page_hashes(step.root.digest, bytes(parent), tokens, size)
+# Events and spills.
 
 
 def _tell(cache: DeviceCache, lease: Lease, runs: list[Run]) -> None:
-    ensure_hashes(cache, lease.node)
+    cache.tree.ensure_hashes(lease.node)
     spills = cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH
     for run in runs:
         if spills and run.node.spilled < run.node.resident:

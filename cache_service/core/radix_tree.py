@@ -16,72 +16,14 @@ from collections import OrderedDict
 from itertools import takewhile
 from typing import NamedTuple
 
-from cache_service.core.eviction import LeafOrder, Queue
-from cache_service.core.page_hash import namespace_digest
+from cache_service.core.eviction import LeafOrder
+from cache_service.core.page_hash import page_hashes
+from cache_service.core.radix_node import Node, Packed, Root
 from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
-
-Packed = bytes | bytearray
 
 # A divergence inside a node is searched for by strides of pages, then by halves.
 _FIRST_PAGES = 16
 _MOST_PAGES = 256
-
-
-class Node:
-    """One run; `start` is the page number of its first page."""
-
-    __slots__ = (
-        "children",
-        "hashes",
-        "key",
-        "live_children",
-        "pages",
-        "parent",
-        "pins",
-        "priority",
-        "queue",
-        "resident",
-        "root",
-        "soft_until_ms",
-        "spilled",
-        "stamp",
-        "start",
-        "ticket_pins",
-        "uses",
-    )
-
-    def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[Packed], resident: int) -> None:
-        self.parent = parent
-        self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
-        self.start, self.key, self.pages, self.resident = start, key, pages, resident
-        self.children: dict[bytes, Node] = {}
-        self.live_children = 0  # those with resident pages
-        self.pins = 0
-        self.ticket_pins = 0  # how many of the pins belong to spill tickets, which do not mind growth
-        self.hashes = bytearray()  # of leading resident pages
-        self.spilled = 0  # leading pages that need no look at the host tier any more
-        self.queue: Queue | None = None
-        self.stamp = 0  # when a lease last let go of it, on the tree's own count
-        self.uses = 0
-        self.priority = 0
-        self.soft_until_ms = 0
-
-    @property
-    def end(self) -> int:
-        """The page number behind the last resident page."""
-        return self.start + self.resident
-
-
-class Root(Node):
-    """The start of every prompt of one namespace; for ever pinned once, and holds no page."""
-
-    __slots__ = ("digest", "namespace")
-
-    def __init__(self, namespace: Namespace, num_groups: int) -> None:
-        super().__init__(None, 0, b"", [b""] * num_groups, 0)
-        self.namespace = namespace
-        self.digest = namespace_digest(namespace)
-        self.pins = 1
 
 
 def _head(packed: Packed, at: int) -> Packed:
@@ -184,6 +126,20 @@ class RadixTree:
             step = step.parent
         nodes.reverse()
         return nodes
+
+    def ensure_hashes(self, node: Node) -> None:
+        """Fill in the missing hashes of the path down to `node`: a pure function of the namespace and the path."""
+        lacking = []
+        step = node
+        while step.parent is not None and len(step.hashes) < step.resident * HASH_BYTES:
+            lacking.append(step)
+            step = step.parent
+        size = self.page_bytes
+        for step in reversed(lacking):
+            have = len(step.hashes)
+            parent = step.hashes[-HASH_BYTES:] if have else step.parent.hashes[-HASH_BYTES:]  # type: ignore[union-attr]
+            tokens = step.key[have // HASH_BYTES * size : step.resident * size]
+            step.hashes += page_hashes(step.root.digest, bytes(parent), tokens, size)
 
     # Pinning.
 

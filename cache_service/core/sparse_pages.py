@@ -14,13 +14,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from enum import IntEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cache_service.core.page_pool import PagePool, pack, unpack
+from cache_service.core.radix_node import Node
 from cache_service.core.types import PAGE_ID_BYTES, GroupSpec
-
-if TYPE_CHECKING:
-    from cache_service.core.radix_tree import Node
 
 
 class Rank(IntEnum):

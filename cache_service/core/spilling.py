@@ -7,11 +7,10 @@ copies.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.page_pool import pack, unpack
-from cache_service.core.publishing import ensure_hashes
-from cache_service.core.radix_tree import Node
+from cache_service.core.radix_node import Node
 from cache_service.core.transfer_table import SparsePage, Spill, SpillRow
 from cache_service.core.types import (
     HASH_BYTES,
@@ -23,9 +22,6 @@ from cache_service.core.types import (
     TransferPages,
     TransferStatus,
 )
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 # One page in so many of a pool may be held by open spills.
 SPILL_SHARE = 4
@@ -110,7 +106,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
     index, fingerprint, layout = cache.host.index, cache.host.fingerprint, cache.layout
     if node.spilled >= node.resident:
         return {}
-    ensure_hashes(cache, node)
+    cache.tree.ensure_hashes(node)
     sparse = {group: unpack(node.pages[group]) for group in layout.sparse}
     rows: dict[int, SpillRow] = {}
     for at in range(node.spilled, node.resident):

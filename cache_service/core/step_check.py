@@ -5,8 +5,7 @@ A field's place in the Step is part of its name: "step.acquires[0].tokens".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import (
     DuplicateSequence,
     InvalidInput,
@@ -27,9 +26,6 @@ from cache_service.core.types import (
     SequenceId,
     Step,
 )
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 MAX_GROUPS = 32
 MAX_PAGE_TOKENS = 65_536

@@ -5,7 +5,7 @@ Knows no session. Nothing in here raises: what can happen is a grant or a refusa
 
 from __future__ import annotations
 
-from cache_service.core import fetching, publishing, spilling
+from cache_service.core import fetching, leasing, publishing, spilling
 from cache_service.core.admission import never_fits
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.types import (
@@ -19,6 +19,7 @@ from cache_service.core.types import (
     Remap,
     Step,
     StepReply,
+    TransferStatus,
 )
 
 
@@ -57,13 +58,13 @@ def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
     for release in step.releases:
         lease = cache.leases.get(release.sequence_id)
         if lease is not None:  # a refused replan in this very step has ended it already
-            cache.release(lease, release.reason)
+            leasing.release(cache, lease, release.reason)
     for extend in step.extends:
         lease = cache.leases.get(extend.sequence_id)
         if lease is not None:
-            reply.add(cache.extend(lease, extend))
+            reply.add(leasing.extend(cache, lease, extend))
     for acquire in step.acquires:
-        reply.add(_barred(cache, acquire) if reply.no_room else cache.acquire(acquire))
+        reply.add(_barred(cache, acquire) if reply.no_room else leasing.acquire(cache, acquire))
     return StepReply(
         step.step_id, tuple(reply.grants), tuple(reply.extends), tuple(reply.refusals), tuple(reply.remaps)
     )
@@ -72,8 +73,10 @@ def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Grant | Refusal | None:
     """A closed ticket's late or repeated ack changes nothing."""
     if ack.ticket in cache.transfers.fetches:
-        return fetching.acknowledge(cache, ack, now_ms)
-    if ack.ticket in cache.transfers.spills:
+        lease = fetching.acknowledge(cache, ack, now_ms)
+        if lease is not None:
+            return leasing.plan_again(cache, lease, may_fetch=ack.status is not TransferStatus.FAILED)
+    elif ack.ticket in cache.transfers.spills:
         spilling.acknowledge(cache, ack, now_ms)
     return None
 

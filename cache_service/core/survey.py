@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_service.core.hash_index import HashIndex
+from cache_service.core.hash_index import HostView
 from cache_service.core.layout import Layout
 from cache_service.core.page_hash import namespace_digest, page_hashes
-from cache_service.core.radix_tree import Node, RadixTree, Root, Walk
+from cache_service.core.radix_node import Node, Root
+from cache_service.core.radix_tree import RadixTree, Walk
 from cache_service.core.resume import limiting_group, residency, resume, window_pages
 from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, GroupKind, Match, MissReason, Namespace
-
-
-@dataclass(frozen=True, slots=True)
-class HostView:
-    """The host tier as one worker reaches it."""
-
-    index: HashIndex
-    fingerprint: bytes
 
 
 @dataclass(slots=True)

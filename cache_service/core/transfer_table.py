@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from cache_service.core.radix_node import Node
 from cache_service.core.types import PageHash, SequenceId, TicketId, Transfer
-
-if TYPE_CHECKING:
-    from cache_service.core.radix_tree import Node
 
 MAX_RUNS = 1024
 

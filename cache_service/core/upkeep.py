@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cache_service.core import spilling
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.page_pool import unpack
-from cache_service.core.radix_tree import Node, Root
+from cache_service.core.radix_node import Node, Root
 from cache_service.core.sparse_pages import Rank
 from cache_service.core.types import Namespace, SpillPolicy
-
-if TYPE_CHECKING:
-    from cache_service.core.device_cache import DeviceCache
 
 
 def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from cache_service.core.errors import InvalidInput
 from cache_service.core.eviction import LeafOrder, Lru, Priority, SegmentedLru, make_policy
-from cache_service.core.radix_tree import Node, Root
+from cache_service.core.radix_node import Node, Root
 from cache_service.core.types import Namespace
 
 ROOT = Root(Namespace("model"), 1)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cache_service.core.eviction import Lru
 from cache_service.core.page_pool import pack, unpack
-from cache_service.core.radix_tree import Node, RadixTree
+from cache_service.core.radix_node import Node
+from cache_service.core.radix_tree import RadixTree
 from cache_service.core.types import Namespace
 
 NS = Namespace("model")

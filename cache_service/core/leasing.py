@@ -1,0 +1,290 @@
+"""Give a sequence its pages and take them back: acquire, extend, release, and the new plan after a fetch.
+
+Knows no other worker, no stream and no clock. A commit pins the hits, then evicts, then takes; it cannot fail.
+"""
+
+from __future__ import annotations
+
+from cache_service.core import fetching, publishing
+from cache_service.core.admission import Plan, lacks_for_extend, plan_acquire
+from cache_service.core.device_cache import DeviceCache
+from cache_service.core.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold, full_end
+from cache_service.core.page_pool import pack
+from cache_service.core.radix_node import Node
+from cache_service.core.resume import holes, window_start
+from cache_service.core.sparse_pages import Rank
+from cache_service.core.types import (
+    Acquire,
+    Extend,
+    ExtendGrant,
+    Grant,
+    GroupKind,
+    GroupPages,
+    PageId,
+    Refusal,
+    RefusalReason,
+    ReleaseReason,
+    SnapshotSlot,
+    SpillPolicy,
+    Transfer,
+)
+
+# Acquire.
+
+
+def acquire(cache: DeviceCache, acquire: Acquire) -> Grant | Refusal:
+    plan = plan_acquire(cache, acquire, may_fetch=True)
+    if isinstance(plan, Refusal):
+        cache.counters.refusals += 1
+        return plan
+    return commit(cache, plan, acquire, None)
+
+
+def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | None) -> Grant:
+    """Carry the plan out; `earlier` is the lease that waited for a fetch, if this is a new plan after its ack."""
+    lease = _take(cache, plan, acquire)
+    lease.device_tokens = plan.usable * cache.layout.page_tokens
+    if earlier is not None:
+        lease.device_tokens, lease.fetched_any = earlier.device_tokens, earlier.fetched_any
+    cache.leases.add(lease)
+    if plan.fetches:
+        return _grant(cache, lease, plan, fetching.start(cache, lease, plan))
+    return _admit(cache, lease, plan)
+
+
+def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
+    """The sequence may run now: count it, and offer the snapshots of its first chunk."""
+    leave: tuple[SnapshotSlot, ...] = ()
+    if cache.sparse:
+        _take_rolling(cache, lease)
+        lease.room = plan.boundary * cache.layout.page_tokens
+        chunk = lease.chunk_tokens or plan.num_tokens
+        leave = _offer_leave(cache, lease, min(plan.num_tokens, lease.room + chunk))
+    grant = _grant(cache, lease, plan, None, leave)
+    counters = cache.counters
+    counters.requests += 1
+    counters.prompt += plan.num_tokens
+    counters.cached += grant.cached_tokens
+    counters.fetched += grant.fetched_tokens
+    counters.computed += plan.num_tokens - grant.usable_tokens
+    reason = plan.match.miss_reason
+    counters.misses[reason] = counters.misses.get(reason, 0) + 1
+    return grant
+
+
+def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
+    node, child, pages, _ = plan.place
+    if child is not None and pages:
+        node = cache.tree.split(child, pages)
+    elif node.parent is None:
+        node = cache.tree.root(acquire.namespace)
+    cache.tree.pin(node)
+    if cache.marks_uses or acquire.priority:
+        _mark_use(cache, node, acquire.priority)
+    for group, window in plan.windows.items():
+        cache.sparse[group].read(window.hits.values())
+    restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
+    for held in restore:
+        cache.sparse[held.group].read((held.slot,))
+    need = plan.total - plan.base
+    cache.make_room(need)
+    private = [bytearray()] * len(cache.layout.specs)
+    for group in cache.layout.full:
+        private[group] = bytearray(cache.pools[group].take(need))
+    return Lease(
+        sequence_id=acquire.sequence_id,
+        namespace=acquire.namespace,
+        prompt=acquire.tokens,
+        node=node,
+        published=plan.base,
+        computed=plan.boundary * cache.layout.page_tokens,
+        priority=acquire.priority,
+        chunk_tokens=acquire.chunk_tokens,
+        resumed=plan.boundary,
+        matched=plan.survey.matched,
+        private=private,
+        windows={group: _take_window(cache, group, plan) for group in cache.layout.window},
+        working=tuple(HeldSlot(group, cache.sparse[group].take(1)[0]) for group in cache.layout.state),
+        restore=restore,
+    )
+
+
+def _take_window(cache: DeviceCache, group: int, plan: Plan) -> WindowHold:
+    window = plan.windows[group]
+    fresh = iter(cache.sparse[group].take(window.fresh))
+    ids = [window.hits.get(page) or next(fresh) for page in range(window.first, window.end)]
+    cache.trim_all()
+    return WindowHold(window.first, ids)
+
+
+def _mark_use(cache: DeviceCache, node: Node, priority: int) -> None:
+    """Everything on the path was used again; pinned nodes stand in no order, so their rank may change."""
+    selective = cache.host is not None and cache.config.spill is SpillPolicy.SELECTIVE
+    step = node
+    while step.parent is not None:
+        step.uses += 1
+        step.priority = max(step.priority, priority)
+        if selective and step.spilled < step.resident:
+            cache.spill_queue[step] = None
+        step = step.parent
+
+
+def _take_rolling(cache: DeviceCache, lease: Lease) -> None:
+    for group in cache.layout.state:
+        if cache.sparse[group].num_available:
+            lease.rolling += (HeldSlot(group, cache.sparse[group].take(1)[0]),)
+    cache.trim_all()
+
+
+def _offer_leave(cache: DeviceCache, lease: Lease, room: int) -> tuple[SnapshotSlot, ...]:
+    """Slots for the wanted boundaries in (lease.room, room], while there are any; a snapshot is never a refusal."""
+    if room <= lease.room:
+        return ()
+    page_tokens = cache.layout.page_tokens
+    num_tokens = len(lease.prompt) // 4
+    wanted = {(num_tokens - 1) // page_tokens, lease.matched, num_tokens // page_tokens}
+    offered = []
+    for boundary in sorted(wanted):
+        if not lease.room < boundary * page_tokens <= room:
+            continue
+        for group in cache.layout.state:
+            if cache.sparse[group].num_available:
+                slot = cache.sparse[group].take(1)[0]
+                lease.leave += (LeaveSlot(group, boundary, slot),)
+                offered.append(SnapshotSlot(group, boundary * page_tokens, PageId(slot)))
+    lease.room = room
+    cache.trim_all()
+    return tuple(offered)
+
+
+def _grant(
+    cache: DeviceCache, lease: Lease, plan: Plan, fetch: Transfer | None, leave: tuple[SnapshotSlot, ...] = ()
+) -> Grant:
+    layout, page_tokens = cache.layout, cache.layout.page_tokens
+    usable = (plan.usable if fetch is not None else plan.boundary) * page_tokens
+    fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
+    cached, match = usable - fetched, plan.match
+    if not layout.state:
+        return Grant(lease.sequence_id, usable, cached, fetched, tables(cache, lease), match, fetch)
+    return Grant(
+        sequence_id=lease.sequence_id,
+        usable_tokens=usable,
+        cached_tokens=cached,
+        fetched_tokens=fetched,
+        tables=tables(cache, lease),
+        match=match,
+        fetch=fetch,
+        restore=() if fetch is not None else _slots(lease.restore, usable),
+        leave=leave,
+        working=_slots(lease.working, usable),
+        rolling=_slots(lease.rolling, usable),
+    )
+
+
+def _slots(held: tuple[HeldSlot, ...], boundary: int) -> tuple[SnapshotSlot, ...]:
+    return tuple(SnapshotSlot(slot.group, boundary, PageId(slot.slot)) for slot in held)
+
+
+def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
+    """Block tables from page 0 on; NO_PAGE where a window no longer reaches."""
+    out = []
+    for group, spec in enumerate(cache.layout.specs):
+        if spec.kind == GroupKind.FULL:
+            out.append(GroupPages(group, 0, _shared_pages(lease.node, group) + lease.private[group]))
+        elif spec.kind == GroupKind.WINDOW:
+            hold = lease.windows[group]
+            out.append(GroupPages(group, 0, bytes(holes(hold.first)) + pack(hold.page_ids)))
+    return tuple(out)
+
+
+def _shared_pages(node: Node, group: int) -> bytes:
+    parts: list[bytes | bytearray] = []
+    step = node
+    while step.parent is not None:
+        parts.append(step.pages[group])
+        step = step.parent
+    parts.reverse()
+    return b"".join(parts)
+
+
+def plan_again(cache: DeviceCache, lease: Lease, may_fetch: bool) -> Grant | Refusal:
+    """After the ack of its fetch, from the tokens that the lease keeps; a refusal ends it."""
+    drop_holdings(cache, lease)
+    cache.leases.remove(lease.sequence_id)
+    acquire = Acquire(
+        lease.sequence_id, lease.namespace, lease.prompt, chunk_tokens=lease.chunk_tokens, priority=lease.priority
+    )
+    plan = plan_acquire(cache, acquire, may_fetch)
+    if isinstance(plan, Refusal):
+        cache.counters.refusals += 1
+        return plan
+    return commit(cache, plan, acquire, lease)
+
+
+# Extend.
+
+
+def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Refusal:
+    total = cache.layout.pages(extend.num_tokens)
+    never = _can_never_extend(cache, lease, total)
+    detail = never or lacks_for_extend(cache, lease, total)
+    if detail:
+        cache.counters.refusals += 1
+        reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
+        return Refusal(extend.sequence_id, reason, detail)
+    pages = []
+    held = full_end(cache.layout, lease)
+    if total > held:
+        cache.make_room(total - held)
+        for group in cache.layout.full:
+            taken = cache.pools[group].take(total - held)
+            lease.private[group] += taken
+            pages.append(GroupPages(group, held, taken))
+    for group in cache.layout.window:
+        hold = lease.windows[group]
+        if total > hold.end:
+            ids = cache.sparse[group].take(total - hold.end)
+            pages.append(GroupPages(group, hold.end, pack(ids)))
+            hold.page_ids += ids
+    if not cache.sparse:
+        return ExtendGrant(extend.sequence_id, tuple(pages))
+    cache.trim_all()
+    pages.sort()
+    return ExtendGrant(extend.sequence_id, tuple(pages), _offer_leave(cache, lease, extend.num_tokens))
+
+
+def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
+    layout = cache.layout
+    for group in (*layout.full, *layout.window):
+        spec = layout.specs[group]
+        first = 0
+        if spec.kind == GroupKind.WINDOW:  # what a launch from the last extend's end on reads
+            first = max(lease.windows[group].first, window_start(lease.room, spec, layout.page_tokens))
+        if total - first > spec.num_pages:
+            return f"{total - first} pages at once; group {spec.name} has {spec.num_pages}"
+    return ""
+
+
+# Release.
+
+
+def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason) -> None:
+    if reason is ReleaseReason.FINISHED and lease.fetch is None:
+        publishing.publish_rolling(cache, lease)
+    if lease.fetch is not None:
+        fetching.orphan(cache, lease)
+    drop_holdings(cache, lease)
+    cache.leases.remove(lease.sequence_id)
+
+
+def drop_holdings(cache: DeviceCache, lease: Lease) -> None:
+    """Everything that the lease still holds; what is unpublished goes free."""
+    for group in cache.layout.full:
+        cache.pools[group].give(lease.private[group])
+    for group, hold in lease.windows.items():
+        cache.sparse[group].drop(hold.page_ids, Rank.WARM)
+    for held in (*lease.working, *lease.rolling, *lease.restore):
+        cache.sparse[held.group].drop((held.slot,), Rank.WARM)
+    for leave in lease.leave:
+        cache.sparse[leave.group].drop((leave.slot,), Rank.WARM)
+    cache.unpin(lease.node)

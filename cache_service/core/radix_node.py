@@ -1,0 +1,71 @@
+"""One run of pages on one path, and the root of a namespace. Values only: the tree keeps their counts and their shape.
+
+A node's tokens may reach beyond its pages: what follows the resident pages are ghosts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from cache_service.core.page_hash import namespace_digest
+from cache_service.core.types import Namespace
+
+Packed = bytes | bytearray
+Queue = OrderedDict["Node", None]
+
+
+class Node:
+    """One run; `start` is the page number of its first page."""
+
+    __slots__ = (
+        "children",
+        "hashes",
+        "key",
+        "live_children",
+        "pages",
+        "parent",
+        "pins",
+        "priority",
+        "queue",
+        "resident",
+        "root",
+        "soft_until_ms",
+        "spilled",
+        "stamp",
+        "start",
+        "ticket_pins",
+        "uses",
+    )
+
+    def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[Packed], resident: int) -> None:
+        self.parent = parent
+        self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
+        self.start, self.key, self.pages, self.resident = start, key, pages, resident
+        self.children: dict[bytes, Node] = {}
+        self.live_children = 0  # those with resident pages
+        self.pins = 0
+        self.ticket_pins = 0  # how many of the pins belong to spill tickets, which do not mind growth
+        self.hashes = bytearray()  # of leading resident pages
+        self.spilled = 0  # leading pages that need no look at the host tier any more
+        self.queue: Queue | None = None
+        self.stamp = 0  # when a lease last let go of it, on the tree's own count
+        self.uses = 0
+        self.priority = 0
+        self.soft_until_ms = 0
+
+    @property
+    def end(self) -> int:
+        """The page number behind the last resident page."""
+        return self.start + self.resident
+
+
+class Root(Node):
+    """The start of every prompt of one namespace; for ever pinned once, and holds no page."""
+
+    __slots__ = ("digest", "namespace")
+
+    def __init__(self, namespace: Namespace, num_groups: int) -> None:
+        super().__init__(None, 0, b"", [b""] * num_groups, 0)
+        self.namespace = namespace
+        self.digest = namespace_digest(namespace)
+        self.pins = 1
