@@ -33,7 +33,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
     total_s: float = 0.0
-    finish_reason: int = 0
+    finish_reason: worker_pb2.FinishReason.ValueType = worker_pb2.FINISH_REASON_UNSPECIFIED
     usage: worker_pb2.Usage = field(default_factory=worker_pb2.Usage)
     retries: int = 0
 
@@ -100,6 +100,13 @@ class StemcacheClient:
                 answer.retries = attempt
                 return answer
         raise ValueError("workers: at least one is needed")
+
+    async def healthy_worker(self) -> str:
+        """The first worker that is serving, else the first one, whose error will say what is wrong."""
+        for worker in self.workers:
+            if await self.is_serving(worker):
+                return worker
+        return self.workers[0]
 
     async def tokenize(self, worker: str, text: str, salt: str = "") -> worker_pb2.TokenizeResponse:
         return await self._models[worker].Tokenize(

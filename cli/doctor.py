@@ -5,7 +5,6 @@ Changes nothing.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import platform
@@ -18,9 +17,9 @@ from typing import NamedTuple
 
 import typer
 
-from cli.app import CacheOption, JsonOption, app
+from cli.app import CacheOption, JsonOption, app, check_address, run
 from cli.client import StemcacheClient
-from cli.output import Output, table
+from cli.output import Output, plain, table
 from cli.redis_server import find_redis_binary
 from cli.run_file import read_record, state_dir
 
@@ -41,10 +40,13 @@ class Finding(NamedTuple):
 def doctor(cache: CacheOption = "", json_: JsonOption = False) -> None:
     """Check this machine and the running services; exit code 1 when something is broken."""
     output = Output(as_json=json_)
-    findings = [check() for check in CHECKS] + asyncio.run(_services(cache))
+    if cache:
+        check_address("--cache", cache)
+    with output.working("looking"):
+        findings = [check() for check in CHECKS] + run(_services(cache))
     marks = {True: "[green]ok[/green]", None: "[yellow]note[/yellow]", False: "[red]broken[/red]"}
-    rows = [(marks[f.ok], f.what, f.seen, f.advice) for f in findings]
-    output.show(table("", ("", "what", "seen", "advice"), rows, left=4))
+    rows = [(marks[f.ok], f.what, plain(f.seen + (f"; {f.advice}" if f.advice else ""))) for f in findings]
+    output.show(table("", ("", "what", "seen"), rows, left=3))
     healthy = all(finding.ok is not False for finding in findings)
     output.emit({"healthy": healthy, "findings": [finding._asdict() for finding in findings]})
     if not healthy:
@@ -87,11 +89,17 @@ def _accelerator() -> Finding:
 
 def _redis() -> Finding:
     binary = find_redis_binary()
-    if binary:
-        return Finding("redis-server", True, binary)
-    return Finding(
-        "redis-server", None, "none found", "install Redis, or workers will spill to their own memory and share nothing"
-    )
+    if binary is None:
+        advice = "install Redis, or workers will spill to their own memory and share nothing"
+        return Finding("redis-server", None, "none found", advice)
+    try:
+        asked = subprocess.run(  # noqa: S603 - the binary that `stemcache up` would run
+            [binary, "--version"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        return Finding("redis-server", False, binary, f"it does not run: {type(error).__name__}")
+    number = next((word[2:] for word in asked.stdout.split() if word.startswith("v=")), "of unknown version")
+    return Finding("redis-server", True, f"{number}, {binary}")
 
 
 def _disk() -> Finding:

@@ -1,23 +1,24 @@
-"""The commands that ask a running system: status, top, explain, pin, clear, generate, doctor.
+"""The commands that ask a running system: status, top, explain, pin, clear, generate.
 
-Knows the protocol's answers and how to show them; decides nothing.
+Knows the protocol's questions; views.py shows the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
 from rich.live import Live
 
 from cli.app import CacheOption, JsonOption, SaltOption, WorkerOption, app, find_cache, find_workers, run
 from cli.client import Answer, StemcacheClient, to_dict
-from cli.output import Output, mebibytes, table
+from cli.output import Output
+from cli.views import explanation_view, stats_view, words
 from protos.v1 import cache_pb2, types_pb2, worker_pb2
+
+TOKEN_BYTES = 4
 
 PromptArgument = Annotated[str, typer.Argument(help="Prompt text; - reads it from stdin.")]
 
@@ -40,8 +41,12 @@ def status(cache: CacheOption = "", json_: JsonOption = False) -> None:
 def top(
     cache: CacheOption = "",
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
+    json_: JsonOption = False,
 ) -> None:
-    """The status, live, until Ctrl-C."""
+    """The status, live, until Ctrl-C; with --json one look and the end."""
+    if json_:
+        status(cache, json_=True)
+        return
 
     async def watch() -> None:
         async with StemcacheClient(find_cache(cache), ()) as client:
@@ -64,18 +69,17 @@ def explain(
     """What of a prompt is cached where, and why the rest is not."""
     output = Output(as_json=json_)
 
-    async def ask() -> cache_pb2.ExplainResponse:
-        workers = find_workers(worker)
-        async with StemcacheClient(find_cache(cache), workers) as client:
-            tokenized = await client.tokenize(workers[0], _text(prompt), salt)
-            return await client.explain(tokenized.namespace, tokenized.token_ids)
+    text = _text(prompt)
 
-    explained = run(ask())
-    for one in explained.workers:
-        output.show(explanation_view(one))
-    if not explained.workers:
-        output.show("no worker of this model is known to the cache service")
-    output.emit(to_dict(explained))
+    async def ask() -> tuple[int, cache_pb2.ExplainResponse]:
+        async with StemcacheClient(find_cache(cache), find_workers(worker)) as client:
+            tokenized = await client.tokenize(await client.healthy_worker(), text, salt)
+            num_tokens = len(tokenized.token_ids) // TOKEN_BYTES
+            return num_tokens, await client.explain(tokenized.namespace, tokenized.token_ids)
+
+    num_tokens, explained = run(ask())
+    output.show(explanation_view(num_tokens, explained))
+    output.emit({"prompt_tokens": num_tokens, **to_dict(explained)})
 
 
 @app.command()
@@ -90,10 +94,11 @@ def pin(
     """Rank a cached prefix last for eviction, for a while."""
     output = Output(as_json=json_)
 
+    text = _text(prompt)
+
     async def ask() -> cache_pb2.PinResponse:
-        workers = find_workers(worker)
-        async with StemcacheClient(find_cache(cache), workers) as client:
-            tokenized = await client.tokenize(workers[0], _text(prompt), salt)
+        async with StemcacheClient(find_cache(cache), find_workers(worker)) as client:
+            tokenized = await client.tokenize(await client.healthy_worker(), text, salt)
             return await client.pin(tokenized.namespace, tokenized.token_ids, int(ttl * 1000))
 
     response = run(ask())
@@ -117,7 +122,7 @@ def clear(
         async with StemcacheClient(find_cache(cache), workers) as client:
             namespace: types_pb2.Namespace | None = None
             if salt is not None:
-                namespace = (await client.tokenize(workers[0], "", salt)).namespace
+                namespace = (await client.tokenize(await client.healthy_worker(), "", salt)).namespace
             return await client.clear(namespace, unused_only=unused)
 
     response = run(ask())
@@ -147,10 +152,11 @@ def generate(
             sys.stdout.flush()
             shown = len(answer.text)
 
+    text = _text(prompt)
+
     async def ask() -> Answer:
-        workers = find_workers(worker)
-        async with StemcacheClient("", workers) as client:
-            return await client.generate(workers[0], _text(prompt), sampling, salt=salt, on_answer=stream)
+        async with StemcacheClient("", find_workers(worker)) as client:
+            return await client.generate(await client.healthy_worker(), text, sampling, salt=salt, on_answer=stream)
 
     answer = run(ask())
     usage = answer.usage
@@ -158,89 +164,16 @@ def generate(
         f"\n[dim]{usage.prompt_tokens} prompt tokens: {usage.cached_tokens} cached, {usage.fetched_tokens} fetched, "
         f"{usage.computed_tokens} computed; first token after {answer.first_token_s * 1e3:.0f} ms[/dim]"
     )
-    output.emit({"text": answer.text, "token_ids": answer.token_ids, "usage": to_dict(usage)})
-
-
-def stats_view(stats: cache_pb2.StatsResponse) -> RenderableType:
-    """The whole status as tables: workers, pools, host tier."""
-    return Group(_workers_table(stats), _pools_table(stats), _host_table(stats.host_tier))
-
-
-def _workers_table(stats: cache_pb2.StatsResponse) -> RenderableType:
-    rows = [
-        (
-            w.worker_id,
-            w.endpoint,
-            "connected" if w.connected else "gone",
-            f"{w.num_leases:,}",
-            f"{w.num_tickets:,}",
-            f"{w.num_requests:,}",
-            f"{w.prompt_tokens:,}",
-            f"{w.cached_tokens:,}",
-            f"{w.fetched_tokens:,}",
-            f"{(w.cached_tokens + w.fetched_tokens) / w.prompt_tokens:.1%}" if w.prompt_tokens else "-",
-        )
-        for w in stats.workers
-    ]
-    columns = (
-        "worker",
-        "endpoint",
-        "session",
-        "leases",
-        "tickets",
-        "requests",
-        "prompt",
-        "cached",
-        "fetched",
-        "hit rate",
+    output.emit(
+        {
+            "worker": answer.worker,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": words(worker_pb2.FinishReason.Name(answer.finish_reason), "FINISH_REASON_"),
+            "first_token_s": answer.first_token_s,
+            "usage": to_dict(usage),
+        }
     )
-    return table(f"policy {stats.policy} · {time.strftime('%H:%M:%S')}", columns, rows, left=3)
-
-
-def _pools_table(stats: cache_pb2.StatsResponse) -> RenderableType:
-    rows = [
-        (w.worker_id, g.name, *(f"{n:,}" for n in (g.num_pages, g.num_free, g.num_evictable, g.num_evicted)))
-        for w in stats.workers
-        for g in w.groups
-    ]
-    return table("pools", ("worker", "group", "pages", "free", "evictable", "evicted so far"), rows, left=2)
-
-
-def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
-    row = (
-        tier.spill_policy,
-        tier.fetch_policy,
-        "open: no fetches" if tier.breaker_open else "closed",
-        f"{tier.num_rows:,}",
-        mebibytes(tier.num_bytes),
-        mebibytes(tier.quota_bytes),
-        f"{tier.num_spilled_pages:,}",
-        f"{tier.num_fetched_pages:,}",
-        f"{tier.num_missing_pages:,}",
-    )
-    columns = ("spill", "fetch", "breaker", "rows", "size", "quota", "spilled pages", "fetched pages", "missing pages")
-    return table("host tier", columns, [row], left=3)
-
-
-def explanation_view(one: cache_pb2.WorkerExplanation) -> RenderableType:
-    """A worker's segments and notes."""
-    rows = [
-        (
-            f"{s.first_token:,} .. {s.first_token + s.num_tokens - 1:,}",
-            cache_pb2.Residence.Name(s.residence).removeprefix("RESIDENCE_").lower(),
-            _reason(s.miss_reason) if s.residence == cache_pb2.RESIDENCE_MISSING else "",
-            f"{s.num_tokens:,}",
-        )
-        for s in one.segments
-    ]
-    title = (
-        f"{one.worker_id}: {one.match.usable_tokens:,} tokens usable, {one.match.host_tokens:,} more in the host tier"
-    )
-    return Group(table(title, ("tokens", "where", "why not", "count"), rows, left=3), *one.notes)
-
-
-def _reason(reason: types_pb2.MissReason.ValueType) -> str:
-    return types_pb2.MissReason.Name(reason).removeprefix("MISS_REASON_").lower().replace("_", " ")
 
 
 def _text(prompt: str) -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 # A pipe or a log has no width of its own; tables should not be squeezed for it.
@@ -45,7 +46,7 @@ class Output:
                 self.console.print(renderable)
 
     def progress(self, text: str) -> None:
-        stderr.print(f"[dim]{text}[/dim]")
+        stderr.print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
@@ -54,18 +55,34 @@ class Output:
             self.progress(text)
             yield
             return
-        with stderr.status(text):
+        with stderr.status(escape(text)):
             yield
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
-    """A table whose first `left` columns are text and the others numbers, aligned right."""
-    made = Table(title=title or None, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    """A table whose first `left` columns are text and the others numbers, aligned right.
+
+    A cell's text may be rich markup; what comes from outside goes through `plain`.
+    """
+    made = Table(
+        title=title or None,
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        # Room for ten columns on a terminal of 80.
+        collapse_padding=True,
+    )
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     return made
+
+
+def plain(text: str) -> str:
+    """Text that rich is to print as it stands, square brackets included."""
+    return escape(text)
 
 
 def milliseconds(seconds: float) -> str:

@@ -25,6 +25,7 @@ class SceneResult:
     """Token sums over the scene's requests; times are medians in seconds. `failures` is empty when all held."""
 
     title: str
+    number: int = 0
     requests: int = 0
     prompt: int = 0
     cached: int = 0
@@ -104,7 +105,7 @@ async def shared_system_prompt(stage: Stage) -> SceneResult:
     shared = stage.whole_pages(_common_length(prompts))
     reused = sum(a.usage.cached_tokens for a in warm)
     result.expect(reused >= 7 * shared, f"expected 7 x {shared} tokens to be reused, got {reused}")
-    result.note = f"the prefix of {shared} tokens was computed once"
+    result.note = f"the prefix of {shared:,} tokens was computed once"
     return result
 
 
@@ -235,7 +236,10 @@ async def traffic(stage: Stage) -> SceneResult:
     return result
 
 
-SCENES: tuple[Callable[[Stage], Awaitable[SceneResult]], ...] = (
+Scene = Callable[[Stage], Awaitable[SceneResult]]
+
+# Counted from 1. Each stands alone: its prompts are its own, so any of them may be played without the others.
+SCENES: tuple[Scene, ...] = (
     shared_system_prompt,
     mid_flight_sibling,
     multi_turn,

@@ -12,19 +12,36 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
-from cli.app import JsonOption, app, fail, run
-from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, demo_model_folder, start_cluster
-from cli.demo import as_json, play, scene_table
-from cli.output import Output, table
-from cli.run_file import RunRecord, read_record, remove_record, state_dir, write_record
+from cache_service.config import POLICIES
+from cli.app import JsonOption, app, check_choice, fail, run
+from cli.cluster import (
+    HOST_TIERS,
+    CannotStart,
+    Cluster,
+    ClusterOptions,
+    demo_model_folder,
+    make_demo_model_folder,
+    start_cluster,
+)
+from cli.demo import as_json, passed, play
+from cli.output import Output, plain, table
+from cli.run_file import AlreadyRunning, RunRecord, claim_state_dir, is_claimed, read_record, state_dir, write_record
+from cli.scene_table import scene_table
+from cli.scenes import SCENES
 from cli.supervisor import ChildFailed, Supervisor
+
+DEVICES = ("auto", "cpu", "cuda")
+DOWN_WAIT_S = 60.0
+DEMO_POOL_MB = 512
+PREVIEW = "Once upon a time"
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Folder or hub id of a Hugging Face checkpoint; default: a small seeded model.")
 ]
 TierOption = Annotated[str, typer.Option("--host-tier", help=f"Where pages spill to: {', '.join(HOST_TIERS)}.")]
+DeviceOption = Annotated[str, typer.Option("--device", help=f"Where the model runs: {', '.join(DEVICES)}.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the small model and of the traffic.")]
 
 
@@ -32,62 +49,108 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the small model
 def up(
     model: ModelOption = "",
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Worker processes.")] = 2,
-    cache_port: Annotated[int, typer.Option("--cache-port", min=0, max=65535)] = 7400,
+    cache_port: Annotated[
+        int, typer.Option("--cache-port", min=0, max=65535, help="The cache service's; 0: any free one.")
+    ] = 7400,
     worker_port: Annotated[
-        int, typer.Option("--worker-port", min=0, max=65535, help="The first worker's; the others follow.")
+        int,
+        typer.Option(
+            "--worker-port", min=0, max=65535, help="The first worker's, the others' follow; 0: any free ones."
+        ),
     ] = 7500,
     host_tier: TierOption = "auto",
-    policy: Annotated[str, typer.Option("--policy", help="Eviction policy: lru, slru, priority.")] = "lru",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    host_mb: Annotated[int, typer.Option("--host-mb", min=1, help="MiB that the host tier may hold.")] = 1024,
+    pool_mb: Annotated[
+        int,
+        typer.Option(
+            "--pool-mb", min=0, help="MiB of pages of each worker; 0: 512 on a CPU, its share of 90 % of a GPU's."
+        ),
+    ] = 0,
+    policy: Annotated[str, typer.Option("--policy", help=f"Eviction policy: {', '.join(POLICIES)}.")] = "lru",
+    device: DeviceOption = "auto",
     seed: SeedOption = 0,
+    json_: JsonOption = False,
 ) -> None:
-    """Start Redis, the cache service and workers; restart what dies; Ctrl-C ends them all."""
-    _check_tier(host_tier)
-    if read_record() is not None:
-        fail("`stemcache up` is running here already; `stemcache down` stops it")
-    output = Output(as_json=False)
-    folder = _model(model, seed, output)
-    options = ClusterOptions(
-        folder, workers, cache_port, worker_port, host_tier=host_tier, policy=policy, device=device
-    )
+    """Start Redis, the cache service and workers; restart what dies; Ctrl-C ends them all.
+
+    Other settings of the services come from STEMCACHE_CACHE_* and STEMCACHE_WORKER_* variables.
+    """
+    check_choice("--host-tier", host_tier, HOST_TIERS)
+    check_choice("--policy", policy, POLICIES)
+    check_choice("--device", device, DEVICES)
+    output = Output(as_json=json_)
     try:
-        run(_serve(options, output))
-    except ChildFailed as error:
+        with claim_state_dir():
+            options = ClusterOptions(
+                _model(model, seed, output),
+                workers,
+                cache_port,
+                worker_port,
+                host_tier=host_tier,
+                host_mb=host_mb,
+                pool_mb=pool_mb,
+                device=device,
+                policy=policy,
+            )
+            run(_serve(options, output))
+    except AlreadyRunning:
+        fail(f"`stemcache up` is running here already (in {state_dir()}); `stemcache down` stops it")
+    except (ChildFailed, CannotStart) as error:
         fail(str(error))
 
 
 @app.command()
-def down() -> None:
-    """Stop what `stemcache up` runs here."""
+def down(json_: JsonOption = False) -> None:
+    """Stop what `stemcache up` runs here, and wait until it has ended."""
     record = read_record()
     if record is None:
-        fail("nothing is running here")
+        fail(
+            "`stemcache up` is still starting here; try again in a moment"
+            if is_claimed()
+            else "nothing is running here"
+        )
     os.kill(record.pid, signal.SIGTERM)
-    for _ in range(600):
-        if read_record() is None:
-            return
-        time.sleep(0.1)
-    fail(f"process {record.pid} has not ended after 60 s")
+    deadline = time.monotonic() + DOWN_WAIT_S
+    while is_claimed():
+        if time.monotonic() > deadline:
+            fail(f"process {record.pid} has not ended after {DOWN_WAIT_S:.0f} s")
+        time.sleep(0.05)
+    output = Output(as_json=json_)
+    output.show("stopped")
+    output.emit({"stopped": True, "pid": record.pid})
 
 
 @app.command()
 def demo(
     model: ModelOption = "",
     host_tier: TierOption = "auto",
+    device: DeviceOption = "auto",
+    scene: Annotated[
+        list[int] | None,
+        typer.Option("--scene", min=1, max=len(SCENES), help="Only this scene; may be given several times."),
+    ] = None,
     seed: SeedOption = 0,
     json_: JsonOption = False,
 ) -> None:
-    """Start everything, show every way a prefix is reused, compare each with a cold run, and end."""
-    _check_tier(host_tier)
+    """Start everything, show every way a prefix is reused, compare each with a cold run, and end.
+
+    Exit code 1 when a scene's expectation failed.
+    """
+    check_choice("--host-tier", host_tier, HOST_TIERS)
+    check_choice("--device", device, DEVICES)
     output = Output(as_json=json_)
     folder = _model(model, seed, output)
+    options = ClusterOptions(folder, host_tier=host_tier, device=device, pool_mb=DEMO_POOL_MB)
+    numbers = sorted(set(scene or range(1, len(SCENES) + 1)))
+    # As Ctrl-C: every child is ended before we are.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        results = run(play(ClusterOptions(folder, host_tier=host_tier), seed, output))
-    except ChildFailed as error:
+        results = run(play(options, seed, numbers, output))
+    except (ChildFailed, CannotStart) as error:
         fail(str(error))
-    output.show(scene_table(results))
+    output.show(scene_table(results, output.console.width))
     output.emit(as_json(results, folder))
-    if any(result.failures for result in results):
+    if not passed(results):
         raise typer.Exit(1)
 
 
@@ -101,36 +164,45 @@ async def _serve(options: ClusterOptions, output: Output) -> None:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
+            output.progress("stopping")
             starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
             return
         cluster = starting.result()
-        write_record(RunRecord(os.getpid(), cluster.cache, cluster.workers, cluster.cache_metrics))
-        try:
-            output.show(_addresses(cluster))
-            await stopping
-            output.progress("stopping")
-        finally:
-            remove_record()
+        record = RunRecord(os.getpid(), cluster.cache, cluster.workers, cluster.cache_metrics)
+        write_record(record)
+        output.show(_welcome(cluster))
+        output.emit(
+            {
+                "pid": record.pid,
+                "cache": cluster.cache,
+                "cache_metrics": cluster.cache_metrics,
+                "workers": dict(zip(cluster.worker_names, cluster.workers, strict=True)),
+                "host_tier": cluster.host_tier,
+            }
+        )
+        await stopping
+        output.progress("stopping")
 
 
-def _addresses(cluster: Cluster) -> RenderableType:
+def _welcome(cluster: Cluster) -> RenderableType:
     rows = [("cache service", cluster.cache), ("metrics", f"http://{cluster.cache_metrics}/metrics")]
     rows += list(zip(cluster.worker_names, cluster.workers, strict=True))
-    return table("Stemcache is running; Ctrl-C stops it", ("what", "address"), rows, left=2)
+    rows += [("host tier", cluster.host_tier), ("logs", plain(str(state_dir() / "logs")))]
+    return Group(
+        table("Stemcache is running; Ctrl-C stops it", ("what", "where"), rows, left=2),
+        "In another terminal, in the same folder:",
+        f'  stemcache generate "{PREVIEW}"   and the same again: it is cached now',
+        f'  stemcache explain "{PREVIEW} ..."   what is cached where, and why the rest is not',
+        "  stemcache top   pools, hit rates and leases, live",
+    )
 
 
 def _model(given: str, seed: int, output: Output) -> str:
     if given:
         return given
-    from worker_service.model.demo_model import make_demo_model
-
     folder = demo_model_folder(seed)
-    if not (folder / "model.safetensors").exists():
+    if not folder.exists():
         with output.working("making a small seeded model"):
-            make_demo_model(folder, seed)
+            make_demo_model_folder(folder, seed)
     return str(folder)
-
-
-def _check_tier(host_tier: str) -> None:
-    if host_tier not in HOST_TIERS:
-        fail(f"--host-tier: must be one of {', '.join(HOST_TIERS)}, not {host_tier!r}")

@@ -150,7 +150,10 @@ class Supervisor:
             self._on_event(f"{child.spec.name} ended with code {code}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
             child.restarts += 1
-            await child.start()
+            try:
+                await child.start()
+            except OSError as error:  # out of processes or disk, say; the delays go on
+                self._on_event(f"{child.spec.name} could not be started: {error}")
 
     async def stop(self) -> None:
         """End every child, last started first. Idempotent."""

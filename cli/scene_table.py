@@ -1,0 +1,48 @@
+"""The demo's table: what each scene reused, how long the first token took, and whether the answers agree.
+
+Knows results only. Nothing is cut on a terminal of 80 columns: there the titles move below the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from cli.output import milliseconds, plain, table
+from cli.scenes import SceneResult
+
+NUMBERS = ("requests", "prompt", "cached", "fetched", "computed", "TTFT\ncold", "TTFT\nwarm", "same\nanswer")
+# From here on the titles have a column, of 20 and more.
+TITLES_FROM_COLUMNS = 100
+
+
+def scene_table(results: Sequence[SceneResult], num_columns: int) -> RenderableType:
+    """For a terminal of `num_columns`."""
+    titled = num_columns >= TITLES_FROM_COLUMNS
+    head = ("", "scene") if titled else ("",)
+    rows = [[result.number, *([plain(result.title)] if titled else []), *_numbers(result)] for result in results]
+    return Group(table("", (*head, *NUMBERS), rows, left=len(head)), _remarks(results, titles=not titled))
+
+
+def _numbers(result: SceneResult) -> tuple[str, ...]:
+    if result.skipped:
+        return ("[yellow]skipped[/yellow]", *[""] * (len(NUMBERS) - 1))
+    counts = (f"{n:,}" for n in (result.requests, result.prompt, result.cached, result.fetched, result.computed))
+    same = "yes" if result.same_answer else "[red]NO[/red]"
+    # A scene that broke off has counted and timed nothing.
+    times = ("", "") if not result.requests else (milliseconds(result.cold_s), milliseconds(result.warm_s))
+    return (*counts, *times, same)
+
+
+def _remarks(results: Sequence[SceneResult], *, titles: bool) -> RenderableType:
+    remarks = Table.grid(padding=(0, 2))
+    for result in results:
+        lines = [f"[bold]{plain(result.title)}[/bold]"] if titles else []
+        lines += [plain(result.note)] if result.note else []
+        lines += [f"[yellow]skipped: {plain(result.skipped)}[/yellow]"] if result.skipped else []
+        lines += [f"[red]failed: {plain(failure)}[/red]" for failure in result.failures]
+        for at, line in enumerate(lines):
+            remarks.add_row(f" {result.number}" if at == 0 else "", line)
+    return remarks
