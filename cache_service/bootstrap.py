@@ -34,7 +34,7 @@ from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.lifecycle import stop_event
 from rpc.metrics import RpcMetrics
-from rpc.metrics_http import MetricsServer
+from rpc.metrics_http import serving_metrics
 from rpc.options import ServerLimits
 from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service
@@ -108,7 +108,7 @@ async def running(
             keys = host_keys
             gauge_of(registry, "host_keys_dropped", "Deletes and touches for want of room.", lambda: keys.num_dropped)
         await stack.enter_async_context(_ticking(Reaper(sessions, config.tick_ms / 1000)))
-        metrics = await stack.enter_async_context(_metrics(config, registry))
+        metrics = await stack.enter_async_context(serving_metrics(registry, config.metrics_listen))
         address = await stack.enter_async_context(_serving(config, sessions, watchers, registry))
         yield CacheService(epoch, manager, sessions, watchers, registry, address, metrics)
 
@@ -146,19 +146,6 @@ def _server(config: CacheConfig, sessions: Sessions, watchers: Watchers, registr
         [RpcMetrics(registry), with_request_id, errors_to_status(status.CODES), deadlines(config.call_timeout_s)],
         ServerLimits(max_message_bytes=config.max_message_mb << 20),
     )
-
-
-@asynccontextmanager
-async def _metrics(config: CacheConfig, registry: CollectorRegistry) -> AsyncIterator[HostPort | None]:
-    if not config.metrics_listen:
-        yield None
-        return
-    server = MetricsServer(registry)
-    address = await server.start(config.metrics_listen)
-    try:
-        yield address
-    finally:
-        await server.stop()
 
 
 @asynccontextmanager

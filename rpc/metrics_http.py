@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -62,6 +64,20 @@ class MetricsServer:
         if method != b"GET":
             return _response(b"405 Method Not Allowed", "text/plain", b"only GET is answered\n")
         return _response(b"200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry))
+
+
+@asynccontextmanager
+async def serving_metrics(registry: CollectorRegistry, address: str) -> AsyncIterator[HostPort | None]:
+    """The endpoint while the context is open, with its real port; None for an empty address."""
+    if not address:
+        yield None
+        return
+    server = MetricsServer(registry)
+    bound = await server.start(address)
+    try:
+        yield bound
+    finally:
+        await server.stop()
 
 
 def _response(status: bytes, content_type: str, body: bytes) -> bytes:

@@ -27,7 +27,7 @@ from rpc.errors import errors_to_status
 from rpc.health import NOT_SERVING, SERVING
 from rpc.lifecycle import stop_event
 from rpc.metrics import RpcMetrics
-from rpc.metrics_http import MetricsServer
+from rpc.metrics_http import serving_metrics
 from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service
 from rpc.settings import describe
@@ -246,7 +246,7 @@ async def running(config: WorkerConfig, compute: Compute) -> AsyncIterator[Worke
     """The worker, serving once it has a session; on exit it drains, says Goodbye, and closes."""
     worker = _Worker(config, compute)
     async with AsyncExitStack() as stack:
-        metrics = await stack.enter_async_context(_metrics(config, worker.registry))
+        metrics = await stack.enter_async_context(serving_metrics(worker.registry, config.metrics_listen))
         await worker.tier_watch.refresh()
         worker.address = await worker.server.start(config.listen)
         await worker.server.health.set_all(NOT_SERVING)
@@ -282,19 +282,6 @@ async def _follow_health(worker: _Worker) -> None:
     await worker.server.health.set_all(SERVING)
     await worker.engine.draining.wait()
     await worker.server.health.set_all(NOT_SERVING)
-
-
-@asynccontextmanager
-async def _metrics(config: WorkerConfig, registry: CollectorRegistry) -> AsyncIterator[HostPort | None]:
-    if not config.metrics_listen:
-        yield None
-        return
-    server = MetricsServer(registry)
-    address = await server.start(config.metrics_listen)
-    try:
-        yield address
-    finally:
-        await server.stop()
 
 
 async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str], None]) -> None:
