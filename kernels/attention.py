@@ -1,4 +1,4 @@
-"""What the two attention ops share: their argument checks, and attention of one sequence in plain torch.
+"""What the two attention ops share: their argument checks, and what both references hold.
 
 Knows neither phase, and nothing of Triton.
 """
@@ -22,8 +22,9 @@ from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout, PageShape
 
-# Query rows that are scored at once by the reference: bounds its memory, not its result.
-QUERY_BLOCK = 256
+# A weight below e^-64 of the largest counts as e^-64 in the references: no fp32 sum can tell, and numbers too small for
+# fp32's normal range slow a CPU's exponential and the product after it down by a factor of 50 to 200.
+LEAST_EXPONENT = -64.0
 
 SINK_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -109,47 +110,3 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
 def visible_start(position: int, window: int) -> int:
     """The first key that the query at this absolute position sees."""
     return max(0, position - window + 1) if window else 0
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    first_query: int,
-    first_key: int,
-    scale: float,
-    window: int,
-    sinks: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention in fp32 of queries [n, q_heads, dim] over keys and values [length, kv_heads, dim].
-
-    Query i stands at position first_query + i, key j at first_key + j; every query sees a key. A sink is one more
-    score of its head's rows, whose value is zero. Returns out [n, q_heads, dim], and fills `lse` [q_heads, n],
-    natural, where it is wanted.
-    """
-    count, q_heads, dim = q.shape
-    kv_heads, group = keys.shape[1], q_heads // keys.shape[1]
-    rows = (q.float() * scale).view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
-    rows = rows.reshape(kv_heads, group * count, dim)
-    scores = torch.bmm(rows, keys.float().permute(1, 2, 0))
-    if count > 1 or window:
-        _hide(scores.view(kv_heads * group, count, -1), first_query - first_key, window)
-    length = scores.shape[2]
-    if sinks is not None:
-        sink = sinks.float().repeat_interleave(count).view(kv_heads, group * count, 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    if lse is not None:
-        lse.copy_(torch.logsumexp(scores, dim=-1).view(q_heads, count))
-    out = torch.bmm(torch.softmax(scores, dim=-1)[..., :length], values.float().transpose(0, 1))
-    return out.view(kv_heads, group, count, dim).permute(2, 0, 1, 3).reshape(count, q_heads, dim)
-
-
-def _hide(scores: torch.Tensor, offset: int, window: int) -> None:
-    """Minus infinity for keys that lie behind their query or before its window; query 0 stands at key `offset`."""
-    query = torch.arange(offset, offset + scores.shape[1], device=scores.device).unsqueeze(1)
-    key = torch.arange(scores.shape[2], device=scores.device)
-    hidden = key > query
-    if window:
-        hidden |= key <= query - window
-    scores.masked_fill_(hidden, float("-inf"))

@@ -35,9 +35,3 @@ def _available(target: Target) -> Target:
 def target(request: pytest.FixtureRequest) -> Target:
     """Every implementation of an op that this process can run."""
     return _available(request.param)
-
-
-@pytest.fixture(params=[_INTERPRETER] if INTERPRETING else [_GPU])
-def triton_target(request: pytest.FixtureRequest) -> Target:
-    """The Triton kernels only."""
-    return _available(request.param)

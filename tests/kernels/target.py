@@ -22,11 +22,6 @@ class Target(NamedTuple):
         half = (torch.bfloat16, torch.float16)
         return half if self.device == "cuda" else (*half, torch.float32)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether bits are promised to survive every cut; the references promise fp32 rounding."""
-        return self.backend is Backend.TRITON
-
 
 REFERENCE = Target("cpu", Backend.REFERENCE)
 INTERPRETER = Target("cpu", Backend.TRITON)

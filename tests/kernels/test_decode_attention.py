@@ -85,6 +85,12 @@ def test_custom_scale_and_given_output(target: Target) -> None:
     assert_same_bits(out, run(case, target)[0])
 
 
+def test_scores_that_lie_far_apart(target: Target) -> None:
+    """Most weights are too small for fp32, and one key takes nearly everything."""
+    case = decoding([33, 300], CaseShape(device=target.device))
+    check(replace(case, q=case.q * 20), target)
+
+
 def test_padding_rows_give_zero(target: Target) -> None:
     """A captured batch is padded with rows of length 0 whose tables point at page 0."""
     case = decoding([40, 300], CaseShape(device=target.device))
