@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import grpc
+import grpc.aio
 import typer
 from rich.live import Live
 
 from cli.app import CacheOption, JsonOption, SaltOption, WorkerOption, app, find_cache, find_workers, run
 from cli.client import Answer, StemcacheClient, to_dict
 from cli.output import Output
-from cli.views import explanation_view, stats_view, words
+from cli.views import explanation_view, live_view, stats_view, words
 from protos.v1 import cache_pb2, types_pb2, worker_pb2
 
 TOKEN_BYTES = 4
@@ -47,15 +49,42 @@ def top(
     if json_:
         status(cache, json_=True)
         return
+    output = Output(as_json=False)
 
     async def watch() -> None:
         async with StemcacheClient(find_cache(cache), ()) as client:
-            with Live(stats_view(await client.stats()), auto_refresh=False) as live:
+            stats = await client.stats()
+            if not output.console.is_terminal:
+                await _print_looks(client, stats, interval, output)
+            with Live(console=output.console, screen=True, auto_refresh=False) as live:
                 while True:
+                    live.update(live_view(stats, output.console), refresh=True)
                     await asyncio.sleep(interval)
-                    live.update(stats_view(await client.stats()), refresh=True)
+                    stats = await _next_look(client, stats)
 
     run(watch())
+
+
+async def _print_looks(
+    client: StemcacheClient, stats: cache_pb2.StatsResponse, interval: float, output: Output
+) -> NoReturn:
+    """For a pipe or a file: one whole status after the other."""
+    while True:
+        output.show(stats_view(stats))
+        await asyncio.sleep(interval)
+        stats = await _next_look(client, stats)
+
+
+async def _next_look(client: StemcacheClient, last: cache_pb2.StatsResponse) -> cache_pb2.StatsResponse:
+    """The last look again while the cache service is away: it may be starting again."""
+    try:
+        return await client.stats()
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        for worker in last.workers:
+            worker.connected = False
+        return last
 
 
 @app.command()

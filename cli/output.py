@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -59,17 +59,16 @@ class Output:
             yield
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> RenderableType:
     """A table whose first `left` columns are text and the others numbers, aligned right.
 
     A cell's text may be rich markup; what comes from outside goes through `plain`.
     """
     made = Table(
-        title=title or None,
-        title_justify="left",
         header_style="bold",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        show_edge=False,
         # Room for ten columns on a terminal of 80.
         collapse_padding=True,
     )
@@ -77,7 +76,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
         made.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
-    return made
+    # Not rich's own title, which is folded to the table's width.
+    return Group(f"[italic]{title}[/italic]", made) if title else made
+
+
+def stacked(renderables: Sequence[RenderableType]) -> RenderableType:
+    """One below the other, with an empty line between."""
+    return Group(*(part for one in renderables for part in (one, "")))
 
 
 def plain(text: str) -> str:
@@ -89,5 +94,5 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:,.1f} ms"
 
 
-def mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+def binary_size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 10 << 30 else f"{num_bytes / 2**30:,.1f} GiB"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
-from cli.output import milliseconds, plain, table
+from cli.output import milliseconds, plain, stacked, table
 from cli.scenes import SceneResult
 
 NUMBERS = ("requests", "prompt", "cached", "fetched", "computed", "TTFT\ncold", "TTFT\nwarm", "same\nanswer")
@@ -23,7 +23,8 @@ def scene_table(results: Sequence[SceneResult], num_columns: int) -> RenderableT
     titled = num_columns >= TITLES_FROM_COLUMNS
     head = ("", "scene") if titled else ("",)
     rows = [[result.number, *([plain(result.title)] if titled else []), *_numbers(result)] for result in results]
-    return Group(table("", (*head, *NUMBERS), rows, left=len(head)), _remarks(results, titles=not titled))
+    numbers = table("", (*head, *NUMBERS), rows, left=len(head))
+    return stacked((numbers, _remarks(results, titles=not titled)))
 
 
 def _numbers(result: SceneResult) -> tuple[str, ...]:

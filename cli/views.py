@@ -7,19 +7,40 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 
-from cli.output import mebibytes, plain, table
+from cli.output import binary_size, plain, stacked, table
 from protos.v1 import cache_pb2, types_pb2
+
+NO_WORKER = "no worker is known to the cache service"
 
 
 def stats_view(stats: cache_pb2.StatsResponse) -> RenderableType:
     """The whole status as tables: workers, their tokens, misses and pools, the host tier."""
-    workers = sorted(stats.workers, key=lambda worker: worker.worker_id)
+    workers = _sorted(stats)
     if not workers:
-        return Group(_heading(stats), "no worker is known to the cache service", _host_table(stats.host_tier))
-    views = [_workers_table(stats, workers), _tokens_table(workers), _misses_table(workers), _pools_table(workers)]
-    return Group(*views, _host_table(stats.host_tier))
+        return stacked((_heading(stats), NO_WORKER, _host_table(stats.host_tier)))
+    views = [_workers_table(stats, workers), _tokens_table(workers), *_misses_table(workers), _pools_table(workers)]
+    return stacked((*views, _host_table(stats.host_tier)))
+
+
+def live_view(stats: cache_pb2.StatsResponse, console: Console) -> RenderableType:
+    """What of the status fits the terminal's height: what moves most comes first, and no table is cut."""
+    workers = _sorted(stats)
+    tables = [_tokens_table(workers), _pools_table(workers), _host_table(stats.host_tier)]
+    tables += [_workers_table(stats, workers), *_misses_table(workers)]
+    shown: list[RenderableType] = [_heading(stats) if workers else f"{_heading(stats)} · {NO_WORKER}"]
+    room = console.height - 3
+    for one in tables:
+        room -= len(console.render_lines(one, pad=False)) + 1
+        if room < 0:
+            break
+        shown.append(one)
+    return stacked(shown)
+
+
+def _sorted(stats: cache_pb2.StatsResponse) -> list[cache_pb2.WorkerStats]:
+    return sorted(stats.workers, key=lambda worker: worker.worker_id)
 
 
 def _heading(stats: cache_pb2.StatsResponse) -> str:
@@ -51,13 +72,14 @@ def _tokens_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
     return table("tokens of prompts", columns, rows)
 
 
-def _misses_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
-    """Why the rest of a prompt was not reused, counted in requests."""
+def _misses_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
+    """Why the rest of a prompt was not reused, counted in requests; no table before the first request."""
     reasons = sorted({reason for worker in workers for reason in worker.misses})
     if not reasons:
-        return ""
+        return []
     rows = [(plain(w.worker_id), *(f"{w.misses.get(reason, 0):,}" for reason in reasons)) for w in workers]
-    return table("requests by the reason of their miss", ("worker", *(r.replace("_", "\n") for r in reasons)), rows)
+    columns = ("worker", *(reason.replace("_", "\n") for reason in reasons))
+    return [table("requests, by why the rest of the prompt missed", columns, rows)]
 
 
 def _pools_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
@@ -77,8 +99,8 @@ def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
     row = (
         "[red]open[/red]" if tier.breaker_open else "closed",
         f"{tier.num_rows:,}",
-        mebibytes(tier.num_bytes),
-        mebibytes(tier.quota_bytes),
+        binary_size(tier.num_bytes),
+        binary_size(tier.quota_bytes),
         f"{tier.num_spilled_pages:,}",
         f"{tier.num_fetched_pages:,}",
         f"{tier.num_missing_pages:,}",
@@ -96,7 +118,7 @@ def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> R
     rows = [row for one in workers for row in _stretches(one)]
     title = f"{num_tokens:,} prompt tokens; {_verdict(workers[0])}"
     notes = [f"{plain(one.worker_id)}: {plain(note)}" for one in workers for note in one.notes]
-    return Group(table(title, ("worker", "tokens", "where", "why not", "count"), rows, left=4), *notes)
+    return Group(table(title, ("worker", "tokens", "where", "why not", "count"), rows, left=4), "", *notes)
 
 
 def _within_reach(one: cache_pb2.WorkerExplanation) -> int:

@@ -1,0 +1,181 @@
+"""The README's main job, `stemcache demo`, as a real process: every scene with the counts that it promises."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+from cli import serve
+from cli.__main__ import app
+from cli.demo import passed, play_scenes
+from cli.output import Output
+from cli.redis_server import find_redis_binary
+from cli.scenes import SceneResult, Stage
+from cli.traffic import system_prompt
+from tests.cli.command import Running, one_object
+
+PAGE = 16
+
+
+class Demo:
+    """One whole run: what it printed, and who was left."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        running = Running(folder, folder / "state", "demo", "--json", *arguments)
+        try:
+            self.code = running.wait()
+        finally:
+            running.end()
+        self.stderr = running.err.read_text()
+        self.children = running.seen
+        assert self.code == 0, self.stderr + running.out.read_text()
+        self.report = one_object(running.out.read_text())
+        self.scenes = {scene["number"]: scene for scene in self.report["scenes"]}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    return Demo(tmp_path_factory.mktemp("demo"))
+
+
+def test_every_scene_is_played_and_holds(demo: Demo) -> None:
+    assert demo.report["passed"] is True
+    assert sorted(demo.scenes) == [1, 2, 3, 4, 5, 6]
+    for scene in demo.scenes.values():
+        assert scene["failures"] == []
+        assert scene["same_answer"] is True
+        if not scene["skipped"]:
+            assert scene["prompt"] == scene["cached"] + scene["fetched"] + scene["computed"]
+            assert scene["cold_s"] > 0
+            assert scene["warm_s"] > 0
+
+
+def test_eight_at_once_cost_one_prefill(demo: Demo) -> None:
+    scene = demo.scenes[1]
+    # One token for each byte; the prompts part at the user's number.
+    shared = len((system_prompt(0, 24) + "User ").encode()) // PAGE * PAGE
+    assert scene["requests"] == 8
+    assert scene["cached"] >= 7 * shared
+    assert scene["computed"] <= scene["prompt"] - 7 * shared
+
+
+def test_the_sibling_of_a_request_that_still_decodes(demo: Demo) -> None:
+    scene = demo.scenes[2]
+    assert (scene["prompt"], scene["cached"], scene["computed"]) == (338, 336, 2)
+
+
+def test_the_second_turn_hits_what_the_first_one_generated(demo: Demo) -> None:
+    first_prompt = len((system_prompt(2, 10) + "Which tool comes first?\n").encode())
+    assert demo.scenes[3]["cached"] == (first_prompt + 40 - 1) // PAGE * PAGE
+
+
+def test_the_other_worker_fetches(demo: Demo) -> None:
+    scene = demo.scenes[4]
+    if find_redis_binary() is None:
+        assert scene["skipped"]
+        return
+    prompt = len(system_prompt(3, 30).encode())
+    usable = (prompt - 1) // PAGE * PAGE
+    assert (scene["prompt"], scene["cached"], scene["fetched"]) == (prompt, 0, usable)
+
+
+def test_the_killed_worker_came_back_and_traffic_saved_tokens(demo: Demo) -> None:
+    assert "worker-1 is back after 1 restart" in demo.scenes[5]["note"]
+    assert "worker-1 ended with code -9" in demo.stderr
+    traffic = demo.scenes[6]
+    assert traffic["requests"] > 20
+    assert traffic["cached"] + traffic["fetched"] > traffic["prompt"] // 2
+
+
+def test_progress_goes_to_stderr_and_no_child_is_left(demo: Demo) -> None:
+    assert all(f"scene {number} took" in demo.stderr for number in range(1, 7))
+    # Redis, the cache service, two workers, and the one that came back.
+    assert len(demo.children) >= (5 if find_redis_binary() else 4)
+    assert not [child for child in demo.children if child.alive()]
+
+
+def test_without_a_shared_tier_the_scene_says_so(tmp_path: Path) -> None:
+    demo = Demo(tmp_path, "--host-tier", "none", "--scene", "4", "--scene", "3")
+    assert sorted(demo.scenes) == [3, 4]
+    assert demo.report["passed"] is True
+    assert demo.scenes[4]["skipped"] == "no shared host tier"
+    assert demo.scenes[4]["requests"] == 0
+    assert demo.scenes[3]["cached"] > 0
+    assert not [child for child in demo.children if child.alive()]
+
+
+async def fine(stage: Stage) -> SceneResult:
+    """A scene that holds."""
+    return SceneResult("fine", requests=1)
+
+
+async def disappointing(stage: Stage) -> SceneResult:
+    """A scene that expects too much."""
+    result = SceneResult("disappointing", requests=1)
+    result.expect(False, "expected 336 cached, got 0")
+    return result
+
+
+async def breaking(stage: Stage) -> SceneResult:
+    """A scene that breaks off."""
+    raise ConnectionError("nobody [there]")
+
+
+STAGE = cast(Stage, None)  # none of these scenes looks at it
+
+
+async def test_a_failed_scene_is_reported_and_the_next_one_played() -> None:
+    results = await play_scenes({1: disappointing, 2: breaking, 3: fine}, STAGE, Output(as_json=True))
+    assert [result.number for result in results] == [1, 2, 3]
+    assert results[0].failures == ["expected 336 cached, got 0"]
+    assert results[1].failures == ["ConnectionError: nobody [there]"]
+    assert not results[1].same_answer
+    assert passed(results[2:])
+    assert not passed(results)
+
+
+@pytest.fixture
+def keep_signals() -> Iterator[None]:
+    kept = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, kept)
+
+
+@pytest.mark.usefixtures("keep_signals")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_failed_scene_makes_the_exit_code_non_zero(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(*arguments: Any) -> list[SceneResult]:
+        return await play_scenes({1: fine, 2: disappointing, 3: breaking}, STAGE, Output(as_json=as_json))
+
+    monkeypatch.setattr(serve, "play", play)
+    done = CliRunner().invoke(app, ["demo", "--model", "unused", *(["--json"] if as_json else [])])
+    assert done.exit_code == 1
+    if as_json:
+        report = one_object(done.stdout)
+        assert report["passed"] is False
+        assert report["scenes"][1]["failures"] == ["expected 336 cached, got 0"]
+    else:
+        assert "failed: expected 336 cached, got 0" in done.stdout
+        assert "failed: ConnectionError: nobody [there]" in done.stdout
+
+
+def answer(tokens: list[int], cached: int) -> Any:
+    return SimpleNamespace(
+        token_ids=tokens, first_token_s=0.1, usage=SimpleNamespace(cached_tokens=cached, fetched_tokens=0)
+    )
+
+
+def test_a_comparison_fails_for_another_answer_and_for_a_cold_run_that_was_warm() -> None:
+    same, other, warm_cold = SceneResult("same"), SceneResult("other"), SceneResult("warm")
+    same.compare([answer([1, 2], 16)], [answer([1, 2], 0)])
+    other.compare([answer([1, 2], 16)], [answer([1, 3], 0)])
+    warm_cold.compare([answer([1, 2], 16)], [answer([1, 2], 16)])
+    assert same.same_answer and not same.failures
+    assert not other.same_answer and other.failures == ["an answer differs from its cold run"]
+    assert warm_cold.failures == ["a cold run hit the cache"]
