@@ -7,9 +7,10 @@ and cannot fail.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.layout import Layout
 from cache_service.core.lease_table import Lease, full_end
 from cache_service.core.page_pool import unpack
 from cache_service.core.radix_node import Node
@@ -54,8 +55,8 @@ class Plan:
     total: int
     num_tokens: int
     fetches: bool
-    windows: dict[int, WindowPlan] = field(default_factory=dict)
-    snapshots: dict[int, int] = field(default_factory=dict)  # by STATE group: the slot to restore; 0: to be fetched
+    windows: dict[int, WindowPlan]
+    snapshots: dict[int, int]  # by STATE group: the slot to restore; 0: to be fetched
 
 
 def plan_acquire(cache: DeviceCache, acquire: Acquire, may_fetch: bool) -> Plan | Refusal:
@@ -115,33 +116,41 @@ def never_fits(cache: DeviceCache, acquire: Acquire) -> str:
         if total + acquire.reserve_pages > spec.num_pages:
             wanted = f"{total} pages" + (f" and a reserve of {acquire.reserve_pages}" if acquire.reserve_pages else "")
             return f"{num_tokens} tokens take {wanted}; group {spec.name} has {spec.num_pages}"
-    first_chunk = layout.pages(min(num_tokens, acquire.chunk_tokens or num_tokens))
     for group in layout.window:
         spec = layout.specs[group]
+        first_chunk = layout.pages(min(num_tokens, acquire.chunk_tokens or num_tokens))
         if first_chunk > spec.num_pages:
             return f"the first chunk takes {first_chunk} pages; group {spec.name} has {spec.num_pages}"
     return ""
 
 
 def _plan_at(cache: DeviceCache, acquire: Acquire, found: Survey, boundary: int, num_tokens: int) -> Plan:
-    layout = cache.layout
-    fetches = boundary > found.usable
-    match = found.match(layout.page_tokens)
+    layout, match, matched = cache.layout, found.match(cache.layout.page_tokens), found.matched
     if boundary < found.usable:  # the pool can never hold the window before the usable boundary
         limiting = layout.specs[layout.window[0]].name
         match = match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
-    base = min(found.matched, boundary)
+    base = boundary if boundary < matched else matched
     plan = Plan(
-        survey=found,
-        match=match,
-        boundary=boundary,
-        usable=min(found.usable, boundary),
-        base=base,
-        place=locate(found.walk, base),
-        total=layout.pages(num_tokens),
-        num_tokens=num_tokens,
-        fetches=fetches,
+        found,
+        match,
+        boundary,
+        min(found.usable, boundary),
+        base,
+        found.walk if base == matched else locate(found.walk, base),
+        layout.pages(num_tokens),
+        num_tokens,
+        boundary > found.usable,
+        {},
+        {},
     )
+    if layout.sparse:
+        _plan_sparse(plan, layout, acquire)
+    return plan
+
+
+def _plan_sparse(plan: Plan, layout: Layout, acquire: Acquire) -> None:
+    """Windows of the first chunk, and the snapshots at the boundary."""
+    found, boundary, num_tokens = plan.survey, plan.boundary, plan.num_tokens
     start = boundary * layout.page_tokens
     end = layout.pages(min(num_tokens, start + (acquire.chunk_tokens or num_tokens)))
     for group in layout.window:
@@ -154,7 +163,6 @@ def _plan_at(cache: DeviceCache, acquire: Acquire, found: Survey, boundary: int,
             at = (boundary - 1) * PAGE_ID_BYTES
             slot = found.sparse_ids[group][at : at + PAGE_ID_BYTES]
             plan.snapshots[group] = int.from_bytes(slot, "little")
-    return plan
 
 
 def _can_never_hold(cache: DeviceCache, plan: Plan) -> bool:
@@ -164,12 +172,16 @@ def _can_never_hold(cache: DeviceCache, plan: Plan) -> bool:
 def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str:
     """Which group has too few pages for the plan; empty when it fits."""
     layout = cache.layout
-    if layout.full:
-        spare = cache.tree.evictable_pages - evictable_hits(plan)
-        need = plan.total - plan.base
-        for group in layout.full:
-            if cache.pools[group].num_free + spare < need + reserve:
-                return f"group {layout.specs[group].name} lacks pages"
+    spare = cache.tree.evictable_pages - evictable_hits(plan)
+    need = plan.total - plan.base + reserve
+    for group in layout.full:
+        if cache.pools[group].num_free + spare < need:
+            return f"group {layout.specs[group].name} lacks pages"
+    return _lacks_sparse(cache, plan) if layout.sparse else ""
+
+
+def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str:
+    layout = cache.layout
     for group, window in plan.windows.items():
         pages = cache.sparse[group]
         hits = sum(map(pages.is_evictable, window.hits.values()))
@@ -185,9 +197,7 @@ def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str:
 
 
 def locate(walk: Walk, base: int) -> Walk:
-    """The part of a walk that ends at page number `base`."""
-    if base == walk.end:
-        return walk
+    """The part of a walk that ends at page number `base`, before the walk's own end."""
     if base == 0:
         return Walk(walk.node.root, None, 0, False)
     node = walk.child if walk.child is not None and walk.pages else walk.node
@@ -214,10 +224,11 @@ def evictable_hits(plan: Plan) -> int:
 def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
     """Which group has too few pages for a length of `total` pages; empty when it fits."""
     layout = cache.layout
-    need = total - full_end(layout, lease)
-    for group in layout.full:
-        if cache.pools[group].num_free + cache.tree.evictable_pages < need:
-            return f"group {layout.specs[group].name} lacks pages"
+    if layout.full:
+        need = total - full_end(layout, lease) - cache.tree.evictable_pages
+        for group in layout.full:
+            if cache.pools[group].num_free < need:
+                return f"group {layout.specs[group].name} lacks pages"
     for group in layout.window:
         if cache.sparse[group].num_available < total - lease.windows[group].end:
             return f"group {layout.specs[group].name} lacks pages"

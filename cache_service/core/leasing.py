@@ -18,7 +18,6 @@ from cache_service.core.types import (
     Extend,
     ExtendGrant,
     Grant,
-    GroupKind,
     GroupPages,
     PageId,
     Refusal,
@@ -81,32 +80,43 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     cache.tree.pin(node)
     if cache.marks_uses or acquire.priority:
         _mark_use(cache, node, acquire.priority)
-    for group, window in plan.windows.items():
-        cache.sparse[group].read(window.hits.values())
-    restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
-    for held in restore:
-        cache.sparse[held.group].read((held.slot,))
+    lease = Lease(
+        acquire.sequence_id,
+        acquire.namespace,
+        acquire.tokens,
+        node,
+        plan.base,
+        plan.boundary * cache.layout.page_tokens,
+        acquire.priority,
+        acquire.chunk_tokens,
+        plan.boundary,
+        plan.survey.matched,
+        [bytearray()] * len(cache.layout.specs),
+        {},
+    )
+    if cache.sparse:
+        _read_hits(cache, lease, plan)
     need = plan.total - plan.base
     cache.make_room(need)
-    private = [bytearray()] * len(cache.layout.specs)
     for group in cache.layout.full:
-        private[group] = bytearray(cache.pools[group].take(need))
-    return Lease(
-        sequence_id=acquire.sequence_id,
-        namespace=acquire.namespace,
-        prompt=acquire.tokens,
-        node=node,
-        published=plan.base,
-        computed=plan.boundary * cache.layout.page_tokens,
-        priority=acquire.priority,
-        chunk_tokens=acquire.chunk_tokens,
-        resumed=plan.boundary,
-        matched=plan.survey.matched,
-        private=private,
-        windows={group: _take_window(cache, group, plan) for group in cache.layout.window},
-        working=tuple(HeldSlot(group, cache.sparse[group].take(1)[0]) for group in cache.layout.state),
-        restore=restore,
-    )
+        lease.private[group] = bytearray(cache.pools[group].take(need))
+    if cache.sparse:
+        _take_sparse(cache, lease, plan)
+    return lease
+
+
+def _read_hits(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
+    """Before anything is evicted."""
+    for group, window in plan.windows.items():
+        cache.sparse[group].read(window.hits.values())
+    lease.restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
+    for held in lease.restore:
+        cache.sparse[held.group].read((held.slot,))
+
+
+def _take_sparse(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
+    lease.windows = {group: _take_window(cache, group, plan) for group in cache.layout.window}
+    lease.working = tuple(HeldSlot(group, cache.sparse[group].take(1)[0]) for group in cache.layout.state)
 
 
 def _take_window(cache: DeviceCache, group: int, plan: Plan) -> WindowHold:
@@ -187,19 +197,18 @@ def _slots(held: tuple[HeldSlot, ...], boundary: int) -> tuple[SnapshotSlot, ...
 
 def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
     """Block tables from page 0 on; NO_PAGE where a window no longer reaches."""
-    out = []
-    for group, spec in enumerate(cache.layout.specs):
-        if spec.kind == GroupKind.FULL:
-            out.append(GroupPages(group, 0, _shared_pages(lease.node, group) + lease.private[group]))
-        elif spec.kind == GroupKind.WINDOW:
-            hold = lease.windows[group]
+    out = [GroupPages(group, 0, _page_ids(lease, group)) for group in cache.layout.full]
+    if lease.windows:
+        for group, hold in lease.windows.items():
             out.append(GroupPages(group, 0, bytes(holes(hold.first)) + pack(hold.page_ids)))
+        out.sort()
     return tuple(out)
 
 
-def _shared_pages(node: Node, group: int) -> bytes:
-    parts: list[bytes | bytearray] = []
-    step = node
+def _page_ids(lease: Lease, group: int) -> bytes:
+    """The shared pages of the path, then the lease's own."""
+    parts: list[bytes | bytearray] = [lease.private[group]]
+    step = lease.node
     while step.parent is not None:
         parts.append(step.pages[group])
         step = step.parent
@@ -225,7 +234,8 @@ def plan_again(cache: DeviceCache, lease: Lease, may_fetch: bool) -> Grant | Ref
 
 
 def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Refusal:
-    total = cache.layout.pages(extend.num_tokens)
+    layout = cache.layout
+    total = layout.pages(extend.num_tokens)
     never = _can_never_extend(cache, lease, total)
     detail = never or lacks_for_extend(cache, lease, total)
     if detail:
@@ -233,21 +243,20 @@ def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Re
         reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
         return Refusal(extend.sequence_id, reason, detail)
     pages = []
-    held = full_end(cache.layout, lease)
-    if total > held:
+    held = full_end(layout, lease)
+    if total > held and layout.full:
         cache.make_room(total - held)
-        for group in cache.layout.full:
+        for group in layout.full:
             taken = cache.pools[group].take(total - held)
             lease.private[group] += taken
             pages.append(GroupPages(group, held, taken))
-    for group in cache.layout.window:
-        hold = lease.windows[group]
+    if not layout.sparse:
+        return ExtendGrant(extend.sequence_id, tuple(pages))
+    for group, hold in lease.windows.items():
         if total > hold.end:
             ids = cache.sparse[group].take(total - hold.end)
             pages.append(GroupPages(group, hold.end, pack(ids)))
             hold.page_ids += ids
-    if not cache.sparse:
-        return ExtendGrant(extend.sequence_id, tuple(pages))
     cache.trim_all()
     pages.sort()
     return ExtendGrant(extend.sequence_id, tuple(pages), _offer_leave(cache, lease, extend.num_tokens))
@@ -255,11 +264,13 @@ def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Re
 
 def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
     layout = cache.layout
-    for group in (*layout.full, *layout.window):
+    for group in layout.full:
         spec = layout.specs[group]
-        first = 0
-        if spec.kind == GroupKind.WINDOW:  # what a launch from the last extend's end on reads
-            first = max(lease.windows[group].first, window_start(lease.room, spec, layout.page_tokens))
+        if total > spec.num_pages:
+            return f"{total} pages at once; group {spec.name} has {spec.num_pages}"
+    for group, hold in lease.windows.items():
+        spec = layout.specs[group]  # a launch from the last extend's end on reads the window before it
+        first = max(hold.first, window_start(lease.room, spec, layout.page_tokens))
         if total - first > spec.num_pages:
             return f"{total - first} pages at once; group {spec.name} has {spec.num_pages}"
     return ""
@@ -269,10 +280,10 @@ def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
 
 
 def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason) -> None:
-    if reason is ReleaseReason.FINISHED and lease.fetch is None:
-        publishing.publish_rolling(cache, lease)
     if lease.fetch is not None:
         fetching.orphan(cache, lease)
+    elif lease.rolling and reason is ReleaseReason.FINISHED:
+        publishing.publish_rolling(cache, lease)
     drop_holdings(cache, lease)
     cache.leases.remove(lease.sequence_id)
 
@@ -281,10 +292,15 @@ def drop_holdings(cache: DeviceCache, lease: Lease) -> None:
     """Everything that the lease still holds; what is unpublished goes free."""
     for group in cache.layout.full:
         cache.pools[group].give(lease.private[group])
+    if cache.sparse:
+        _drop_sparse(cache, lease)
+    cache.unpin(lease.node)
+
+
+def _drop_sparse(cache: DeviceCache, lease: Lease) -> None:
     for group, hold in lease.windows.items():
         cache.sparse[group].drop(hold.page_ids, Rank.WARM)
     for held in (*lease.working, *lease.rolling, *lease.restore):
         cache.sparse[held.group].drop((held.slot,), Rank.WARM)
     for leave in lease.leave:
         cache.sparse[leave.group].drop((leave.slot,), Rank.WARM)
-    cache.unpin(lease.node)

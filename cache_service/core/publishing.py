@@ -47,13 +47,9 @@ def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> R
     end = computed // cache.layout.page_tokens
     if end > lease.published:
         remaps = publish_pages(cache, lease, end)
-    if lease.leave:
+    if cache.sparse:
         _publish_snapshots(cache, lease)
-    if lease.restore and computed > lease.resumed * cache.layout.page_tokens:
-        for held in lease.restore:
-            cache.sparse[held.group].drop((held.slot,), Rank.WARM)
-        lease.restore = ()
-    if lease.windows:
+        _drop_restored(cache, lease)
         _slide_windows(cache, lease)
     return Remap(lease.sequence_id, tuple(remaps)) if remaps else None
 
@@ -135,6 +131,14 @@ def _remap_full(cache: DeviceCache, lease: Lease, node: Node, page: int, remaps:
         if own != canonical:
             cache.pools[group].give(own)
             remaps.append(GroupPages(group, page, canonical))
+
+
+def _drop_restored(cache: DeviceCache, lease: Lease) -> None:
+    """The launch that restored the snapshots is reported."""
+    if lease.computed > lease.resumed * cache.layout.page_tokens:
+        for held in lease.restore:
+            cache.sparse[held.group].drop((held.slot,), Rank.WARM)
+        lease.restore = ()
 
 
 def _fill_windows(cache: DeviceCache, lease: Lease, runs: list[Run], remaps: list[GroupPages]) -> None:

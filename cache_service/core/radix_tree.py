@@ -252,22 +252,13 @@ class RadixTree:
 
     def cut(self, node: Node, count: int) -> list[Packed]:
         """Take the last `count` resident pages off an unpinned leaf; answers them, group by group."""
-        keep = node.resident - count
-        at = keep * PAGE_ID_BYTES
         removed = node.pages
-        if keep:
-            removed = [pages[at:] for pages in removed]
-            node.pages = [_head(pages, at) for pages in node.pages]
-            if node.queue is not None:
-                self.policy.shrunk(node, count)
-            node.resident = keep
-        else:
+        if count == node.resident:
             node.pages = [b""] * len(removed)
+            node.hashes.clear()
             self._empty(node)
-        if node.hashes:
-            del node.hashes[keep * HASH_BYTES :]
-        if node.spilled > keep:
-            node.spilled = keep
+        else:
+            removed = self._shorten(node, node.resident - count)
         self.evictable_pages -= count
         # The pages become ghosts; beyond the limit the oldest are forgotten.
         self.ghosts.setdefault(node)
@@ -276,11 +267,22 @@ class RadixTree:
             self.forget(next(iter(self.ghosts)))
         return removed
 
+    def _shorten(self, node: Node, keep: int) -> list[Packed]:
+        at = keep * PAGE_ID_BYTES
+        removed = [pages[at:] for pages in node.pages]
+        node.pages = [_head(pages, at) for pages in node.pages]
+        if node.queue is not None:
+            self.policy.shrunk(node, node.resident - keep)
+        node.resident = keep
+        del node.hashes[keep * HASH_BYTES :]
+        node.spilled = min(node.spilled, keep)
+        return removed
+
     def _empty(self, node: Node) -> None:
         """The node loses its last page; a parent that becomes a leaf by this ranks as just used."""
         if node.queue is not None:
             self.policy.remove(node)
-        node.resident = 0
+        node.resident = node.spilled = 0
         parent = node.parent
         assert parent is not None
         parent.live_children -= 1
@@ -294,10 +296,10 @@ class RadixTree:
     def forget(self, node: Node) -> None:
         """Forget the ghosts of a node whose children have none left."""
         del self.ghosts[node]
-        at = node.resident * self.page_bytes
-        self.ghost_pages -= (len(node.key) - at) // self.page_bytes
-        if at:
-            node.key = _head(node.key, at)
+        size = self.page_bytes
+        self.ghost_pages -= len(node.key) // size - node.resident
+        if node.resident:
+            node.key = _head(node.key, node.resident * size)
         else:
             self._detach(node)
 

@@ -151,18 +151,19 @@ def check_ack(cache: DeviceCache, ack: Ack, where: str) -> None:
 
 def check_publish(cache: DeviceCache, publish: Publish, where: str) -> Lease:
     lease = _running_lease(cache, publish.sequence_id, where)
-    if len(publish.tokens) % TOKEN_BYTES:
-        raise InvalidInput(f"{where}.tokens", f"{len(publish.tokens)} bytes are no whole number of int32 tokens")
-    num_tokens = lease.num_tokens + len(publish.tokens) // TOKEN_BYTES
+    computed, num_bytes = publish.computed_tokens, len(publish.tokens)
+    if num_bytes % TOKEN_BYTES:
+        raise InvalidInput(f"{where}.tokens", f"{num_bytes} bytes are no whole number of int32 tokens")
+    num_tokens = lease.num_tokens + num_bytes // TOKEN_BYTES
     if num_tokens > cache.config.max_prompt_tokens:
         raise InvalidInput(f"{where}.tokens", f"{num_tokens} tokens; at most {cache.config.max_prompt_tokens}")
-    if publish.computed_tokens < lease.computed:
-        raise InvalidInput(f"{where}.computed_tokens", f"{publish.computed_tokens} is less than {lease.computed}")
-    if publish.computed_tokens > num_tokens:
-        raise InvalidInput(f"{where}.computed_tokens", f"{publish.computed_tokens} of {num_tokens} accepted tokens")
+    if computed < lease.computed:
+        raise InvalidInput(f"{where}.computed_tokens", f"{computed} is less than {lease.computed}")
+    if computed > num_tokens:
+        raise InvalidInput(f"{where}.computed_tokens", f"{computed} of {num_tokens} accepted tokens")
     granted = granted_pages(cache, lease)
-    if granted is not None and publish.computed_tokens > granted * cache.layout.page_tokens:
-        raise InvalidInput(f"{where}.computed_tokens", f"{publish.computed_tokens} lies beyond {granted} granted pages")
+    if granted is not None and computed > granted * cache.layout.page_tokens:
+        raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {granted} granted pages")
     return lease
 
 

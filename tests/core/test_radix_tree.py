@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.eviction import Lru
+from cache_service.core.eviction import Lru, SegmentedLru
 from cache_service.core.page_pool import pack, unpack
 from cache_service.core.radix_node import Node
 from cache_service.core.radix_tree import RadixTree
@@ -167,3 +167,17 @@ def below(node: Node) -> list[Node]:
     for child in nodes:
         nodes.extend(child.children.values())
     return nodes
+
+
+def test_slru_counts_out_what_a_cut_takes() -> None:
+    """Two protected leaves fill the share; once one is cut away whole, another fits without a demotion."""
+    tree = RadixTree(PAGE, 1, SegmentedLru(5), 100)  # protects four pages
+    leaves = [put(tree, tree.root(NS), tokens(n, n, n, n), 2 * n) for n in (1, 2, 3)]
+    for leaf in leaves:
+        tree.pin(leaf)
+        leaf.uses = 1
+    tree.unpin(leaves[0])
+    tree.unpin(leaves[1])
+    tree.cut(leaves[0], 2)
+    tree.unpin(leaves[2])
+    assert [leaf.uses for leaf in leaves[1:]] == [1, 1]
