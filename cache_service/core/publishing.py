@@ -99,13 +99,13 @@ def _descend(cache: DeviceCache, lease: Lease, end: int, remaps: list[GroupPages
             node.priority = lease.priority
             runs.append(Run(node, page, end, True))
             break
-        common = tree.common_pages(child, tokens, pos, limit)
         if child.resident:
-            common = min(common, child.resident)
+            common = tree.common_pages(child, tokens, pos, min(limit, pos + child.resident * size))
             node = tree.split(child, common) if common * size < len(child.key) else child
             _remap_full(cache, lease, node, page, remaps)
             runs.append(Run(node, page, page + common, False))
         else:
+            common = tree.common_pages(child, tokens, pos, limit)
             node = tree.revive(child, _own(cache, lease, page, page + common), common)
             node.priority = lease.priority
             runs.append(Run(node, page, page + common, True))

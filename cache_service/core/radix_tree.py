@@ -91,13 +91,15 @@ class RadixTree:
                 pos += len(key)
                 node = child
                 continue
-            pages = self.common_pages(child, tokens, pos, limit)
-            return Walk(node, child, min(pages, child.resident), pages > child.resident)
+            # One page beyond the resident ones says whether ghosts go on; how far does not matter here.
+            held = child.resident
+            pages = self.common_pages(child, tokens, pos, min(limit, pos + (held + 1) * size))
+            return Walk(node, child, min(pages, held), pages > held)
         return Walk(node, None, 0, False)
 
     def common_pages(self, node: Node, tokens: bytes, pos: int, limit: int) -> int:
         """Leading pages of the node, ghosts included, that tokens[pos:limit] share; the first one is known to match."""
-        size, key = self.page_bytes, node.key
+        size, key = self.page_bytes, memoryview(node.key)
         end = min(len(key), limit - pos)
         low = high = size
         step = _FIRST_PAGES * size
