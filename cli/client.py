@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -166,10 +166,24 @@ async def wait_serving(address: str) -> None:
 
 
 def to_dict(message: Message) -> dict[str, object]:
-    """A message as JSON-ready values, packed fields left out."""
-    from google.protobuf.json_format import MessageToDict
-
-    made: dict[str, object] = MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    """A message as JSON-ready values: numbers stay numbers (protobuf's own JSON makes strings of the large ones)."""
+    made: dict[str, object] = {}
+    for one in message.DESCRIPTOR.fields:
+        value = getattr(message, one.name)
+        if isinstance(value, Message) and not message.HasField(one.name):
+            continue
+        enum = one.enum_type.values_by_number if one.enum_type else {}
+        made[one.name] = _json_value(value, {number: known.name for number, known in enum.items()})
     return made
+
+
+def _json_value(value: object, enum_names: Mapping[int, str]) -> object:
+    if isinstance(value, Message):
+        return to_dict(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_json_value(item, enum_names) for item in value]
+    return enum_names.get(value, value) if isinstance(value, int) else value

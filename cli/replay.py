@@ -5,16 +5,15 @@ Knows the command line only; cache_service/replay.py does the work.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 
-from cache_service.core.errors import CacheError
+from cache_service.config import POLICIES
 from cache_service.replay import Replay, Request, make_manager, read_trace, replay
-from cli.app import JsonOption, app, fail
+from cli.app import JsonOption, app, check_choice, fail
 from cli.output import Output, table
 
 
@@ -23,20 +22,18 @@ def replay_command(
     trace: Annotated[Path, typer.Argument(help="One JSON object a line: input_length, output_length, hash_ids.")],
     pages: Annotated[int, typer.Option("--pages", min=0, help="Pages of the pool; 0: unlimited.")] = 200_000,
     page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, max=4096)] = 16,
-    policy: Annotated[str, typer.Option("--policy", help="lru, slru or priority.")] = "lru",
+    policy: Annotated[str, typer.Option("--policy", help=f"Eviction policy: {', '.join(POLICIES)}.")] = "lru",
     requests: Annotated[
         int | None, typer.Option("--requests", min=1, help="Only the first ones; default: all.")
     ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Acquire, publish and release each request of a trace in turn; print hit rate and speed."""
+    check_choice("--policy", policy, POLICIES)
     output = Output(as_json=json_)
     with output.working(f"reading {trace}"):
         expanded = _read(trace, requests)
-    try:
-        manager = make_manager(pages, page_tokens, policy)
-    except CacheError as error:
-        fail(str(error))
+    manager = make_manager(pages, page_tokens, policy)
     with output.working(f"replaying {len(expanded):,} requests"):
         figures = replay(manager, expanded)
     output.show(_figures_table(figures))
@@ -44,12 +41,15 @@ def replay_command(
 
 
 def _read(trace: Path, num_requests: int | None) -> list[Request]:
+    expanded: list[Request] = []
     try:
-        expanded = list(read_trace(trace, num_requests))
+        for request in read_trace(trace, num_requests):
+            expanded.append(request)  # one by one: their number tells the line of an error
     except OSError as error:
         fail(f"{trace}: {error.strerror}")
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        fail(f"{trace}: not a trace in Mooncake's format ({type(error).__name__}: {error})")
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        fail(f"{trace}: line {len(expanded) + 1} is not a request in Mooncake's format ({reason})")
     if not expanded:
         fail(f"{trace}: holds no request")
     return expanded

@@ -28,6 +28,16 @@ class Process(NamedTuple):
     def alive(self) -> bool:
         return _started(self.pid) == self.started
 
+    def kill(self) -> None:
+        """As by kill -9."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def is_a(self, marker: str) -> bool:
+        """Whether its command line has this marker, or it is the worker of this name."""
+        with contextlib.suppress(OSError):
+            return marker in self.command_line() or self.environment().get("STEMCACHE_WORKER_WORKER_ID") == marker
+        return False
+
     def command_line(self) -> str:
         return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
@@ -104,8 +114,8 @@ class Running:
         return now
 
     def child(self, marker: str) -> Process:
-        """The only child whose command line or name as a worker has this marker."""
-        found = [c for c in self.look() if marker in c.command_line() or _worker_id(c) == marker]
+        """The only child that is a `marker`."""
+        found = [child for child in self.look() if child.is_a(marker)]
         assert len(found) == 1, (marker, found)
         return found[0]
 
@@ -139,12 +149,6 @@ class Running:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-
-
-def _worker_id(process: Process) -> str:
-    with contextlib.suppress(OSError):
-        return process.environment().get("STEMCACHE_WORKER_WORKER_ID", "")
-    return ""
 
 
 def pauses(what: str) -> Iterator[None]:

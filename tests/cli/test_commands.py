@@ -1,0 +1,217 @@
+"""The commands against a real `stemcache up`: what they print, with --json and without, and how they fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tests.cli.command import Running, ask, one_object, pauses, stemcache
+from tests.cli.conftest import Service
+
+PAGE = 16
+
+
+def prompt_of(name: str) -> str:
+    """99 tokens, the test's own."""
+    return f"{name:.<99.99}"
+
+
+def test_generate_counts_what_it_reused(service: Service) -> None:
+    prompt = prompt_of("generate")
+    cold = ask(service.state, "generate", prompt, "--max-tokens", "8")
+    warm = ask(service.state, "generate", prompt, "--max-tokens", "8")
+    assert cold["worker"] == service.worker("worker-1")
+    assert (cold["usage"]["prompt_tokens"], cold["usage"]["cached_tokens"]) == (99, 0)
+    assert (warm["usage"]["cached_tokens"], warm["usage"]["computed_tokens"]) == (96, 3)
+    assert warm["token_ids"] == cold["token_ids"]
+    assert len(warm["token_ids"]) == 8
+    assert warm["finish_reason"] == "length"
+    salted = ask(service.state, "generate", prompt, "--max-tokens", "8", "--salt", "other")
+    assert salted["usage"]["cached_tokens"] == 0
+
+
+def test_generate_for_people(service: Service) -> None:
+    prompt = prompt_of("people")
+    asked = ask(service.state, "generate", prompt, "--max-tokens", "8")
+    done = stemcache(service.state, "generate", prompt, "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    text, counts = done.stdout.rstrip("\n").split("\n")
+    assert text == asked["text"]
+    assert "99 prompt tokens: 96 cached, 0 fetched, 3 computed" in counts
+
+
+def test_status_counts_requests_pages_and_misses(service: Service) -> None:
+    ask(service.state, "generate", prompt_of("status"), "--max-tokens", "1")
+    stats = ask(service.state, "status")
+    workers = {worker["worker_id"]: worker for worker in stats["workers"]}
+    assert set(workers) == {"worker-1", "worker-2"}
+    first = workers["worker-1"]
+    assert first["connected"] is True
+    assert first["num_requests"] >= 1
+    assert first["misses"]["never_seen"] >= 1
+    assert first["groups"][0]["num_pages"] - first["groups"][0]["num_free"] >= 99 // PAGE
+    shown = stemcache(service.state, "status").stdout
+    assert "worker-1" in shown
+    assert "policy lru" in shown
+    assert [word for word in shown.split() if word in ("never", "seen")] == ["never", "seen"]
+
+
+def test_explain_tells_what_is_where(service: Service) -> None:
+    prompt = prompt_of("explain")
+    ask(service.state, "generate", prompt, "--max-tokens", "1")
+    explained = ask(service.state, "explain", prompt[:60] + "another ending")
+    assert explained["prompt_tokens"] == 74
+    by_worker = {one["worker_id"]: one for one in explained["workers"]}
+    first = by_worker["worker-1"]["segments"]
+    assert [(s["num_tokens"], s["residence"]) for s in first] == [(48, "RESIDENCE_DEVICE"), (26, "RESIDENCE_MISSING")]
+    assert first[1]["miss_reason"] == "MISS_REASON_NEVER_SEEN"
+    assert by_worker["worker-2"]["match"]["usable_tokens"] == 0
+    shown = stemcache(service.state, "explain", prompt[:60] + "another ending").stdout
+    assert "74 prompt tokens; best on worker-1: 48 are there" in shown
+    assert "never seen" in shown
+
+
+def test_pin_says_how_many_tokens_it_holds(service: Service) -> None:
+    prompt = prompt_of("pin")
+    ask(service.state, "generate", prompt, "--max-tokens", "1")
+    assert ask(service.state, "pin", prompt)["pinned_tokens"] == 96
+    assert "96 cached tokens are unpinned" in stemcache(service.state, "pin", prompt, "--ttl", "0").stdout
+    assert ask(service.state, "pin", prompt_of("never asked"))["pinned_tokens"] == 0
+
+
+def test_clear_spares_what_is_in_use(service: Service, tmp_path: Path) -> None:
+    prompt, idle = prompt_of("clear"), prompt_of("idle")
+    ask(service.state, "generate", idle, "--max-tokens", "1")
+    busy = Running(tmp_path, service.state, "generate", prompt, "--max-tokens", "16000")
+    try:
+        for _ in pauses("the first token"):
+            if busy.out.stat().st_size:
+                break
+        refused = stemcache(service.state, "clear", "--json")
+        assert refused.returncode == 1
+        assert refused.stdout == ""
+        assert "FAILED_PRECONDITION" in refused.stderr
+        assert ask(service.state, "pin", idle)["pinned_tokens"] == 96, "a refused clear dropped something"
+        assert ask(service.state, "clear", "--unused")["num_pages"] >= 6
+        assert ask(service.state, "pin", idle)["pinned_tokens"] == 0
+        assert ask(service.state, "pin", prompt)["pinned_tokens"] == 96, "what was in use is gone"
+        assert busy.process.poll() is None
+        assert busy.interrupt() == 130
+    finally:
+        busy.end()
+    for _ in pauses("the end of the lease"):
+        done = stemcache(service.state, "clear")
+        if done.returncode == 0:
+            break
+    assert "dropped" in done.stdout
+
+
+def test_clear_of_one_tenant(service: Service) -> None:
+    prompt = prompt_of("tenants")
+    for salt in ("a", "b"):
+        ask(service.state, "generate", prompt, "--max-tokens", "1", "--salt", salt)
+    assert ask(service.state, "clear", "--salt", "a")["num_pages"] == 6
+    assert ask(service.state, "pin", prompt, "--salt", "a")["pinned_tokens"] == 0
+    assert ask(service.state, "pin", prompt, "--salt", "b")["pinned_tokens"] == 96
+
+
+def test_top_looks_again_and_again_until_interrupted(service: Service, tmp_path: Path) -> None:
+    top = Running(tmp_path, service.state, "top", "--interval", "0.1")
+    try:
+        for _ in pauses("a second look"):
+            if top.out.read_text().count("workers · policy lru") >= 2:
+                break
+        assert top.interrupt() == 130
+        assert "Traceback" not in top.err.read_text()
+    finally:
+        top.end()
+    assert len(ask(service.state, "top")["workers"]) == 2
+
+
+def test_doctor_finds_what_runs(service: Service) -> None:
+    report = ask(service.state, "doctor")
+    assert report["healthy"] is True
+    findings = {finding["what"]: finding for finding in report["findings"]}
+    assert findings["cache service"]["seen"] == service.cache
+    assert findings["sessions"]["seen"] == "2 connected"
+    assert findings["redis-server"]["ok"] is True
+
+
+def test_doctor_finds_what_is_broken(service: Service) -> None:
+    done = stemcache(service.state, "doctor", "--cache", "127.0.0.1:1", "--json")
+    assert done.returncode == 1
+    report = one_object(done.stdout)
+    assert report["healthy"] is False
+    assert [f["what"] for f in report["findings"] if f["ok"] is False] == ["cache service"]
+
+
+def test_a_second_up_is_refused_and_harms_nothing(service: Service) -> None:
+    done = stemcache(service.state, "up")
+    assert done.returncode == 1
+    assert "running here already" in done.stderr
+    assert len(ask(service.state, "status")["workers"]) == 2
+
+
+def test_the_password_of_redis_is_in_no_command_line_and_no_log(service: Service) -> None:
+    cache = service.running.child("cache_service")
+    url = cache.environment()["STEMCACHE_CACHE_REDIS_URL"]
+    password = url.split("@")[0].rpartition(":")[2]
+    assert len(password) >= 16
+    processes = service.running.look()
+    assert len(processes) == 4
+    assert all(password not in process.command_line() for process in processes)
+    logs = [
+        path for path in service.state.rglob("*") if path.suffix in (".log", ".json") and "models" not in path.parts
+    ]
+    assert {"cache.log", "redis.log", "worker-1.log", "run.json"} <= {path.name for path in logs}
+    written = [*logs, service.running.out, service.running.err]
+    assert [path.name for path in written if password in path.read_text(errors="replace")] == []
+
+
+def serving_again(service: Service, what: list[str]) -> None:
+    """Both sessions are there, and a request runs."""
+    for _ in pauses(f"{what} to serve again"):
+        done = stemcache(service.state, "status", "--json")
+        if done.returncode == 0 and sum(w["connected"] for w in one_object(done.stdout)["workers"]) == 2:
+            break
+
+
+@pytest.mark.parametrize("name", ["worker-1", "cache_service"])
+def test_a_killed_service_comes_back_where_it_was(service: Service, name: str) -> None:
+    address = service.cache if name == "cache_service" else service.worker(name)
+    prompt = prompt_of(name)
+    before = ask(service.state, "generate", prompt, "--max-tokens", "8", "--worker", service.worker("worker-1"))
+    killed = service.running.child(name)
+    killed.kill()
+    for _ in pauses(f"{name} at {address}"):
+        done = stemcache(service.state, "generate", prompt, "--worker", service.worker("worker-1"), "--json")
+        back = [c for c in service.running.look() if c != killed and c.is_a(name)]
+        if back and done.returncode == 0:
+            break
+    serving_again(service, [name])
+    after = ask(service.state, "generate", prompt, "--max-tokens", "8", "--worker", service.worker("worker-1"))
+    assert after["token_ids"] == before["token_ids"]
+    assert after["usage"]["cached_tokens"] == 96
+    assert f"{'cache' if name == 'cache_service' else name} ended with code -9" in service.running.err.read_text()
+
+
+def test_a_killed_redis_comes_back_where_it_was(service: Service) -> None:
+    url = service.running.child("cache_service").environment()["STEMCACHE_CACHE_REDIS_URL"]
+    killed = service.running.child("redis-server")
+    killed.kill()
+    with Redis.from_url(url, socket_timeout=5.0) as client:
+        for _ in pauses("Redis on its port"):
+            try:
+                client.ping()
+                break
+            except RedisError:
+                continue
+        assert service.running.child("redis-server") != killed
+        # Spills go there again: the second use of a prefix brings it to the host tier.
+        for _ in pauses("a spilled page"):
+            ask(service.state, "generate", prompt_of("redis"), "--max-tokens", "1")
+            if any(client.scan_iter(count=1000)) and ask(service.state, "status")["host_tier"]["num_rows"] > 0:
+                break
