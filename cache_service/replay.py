@@ -66,6 +66,8 @@ def read_trace(path: Path, num_requests: int | None = None) -> Iterator[Request]
                 return
             row = json.loads(line)
             blocks = b"".join(_block(hash_id) for hash_id in row["hash_ids"])
+            if not 0 < row["input_length"] <= len(blocks) // TOKEN_BYTES:
+                raise ValueError(f"input_length: {row['input_length']} is not within its hash ids' {BLOCK_TOKENS} each")
             output = array("i", ((k * 31 + number * 1_000_003) % VOCABULARY for k in range(row["output_length"])))
             yield Request(blocks[: row["input_length"] * TOKEN_BYTES], output.tobytes())
 
