@@ -191,6 +191,7 @@ def _welcome(cluster: Cluster) -> RenderableType:
     rows += [("host tier", cluster.host_tier), ("logs", plain(str(state_dir() / "logs")))]
     return Group(
         table("Stemcache is running; Ctrl-C stops it", ("what", "where"), rows, left=2),
+        "",
         "In another terminal, in the same folder:",
         f'  stemcache generate "{PREVIEW}"   and the same again: it is cached now',
         f'  stemcache explain "{PREVIEW} ..."   what is cached where, and why the rest is not',
