@@ -30,6 +30,9 @@ class Effects:
         self._host_keys = host_keys
 
     def flush(self) -> None:
+        num_lost = self._manager.take_num_lost_events()
+        if num_lost:
+            self._watchers.lose(num_lost)
         events = self._manager.take_events()
         if events:
             self._watchers.tell(events)

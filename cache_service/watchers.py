@@ -46,6 +46,12 @@ class Watchers:
                 for watcher in self._watchers:
                     watcher.put(message)
 
+    def lose(self, num_events: int) -> None:
+        """So many events will never be told; they came before the next one."""
+        self._seq += num_events
+        for watcher in self._watchers:
+            watcher.lose(num_events, self._seq)
+
     async def watch(self) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
         """Every event from now on. The first message has none: it says where the numbering stands."""
         if not self._max_watchers:
@@ -81,12 +87,16 @@ class _Watcher:
 
     def put(self, message: cache_pb2.WatchResponse) -> None:
         if len(self._queue) >= self._max_queued:
-            # A watcher with a gap must ask for the state anew, so what is queued before the gap is of no use.
-            self._num_lost += len(self._queue) + 1
-            self._last_lost = message.seq
-            self._queue.clear()
-        else:
-            self._queue.append(message)
+            self.lose(1, message.seq)
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def lose(self, num_events: int, last_seq: int) -> None:
+        """A watcher with a gap must ask for the state anew, so what is queued before the gap is of no use."""
+        self._num_lost += len(self._queue) + num_events
+        self._last_lost = last_seq
+        self._queue.clear()
         self._wake.set()
 
     def end(self) -> None:

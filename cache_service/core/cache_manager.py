@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from cache_service.core import adoption, leasing, overview, publishing, spilling, step_check, upkeep
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import InvalidInput, LeasesInScope, Superseded, TooMany, UnknownWorker
+from cache_service.core.event_log import EventLog
 from cache_service.core.host_tiers import HostTiers
 from cache_service.core.manager_config import ManagerConfig
 from cache_service.core.stats import ClearResult, ManagerStats
@@ -56,7 +57,7 @@ class CacheManager:
         self.tiers = HostTiers(config)
         self._superseded: dict[WorkerId, deque[str]] = {}
         self._ticket_ids = TicketIds()
-        self._events: list[Event] = []
+        self._events = EventLog(config.max_events)
 
     # Sessions.
 
@@ -72,7 +73,7 @@ class CacheManager:
             raise TooMany("hello.worker_id", f"more than {self.config.max_workers} workers")
         if worker is not None:
             self._supersede(worker)
-        record = self._events.append if self.config.watch else None
+        record = self._events.record if self.config.watch else None
         cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, record)
         self.workers[hello.worker_id] = Worker(hello, cache)
         self._prune_tiers()
@@ -110,7 +111,7 @@ class CacheManager:
         self.tiers.forget_worker(worker_id)
         del self.workers[worker_id]
         if self.config.watch:
-            self._events.append(Cleared(worker_id))
+            self._events.record(Cleared(worker_id))
 
     def disconnect(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> None:
         """The stream broke; the grace period begins. A stream of another incarnation does not count."""
@@ -120,6 +121,7 @@ class CacheManager:
 
     def goodbye(self, worker_id: WorkerId, now_ms: int) -> None:
         self._forget(self._worker(worker_id))
+        self._prune_tiers()
 
     def _worker(self, worker_id: WorkerId) -> Worker:
         worker = self.workers.get(worker_id)
@@ -222,10 +224,10 @@ class CacheManager:
 
     def _clear_all(self, caches: list[DeviceCache]) -> int:
         """One event says it all, after everything is gone."""
-        before = len(self._events)
+        self._events.pause()
         num_pages = sum(upkeep.drop_unused(cache, None) for cache in caches)
-        del self._events[before:]
-        self._events.append(Cleared(None))
+        self._events.resume()
+        self._events.record(Cleared(None))
         return num_pages
 
     def stats(self) -> ManagerStats:
@@ -239,6 +241,7 @@ class CacheManager:
         for worker in list(self.workers.values()):
             if worker.gone_since_ms is not None and now_ms - worker.gone_since_ms >= self.config.grace_ms:
                 self._forget(worker)
+                self._prune_tiers()
             else:
                 upkeep.tick(worker.cache, now_ms)
         self.tiers.tick(now_ms)
@@ -249,9 +252,11 @@ class CacheManager:
         return spilling.next_orders(worker.cache) if worker is not None and worker.connected else ()
 
     def take_events(self) -> tuple[Event, ...]:
-        events = tuple(self._events)
-        self._events.clear()
-        return events
+        return self._events.take()
+
+    def take_num_lost_events(self) -> int:
+        """Events that were dropped because nobody took them in time; they came before those still to be taken."""
+        return self._events.take_num_lost()
 
     def take_host_deletes(self) -> tuple[bytes, ...]:
         """Keys to unlink."""

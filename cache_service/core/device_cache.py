@@ -79,8 +79,8 @@ class DeviceCache:
 
     def make_room(self, count: int) -> None:
         """Evict until every FULL group has `count` free pages."""
-        for group in self.layout.full:
-            self.evict(count - self.pools[group].num_free)
+        for pool in self.pools.values():
+            self.evict(count - pool.num_free)
 
     def evict(self, count: int) -> None:
         """Cut exactly `count` pages off the tails of the policy's victims."""

@@ -6,7 +6,7 @@ What the store is to do (keys to delete, keys whose time to live is to be refres
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +15,12 @@ from cache_service.core.types import HASH_BYTES, Namespace, PageHash
 
 # Refreshing a key's time to live is best effort; so many may wait.
 MAX_TOUCHES = 65_536
+
+# Keys that nobody came to delete die by their time to live.
+MAX_DELETES = 1_048_576
+
+# Rows of which a scan has seen some rank but not all; beyond so many the oldest wait for the next scan.
+MAX_HALF_SEEN = 262_144
 
 
 @dataclass(slots=True)
@@ -75,11 +81,11 @@ class HashIndex:
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
         self.num_ranks: dict[bytes, int] = {}  # by fingerprint
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
-        self.deletes: list[bytes] = []
+        self.deletes: deque[bytes] = deque(maxlen=MAX_DELETES)
         self.touches: dict[bytes, None] = {}
         self.counters = HostCounters()
         self._key_prefix = key_prefix
-        self._seen_ranks: dict[bytes, int] = {}  # scanned rows of which some rank is still to be seen
+        self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
 
     def groups(self, fingerprint: bytes, page_hash: bytes) -> int:
         """Groups that can be fetched; none while the breaker is open."""
@@ -137,6 +143,8 @@ class HashIndex:
         seen = self._seen_ranks.get(seen_key, 0) | 1 << key.rank
         if seen != (1 << ranks) - 1:
             self._seen_ranks[seen_key] = seen
+            if len(self._seen_ranks) > MAX_HALF_SEEN:
+                self._seen_ranks.popitem(last=False)
             return False
         self._seen_ranks.pop(seen_key, None)
         self.add(key.fingerprint, key.page_hash, 1 << key.group, None)

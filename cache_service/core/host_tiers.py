@@ -31,9 +31,9 @@ class HostTiers:
             return None
         is_shared = hello.host_tier is HostTierKind.SHARED
         if is_shared:
-            index = self.shared.get(hello.host_tier_id)
-            if index is None:
-                index = self.shared[hello.host_tier_id] = self._make(is_shared)
+            # Last named, last in the order: what is pruned was named longest ago.
+            index = self.shared.pop(hello.host_tier_id, None) or self._make(is_shared)
+            self.shared[hello.host_tier_id] = index
         else:
             index = self.private[hello.worker_id] = self._make(is_shared)
         index.num_ranks[hello.fingerprint] = hello.num_ranks

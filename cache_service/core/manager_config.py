@@ -29,12 +29,20 @@ class ManagerConfig:
     breaker_failures: int = 3
     breaker_ms: int = 5_000
     watch: bool = False
+    max_events: int = 65_536
     key_prefix: bytes = b"stemcache:1:"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise InvalidInput("policy", f"{self.policy!r} is not one of {', '.join(POLICIES)}")
-        for name in ("max_workers", "max_live_sequences", "max_prompt_tokens", "transfer_pages", "breaker_failures"):
+        for name in (
+            "max_workers",
+            "max_live_sequences",
+            "max_prompt_tokens",
+            "transfer_pages",
+            "breaker_failures",
+            "max_events",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, "must be at least 1")
         for name in ("host_quota_bytes", "grace_ms", "max_open_tickets", "ghost_factor", "breaker_ms"):

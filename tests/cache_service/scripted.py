@@ -61,6 +61,9 @@ class ScriptedManager:
         events, self.events = tuple(self.events), []
         return events
 
+    def take_num_lost_events(self) -> int:
+        return 0
+
     def take_host_deletes(self) -> tuple[bytes, ...]:
         return ()
 

@@ -57,6 +57,18 @@ async def test_losses_add_up_while_nobody_reads() -> None:
     await watch.aclose()
 
 
+async def test_events_that_were_never_told_leave_a_gap_for_everybody() -> None:
+    watchers = Watchers("epoch", 1, 8)
+    watch = watchers.watch()
+    await told(watch, 1)
+    watchers.tell([event(1)])
+    watchers.lose(3)
+    watchers.tell([event(5)])
+    assert await told(watch, 2) == [(4, "4"), (5, "w5")]
+    assert watchers.seq == 5
+    await watch.aclose()
+
+
 async def test_there_are_only_so_many_watchers() -> None:
     watchers = Watchers("epoch", 1, 2)
     first = watchers.watch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cache_service.core.hash_index import Breaker, HashIndex
 from cache_service.core.host_key import HostKey, parse_key
 from cache_service.core.types import Namespace, PageHash
@@ -21,7 +23,7 @@ def make(quota: int = 1000, *, ranks: int = 1, shared: bool = True) -> HashIndex
     return index
 
 
-def hashes_of(keys: list[bytes]) -> list[int]:
+def hashes_of(keys: Iterable[bytes]) -> list[int]:
     parsed = [parse_key(b"p:", key) for key in keys]
     return [key.page_hash[0] for key in parsed if key is not None]
 
