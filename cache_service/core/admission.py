@@ -129,19 +129,19 @@ def _plan_at(cache: DeviceCache, acquire: Acquire, found: Survey, boundary: int,
     if boundary < found.usable:  # the pool can never hold the window before the usable boundary
         limiting = layout.specs[layout.window[0]].name
         match = match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
-    base = boundary if boundary < matched else matched
+    base = min(matched, boundary)
     plan = Plan(
-        found,
-        match,
-        boundary,
-        min(found.usable, boundary),
-        base,
-        found.walk if base == matched else locate(found.walk, base),
-        layout.pages(num_tokens),
-        num_tokens,
-        boundary > found.usable,
-        {},
-        {},
+        survey=found,
+        match=match,
+        boundary=boundary,
+        usable=min(found.usable, boundary),
+        base=base,
+        place=found.walk if base == matched else locate(found.walk, base),
+        total=layout.pages(num_tokens),
+        num_tokens=num_tokens,
+        fetches=boundary > found.usable,
+        windows={},
+        snapshots={},
     )
     if layout.sparse:
         _plan_sparse(plan, layout, acquire)

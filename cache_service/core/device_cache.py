@@ -99,10 +99,10 @@ class DeviceCache:
             self._record_removed(node, count)
         removed = self.tree.cut(node, count)
         freed = count * len(self.layout.full)
-        for group in self.layout.full:
-            self.pools[group].give(removed[group])
-        for group in self.layout.sparse:
-            freed += self.sparse[group].discard(removed[group])
+        for group, pool in self.pools.items():
+            pool.give(removed[group])
+        for group, pages in self.sparse.items():
+            freed += pages.discard(removed[group])
         return freed
 
     def _record_removed(self, node: Node, count: int) -> None:

@@ -81,18 +81,18 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     if cache.marks_uses or acquire.priority:
         _mark_use(cache, node, acquire.priority)
     lease = Lease(
-        acquire.sequence_id,
-        acquire.namespace,
-        acquire.tokens,
-        node,
-        plan.base,
-        plan.boundary * cache.layout.page_tokens,
-        acquire.priority,
-        acquire.chunk_tokens,
-        plan.boundary,
-        plan.survey.matched,
-        [bytearray()] * len(cache.layout.specs),
-        {},
+        sequence_id=acquire.sequence_id,
+        namespace=acquire.namespace,
+        prompt=acquire.tokens,
+        node=node,
+        published=plan.base,
+        computed=plan.boundary * cache.layout.page_tokens,
+        priority=acquire.priority,
+        chunk_tokens=acquire.chunk_tokens,
+        resumed=plan.boundary,
+        matched=plan.survey.matched,
+        private=[bytearray()] * len(cache.layout.specs),
+        windows={},
     )
     if cache.sparse:
         _read_hits(cache, lease, plan)
@@ -106,7 +106,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
 
 
 def _read_hits(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
-    """Before anything is evicted."""
+    """What the plan reuses is read before anything is evicted."""
     for group, window in plan.windows.items():
         cache.sparse[group].read(window.hits.values())
     lease.restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
