@@ -7,6 +7,7 @@ whose hit rates are not comparable.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -38,6 +39,7 @@ def load(trace: Path | None) -> list[replay.Request]:
 
 def run_trace(requests: Iterable[replay.Request], num_pages: int, policy: str) -> replay.Replay:
     """A run counts only if the audit after it is clean and nothing is left held."""
+    gc.collect()  # the trees of the run before, which no run should pay for
     manager = replay.make_manager(num_pages, PAGE_TOKENS, policy)
     figures = replay.replay(manager, requests)
     audit.check(manager)
