@@ -35,6 +35,7 @@ class Answer:
     total_s: float = 0.0
     finish_reason: worker_pb2.FinishReason.ValueType = worker_pb2.FINISH_REASON_UNSPECIFIED
     usage: worker_pb2.Usage = field(default_factory=worker_pb2.Usage)
+    logprobs: list[worker_pb2.TokenLogprobs] = field(default_factory=list)
     retries: int = 0
 
 
@@ -75,6 +76,7 @@ class StemcacheClient:
                 answer.first_token_s = time.perf_counter() - start
             answer.token_ids.extend(new_tokens)
             answer.text += response.text
+            answer.logprobs.extend(response.logprobs)
             if response.finish_reason:
                 answer.finish_reason, answer.usage = response.finish_reason, response.usage
             on_answer(answer)
@@ -151,9 +153,9 @@ class StemcacheClient:
         return self._cache_stub
 
 
-def greedy(max_tokens: int) -> worker_pb2.SamplingParams:
+def greedy(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
     """The most likely token each time, exactly `max_tokens` of them."""
-    return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
 
 
 async def wait_serving(address: str) -> None:

