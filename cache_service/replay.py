@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.types import (
@@ -58,18 +58,36 @@ class Replay(NamedTuple):
     peak_rss_mb: float
 
 
+class TraceError(Exception):
+    """A line of the trace is not a request; the text names the line and says why."""
+
+    def __init__(self, line: int, reason: Exception) -> None:
+        super().__init__(f"line {line} is not a request in Mooncake's format ({type(reason).__name__}: {reason})")
+
+
 def read_trace(path: Path, num_requests: int | None = None) -> Iterator[Request]:
-    """Each hash id becomes 512 tokens of its own; the output is unique to the request."""
-    with path.open() as lines:
+    """Each hash id becomes 512 tokens of its own; the output is unique to the request.
+
+    One request at a time: a whole trace in memory would be far larger than the manager that is measured. Raises OSError
+    and TraceError.
+    """
+    with path.open("rb") as lines:
         for number, line in enumerate(lines):
             if number == num_requests:
                 return
-            row = json.loads(line)
-            blocks = b"".join(_block(hash_id) for hash_id in row["hash_ids"])
-            if not 0 < row["input_length"] <= len(blocks) // TOKEN_BYTES:
-                raise ValueError(f"input_length: {row['input_length']} is not within its hash ids' {BLOCK_TOKENS} each")
-            output = array("i", ((k * 31 + number * 1_000_003) % VOCABULARY for k in range(row["output_length"])))
-            yield Request(blocks[: row["input_length"] * TOKEN_BYTES], output.tobytes())
+            try:
+                request = _request(number, json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(number + 1, error) from error
+            yield request
+
+
+def _request(number: int, row: dict[str, Any]) -> Request:
+    blocks = b"".join(_block(hash_id) for hash_id in row["hash_ids"])
+    if not 0 < row["input_length"] <= len(blocks) // TOKEN_BYTES:
+        raise ValueError(f"input_length: {row['input_length']} is not within its hash ids' {BLOCK_TOKENS} each")
+    output = array("i", ((k * 31 + number * 1_000_003) % VOCABULARY for k in range(row["output_length"])))
+    return Request(blocks[: row["input_length"] * TOKEN_BYTES], output.tobytes())
 
 
 def _block(hash_id: int) -> bytes:
@@ -86,10 +104,15 @@ def make_manager(num_pages: int, page_tokens: int, policy: str) -> CacheManager:
 
 
 def replay(manager: CacheManager, requests: Iterable[Request]) -> Replay:
-    """The time of a request is that of its four calls; expanding the trace does not count."""
+    """The time of a request is that of its calls; expanding the trace does not count.
+
+    Each prompt is handed over in a buffer that was just filled, as from the decoder of a message: one that was written
+    seconds ago would have to come from memory first, which no served request does.
+    """
     seconds = array("d")
     cached = total = 0
-    for number, (prompt, output) in enumerate(requests, 1):
+    for number, (read, output) in enumerate(requests, 1):
+        prompt = bytes(bytearray(read))
         start = perf_counter()
         cached += one_request(manager, SequenceId(number), prompt, output)
         seconds.append(perf_counter() - start)

@@ -12,7 +12,7 @@ import typer
 from rich.console import RenderableType
 
 from cache_service.config import POLICIES
-from cache_service.replay import Replay, Request, make_manager, read_trace, replay
+from cache_service.replay import Replay, TraceError, make_manager, read_trace, replay
 from cli.app import JsonOption, app, check_choice, fail
 from cli.output import Output, table
 
@@ -31,28 +31,18 @@ def replay_command(
     """Acquire, publish and release each request of a trace in turn; print hit rate and speed."""
     check_choice("--policy", policy, POLICIES)
     output = Output(as_json=json_)
-    with output.working(f"reading {trace}"):
-        expanded = _read(trace, requests)
     manager = make_manager(pages, page_tokens, policy)
-    with output.working(f"replaying {len(expanded):,} requests"):
-        figures = replay(manager, expanded)
-    output.show(_figures_table(figures))
-    output.emit(figures._asdict())
-
-
-def _read(trace: Path, num_requests: int | None) -> list[Request]:
-    expanded: list[Request] = []
     try:
-        for request in read_trace(trace, num_requests):
-            expanded.append(request)  # one by one: their number tells the line of an error
+        with output.working(f"replaying {trace}"):
+            figures = replay(manager, read_trace(trace, requests))
     except OSError as error:
         fail(f"{trace}: {error.strerror}")
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        fail(f"{trace}: line {len(expanded) + 1} is not a request in Mooncake's format ({reason})")
-    if not expanded:
+    except TraceError as error:
+        fail(f"{trace}: {error}")
+    if not figures.requests:
         fail(f"{trace}: holds no request")
-    return expanded
+    output.show(_figures_table(figures))
+    output.emit(figures._asdict())
 
 
 def _figures_table(figures: Replay) -> RenderableType:

@@ -52,7 +52,7 @@ def test_the_figures_of_a_real_process(trace: str, tmp_path: Path) -> None:
     assert 0 < made["p50_ms"] <= made["p99_ms"]
     assert made["requests_per_s"] > 0
     assert made["peak_rss_mb"] > 1
-    assert "replaying 4 requests" in done.stderr
+    assert "replaying" in done.stderr
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "priority"])
