@@ -10,6 +10,7 @@ import torch
 
 from kernels._checks import (
     KV_DTYPES,
+    PAGE_DTYPES,
     check_block_tables,
     check_contiguous,
     check_disjoint,
@@ -19,7 +20,7 @@ from kernels._checks import (
     check_tensor,
 )
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import E4M3
+from kernels.fp8 import E4M3, Scales, check_scales
 from kernels.layout import KvLayout, PageShape
 
 # A weight below e^-64 of the largest counts as e^-64 in the references: no fp32 sum can tell, and numbers too small for
@@ -41,6 +42,13 @@ class AttentionSpec(NamedTuple):
     q_heads: int
     scale: float
     window: int
+    softcap: float = 0.0
+    scales: Scales | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.q_heads // self.shape.heads
 
 
 def check_attention(
@@ -53,15 +61,22 @@ def check_attention(
     scale: float | None,
     window: int,
     sinks: torch.Tensor | None,
+    softcap: float = 0.0,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    packed: bool = False,
 ) -> AttentionSpec:
-    """Refuses what no attention op can work with."""
-    if k_pages.dtype is E4M3:
-        raise KernelArgumentError(f"k_pages: attention does not read {E4M3} pages; gather_pages widens them")
-    shape = check_pages(k_pages, v_pages, layout)
+    """Refuses what no attention op can work with; a packed q is [kv_heads, num_tokens, group, dim]."""
+    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
     check_page_pair(k_pages, v_pages)
-    check_tensor("q", q, (None, None, shape.dim), (k_pages.dtype,), k_pages.device)
+    dtypes = KV_DTYPES if k_pages.dtype is E4M3 else (k_pages.dtype,)
+    axes = (shape.heads, None, None, shape.dim) if packed else (None, None, shape.dim)
+    check_tensor("q", q, axes, dtypes, k_pages.device)
     check_rows("q", q)
-    heads = q.shape[1]
+    if packed:
+        check_contiguous("q", q)
+    scales = check_scales(k_scales, v_scales, k_pages, q.dtype, shape)
+    heads = query_shape(q)[1]
     if heads == 0 or shape.heads == 0 or heads % shape.heads:
         raise KernelArgumentError(f"q: {heads} heads are not a multiple of the pages' {shape.heads} heads")
     check_block_tables(block_tables, num_seqs, k_pages.device)
@@ -69,10 +84,20 @@ def check_attention(
         raise KernelArgumentError(f"window: must be 0 (unlimited) or positive, got {window}")
     if scale is not None and not math.isfinite(scale):
         raise KernelArgumentError(f"scale: must be finite, got {scale}")
+    if not (math.isfinite(softcap) and softcap >= 0.0):
+        raise KernelArgumentError(f"softcap: must be 0 (none) or positive and finite, got {softcap}")
     if sinks is not None:
         check_tensor("sinks", sinks, (heads,), SINK_DTYPES, k_pages.device)
         check_contiguous("sinks", sinks)
-    return AttentionSpec(shape, layout, heads, shape.dim**-0.5 if scale is None else float(scale), window)
+    own_scale = shape.dim**-0.5 if scale is None else float(scale)
+    return AttentionSpec(shape, layout, heads, own_scale, window, float(softcap), scales)
+
+
+def query_shape(q: torch.Tensor) -> tuple[int, int, int]:
+    """(num_tokens, q_heads, dim) of queries, packed or not."""
+    if q.dim() == 4:
+        return q.shape[1], q.shape[0] * q.shape[2], q.shape[3]
+    return q.shape[0], q.shape[1], q.shape[2]
 
 
 def check_triton_attention(q: torch.Tensor, spec: AttentionSpec) -> None:
@@ -93,8 +118,8 @@ def check_triton_attention(q: torch.Tensor, spec: AttentionSpec) -> None:
 def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor | None) -> torch.Tensor:
     """The tensor to write to: the caller's, checked, or a new one. Rows of no sequence keep what they held, or zero."""
     if out is None:
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    check_tensor("out", out, tuple(q.shape), (q.dtype,), q.device)
+        return torch.zeros(query_shape(q), dtype=q.dtype, device=q.device)
+    check_tensor("out", out, query_shape(q), (q.dtype,), q.device)
     check_rows("out", out)
     for name, source in zip(("q", "k_pages", "v_pages", "sinks"), (q, *inputs), strict=True):
         if source is not None:
@@ -104,7 +129,8 @@ def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """Log-sum-exps of queries that have seen no key yet: fp32 [q_heads, num_tokens]."""
-    return torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
+    tokens, heads, _ = query_shape(q)
+    return torch.full((heads, tokens), float("-inf"), dtype=torch.float32, device=q.device)
 
 
 def visible_start(position: int, window: int) -> int:
