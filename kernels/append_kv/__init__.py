@@ -1,4 +1,4 @@
-"""append_kv: writes the keys and values of new tokens into their slots.
+"""append_kv: writes the keys and values of new tokens into their slots; rotate_append_kv does what comes before, too.
 
 Does not know which sequence a token belongs to, nor whether its page is shared: the scheduler hands out only fresh
 slots.
@@ -20,8 +20,9 @@ from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scales, check_written_scales, dense_dtypes
 from kernels.layout import KvLayout
+from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 
-__all__ = ["append_kv"]
+__all__ = ["RotatedQueries", "append_kv", "rotate_append_kv"]
 
 
 def append_kv(

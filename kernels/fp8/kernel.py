@@ -8,18 +8,32 @@ import triton.language as tl
 
 
 @triton.jit
-def quantise_rows(rows, row_ok, scales_ptr, scale_at, PER_TOKEN: tl.constexpr):
-    """Codes of rows [n, BLOCK_D]; per token the scales are made here and stored at scale_at [n]."""
+def stored_scale(peak, row_ok, scales_ptr, scale_at):
+    """The scale of rows whose largest sizes are peak [n], after storing it at scale_at [n]."""
     E4M3_MAX: tl.constexpr = 448.0
     LEAST_SCALE: tl.constexpr = 1.1754943508222875e-38
+    scale = tl.maximum(tl.div_rn(peak, E4M3_MAX), LEAST_SCALE)
+    tl.store(scales_ptr + scale_at, scale, mask=row_ok)
+    return scale
+
+
+@triton.jit
+def codes_of(x, scale):
+    """Codes of fp32 numbers; scale broadcasts."""
+    E4M3_MAX: tl.constexpr = 448.0
+    quotient = tl.div_rn(x, scale)
+    return tl.clamp(quotient, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def quantise_rows(rows, row_ok, scales_ptr, scale_at, PER_TOKEN: tl.constexpr):
+    """Codes of rows [n, BLOCK_D]; per token the scales are made here and stored at scale_at [n]."""
     x = rows.to(tl.float32)
     if PER_TOKEN:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), E4M3_MAX), LEAST_SCALE)
-        tl.store(scales_ptr + scale_at, scale, mask=row_ok)
-        quotient = tl.div_rn(x, scale[:, None])
+        scale = stored_scale(tl.max(tl.abs(x), 1), row_ok, scales_ptr, scale_at)[:, None]
     else:
-        quotient = tl.div_rn(x, tl.load(scales_ptr))
-    return tl.clamp(quotient, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        scale = tl.load(scales_ptr)
+    return codes_of(x, scale)
 
 
 @triton.jit

@@ -1,0 +1,123 @@
+"""gather_latent in Triton: pure traffic, one program for a few rows of the answer.
+
+Knows no sequence before it looks: each row finds its own by a binary search in cu_seqlens_k, so no list of rows is
+built on the host and a batch may be as ragged as it likes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# A row of 576 is 1152 bytes: two of them keep one warp's loads in flight without idle lanes.
+ROWS = 2
+
+
+@triton.jit
+def sequence_of(row, cu_k_ptr, num_seqs, SEARCH_STEPS: tl.constexpr):
+    """The last sequence that starts at or before each row: empty ones start there too, so they are stepped over."""
+    low = tl.zeros_like(row)
+    high = tl.zeros_like(row) + num_seqs
+    for _ in tl.static_range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        right = tl.load(cu_k_ptr + middle) <= row
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low
+
+
+@triton.jit
+def move_part(
+    out_row, paged_row, new_row, cached, is_new, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Elements [START, START + SIZE) of each row, from where the row lies."""
+    d = tl.arange(0, BLOCK)[None, :]
+    ok = d < SIZE
+    old = tl.load(paged_row[:, None] + START + d, mask=cached[:, None] & ok)
+    new = tl.load(new_row[:, None] + START + d, mask=is_new[:, None] & ok)
+    x = tl.where(is_new[:, None], new, old)
+    tl.store(out_row[:, None] + START + d, x, mask=(cached | is_new)[:, None] & ok)
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_seqs", "stride_tables_seq"])
+def gather_rows(
+    pages_ptr,
+    tables_ptr,
+    cu_k_ptr,
+    new_ptr,
+    cu_q_ptr,
+    first_positions_ptr,
+    out_ptr,
+    num_seqs,
+    stride_page,
+    stride_tables_seq,
+    stride_new_token,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    MAIN: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(cu_k_ptr + num_seqs)
+    seq = sequence_of(row, cu_k_ptr, num_seqs, SEARCH_STEPS)
+    position = row - tl.load(cu_k_ptr + seq)
+    new_row = new_ptr + tl.zeros_like(row).to(tl.int64)
+    is_new = row < 0
+    if HAS_NEW:
+        # New rows are counted from the sequence's end, which needs its cached length nowhere.
+        stop_q = tl.load(cu_q_ptr + seq + 1)
+        left = tl.load(cu_k_ptr + seq + 1, mask=live, other=0) - row
+        num_new = stop_q - tl.load(cu_q_ptr + seq)
+        is_new = live & (left <= num_new)
+        new_row = new_ptr + (stop_q - left).to(tl.int64) * stride_new_token
+    if HAS_FIRST:
+        position += tl.load(first_positions_ptr + seq)
+    cached = live & (is_new == 0)
+    table = tables_ptr + seq.to(tl.int64) * stride_tables_seq
+    page = tl.load(table + position // PAGE, mask=cached, other=0).to(tl.int64)
+    paged_row = pages_ptr + page * stride_page + position % PAGE * WIDTH
+    out_row = out_ptr + row.to(tl.int64) * WIDTH
+    move_part(out_row, paged_row, new_row, cached, is_new, 0, MAIN, MAIN)
+    if WIDTH > MAIN:
+        move_part(out_row, paged_row, new_row, cached, is_new, MAIN, WIDTH - MAIN, BLOCK_REST)
+
+
+def launch(
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    new_latents: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    first_positions: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Fills out's rows up to cu_seqlens_k's end; checked, non-empty arguments."""
+    num_seqs, width = block_tables.shape[0], pages.shape[2]
+    main = 1 << (width.bit_length() - 1)
+    with torch.cuda.device_of(pages):
+        gather_rows[(triton.cdiv(out.shape[0], ROWS),)](
+            pages,
+            block_tables,
+            cu_seqlens_k,
+            out if new_latents is None else new_latents,
+            cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
+            cu_seqlens_k if first_positions is None else first_positions,
+            out,
+            num_seqs,
+            pages.stride(0),
+            block_tables.stride(0),
+            0 if new_latents is None else new_latents.stride(0),
+            WIDTH=width,
+            PAGE=pages.shape[1],
+            MAIN=main,
+            BLOCK_REST=triton.next_power_of_2(max(1, width - main)),
+            ROWS=ROWS,
+            SEARCH_STEPS=num_seqs.bit_length(),
+            HAS_NEW=new_latents is not None,
+            HAS_FIRST=first_positions is not None,
+            num_warps=1,
+        )

@@ -1,0 +1,81 @@
+"""rms_norm: root-mean-square normalisation of rows, with the residual sum before it in the same launch.
+
+Does not know what a row is. A row is one program's, so its bits depend on nothing but the row.
+"""
+
+from typing import overload
+
+import torch
+
+from kernels._checks import KV_DTYPES, check_contiguous, check_disjoint, check_rows, check_tensor
+from kernels.backend import Backend, uses_triton
+from kernels.rms_norm import reference
+
+__all__ = ["rms_norm"]
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over rows [num_rows, dim], in fp32 and rounded once.
+
+    With `residual`, of x's shape: x + residual is rounded to x's dtype, and the answer is (its norm, that sum). x and
+    residual may be slices of wider rows; weight [dim] has x's dtype. `out` [num_rows, dim] takes the norm.
+    """
+    check_tensor("x", x, (None, None), KV_DTYPES, x.device)
+    check_rows("x", x)
+    check_tensor("weight", weight, (x.shape[1],), (x.dtype,), x.device)
+    check_contiguous("weight", weight)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _check_out(out, {"x": x, "weight": weight})
+    total = None
+    if residual is not None:
+        check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
+        check_rows("residual", residual)
+        check_disjoint("out", out, "residual", residual)
+        total = torch.empty_like(out)
+    if x.numel() and uses_triton(backend, x):
+        from kernels.rms_norm.kernel import launch
+
+        launch(x, weight, eps, residual, out, total)
+    else:
+        reference.rms_norm(x, weight, eps, residual, out, total)
+    return out if total is None else (out, total)
+
+
+def _check_out(out: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+    x = inputs["x"]
+    check_tensor("out", out, x.shape, (x.dtype,), x.device)
+    check_contiguous("out", out)
+    for name, tensor in inputs.items():
+        check_disjoint("out", out, name, tensor)

@@ -1,0 +1,26 @@
+"""rms_norm in plain torch.
+
+Knows only rows.
+"""
+
+import torch
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+) -> None:
+    """Fills out, and total with x + residual where there is one."""
+    if residual is not None and total is not None:
+        x = torch.add(x, residual, out=total)
+    out.copy_(normalised(x, weight, eps))
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm over the last axis in fp32, rounded once to x's dtype."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.float()).to(x.dtype)

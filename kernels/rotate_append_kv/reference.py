@@ -1,0 +1,47 @@
+"""rotate_append_kv in plain torch: norm, rotation and append one after the other.
+
+Knows nothing of sequences.
+"""
+
+import torch
+
+from kernels.fp8 import Scales
+from kernels.fp8.reference import write_rows
+from kernels.layout import KvLayout, PageShape
+from kernels.rms_norm.reference import normalised
+from kernels.rotate_append_kv.parts import HeadNorms, Rotary
+
+
+def rotate_append_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    rotary: Rotary,
+    norms: HeadNorms | None,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: Scales | None,
+    shape: PageShape,
+    layout: KvLayout,
+    out: torch.Tensor,
+    packed_out: torch.Tensor,
+    num_unpacked: int,
+) -> None:
+    """Fills the slots, out and packed_out."""
+    q, k, v = qkv[:, : -2 * shape.heads], qkv[:, -2 * shape.heads : -shape.heads], qkv[:, -shape.heads :]
+    if norms is not None:
+        q, k = normalised(q, norms.q, norms.eps), normalised(k, norms.k, norms.eps)
+    cos, sin = rotary.cos_sin[positions.long()].unsqueeze(2).unbind(1)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    kept = slot_mapping >= 0
+    write_rows(k[kept], v[kept], k_pages, v_pages, slot_mapping[kept], scales, layout)
+    out[:num_unpacked] = q[:num_unpacked]
+    packed_out.copy_(q[num_unpacked:].view(-1, packed_out.shape[0], packed_out.shape[2], shape.dim).transpose(0, 1))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [num_tokens, heads, dim] turned in fp32 by cos, sin [num_tokens, 1, rotary_dim / 2]; what lies behind stays."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    a, b = first.float(), second.float()
+    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
