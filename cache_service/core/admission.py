@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.layout import Layout
-from cache_service.core.lease_table import Lease, full_end
+from cache_service.core.lease_table import Lease
 from cache_service.core.page_pool import unpack
 from cache_service.core.radix_node import Node
 from cache_service.core.radix_tree import Walk
@@ -225,7 +225,7 @@ def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
     """Which group has too few pages for a length of `total` pages; empty when it fits."""
     layout = cache.layout
     if layout.full:
-        need = total - full_end(layout, lease) - cache.tree.evictable_pages
+        need = total - lease.full_end - cache.tree.evictable_pages
         for group in layout.full:
             if cache.pools[group].num_free < need:
                 return f"group {layout.specs[group].name} lacks pages"

@@ -171,6 +171,7 @@ def _commit(cache: DeviceCache, adopt: Adopt, claim: Claim) -> Lease:
         resumed=claim.shared,
         matched=claim.shared,
         private=private,
+        full_end=max([claim.shared, *map(len, claim.full.values())]),
         windows=claim.windows,
         working=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.working),
         rolling=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.rolling),

@@ -111,6 +111,9 @@ def _check_leases(cache: DeviceCache, where: str) -> None:
             assert lease.published == max(whole, lease.published), f"{name}: whole pages are not published"
         else:
             assert lease.fetch in cache.transfers.fetches, f"{name}: waits for a closed ticket"
+        for group in cache.layout.full:
+            end = lease.published + len(lease.private[group]) // PAGE_ID_BYTES
+            assert lease.full_end == end, f"{name}: group {group} ends at {end}, not at {lease.full_end}"
         for group, hold in lease.windows.items():
             assert all(hold.page_ids), f"{name}: a hole in the window of group {group}"
 

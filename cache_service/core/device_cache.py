@@ -80,12 +80,13 @@ class DeviceCache:
     def make_room(self, count: int) -> None:
         """Evict until every FULL group has `count` free pages."""
         for pool in self.pools.values():
-            self.evict(count - pool.num_free)
+            lacking = count - pool.num_free
+            if lacking > 0:
+                self.evict(lacking)
 
     def evict(self, count: int) -> None:
         """Cut exactly `count` pages off the tails of the policy's victims."""
-        if count > 0:
-            self.counters.evicted += count
+        self.counters.evicted += count
         victim = self.policy.victim
         while count > 0:
             node = victim()
@@ -98,11 +99,11 @@ class DeviceCache:
         if self.record is not None:
             self._record_removed(node, count)
         removed = self.tree.cut(node, count)
-        freed = count * len(self.layout.full)
         for group, pool in self.pools.items():
             pool.give(removed[group])
-        for group, pages in self.sparse.items():
-            freed += pages.discard(removed[group])
+        freed = count * len(self.pools)
+        if self.sparse:
+            freed += sum(pages.discard(removed[group]) for group, pages in self.sparse.items())
         return freed
 
     def _record_removed(self, node: Node, count: int) -> None:

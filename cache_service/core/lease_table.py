@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cache_service.core.layout import Layout
 from cache_service.core.radix_node import Node
-from cache_service.core.types import PAGE_ID_BYTES, TOKEN_BYTES, Namespace, SequenceId, TicketId
+from cache_service.core.types import TOKEN_BYTES, Namespace, SequenceId, TicketId
 
 
 @dataclass(slots=True)
@@ -50,6 +49,7 @@ class Lease:
     resumed: int  # the page boundary at which it started
     matched: int  # the page boundary up to which KV was found
     private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
+    full_end: int  # the page number behind the last FULL page; FULL groups go in step
     windows: dict[int, WindowHold]
     working: tuple[HeldSlot, ...] = ()
     rolling: tuple[HeldSlot, ...] = ()
@@ -73,13 +73,6 @@ class Lease:
         if start >= head:
             return bytes(self.accepted[start - head : end - head])
         return self.prompt[start:] + self.accepted[: end - head]
-
-
-def full_end(layout: Layout, lease: Lease) -> int:
-    """The page number behind the lease's last FULL page; FULL groups go in step."""
-    if not layout.full:
-        return lease.published
-    return lease.published + len(lease.private[layout.full[0]]) // PAGE_ID_BYTES
 
 
 class LeaseTable(dict[SequenceId, Lease]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from cache_service.core import fetching, publishing
 from cache_service.core.admission import Plan, lacks_for_extend, plan_acquire
 from cache_service.core.device_cache import DeviceCache
-from cache_service.core.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold, full_end
+from cache_service.core.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold
 from cache_service.core.page_pool import pack
 from cache_service.core.radix_node import Node
 from cache_service.core.resume import holes, window_start
@@ -92,6 +92,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
         resumed=plan.boundary,
         matched=plan.survey.matched,
         private=[bytearray()] * len(cache.layout.specs),
+        full_end=plan.total,
         windows={},
     )
     if cache.sparse:
@@ -236,15 +237,16 @@ def plan_again(cache: DeviceCache, lease: Lease, may_fetch: bool) -> Grant | Ref
 def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Refusal:
     layout = cache.layout
     total = layout.pages(extend.num_tokens)
-    never = _can_never_extend(cache, lease, total)
-    detail = never or lacks_for_extend(cache, lease, total)
+    detail = lacks_for_extend(cache, lease, total)
     if detail:
+        never = _can_never_extend(cache, lease, total)
         cache.counters.refusals += 1
         reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
-        return Refusal(extend.sequence_id, reason, detail)
+        return Refusal(extend.sequence_id, reason, never or detail)
     pages = []
-    held = full_end(layout, lease)
+    held = lease.full_end
     if total > held and layout.full:
+        lease.full_end = total
         cache.make_room(total - held)
         for group in layout.full:
             taken = cache.pools[group].take(total - held)

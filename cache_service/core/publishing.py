@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import Lease
 from cache_service.core.page_pool import pack
-from cache_service.core.radix_node import Node, Packed
+from cache_service.core.radix_node import Node
 from cache_service.core.resume import window_pages, window_start
 from cache_service.core.sparse_pages import Rank
 from cache_service.core.transfer_table import SparsePage
@@ -60,7 +60,7 @@ def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages
     old, start = lease.node, lease.published
     runs = _grow(cache, lease, end) or _descend(cache, lease, end, remaps)
     node = runs[-1].node
-    if node is not old:
+    if node is not old and not cache.tree.hand_down(old, node):
         cache.tree.pin(node)  # the deeper pin exists before the shallower one is dropped
         cache.unpin(old)
     lease.node, lease.published = node, end
@@ -114,10 +114,10 @@ def _descend(cache: DeviceCache, lease: Lease, end: int, remaps: list[GroupPages
     return runs
 
 
-def _own(cache: DeviceCache, lease: Lease, start: int, end: int) -> list[Packed]:
+def _own(cache: DeviceCache, lease: Lease, start: int, end: int) -> list[bytearray]:
     """The lease's FULL pages of that run; holes for the groups that are merged page by page."""
     first, last = (start - lease.published) * PAGE_ID_BYTES, (end - lease.published) * PAGE_ID_BYTES
-    pages: list[Packed] = [private[first:last] for private in lease.private]
+    pages = [private[first:last] for private in lease.private]
     for group in cache.layout.sparse:
         pages[group] = bytearray(last - first)
     return pages

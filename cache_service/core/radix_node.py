@@ -37,7 +37,7 @@ class Node:
         "uses",
     )
 
-    def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[Packed], resident: int) -> None:
+    def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[bytearray], resident: int) -> None:
         self.parent = parent
         self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
         self.start, self.key, self.pages, self.resident = start, key, pages, resident
@@ -65,7 +65,7 @@ class Root(Node):
     __slots__ = ("digest", "namespace")
 
     def __init__(self, namespace: Namespace, num_groups: int) -> None:
-        super().__init__(None, 0, b"", [b""] * num_groups, 0)
+        super().__init__(None, 0, b"", [bytearray() for _ in range(num_groups)], 0)
         self.namespace = namespace
         self.digest = namespace_digest(namespace)
         self.pins = 1

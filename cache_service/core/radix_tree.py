@@ -170,6 +170,18 @@ class RadixTree:
                 self.policy.add(node)
             node = node.parent
 
+    def hand_down(self, node: Node, child: Node) -> bool:
+        """Pin an unpinned child in place of its parent, whose count stays: it loses a pin and gains a pinned child."""
+        if child.parent is not node or child.pins:
+            return False
+        child.pins = 1
+        self.evictable_pages -= child.resident
+        if child.queue is not None:
+            self.policy.remove(child)
+        self._clock += 1
+        node.stamp = self._clock
+        return True
+
     def unpin_unused(self, node: Node) -> None:
         """Let go of a node that was held but not used: its place in the order is the one that its last use gave it."""
         stamp = node.stamp
@@ -189,18 +201,16 @@ class RadixTree:
 
     # Changing the shape. New and revived nodes are unpinned and outside the order: the caller pins them next.
 
-    def grow(self, node: Node, tokens: Packed, pages: list[Packed], count: int) -> None:
+    def grow(self, node: Node, tokens: Packed, pages: list[bytearray], count: int) -> None:
         """Extend a childless pinned node in place."""
         if isinstance(node.key, bytes):
             node.key = bytearray(node.key)
         node.key += tokens
-        for group, more in enumerate(pages):
-            if isinstance(held := node.pages[group], bytes):
-                node.pages[group] = held = bytearray(held)
+        for held, more in zip(node.pages, pages, strict=True):
             held += more
         node.resident += count
 
-    def attach(self, parent: Node, key: Packed, pages: list[Packed], count: int) -> Node:
+    def attach(self, parent: Node, key: Packed, pages: list[bytearray], count: int) -> Node:
         """A new leaf behind the wholly resident `parent`."""
         leaf = Node(parent, parent.end, key, pages, count)
         parent.children[bytes(key[: self.page_bytes])] = leaf
@@ -209,7 +219,7 @@ class RadixTree:
         self.evictable_pages += count
         return leaf
 
-    def revive(self, ghost: Node, pages: list[Packed], count: int) -> Node:
+    def revive(self, ghost: Node, pages: list[bytearray], count: int) -> Node:
         """Give the first `count` pages of a node that is all ghost their pages again."""
         node = self.split(ghost, count) if count * self.page_bytes < len(ghost.key) else ghost
         node.pages = pages
@@ -252,11 +262,11 @@ class RadixTree:
             self.policy.add(top)
         return top
 
-    def cut(self, node: Node, count: int) -> list[Packed]:
+    def cut(self, node: Node, count: int) -> list[bytearray]:
         """Take the last `count` resident pages off an unpinned leaf; answers them, group by group."""
         removed = node.pages
         if count == node.resident:
-            node.pages = [b""] * len(removed)
+            node.pages = [bytearray() for _ in removed]
             node.hashes.clear()
             self._empty(node)
         else:
@@ -269,15 +279,19 @@ class RadixTree:
             self.forget(next(iter(self.ghosts)))
         return removed
 
-    def _shorten(self, node: Node, keep: int) -> list[Packed]:
+    def _shorten(self, node: Node, keep: int) -> list[bytearray]:
         at = keep * PAGE_ID_BYTES
-        removed = [pages[at:] for pages in node.pages]
-        node.pages = [_head(pages, at) for pages in node.pages]
+        removed = []
+        for pages in node.pages:
+            removed.append(pages[at:])
+            del pages[at:]
         if node.queue is not None:
             self.policy.shrunk(node, node.resident - keep)
         node.resident = keep
-        del node.hashes[keep * HASH_BYTES :]
-        node.spilled = min(node.spilled, keep)
+        if node.hashes:
+            del node.hashes[keep * HASH_BYTES :]
+        if node.spilled > keep:
+            node.spilled = keep
         return removed
 
     def _empty(self, node: Node) -> None:

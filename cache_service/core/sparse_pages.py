@@ -135,7 +135,7 @@ class SparsePages:
     def publish(self, page_id: int, node: Node, page: int) -> None:
         """Fill the hole at that page number with a page that has readers."""
         at = (page - node.start) * PAGE_ID_BYTES
-        node.pages[self.group][at : at + PAGE_ID_BYTES] = pack([page_id])  # type: ignore[index]
+        node.pages[self.group][at : at + PAGE_ID_BYTES] = pack([page_id])
         node.spilled = min(node.spilled, page - node.start)
         self.places[page_id] = Place(node, page)
 
@@ -153,7 +153,7 @@ class SparsePages:
         del self._uses[page_id]
         node = place.holder()
         at = (place.page - node.start) * PAGE_ID_BYTES
-        node.pages[self.group][at : at + PAGE_ID_BYTES] = bytes(PAGE_ID_BYTES)  # type: ignore[index]
+        node.pages[self.group][at : at + PAGE_ID_BYTES] = bytes(PAGE_ID_BYTES)
         self.emptied.append(node)
         self.num_evicted += 1
         self.pool.give(pack([page_id]))

@@ -13,7 +13,7 @@ from cache_service.core.errors import (
     UnknownSequence,
     UnknownTicket,
 )
-from cache_service.core.lease_table import Lease, full_end
+from cache_service.core.lease_table import Lease
 from cache_service.core.types import (
     TOKEN_BYTES,
     Ack,
@@ -161,20 +161,13 @@ def check_publish(cache: DeviceCache, publish: Publish, where: str) -> Lease:
         raise InvalidInput(f"{where}.computed_tokens", f"{computed} is less than {lease.computed}")
     if computed > num_tokens:
         raise InvalidInput(f"{where}.computed_tokens", f"{computed} of {num_tokens} accepted tokens")
-    granted = granted_pages(cache, lease)
-    if granted is not None and computed > granted * cache.layout.page_tokens:
-        raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {granted} granted pages")
+    layout = cache.layout
+    ends = [hold.end for hold in lease.windows.values()] if lease.windows else []
+    if layout.full:
+        ends.append(lease.full_end)
+    if ends and computed > min(ends) * layout.page_tokens:
+        raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {min(ends)} granted pages")
     return lease
-
-
-def granted_pages(cache: DeviceCache, lease: Lease) -> int | None:
-    """Pages that the lease has in every FULL and WINDOW group; None without such a group."""
-    if cache.layout.full and not lease.windows:
-        return full_end(cache.layout, lease)
-    ends = [hold.end for hold in lease.windows.values()]
-    if cache.layout.full:
-        ends.append(full_end(cache.layout, lease))
-    return min(ends) if ends else None
 
 
 def check_extend(cache: DeviceCache, extend: Extend, where: str) -> Lease:

@@ -29,7 +29,7 @@ def make(ghost_limit: int = 100) -> RadixTree:
 def put(tree: RadixTree, parent: Node, packed: bytes, first_id: int) -> Node:
     """A leaf, published and let go."""
     count = len(packed) // (4 * PAGE)
-    leaf = tree.attach(parent, packed, [pack(list(range(first_id, first_id + count)))], count)
+    leaf = tree.attach(parent, packed, [bytearray(pack(list(range(first_id, first_id + count))))], count)
     tree.pin(leaf)
     tree.unpin(leaf)
     return leaf
@@ -74,7 +74,7 @@ def test_a_cut_tail_reads_evicted_and_comes_back() -> None:
     walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
     assert (walk.pages, walk.ghost, tree.ghost_pages) == (1, True, 1)
     top = tree.split(leaf, 1)
-    back = tree.revive(leaf, [pack([7])], 1)
+    back = tree.revive(leaf, [bytearray(pack([7]))], 1)
     tree.pin(back)
     tree.unpin(back)
     assert back is leaf and top.live_children == 1 and back.uses == 1
@@ -119,7 +119,7 @@ def test_growth_in_place_costs_no_node() -> None:
     leaf = put(tree, tree.root(NS), tokens(1, 2), 1)
     tree.pin(leaf)
     for i in range(5):
-        tree.grow(leaf, tokens(i, i), [pack([10 + i])], 1)
+        tree.grow(leaf, tokens(i, i), [bytearray(pack([10 + i]))], 1)
     assert tree.num_nodes == 1 and unpack(leaf.pages[0]) == [1, 10, 11, 12, 13, 14] and leaf.end == 6
 
 
