@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: Triton on a CUDA device, the torch reference on a CPU.
+"""Which implementation of an op runs: a kernel on a CUDA device, the torch reference on a CPU.
 
 Knows no op. Triton is imported only when it is chosen, so a machine without it can serve with the references.
 """
@@ -12,9 +12,13 @@ from kernels.errors import KernelArgumentError
 
 
 class Backend(Enum):
-    """AUTO decides by the device; the other two are asked for by tests and benchmarks."""
+    """AUTO decides by the device and the case; the others are asked for by tests and benchmarks.
+
+    GLUON is the kernel for Hopper of an op that has one, TRITON the plain kernel that takes every case.
+    """
 
     AUTO = "auto"
+    GLUON = "gluon"
     TRITON = "triton"
     REFERENCE = "reference"
 
