@@ -133,8 +133,9 @@ def known_lease(cache: DeviceCache, sequence_id: SequenceId, where: str) -> Leas
 
 
 def _running_lease(cache: DeviceCache, sequence_id: SequenceId, where: str) -> Lease:
-    lease = known_lease(cache, sequence_id, where)
-    if lease.fetch is not None:
+    lease = cache.leases.get(sequence_id)
+    if lease is None or lease.fetch is not None:
+        lease = known_lease(cache, sequence_id, where)
         raise InvalidInput(f"{where}.sequence_id", f"{sequence_id} waits for the ack of its fetch")
     return lease
 
@@ -152,15 +153,14 @@ def check_ack(cache: DeviceCache, ack: Ack, where: str) -> None:
 def check_publish(cache: DeviceCache, publish: Publish, where: str) -> Lease:
     lease = _running_lease(cache, publish.sequence_id, where)
     computed, num_bytes = publish.computed_tokens, len(publish.tokens)
-    if num_bytes % TOKEN_BYTES:
+    num_tokens, rest = divmod(len(lease.prompt) + len(lease.accepted) + num_bytes, TOKEN_BYTES)
+    if rest:
         raise InvalidInput(f"{where}.tokens", f"{num_bytes} bytes are no whole number of int32 tokens")
-    num_tokens = lease.num_tokens + num_bytes // TOKEN_BYTES
     if num_tokens > cache.config.max_prompt_tokens:
         raise InvalidInput(f"{where}.tokens", f"{num_tokens} tokens; at most {cache.config.max_prompt_tokens}")
-    if computed < lease.computed:
-        raise InvalidInput(f"{where}.computed_tokens", f"{computed} is less than {lease.computed}")
-    if computed > num_tokens:
-        raise InvalidInput(f"{where}.computed_tokens", f"{computed} of {num_tokens} accepted tokens")
+    if not lease.computed <= computed <= num_tokens:
+        wrong = f"is less than {lease.computed}" if computed < lease.computed else f"of {num_tokens} accepted tokens"
+        raise InvalidInput(f"{where}.computed_tokens", f"{computed} {wrong}")
     layout = cache.layout
     ends = [hold.end for hold in lease.windows.values()] if lease.windows else []
     if layout.full:
