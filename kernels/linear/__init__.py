@@ -1,8 +1,8 @@
 """linear: rows times a weight matrix, such that a row's bits depend on no other row and not on how many there are.
 
 Does not know the model. Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes
-while it has no workspace to split K into (the process sets that up before cuBLAS starts), and a Triton GEMM of one fixed
-tile. `unstable_shapes` finds out, on the device that it is asked about, for which shapes the first one will not do.
+while it has no workspace to split K into (the process sees to that before cuBLAS starts), and a Triton GEMM of one
+fixed tile. `unstable_shapes` finds out, on the weights' own device, for which shapes the first one will not do.
 """
 
 from collections.abc import Iterable

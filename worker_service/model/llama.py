@@ -1,33 +1,50 @@
 """The Llama family's forward pass, inference only: Llama, Qwen2, Qwen3 and Mistral differ by switches of the config.
 
-Knows no page, batch or request: what attention reads and where K and V go is the caller's `Attend`.
+Knows no page, batch or request: what attention reads and where K and V go is the caller's `Attend`, and which GEMM
+multiplies which rows its `Multiply`.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn import functional
 
+from kernels.rms_norm import rms_norm
+from kernels.silu_mul import silu_mul
 from worker_service.model.config import ModelConfig
-from worker_service.model.rope import RotaryTable, rotate
-
-
-class Attend(Protocol):
-    """Appends the new K and V of a layer and returns what its queries see: all [num_tokens, heads, head_dim]."""
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+from worker_service.model.rope import RotaryTable
 
 
 class Linear(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+
+class Heads(NamedTuple):
+    """A layer's heads as its GEMM made them, [num_tokens, q_heads + 2 kv_heads, head_dim], and how to turn them."""
+
+    qkv: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+
+
+class Attend(Protocol):
+    """Turns a layer's heads, appends K and V, and returns what the queries see: [num_tokens, q_heads, head_dim]."""
+
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor: ...
+
+
+class Multiply(Protocol):
+    """x [num_rows, K] through a projection: [num_rows, N]."""
+
+    def __call__(self, x: torch.Tensor, linear: Linear) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,8 @@ class Llama:
         self.device = device
         self._embeddings = tensors.pop("model.embed_tokens.weight")
         self._norm = tensors.pop("model.norm.weight")
-        self._head = self._embeddings if config.tied_embeddings else tensors.pop("lm_head.weight")
+        head = self._embeddings if config.tied_embeddings else tensors.pop("lm_head.weight")
+        self._head = Linear(head, None)
         self._layers = [_layer(tensors, f"model.layers.{layer}") for layer in range(config.num_layers)]
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, device)
 
@@ -63,40 +81,34 @@ class Llama:
     def dtype(self) -> torch.dtype:
         return self._embeddings.dtype
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states after the last layer, before the final norm: only the rows that sample need that."""
-        cos, sin = self._rotary.at(positions)
-        hidden = self._embeddings[token_ids]
-        for number, layer in enumerate(self._layers):
-            hidden = hidden + self._attention(
-                number, layer, self._normed(hidden, layer.attention_norm), cos, sin, attend
-            )
-            hidden = hidden + _mlp(layer, self._normed(hidden, layer.mlp_norm))
-        return hidden
+    def linears(self) -> list[Linear]:
+        """Every projection, the head last."""
+        projections = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers]
+        return [*chain.from_iterable(projections), self._head]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [num_rows, vocab_size]."""
-        return functional.linear(self._normed(hidden, self._norm), self._head).float()
-
-    def _attention(
-        self, number: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, multiply: Multiply
     ) -> torch.Tensor:
+        """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
+        hidden = self._embeddings[token_ids]
+        x = rms_norm(hidden, self._layers[0].attention_norm, self.config.norm_eps)
+        next_norms = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
+        for number, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            attended = attend(number, self._heads(layer, multiply(x, layer.qkv), positions))
+            attended = multiply(attended.view(x.shape[0], -1), layer.output)
+            x, hidden = rms_norm(attended, layer.mlp_norm, self.config.norm_eps, residual=hidden)
+            inner = multiply(silu_mul(multiply(x, layer.gate_up)), layer.down)
+            x, hidden = rms_norm(inner, next_norm, self.config.norm_eps, residual=hidden)
+        return x
+
+    def logits(self, normed: torch.Tensor, multiply: Multiply) -> torch.Tensor:
+        """[num_rows, vocab_size] in the model's dtype."""
+        return multiply(normed, self._head)
+
+    def _heads(self, layer: Layer, qkv: torch.Tensor, positions: torch.Tensor) -> Heads:
         config = self.config
-        heads = layer.qkv(x).view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        num_qk = config.num_heads + config.num_kv_heads
-        q, k, v = heads[:, : config.num_heads], heads[:, config.num_heads : num_qk], heads[:, num_qk:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        attended = attend(number, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return layer.output(attended.reshape(x.shape[0], config.num_heads * config.head_dim))
-
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self.config.norm_eps)
-
-
-def _mlp(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    gate, up = layer.gate_up(x).chunk(2, dim=-1)
-    return layer.down(functional.silu(gate) * up)
+        heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        return Heads(heads, positions, self._rotary.cos_sin, layer.q_norm, layer.k_norm, config.norm_eps)
 
 
 def _layer(tensors: MutableMapping[str, torch.Tensor], prefix: str) -> Layer:

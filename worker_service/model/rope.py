@@ -23,18 +23,8 @@ class RotaryTable:
         frequencies = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
         scale = _attention_factor(config)
-        self._cos = (angles.cos() * scale).to(device)
-        self._sin = (angles.sin() * scale).to(device)
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [num_tokens, 1, head_dim / 2], fp32: once per launch, for all layers."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [num_tokens, heads, head_dim] turned by its position: the halves are the pairs' first and second members."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        # fp32 [max_tokens, 2, head_dim / 2]: cosines before sines, as rotate_append_kv reads them.
+        self.cos_sin = (torch.stack((angles.cos(), angles.sin()), dim=1) * scale).to(device)
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -6,26 +6,33 @@ Knows no queue, no lease and no stop condition; which pages hold what is in the 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from kernels.append_kv import append_kv
-from kernels.decode_attention import decode_attention
-from kernels.prefill_attention import prefill_attention
 from worker_service.core.batch import Batch
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
+from worker_service.model.attention import LaunchInputs, PagedAttention
+from worker_service.model.decode_graphs import PADDING_SLOT, DecodeGraphs, GraphLimits, Step
 from worker_service.model.llama import Llama
-from worker_service.model.sampler import RowWishes, Sampled, sample
-from worker_service.model.staging import Download, HostArray, Upload
+from worker_service.model.products import Invariance, Products
+from worker_service.model.sampler import Flags, RowWishes, Sampled, sample
+from worker_service.model.staging import Download, HostArray, Upload, padded
 from worker_service.model.wishes import HostWishes, host_wishes
 
-# A GEMM's rows keep their bits whoever shares the launch, from this many rows on; smaller launches are padded.
-LEAST_ROWS = {"cuda": 8, "cpu": 16}
-PADDING_SLOT = -1
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """Bounds of a launch, and how it is computed; larger batches than these run too, without graphs."""
+
+    max_num_seqs: int = 64
+    token_budget: int = 2048
+    invariance: Invariance = Invariance.BATCH
+    decode_graphs: bool = False
 
 
 class LaunchResult(NamedTuple):
@@ -38,51 +45,93 @@ class LaunchResult(NamedTuple):
 class Runner:
     """Runs batches one at a time on one device. `run` returns when the launch is complete: then it may be published.
 
-    One copy to the device per launch, one back (the sampled tokens), nothing else waits for the device.
+    One copy to the device per launch (two when a decoding row does not want the likeliest token), one back (the sampled
+    tokens), nothing else waits for the device.
     """
 
-    def __init__(self, model: Llama, kv_pages: KvPages, device: torch.device) -> None:
+    def __init__(
+        self, model: Llama, kv_pages: KvPages, device: torch.device, limits: RunnerLimits | None = None
+    ) -> None:
+        limits = limits or RunnerLimits()
         self._model = model
         self._kv_pages = kv_pages
         self._upload = Upload(device)
         self._download = Download(device)
-        self._least_rows = LEAST_ROWS[device.type]
+        self._products = Products(model.linears(), limits.invariance, limits.max_num_seqs, limits.token_budget)
+        self._graphs: DecodeGraphs | None = None
+        if limits.decode_graphs and device.type == "cuda":
+            with torch.inference_mode():
+                self._graphs = self._captured_graphs(limits.max_num_seqs, device)
 
     def run(self, batch: Batch) -> LaunchResult:
         wishes = host_wishes(batch.sampled)
         with torch.inference_mode():
-            staged = self._staged(batch, wishes)
-            hidden = self._hidden(batch, staged)
-            sampled = self._sampled(hidden, batch, staged, wishes) if batch.sampled else None
-            values = self._download.fetch(_joined(sampled, staged.token_ids))
+            values = self._download.fetch(self._launch(batch, wishes))
             return _unjoined(values, batch, wishes.flags.num_logprobs)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The launch without sampling: fp32 [sampled rows, vocab_size] on the device."""
         with torch.inference_mode():
+            if self._graphs is not None and self._graphs.fits(batch):
+                return self._graphs.replay(batch).logits.float()
             staged = self._staged(batch, host_wishes(batch.sampled))
-            return self._logits(self._hidden(batch, staged), batch, staged)
+            return self._logits(staged, batch)
 
-    def _hidden(self, batch: Batch, staged: _Staged) -> torch.Tensor:
-        attention = _PagedAttention(self._kv_pages, batch, staged)
-        return self._model.forward(staged.token_ids, staged.positions, attention)
+    def _launch(self, batch: Batch, wishes: HostWishes) -> torch.Tensor:
+        """What comes back to the host, as one int32 tensor."""
+        if self._graphs is not None and self._graphs.fits(batch):
+            step = self._graphs.replay(batch)
+            if _only_likeliest(wishes.flags):
+                return step.tokens
+            row_wishes = RowWishes(*self._upload.send(wishes.arrays))
+            return _joined(sample(step.logits.float(), row_wishes, wishes.flags))
+        staged = self._staged(batch, wishes)
+        if not batch.sampled:
+            self._hidden(staged.inputs)
+            return staged.inputs.token_ids[:0]
+        return _joined(sample(self._logits(staged, batch), staged.wishes, wishes.flags))
 
-    def _logits(self, hidden: torch.Tensor, batch: Batch, staged: _Staged) -> torch.Tensor:
-        return self._model.logits(hidden[staged.logits_rows])[: len(batch.sampled)]
+    def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
+        attention = PagedAttention(self._kv_pages, self._model.config.num_heads, inputs)
+        multiply = self._products.of_launch(inputs.num_decode, inputs.num_tokens)
+        return self._model.forward(inputs.token_ids, inputs.positions, attention, multiply)
 
-    def _sampled(self, hidden: torch.Tensor, batch: Batch, staged: _Staged, wishes: HostWishes) -> Sampled:
-        return sample(self._logits(hidden, batch, staged), staged.wishes, wishes.flags)
+    def _logits(self, staged: _Staged, batch: Batch) -> torch.Tensor:
+        hidden = self._hidden(staged.inputs)
+        multiply = self._products.of_launch(_num_sampled_decode(batch), len(batch.sampled))
+        return self._model.logits(hidden[staged.logits_rows], multiply)[: len(batch.sampled)].float()
+
+    def _captured_graphs(self, max_num_seqs: int, device: torch.device) -> DecodeGraphs:
+        limits = GraphLimits(
+            max_num_seqs=max_num_seqs,
+            max_model_len=self._model.config.max_model_len,
+            page_tokens=self._kv_pages.page_tokens,
+            num_groups=self._kv_pages.num_groups,
+            num_padding=lambda rows: self._products.num_padding(rows, rows),
+        )
+        graphs = DecodeGraphs(self._decode, limits, device)
+        graphs.capture()
+        return graphs
+
+    def _decode(self, inputs: LaunchInputs) -> Step:
+        """A launch that only decodes: every row samples, so logits and the likeliest token are part of the graph."""
+        multiply = self._products.of_launch(inputs.num_decode, inputs.num_tokens)
+        logits = self._model.logits(self._hidden(inputs), multiply)[: inputs.num_tokens]
+        # Of the model's own numbers: widening them to fp32, as the sampler does, would change no order.
+        return Step(logits.argmax(dim=-1).to(torch.int32), logits)
 
     def _staged(self, batch: Batch, wishes: HostWishes) -> _Staged:
-        padding = max(self._least_rows - batch.num_tokens, 0)
-        row_padding = max(self._least_rows - len(batch.logits_rows), 0) if batch.logits_rows else 0
-        slots = [_padded(slots, padding, PADDING_SLOT) for slots in batch.slot_mapping]
+        num_decode = batch.num_decode_seqs
+        rows = batch.num_tokens + self._products.num_padding(num_decode, batch.num_tokens)
+        sampled = len(batch.logits_rows)
+        logits_rows = sampled + self._products.num_padding(_num_sampled_decode(batch), sampled)
+        slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
         tensors = iter(
             self._upload.send(
                 [
-                    _padded(batch.token_ids, padding, 0),
-                    _padded(batch.positions, padding, 0),
-                    _padded(batch.logits_rows, row_padding, 0),
+                    padded(batch.token_ids, rows, 0),
+                    padded(batch.positions, rows, 0),
+                    padded(batch.logits_rows, logits_rows, 0),
                     *_split_lengths(batch),
                     *slots,
                     *batch.block_tables,
@@ -90,78 +139,36 @@ class Runner:
                 ]
             )
         )
-        return _Staged(
-            token_ids=next(tensors),
-            positions=next(tensors),
-            logits_rows=next(tensors),
-            decode_seqlens_k=next(tensors),
-            prefill_cu_q=next(tensors),
-            prefill_cu_k=next(tensors),
+        token_ids, positions, logits_index, decode_seqlens_k, cu_q, cu_k = (next(tensors) for _ in range(6))
+        inputs = LaunchInputs(
+            token_ids=token_ids,
+            positions=positions,
             slot_mapping=[next(tensors) for _ in slots],
             block_tables=[next(tensors).view(batch.num_seqs, width) for width in batch.table_widths],
-            wishes=RowWishes(*tensors),
+            decode_seqlens_k=decode_seqlens_k,
+            prefill_cu_q=cu_q,
+            prefill_cu_k=cu_k,
+            num_tokens=batch.num_tokens,
+            num_decode=num_decode,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
         )
+        return _Staged(inputs, logits_index, RowWishes(*tensors))
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """A batch on the device. Lengths are split at the last decode row, as two kernels share the launch."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+class _Staged(NamedTuple):
+    inputs: LaunchInputs
     logits_rows: torch.Tensor
-    decode_seqlens_k: torch.Tensor
-    prefill_cu_q: torch.Tensor
-    prefill_cu_k: torch.Tensor
-    slot_mapping: list[torch.Tensor]
-    block_tables: list[torch.Tensor]
     wishes: RowWishes
 
 
-class _PagedAttention:
-    """The model's `Attend` for one launch: new K and V go to their slots first, so attention reads pages alone."""
-
-    def __init__(self, kv_pages: KvPages, batch: Batch, staged: _Staged) -> None:
-        self._kv_pages = kv_pages
-        self._batch = batch
-        self._staged = staged
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        batch, staged = self._batch, self._staged
-        k_pages, v_pages, group, window = self._kv_pages.layer_pages(layer)
-        append_kv(k, v, k_pages, v_pages, staged.slot_mapping[group])
-        num_decode, num_tokens = batch.num_decode_seqs, batch.num_tokens
-        tables = staged.block_tables[group]
-        out = torch.empty_like(q)
-        out[num_tokens:].zero_()
-        if num_decode:
-            decode_attention(
-                q[:num_decode],
-                k_pages,
-                v_pages,
-                tables[:num_decode],
-                staged.decode_seqlens_k,
-                max_seqlen_k=batch.max_seqlen_k,
-                window=window,
-                out=out[:num_decode],
-            )
-        if num_decode < batch.num_seqs:
-            prefill_attention(
-                q[num_decode:num_tokens],
-                k_pages,
-                v_pages,
-                tables[num_decode:],
-                staged.prefill_cu_q,
-                staged.prefill_cu_k,
-                batch.max_seqlen_q,
-                window=window,
-                out=out[num_decode:num_tokens],
-            )
-        return out
+def _num_sampled_decode(batch: Batch) -> int:
+    """Decode rows come first and have one token each."""
+    return bisect_left(batch.logits_rows, batch.num_decode_seqs)
 
 
-def _padded(values: array[int], padding: int, value: int) -> array[int]:
-    return values + array(values.typecode, (value,)) * padding if padding else values
+def _only_likeliest(flags: Flags) -> bool:
+    return not flags.any_random and not flags.any_penalty and flags.num_logprobs < 0
 
 
 def _split_lengths(batch: Batch) -> tuple[HostArray, HostArray, HostArray]:
@@ -176,10 +183,8 @@ def _split_lengths(batch: Batch) -> tuple[HostArray, HostArray, HostArray]:
     )
 
 
-def _joined(sampled: Sampled | None, nothing: torch.Tensor) -> torch.Tensor:
+def _joined(sampled: Sampled) -> torch.Tensor:
     """Tokens and log-probabilities as one int32 tensor (floats by their bits), so that one copy brings them all."""
-    if sampled is None:
-        return nothing[:0]
     parts = [sampled.tokens.to(torch.int32)]
     if sampled.logprobs is not None:
         parts.append(sampled.logprobs.view(torch.int32))

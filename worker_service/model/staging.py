@@ -21,10 +21,11 @@ _SMALLEST_BYTES = 1 << 16
 class Upload:
     """Packs arrays into one buffer that crosses in one copy; its tensors are views that live until the next `send`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_bytes: int = _SMALLEST_BYTES) -> None:
+        """Up to `num_bytes` the buffer stays where it is, so that tensors of an equal layout stay where they are."""
         self._device = device
         self._copied = _event(device)
-        self._make_buffers(_SMALLEST_BYTES)
+        self._make_buffers(num_bytes)
 
     def send(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
         offsets, end = _layout(arrays)
@@ -77,6 +78,17 @@ class Download:
 def _event(device: torch.device) -> torch.cuda.Event | None:
     """Waiting for an event is a wait that one asked for; torch's debug mode counts every other as a hidden one."""
     return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def packed_bytes(sizes: Sequence[int]) -> int:
+    """What arrays of so many bytes take in an upload."""
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def padded(values: array[int], size: int, value: int) -> array[int]:
+    """The values, and `value` behind them until there are `size`."""
+    missing = size - len(values)
+    return values + array(values.typecode, (value,)) * missing if missing > 0 else values
 
 
 def _layout(arrays: Sequence[HostArray]) -> tuple[list[int], int]:
