@@ -49,7 +49,8 @@ from worker_service.launcher import DeviceLost, Launcher
 from worker_service.metrics import Load, WorkerMetrics
 from worker_service.model.device import pick_device, prepare_process
 from worker_service.model.load import LoadedModel, kv_shape, load_model
-from worker_service.model.runner import LaunchResult, Runner
+from worker_service.model.products import Invariance
+from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
 from worker_service.servicer import CODES, ModelWorkerServicer, ServicerLimits
 from worker_service.tier_watch import TierWatch
 
@@ -71,6 +72,7 @@ class Compute(NamedTuple):
     device: torch.device
     shape: KvShape
     pages: KvPages
+    runner: Runner
 
 
 class WorkerService(NamedTuple):
@@ -85,15 +87,17 @@ class WorkerService(NamedTuple):
 
 
 def prepare(config: WorkerConfig) -> Compute:
-    """Load the model and make its page pools. Raises ModelError or PoolError, which name what is wrong."""
+    """Load the model, make its pages, capture its graphs. Raises ModelError or PoolError, which name what is wrong."""
     device = pick_device(config.device)
-    prepare_process(device, config.threads)
+    invariance = Invariance(config.invariance)
+    prepare_process(device, config.threads, stable_products=invariance is Invariance.BATCH)
     if config.host_tier != "none":
         keep_freed_blocks()
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len)
     shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
     pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
-    return Compute(loaded, device, shape, pages)
+    limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs == "on")
+    return Compute(loaded, device, shape, pages, Runner(loaded.model, pages, device, limits))
 
 
 def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_model_len: int) -> tuple[int, ...]:
@@ -177,7 +181,7 @@ class _Worker:
         self.engine = Engine(
             Scheduler(scheduler_config(config, compute)),
             self._cache_client(),
-            Launcher(_DeviceRunner(Runner(compute.loaded.model, compute.pages, compute.device))),
+            Launcher(_DeviceRunner(compute.runner)),
             self._mover,
             self.metrics,
         )

@@ -17,6 +17,8 @@ ENV_PREFIX = "STEMCACHE_WORKER_"
 TIERS = ("none", "memory", "redis")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+INVARIANCES = ("batch", "fast")
+SWITCH = ("on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,10 @@ class WorkerConfig:
     chunked_prefill: bool = setting(True, "Whether a prompt may spread over several launches.")
     prefix_caching: bool = setting(True, "Whether requests reuse each other's prefixes.")
     reserve_pages: int = setting(0, "Pages that stay free or evictable after an admission.", minimum=0)
+    invariance: str = setting(
+        "batch", "batch: a token's bits depend on no other request; fast: on whatever is quickest.", choices=INVARIANCES
+    )
+    cuda_graphs: str = setting("on", "Whether launches that only decode are captured at the start.", choices=SWITCH)
     threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0)
     mover_threads: int = setting(2, "Transfers that run at once.", minimum=1)
     max_queued_transfers: int = setting(256, "Transfers that may wait.", minimum=1)

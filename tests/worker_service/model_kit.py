@@ -23,7 +23,7 @@ from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.config import read_model_config
 from worker_service.model.llama import Llama
 from worker_service.model.load import kv_shape
-from worker_service.model.runner import LaunchResult, Runner
+from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
 from worker_service.model.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -115,7 +115,13 @@ class Part(NamedTuple):
 class Bench:
     """A model on the CPU with pages of its own, poisoned but for page 0: what was never written must never be read."""
 
-    def __init__(self, folder: Path, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+        limits: RunnerLimits | None = None,
+    ) -> None:
         config = read_model_config(folder)
         shape = kv_shape(config, dtype, PAGE)
         self.config = config
@@ -123,7 +129,8 @@ class Bench:
         for layer in range(config.num_layers):
             for pages in self.pages.layer_pages(layer)[:2]:
                 pages[1:].fill_(torch.nan)
-        self.runner = Runner(Llama(config, load_weights(folder, config, dtype, device), device), self.pages, device)
+        model = Llama(config, load_weights(folder, config, dtype, device), device)
+        self.runner = Runner(model, self.pages, device, limits)
 
     def sequence(self, tokens: Sequence[int], *page_ids: Sequence[int], **sampling: Any) -> FakeSequence:
         """The same page ids serve every group unless each has its own."""

@@ -37,12 +37,14 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def prepare_process(device: torch.device, num_threads: int) -> None:
+def prepare_process(device: torch.device, num_threads: int, *, stable_products: bool = True) -> None:
     """Process-wide settings, before the first tensor: threads on a CPU (0 = all cores), stable GEMMs on CUDA."""
     if device.type == "cpu":
         torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
         # Attention weights far from the best are denormal numbers, which a CPU computes with twenty times slower.
         torch.set_flush_denormal(True)
+        return
+    if not stable_products:
         return
     os.environ.update(CUBLAS_SETTINGS)
     matmul = torch.backends.cuda.matmul
