@@ -1,6 +1,7 @@
 """pack_pages and unpack_pages: whole pages, as raw bytes, into one dense row each and back.
 
-Neither knows what a page holds; this is how pages are staged for a spill and put back after a fetch.
+Neither knows what a page holds; this is how pages are staged for a spill and put back after a fetch: in one launch, all
+layers at once, straight to or from pinned host memory if the rows lie there.
 """
 
 import torch
@@ -29,8 +30,9 @@ def pack_pages(
     """out[i] = the bytes of page page_ids[i], plane after plane.
 
     pages: contiguous, any dtype, `page_axis` counts its pages; the axes before it are planes (layers, K and V), so
-    [num_layers, num_pages, ...] has page_axis 1. out uint8 [n, page_row_bytes(pages, page_axis)]; page_ids int32 or
-    int64 [n].
+    [num_layers, num_pages, ...] has page_axis 1. out uint8 [n, page_row_bytes(pages, page_axis)], on the pages' device
+    or, beside a CUDA device, in pinned host memory, which the bytes reach when the stream does; page_ids int32 or int64
+    [n].
     """
     planes, rows = _checked(pages, page_ids, out, page_axis)
     check_disjoint("out", out, "pages", pages)
@@ -39,7 +41,7 @@ def pack_pages(
     if uses_triton(backend, pages):
         from kernels.copy_pages.kernel import launch_pack
 
-        launch_pack(planes, page_ids, rows)
+        launch_pack(planes, page_ids, rows, to_host=pages.is_cuda and not out.is_cuda)
     else:
         reference.pack_pages(planes, page_ids, rows)
 
@@ -60,7 +62,7 @@ def unpack_pages(
     if uses_triton(backend, pages):
         from kernels.copy_pages.kernel import launch_unpack
 
-        launch_unpack(rows, planes, page_ids)
+        launch_unpack(rows, planes, page_ids, from_host=pages.is_cuda and not packed.is_cuda)
     else:
         reference.unpack_pages(rows, planes, page_ids)
 
@@ -87,6 +89,10 @@ def _checked(
     count, _, width = planes.shape
     check_tensor("page_ids", page_ids, (None,), INDEX_DTYPES, pages.device)
     check_contiguous("page_ids", page_ids)
-    check_tensor("packed rows", packed, (page_ids.shape[0], count * width), (torch.uint8,), pages.device)
+    on_host = pages.is_cuda and not packed.is_cuda
+    if on_host and not packed.is_pinned():
+        raise KernelArgumentError(f"packed rows: must be on {pages.device} or in pinned host memory, are pageable")
+    device = packed.device if on_host else pages.device
+    check_tensor("packed rows", packed, (page_ids.shape[0], count * width), (torch.uint8,), device)
     check_contiguous("packed rows", packed)
     return planes, packed.view(page_ids.shape[0], count, width)

@@ -10,6 +10,37 @@ import triton.language as tl
 
 WORDS = 512
 WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# Enough to fill a host link; more would only keep multiprocessors from the work that runs beside a spill.
+HOST_PROGRAMS = 64
+HOST_WARPS = 4
+
+
+@triton.jit
+def move_chunk(
+    chunk,
+    plane,
+    planes_ptr,
+    packed_ptr,
+    ids_ptr,
+    words,
+    stride_plane,
+    stride_page,
+    stride_row,
+    PACK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Chunk number `chunk` of one plane of all pages."""
+    chunks = tl.cdiv(words, WORDS)
+    row = (chunk // chunks).to(tl.int64)
+    word = (chunk % chunks) * WORDS + tl.arange(0, WORDS)
+    page = tl.load(ids_ptr + row).to(tl.int64)
+    ok = word < words
+    paged = planes_ptr + plane.to(tl.int64) * stride_plane + page * stride_page + word
+    dense = packed_ptr + row * stride_row + plane.to(tl.int64) * words + word
+    if PACK:
+        tl.store(dense, tl.load(paged, mask=ok), mask=ok)
+    else:
+        tl.store(paged, tl.load(dense, mask=ok), mask=ok)
 
 
 @triton.jit
@@ -24,49 +55,61 @@ def move_words(
     PACK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    chunk, plane = tl.program_id(0), tl.program_id(1)
+    move_chunk(chunk, plane, planes_ptr, packed_ptr, ids_ptr, words, stride_plane, stride_page, stride_row, PACK, WORDS)
+
+
+# What changes from call to call is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_chunks"])
+def move_words_in_turn(
+    planes_ptr,
+    packed_ptr,
+    ids_ptr,
+    num_chunks,
+    planes,
+    words,
+    stride_plane,
+    stride_page,
+    stride_row,
+    PACK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The same by few programs: a page's planes one after the other, so that its row fills from the front."""
     chunks = tl.cdiv(words, WORDS)
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    word = (tl.program_id(0) % chunks) * WORDS + tl.arange(0, WORDS)
-    plane = tl.program_id(1).to(tl.int64)
-    page = tl.load(ids_ptr + row).to(tl.int64)
-    ok = word < words
-    paged = planes_ptr + plane * stride_plane + page * stride_page + word
-    dense = packed_ptr + row * stride_row + plane * words + word
-    if PACK:
-        tl.store(dense, tl.load(paged, mask=ok), mask=ok)
-    else:
-        tl.store(paged, tl.load(dense, mask=ok), mask=ok)
+    for turn in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        chunk = turn % chunks + turn // (chunks * planes) * chunks
+        plane = turn // chunks % planes
+        move_chunk(
+            chunk, plane, planes_ptr, packed_ptr, ids_ptr, words, stride_plane, stride_page, stride_row, PACK, WORDS
+        )
 
 
-def launch_pack(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor) -> None:
+def launch_pack(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, to_host: bool) -> None:
     """packed[i, plane] = planes[plane, page_ids[i]]; checked, non-empty arguments."""
-    _launch(planes, page_ids, packed, pack=True)
+    _launch(planes, page_ids, packed, pack=True, in_turn=to_host)
 
 
-def launch_unpack(packed: torch.Tensor, planes: torch.Tensor, page_ids: torch.Tensor) -> None:
+def launch_unpack(packed: torch.Tensor, planes: torch.Tensor, page_ids: torch.Tensor, from_host: bool) -> None:
     """planes[plane, page_ids[i]] = packed[i, plane]; checked, non-empty arguments."""
-    _launch(planes, page_ids, packed, pack=False)
+    _launch(planes, page_ids, packed, pack=False, in_turn=from_host)
 
 
-def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, pack: bool) -> None:
+def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, pack: bool, in_turn: bool) -> None:
     word_type = _widest_word(planes, packed)
     paged, dense = planes.view(word_type), packed.view(word_type)
     words = paged.shape[2]
     block = min(WORDS, triton.next_power_of_2(words))
-    grid = (packed.shape[0] * triton.cdiv(words, block), planes.shape[0])
+    chunks = packed.shape[0] * triton.cdiv(words, block)
+    sizes = (words, paged.stride(0), paged.stride(1), dense.stride(0))
     with torch.cuda.device_of(planes):
-        move_words[grid](
-            paged,
-            dense,
-            page_ids,
-            words,
-            paged.stride(0),
-            paged.stride(1),
-            dense.stride(0),
-            PACK=pack,
-            WORDS=block,
-            num_warps=2,
-        )
+        if in_turn:
+            turns = chunks * planes.shape[0]
+            grid = (min(turns, HOST_PROGRAMS),)
+            move_words_in_turn[grid](
+                paged, dense, page_ids, turns, planes.shape[0], *sizes, PACK=pack, WORDS=block, num_warps=HOST_WARPS
+            )
+        else:
+            move_words[(chunks, planes.shape[0])](paged, dense, page_ids, *sizes, PACK=pack, WORDS=block, num_warps=2)
 
 
 def _widest_word(planes: torch.Tensor, packed: torch.Tensor) -> torch.dtype:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from kernels.backend import Backend
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
+from kernels.errors import KernelArgumentError
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.target import Target
 
@@ -63,3 +65,38 @@ def test_no_pages(target: Target) -> None:
     pack_pages(pages, none, empty, backend=target.backend)
     unpack_pages(empty, pages, none, backend=target.backend)
     assert_same_bits(pages, before)
+
+
+def test_few_programs_do_the_same(target: Target) -> None:
+    """What moves host memory: every program takes many chunks, over all planes and pages."""
+    if target.backend is not Backend.TRITON:
+        pytest.skip("a Triton kernel")
+    from kernels.copy_pages.kernel import launch_pack, launch_unpack
+
+    pages = random_bytes((3, 5, 32808)).to(target.device)
+    ids = torch.tensor([4, 1, 2], device=target.device)
+    packed = torch.zeros(3, 3, 32808, dtype=torch.uint8, device=target.device)
+    launch_pack(pages, ids, packed, to_host=True)
+    assert_same_bits(packed, pages[:, ids].transpose(0, 1))
+    fresh = torch.zeros_like(pages)
+    launch_unpack(packed, fresh, ids, from_host=True)
+    assert_same_bits(fresh[:, ids], pages[:, ids])
+    assert not fresh[:, [0, 3]].any()
+
+
+@pytest.mark.gpu
+def test_straight_to_host_memory_and_back() -> None:
+    """Layers of K and V of a few pages, one launch each way, no staging on the device."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    pages = random_bytes((4, 2, 9, 16, 8, 256)).cuda()
+    ids = torch.tensor([7, 1, 8], device="cuda")
+    host = torch.zeros(3, page_row_bytes(pages, 2), dtype=torch.uint8, pin_memory=True)
+    pack_pages(pages, ids, host, page_axis=2)
+    torch.cuda.synchronize()
+    assert_same_bits(host, pages[:, :, ids].movedim(2, 0).reshape(3, -1).cpu())
+    fresh = torch.zeros_like(pages)
+    unpack_pages(host, fresh, ids, page_axis=2)
+    assert_same_bits(fresh[:, :, ids], pages[:, :, ids])
+    with pytest.raises(KernelArgumentError, match="packed rows: must be on cuda:0 or in pinned host memory"):
+        pack_pages(pages, ids, torch.zeros(host.shape, dtype=torch.uint8), page_axis=2)
