@@ -1,0 +1,66 @@
+"""The fast path of prefill_attention on Hopper: which cases it takes. `kernel` holds the Gluon kernel and its launcher.
+
+Knows no lengths: the choice depends on what is fixed for a model and its pool, so it never changes from batch to batch.
+"""
+
+import functools
+
+import torch
+
+from kernels.attention import AttentionSpec
+from kernels.layout import KvLayout
+
+__all__ = ["TILE_ROWS", "key_block", "reason_against", "row_elements"]
+
+TILE_ROWS = 128
+HEAD_DIMS = (64, 128, 256)
+MIN_PAGE_TOKENS = 8
+# The kernel masks with -1e30 and takes the largest unscaled score, so the scale must be positive and of usual size.
+SCALES = (1e-6, 1e6)
+
+
+def key_block(dim: int) -> int:
+    """Keys of one tile: as many as shared memory and registers hold."""
+    return 128 if dim <= 128 else 64
+
+
+def row_elements(spec: AttentionSpec) -> int:
+    """The width of the matrix that the pages are to the copy engine."""
+    return spec.shape.dim * (spec.shape.heads if spec.layout is KvLayout.NHD else 1)
+
+
+def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
+    """Why the Gluon kernel cannot take a checked case, or None when it can."""
+    shape, group = spec.shape, spec.group
+    if not (q.is_cuda and is_hopper(q.device)):
+        return f"needs a GPU of compute capability 9.0, the tensors are on {q.device}"
+    if q.dtype not in (torch.bfloat16, torch.float16) or k_pages.dtype is not q.dtype:
+        return f"{q.dtype} queries and {k_pages.dtype} pages"
+    if spec.layout is KvLayout.SHUFFLE:
+        return "SHUFFLE pages are not rows of one matrix"
+    if shape.dim not in HEAD_DIMS:
+        return f"dim {shape.dim} is none of {HEAD_DIMS}"
+    if shape.page_tokens < MIN_PAGE_TOKENS or shape.page_tokens & (shape.page_tokens - 1):
+        return f"page_tokens {shape.page_tokens} is no power of two from {MIN_PAGE_TOKENS} on"
+    if q.dim() == 3 and (group > TILE_ROWS // 2 or group & (group - 1)):
+        return f"unpacked queries in groups of {group}, which is no power of two"
+    if not SCALES[0] <= spec.scale <= SCALES[1]:
+        return f"scale {spec.scale} is not within {SCALES}"
+    return _reason_against_strides(q, (k_pages, v_pages), row_elements(spec))
+
+
+def _reason_against_strides(q: torch.Tensor, pages: tuple[torch.Tensor, ...], width: int) -> str | None:
+    """What the copy engine cannot address."""
+    if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:-1]):
+        return f"queries not aligned to 16 bytes, strides {q.stride()}"
+    for tensor in pages:
+        if tensor.data_ptr() % 16 or tensor.stride(0) % width:
+            return f"pages not aligned to rows of {width} elements, strides {tensor.stride()}"
+        if tensor.shape[0] * tensor.stride(0) // width >= 2**31:
+            return f"{tensor.shape[0]} pages of stride {tensor.stride(0)} have more than 2^31 rows"
+    return None
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,0 +1,60 @@
+"""What the layers of one prefill step share: the order in which tiles of queries are computed.
+
+Knows no layer and no page. Its buffers never move, so a captured graph that holds `prepare` replays with new lengths.
+"""
+
+import torch
+
+from kernels.errors import KernelArgumentError
+from kernels.prefill_attention.hopper import TILE_ROWS, is_hopper, key_block
+from kernels.prefill_attention.work_list import RECORD, make_work_list
+
+
+class PrefillPlan:
+    """The work list of a step of at most max_seqs sequences and max_tokens queries; empty where nothing needs one."""
+
+    def __init__(
+        self,
+        max_seqs: int,
+        max_tokens: int,
+        q_heads: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        device: torch.device | str,
+    ) -> None:
+        if min(max_seqs, max_tokens, q_heads, kv_heads, dim) < 1 or q_heads % kv_heads:
+            raise KernelArgumentError(
+                f"PrefillPlan: sizes must be positive and q_heads a multiple of kv_heads, got max_seqs {max_seqs}, "
+                f"max_tokens {max_tokens}, q_heads {q_heads}, kv_heads {kv_heads}, dim {dim}"
+            )
+        self.max_seqs, self.max_tokens = max_seqs, max_tokens
+        self.heads = (q_heads, kv_heads, dim)
+        self.device = torch.device(device)
+        self._tile_queries = max(TILE_ROWS // (q_heads // kv_heads), 1)
+        max_tiles = max_tokens // self._tile_queries + max_seqs if self._is_used() else 0
+        self.records = torch.empty(max_tiles, RECORD, dtype=torch.int32, device=self.device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    def prepare(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
+        """Lists the tiles of these lengths, int32 [num_seqs + 1] each; on the device, without waiting for it."""
+        num_seqs = cu_seqlens_q.shape[0] - 1
+        if num_seqs > self.max_seqs:
+            raise KernelArgumentError(f"cu_seqlens_q: {num_seqs} sequences, the plan holds {self.max_seqs}")
+        if self._is_used():
+            key_tile = key_block(self.heads[2])
+            make_work_list(cu_seqlens_q, cu_seqlens_k, self.records, self.count, self._tile_queries, key_tile)
+
+    def check(self, num_seqs: int, num_tokens: int, heads: tuple[int, int, int], device: torch.device) -> None:
+        """Refuses a batch that this plan was not made for."""
+        if num_seqs > self.max_seqs or num_tokens > self.max_tokens:
+            raise KernelArgumentError(
+                f"plan: holds {self.max_seqs} sequences and {self.max_tokens} tokens, got {num_seqs} and {num_tokens}"
+            )
+        if heads != self.heads:
+            raise KernelArgumentError(f"plan: made for (q_heads, kv_heads, dim) {self.heads}, got {heads}")
+        if device != self.count.device:
+            raise KernelArgumentError(f"plan: must be on {device}, is on {self.count.device}")
+
+    def _is_used(self) -> bool:
+        return self.device.type == "cuda" and is_hopper(self.device)

@@ -1,0 +1,74 @@
+"""The work list of a prefill step, made on the device: every tile of query rows once, longest first.
+
+Knows neither heads nor pages. A tile's place is counted, not sorted: within a sequence a later tile has at least as
+many key tiles, so how many tiles of a sequence come before a given one has a closed form.
+
+    record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence, 0, 0, 0
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tiles_up_to(keys, cached, kv_len, num_tiles, QUERIES: tl.constexpr):
+    """How many tiles of a sequence need at most so many keys."""
+    inner = tl.minimum(tl.maximum(keys - cached, 0) // QUERIES, tl.maximum(num_tiles - 1, 0))
+    return tl.where(kv_len <= keys, num_tiles, inner)
+
+
+@triton.jit
+def _lengths(cu_q_ptr, cu_k_ptr, seq, num_seqs, QUERIES: tl.constexpr):
+    """First token, queries, keys, cached keys and tiles of sequences; nothing of those that do not exist."""
+    ok = seq < num_seqs
+    start = tl.load(cu_q_ptr + seq, mask=ok, other=0)
+    q_len = tl.load(cu_q_ptr + seq + 1, mask=ok, other=0) - start
+    kv_len = tl.load(cu_k_ptr + seq + 1, mask=ok, other=0) - tl.load(cu_k_ptr + seq, mask=ok, other=0)
+    return start, q_len, kv_len, kv_len - q_len, (q_len + QUERIES - 1) // QUERIES
+
+
+@triton.jit(do_not_specialize=["num_seqs", "max_tiles"])
+def list_tiles(
+    cu_q_ptr,
+    cu_k_ptr,
+    records_ptr,
+    count_ptr,
+    num_seqs,
+    max_tiles,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """Program (s, p) places every p-th block of TILES tiles of sequence s."""
+    own = tl.program_id(0)
+    start, q_len, kv_len, cached, num_tiles = _lengths(cu_q_ptr, cu_k_ptr, own, num_seqs, QUERIES)
+    if (own == 0) & (tl.program_id(1) == 0):
+        total = 0
+        for first in range(0, num_seqs, SEQS):
+            seq = first + tl.arange(0, SEQS)
+            _, _, _, _, tiles = _lengths(cu_q_ptr, cu_k_ptr, seq, num_seqs, QUERIES)
+            total += tl.sum(tiles, 0)
+        tl.store(count_ptr, tl.minimum(total, max_tiles))
+    for block in range(tl.program_id(1) * TILES, num_tiles, tl.num_programs(1) * TILES):
+        tile = block + tl.arange(0, TILES)
+        cost = (tl.minimum(kv_len, cached + (tile + 1) * QUERIES) + KEYS - 1) // KEYS
+        shorter = _tiles_up_to((cost - 1) * KEYS, cached, kv_len, num_tiles, QUERIES)
+        place = tile - shorter
+        for first in range(0, num_seqs, SEQS):
+            seq = first + tl.arange(0, SEQS)
+            _, _, other_kv, other_cached, others = _lengths(cu_q_ptr, cu_k_ptr, seq, num_seqs, QUERIES)
+            keys = (cost * KEYS)[:, None]
+            args = (other_cached[None, :], other_kv[None, :], others[None, :], QUERIES)
+            upto = _tiles_up_to(keys, *args)
+            below = _tiles_up_to(keys - KEYS, *args)
+            longer = others[None, :] - upto
+            earlier = tl.where((seq < own)[None, :], upto - below, 0)
+            place += tl.sum(longer + earlier, 1)
+        ok = (tile < num_tiles) & (place < max_tiles)
+        record = records_ptr + place * 8
+        tl.store(record, own + tl.zeros([TILES], tl.int32), mask=ok)
+        tl.store(record + 1, tile * QUERIES, mask=ok)
+        tl.store(record + 2, start + tl.zeros([TILES], tl.int32), mask=ok)
+        tl.store(record + 3, q_len + tl.zeros([TILES], tl.int32), mask=ok)
+        tl.store(record + 4, kv_len + tl.zeros([TILES], tl.int32), mask=ok)
