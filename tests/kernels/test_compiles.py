@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 HOPPER = 90
-FLOATS = {"scale_log2": "fp32"}
+FLOATS = {"scale_log2": "fp32", "eps": "fp32"}
 SHARED = {"HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "X": 8, "LAYOUT": 0, "WINDOW": 0, "BLOCK_N": 64, "BLOCK_D": 128}
 
 
@@ -32,23 +32,27 @@ def fp8_pointer(name: str) -> str:
 
 
 def compile_for_hopper(
-    function: Any, constants: dict[str, object], num_warps: int, pointer: Callable[[str], str] = pointer
+    function: Any,
+    constants: dict[str, object],
+    num_warps: int,
+    pointer: Callable[[str], str] = pointer,
+    **options: object,
 ) -> str:
-    """PTX of a jit function whose pointers and strides are multiples of 16, as they are in a real pool."""
+    """PTX of a jit function whose pointers, strides and widths are multiples of 16, as they are in a real pool."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = function.arg_names
     kinds = {name: pointer(name) if name.endswith("_ptr") else FLOATS.get(name, "i32") for name in names}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith("stride_")]
+    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith(("stride_", "words"))]
     source = ASTSource(
         function,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps, **options})
     return str(compiled.asm["ptx"])
 
 

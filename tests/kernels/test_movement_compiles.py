@@ -1,0 +1,95 @@
+"""Kernels that move and touch up rows, compiled for Hopper: 16-byte words, no spill, no detour over shared memory."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.test_compiles import assemble, compile_for_hopper, own_cache, pointer
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+__all__ = ["own_cache"]
+
+HEADS = {"Q_HEADS": 32, "HEADS": 8, "D": 128, "HALF": 64, "PAGE": 16, "X": 8, "LAYOUT": 0}
+BLOCKS = {"TOKENS": 2, "BLOCK_H": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1}
+
+
+def kind(name: str) -> str:
+    if name.startswith(("slots", "positions", "ids")):
+        return "*i64"
+    if name.startswith("cos_sin") or "scales" in name:
+        return "*fp32"
+    return "*i32" if name.startswith("first_positions") else pointer(name)
+
+
+def fp8_kind(name: str) -> str:
+    return "*fp8e4nv" if "_pages" in name else kind(name)
+
+
+def word_kind(name: str) -> str:
+    return "*i64" if name.startswith(("planes", "packed")) else kind(name)
+
+
+def check_moves(ptx: str, folder: Path) -> None:
+    """All rows in 16-byte words, straight from register to memory."""
+    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, folder)
+    assert "ld.global.v4" in ptx or "ld.global.v2.b64" in ptx
+    assert not re.search(r"st\.global\.b", ptx)
+    assert "st.shared" not in ptx
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("layout", [0, 1])
+def test_rotate_append(tmp_path: Path, layout: int, normed: bool) -> None:
+    """Products and sums apart, as torch rounds them."""
+    from kernels.rotate_append_kv.kernel import rotate_rows
+
+    constants: dict[str, Any] = {**HEADS, **BLOCKS, "LAYOUT": layout, "NORM": normed, "SCALES": 0}
+    ptx = compile_for_hopper(rotate_rows, constants, 4, kind, enable_fp_fusion=False)
+    check_moves(ptx, tmp_path)
+    assert normed or "fma.rn.f32" not in ptx
+
+
+@pytest.mark.parametrize("scales", [1, 2])
+def test_rotate_append_codes(tmp_path: Path, scales: int) -> None:
+    from kernels.rotate_append_kv.kernel import rotate_rows
+
+    ptx = compile_for_hopper(rotate_rows, {**HEADS, **BLOCKS, "NORM": False, "SCALES": scales}, 4, fp8_kind)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
+    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+
+
+@pytest.mark.parametrize("has_new", [False, True])
+def test_latents(tmp_path: Path, has_new: bool) -> None:
+    from kernels.append_latent.kernel import append_latents
+    from kernels.gather_latent.kernel import gather_rows
+
+    gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 2, "SEARCH_STEPS": 5}
+    flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new}
+    check_moves(compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind), tmp_path)
+    append = {"RANK": 512, "ROPE": 64, "PAGE": 64, "ROWS": 2, "BLOCK_RANK": 512, "BLOCK_ROPE": 64}
+    check_moves(compile_for_hopper(append_latents, append, 1, kind), tmp_path)
+
+
+def test_rows(tmp_path: Path) -> None:
+    from kernels.rms_norm.kernel import normalise_rows
+    from kernels.silu_mul.kernel import gate_rows
+
+    check_moves(compile_for_hopper(gate_rows, {"D": 14336, "COLUMNS": 1024}, 4, kind), tmp_path)
+    for adds in (False, True):
+        ptx = compile_for_hopper(normalise_rows, {"D": 4096, "BLOCK_D": 4096, "ADDS": adds}, 8, kind)
+        assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+        assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_whole_pages(tmp_path: Path, pack: bool) -> None:
+    from kernels.copy_pages.kernel import move_words, move_words_in_turn
+
+    for function, warps in ((move_words, 2), (move_words_in_turn, 4)):
+        check_moves(compile_for_hopper(function, {"PACK": pack, "WORDS": 512}, warps, word_kind), tmp_path)
