@@ -96,7 +96,7 @@ def prepare(config: WorkerConfig) -> Compute:
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len)
     shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
     pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
-    limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs == "on")
+    limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs)
     return Compute(loaded, device, shape, pages, Runner(loaded.model, pages, device, limits))
 
 

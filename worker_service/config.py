@@ -18,7 +18,6 @@ TIERS = ("none", "memory", "redis")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 INVARIANCES = ("batch", "fast")
-SWITCH = ("on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class WorkerConfig:
     invariance: str = setting(
         "batch", "batch: a token's bits depend on no other request; fast: on whatever is quickest.", choices=INVARIANCES
     )
-    cuda_graphs: str = setting("on", "Whether launches that only decode are captured at the start.", choices=SWITCH)
+    cuda_graphs: bool = setting(True, "Whether launches that only decode are captured at the start.")
     threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0)
     mover_threads: int = setting(2, "Transfers that run at once.", minimum=1)
     max_queued_transfers: int = setting(256, "Transfers that may wait.", minimum=1)

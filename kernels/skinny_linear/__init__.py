@@ -19,8 +19,9 @@ OUTPUTS_PER_PROGRAM = 64
 COLUMNS_PER_STEP = 128
 # Columns of K that one program adds up: enough programs to fill the card, few enough parts to merge.
 PART_COLUMNS = 1024
-# More stages than steps would wait for nothing, and room for two programs on a multiprocessor hides their starts.
+# Two programs fit on a multiprocessor: while one starts or merges, the other reads.
 STAGES = 5
+WIDE_STAGES = 4
 
 
 class SkinnyPlan:
@@ -34,6 +35,11 @@ class SkinnyPlan:
 def fits_skinny(weight: torch.Tensor) -> bool:
     """Whether the kernel can read this weight matrix."""
     return weight.dtype in DTYPES and weight.shape[1] % COLUMNS_PER_STEP == 0 and weight.is_contiguous()
+
+
+def stages_for(rows: int) -> int:
+    """Depth of the ring for a kernel of so many rows; rows of x ride in it beside the weights."""
+    return STAGES if rows <= MAX_ROWS // 2 else WIDE_STAGES
 
 
 def skinny_linear(
@@ -64,7 +70,7 @@ def skinny_linear(
         from kernels.skinny_linear.kernel import launch
 
         rows = max(8, 1 << (x.shape[0] - 1).bit_length())
-        launch(x, weight, bias, plan.counters, out, PART_COLUMNS, rows, STAGES if rows < MAX_ROWS else STAGES - 1)
+        launch(x, weight, bias, plan.counters, out, PART_COLUMNS, rows, stages_for(rows))
     else:
         reference.skinny_linear(x, weight, bias, out)
     return out

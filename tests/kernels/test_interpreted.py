@@ -22,8 +22,12 @@ FILES = (
     "decode_attention",
     "fp8_pages",
     "gather_pages",
+    "latents",
+    "linear",
     "merge_attention_states",
     "prefill_attention",
+    "rotate_append_kv",
+    "rows",
     "sinks",
 )
 

@@ -11,6 +11,7 @@ from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, FakeSequence, Part, make_reference, random_tokens
 from worker_service.core.batch import Batch
 from worker_service.model.decode_graphs import ladder
+from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
 from worker_service.model.products import Invariance
 from worker_service.model.runner import RunnerLimits
@@ -20,7 +21,8 @@ if torch.cuda.is_available():
     prepare_process(CUDA, 0)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-MODELS = ("llama-wide-heads-yarn", "qwen3-tied-windows")
+# The demo model is wide enough for the GEMM of decode rows; the others are not.
+MODELS = ("llama-wide-heads-yarn", "qwen3-tied-windows", "demo")
 MAX_NUM_SEQS = 12
 
 
@@ -61,7 +63,10 @@ class Twins:
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     name, invariance = request.param
     folder = tmp_path_factory.mktemp(name)
-    make_reference(name, folder)
+    if name == "demo":
+        make_demo_model(folder, seed=3)
+    else:
+        make_reference(name, folder)
     return Twins(folder, invariance)
 
 

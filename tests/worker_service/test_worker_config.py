@@ -30,12 +30,19 @@ def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
         (["--model", "m", "--host-tier", "redis", "--redis-url", "http://h"], {}, "redis_url"),
         (["--model", "m", "--cache", "nowhere"], {}, "cache"),
         (["--model", "m", "--listen", "host:99999"], {}, "listen"),
+        (["--model", "m", "--invariance", "always"], {}, "--invariance"),
+        (["--model", "m", "--cuda-graphs", "perhaps"], {}, "--cuda-graphs"),
     ],
 )
 def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, str], named: str) -> None:
     with pytest.raises(SettingsError) as error:
         load_config(arguments, environment)
     assert named in str(error.value)
+
+
+def test_bits_depend_on_no_mate_unless_speed_is_asked_for() -> None:
+    assert load_config(["--model", "m"], {}).invariance == "batch"
+    assert load_config(["--model", "m", "--invariance", "fast"], {}).invariance == "fast"
 
 
 def test_no_secret_is_shown() -> None:
