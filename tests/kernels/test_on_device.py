@@ -5,13 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.append_kv import append_kv
+from kernels.append_kv import append_kv, rotate_append_kv
+from kernels.append_latent import append_latent
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.decode_attention import decode_attention
 from kernels.fp8 import E4M3
+from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention
+from kernels.rms_norm import rms_norm
+from kernels.silu_mul import silu_mul
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
@@ -44,8 +48,17 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     scales = {name: torch.ones(sizes, device="cuda") for name in ("k_scales", "v_scales")}
     where = (case.block_tables, case.cu_seqlens_k)
     sums = (case.cu_seqlens_q, case.cu_seqlens_k)
+    rows = case.q.flatten(1)
+    latent_pages = case.k_pages.flatten(2)
+    angles = torch.zeros(64, 2, 32, device="cuda")
+    latents = k.flatten(1)
     return [
         lambda: append_kv(k, v, *own, slots) or own[0],
+        lambda: rotate_append_kv(torch.cat((k, k, k), 1), slots, angles, *own, slots, q_heads=2).packed,
+        lambda: rms_norm(rows, rows[0], 1e-5, residual=rows)[0],
+        lambda: silu_mul(rows),
+        lambda: append_latent(latents[:, :100], latents[:, 100:], own[0].flatten(2), slots) or own[0],
+        lambda: gather_latent(latent_pages, *where, total),
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
         lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],
         lambda: append_kv(k, v, *codes, slots, **scales) or codes[0],
