@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_ops import AREAS, Measurement
+from benchmarks import gpu_moves, gpu_ops
+from benchmarks.gpu_ops import Measurement
 from benchmarks.gpu_timer import Timer, ceilings
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
+AREAS = {**gpu_ops.AREAS, **gpu_moves.AREAS}
 
 Clock = Callable[[Callable[[], object]], float]
 
