@@ -32,15 +32,21 @@ def attend_tile(
     out_ptr,
     lse_ptr,
     sinks_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     tables_ptr,
     cu_q_ptr,
     cu_k_ptr,
     scale_log2,
+    cap_log2,
     num_tokens,
     stride_q_token,
+    stride_q_group,
     stride_q_head,
     stride_k_page,
     stride_v_page,
+    stride_k_scales_page,
+    stride_v_scales_page,
     stride_out_token,
     stride_out_head,
     stride_tables_seq,
@@ -57,6 +63,8 @@ def attend_tile(
     STAGES: tl.constexpr,
     WANTS_LSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     LN_2: tl.constexpr = 0.6931471805599453
@@ -79,7 +87,8 @@ def attend_tile(
     live = (row < QUERIES * GROUP) & (query < q_len)
     position = cached + query
     token = (q_start + query).to(tl.int64)
-    q_at = token[:, None] * stride_q_token + head[:, None] * stride_q_head + d[None, :]
+    q_row = token * stride_q_token + kv_head.to(tl.int64) * stride_q_group + row % GROUP * stride_q_head
+    q_at = q_row[:, None] + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
 
     last = tl.minimum(kv_len, cached + (tile + 1) * QUERIES)
@@ -90,6 +99,11 @@ def attend_tile(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    factor = scale_log2
+    if CAP:
+        factor = cap_log2
+    if SCALES == 1:
+        factor *= tl.load(k_scales_ptr)
     for start in tl.range(lowest // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=STAGES):
         key = start + column
         # Keys that no row of the tile sees are not read: their pages may be gone, and 0 * NaN would not be 0.
@@ -106,15 +120,30 @@ def attend_tile(
         )
         k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        if SCALES > 0:
+            # Every code is a number of the queries' dtype; the scales stay in fp32.
+            k = k.to(tl.float32).to(q.dtype)
+            v = v.to(tl.float32).to(q.dtype)
+        scores = tl.dot(q, k) * factor
+        if SCALES == 2:
+            scale_at = kv_head * PAGE + slot
+            k_scale = tl.load(k_scales_ptr + page * stride_k_scales_page + scale_at, mask=ok, other=0.0)
+            scores *= k_scale[None, :]
+        if CAP:
+            # tanh as 1 - 2 / (exp(2 x) + 1): the hardware's own is too coarse for a logit.
+            scores = (1.0 - 2.0 / (tl.exp2(scores) + 1.0)) * scale_log2
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, tl.dot(q, k) * scale_log2, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
+        if SCALES == 2:
+            v_scale = tl.load(v_scales_ptr + page * stride_v_scales_page + scale_at, mask=ok, other=0.0)
+            weights *= v_scale[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
         peak = new_peak
 
@@ -126,6 +155,8 @@ def attend_tile(
         total = total * decay + tl.exp2(sink - new_peak)
         acc = acc * decay[:, None]
         peak = new_peak
+    if SCALES == 1:
+        acc *= tl.load(v_scales_ptr)
     out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
     out_at = token[:, None] * stride_out_token + head[:, None] * stride_out_head + d[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
@@ -148,9 +179,12 @@ def launch(
     lse: torch.Tensor | None,
 ) -> None:
     """Launches over checked, non-empty arguments."""
-    shape, group = spec.shape, spec.q_heads // spec.shape.heads
+    shape, group, scales = spec.shape, spec.group, spec.scales
     block_d = triton.next_power_of_2(shape.dim)
     grid = (shape.heads, triton.cdiv(max_seqlen_q, BLOCK_M // group), block_tables.shape[0])
+    strides = (
+        (q.stride(1), q.stride(0), q.stride(2)) if q.dim() == 4 else (q.stride(0), group * q.stride(1), q.stride(1))
+    )
     with torch.cuda.device_of(q):
         attend_tile[grid](
             q,
@@ -159,15 +193,19 @@ def launch(
             out,
             lse if lse is not None else out,
             sinks if sinks is not None else out,
+            scales.k if scales else out,
+            scales.v if scales else out,
             block_tables,
             cu_seqlens_q,
             cu_seqlens_k,
-            spec.scale * LOG2_E,
-            q.shape[0],
-            q.stride(0),
-            q.stride(1),
+            (spec.softcap or spec.scale) * LOG2_E,
+            2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
+            out.shape[0],
+            *strides,
             k_pages.stride(0),
             v_pages.stride(0),
+            scales.k.stride(0) if scales else 0,
+            scales.v.stride(0) if scales else 0,
             out.stride(0),
             out.stride(1),
             block_tables.stride(0),
@@ -184,5 +222,7 @@ def launch(
             STAGES=2,
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,
+            CAP=spec.softcap > 0.0,
+            SCALES=scales.kind.value if scales else 0,
             num_warps=8,
         )

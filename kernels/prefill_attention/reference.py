@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kernels.attention import LEAST_EXPONENT, AttentionSpec, visible_start
 from kernels.errors import KernelArgumentError
+from kernels.fp8 import ScaleKind
 from kernels.layout import read_span
 
 ROWS = 32
@@ -41,6 +42,8 @@ def prefill_attention(
 ) -> None:
     """Fills out, and lse where one is wanted."""
     q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if q.dim() == 4:
+        q = q.transpose(0, 1).flatten(1, 2)
     for seq in range(len(q_bounds) - 1):
         start, new = q_bounds[seq], q_bounds[seq + 1] - q_bounds[seq]
         length = k_bounds[seq + 1] - k_bounds[seq]
@@ -49,13 +52,32 @@ def prefill_attention(
         if new == 0:
             continue
         low = visible_start(length - new, spec.window)
-        keys, values = read_span(k_pages, v_pages, block_tables[seq], low, length, spec.layout)
-        span = _Span(keys.float(), values.float(), low, length)
+        span = _Span(*_numbers(k_pages, v_pages, block_tables[seq], low, length, spec), low, length)
         for first, stop in _blocks(length - new, length):
             rows = slice(start + first - (length - new), start + stop - (length - new))
             out[rows], row_lse = _attend(q[rows], span, first, spec, sinks)
             if lse is not None:
                 lse[:, rows] = row_lse
+
+
+def _numbers(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [stop - start, kv_heads, dim] in fp32; codes times their scales."""
+    keys, values = (rows.float() for rows in read_span(k_pages, v_pages, table, start, stop, spec.layout))
+    if spec.scales is None:
+        return keys, values
+    where = (spec.scales.kind, table, start, stop)
+    return keys * _scales_at(spec.scales.k, *where), values * _scales_at(spec.scales.v, *where)
+
+
+def _scales_at(scales: torch.Tensor, kind: ScaleKind, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """One scale for all rows, or [stop - start, kv_heads, 1]."""
+    if kind is ScaleKind.PER_TENSOR:
+        return scales
+    position = torch.arange(start, stop, device=table.device)
+    page_tokens = scales.shape[2]
+    return scales[table[position // page_tokens].long(), :, position % page_tokens].unsqueeze(2)
 
 
 class _Span(NamedTuple):
@@ -102,7 +124,7 @@ def _attend(
     kv_heads, group, skip = spec.shape.heads, q_heads // spec.shape.heads, first % ROWS
     block = q.new_zeros((q_heads, ROWS, dim), dtype=torch.float32)
     block[:, skip : skip + count] = q.transpose(0, 1).float() * spec.scale
-    state = _State(block.view(kv_heads, group * ROWS, dim))
+    state = _State(block.view(kv_heads, group * ROWS, dim), spec.softcap)
     for key, width in _tiles(first - skip, spec.window, span):
         state.add(*span.tile(key, width), _hidden(first - skip, key, width, spec.window, q.device))
     if sinks is not None:
@@ -124,8 +146,9 @@ def _hidden(position: int, first: int, width: int, window: int, device: torch.de
 class _State:
     """A softmax that takes its keys tile by tile; all rows at once, [kv_heads, group * ROWS, ...]."""
 
-    def __init__(self, queries: torch.Tensor) -> None:
+    def __init__(self, queries: torch.Tensor, softcap: float) -> None:
         self._queries = queries
+        self._softcap = softcap
         rows = (*queries.shape[:2], 1)
         self._peak = queries.new_full(rows, NO_PEAK)
         self._total = queries.new_zeros(rows)
@@ -133,6 +156,8 @@ class _State:
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None) -> None:
         scores = torch.bmm(self._queries, keys.transpose(1, 2))
+        if self._softcap:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
         by_row = scores.view(-1, ROWS, scores.shape[2])
         if hidden is not None:
             by_row.masked_fill_(hidden, NO_PEAK)

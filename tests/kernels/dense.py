@@ -9,7 +9,7 @@ from tests.kernels.inputs import PagedCase
 
 
 def dense_attention(
-    case: PagedCase, scale: float | None = None, sinks: torch.Tensor | None = None
+    case: PagedCase, scale: float | None = None, sinks: torch.Tensor | None = None, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [num_tokens, q_heads, dim], lse [q_heads, num_tokens]) in fp64; a sink is a key whose value is zero."""
     scale = case.q.shape[-1] ** -0.5 if scale is None else scale
@@ -25,6 +25,8 @@ def dense_attention(
             visible[i, low : cached + i + 1] = True
         for head in range(q.shape[1]):
             scores = q[:, head] @ keys[:, head // group].double().T * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill(~visible, float("-inf"))
             value = values[:, head // group].double()
             if sinks is not None:

@@ -71,16 +71,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def test_prefill_uses_wgmma_and_spills_nothing(tmp_path: Path) -> None:
-    from kernels.prefill_attention.kernel import attend_tile
-
-    ptx = compile_for_hopper(
-        attend_tile, {**SHARED, "BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True}, num_warps=8
-    )
-    assert "wgmma.mma_async" in ptx and "cp.async" in ptx
-    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
-
-
 def test_decode_uses_tensor_cores_and_spills_nothing(tmp_path: Path) -> None:
     from kernels.decode_attention.kernel import attend_split
 
