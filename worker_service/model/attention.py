@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels.decode_attention import decode_attention
-from kernels.prefill_attention import prefill_attention
-from kernels.rotate_append_kv import rotate_append_kv
+from kernels.prefill_attention import PrefillPlan, prefill_attention
+from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.kv_pages import KvPages
+from worker_service.model.config import ModelConfig
 from worker_service.model.llama import Heads
 
 
@@ -42,55 +43,88 @@ class LaunchInputs:
         return self.prefill_cu_q.shape[0] - 1
 
 
-class PagedAttention:
-    """The model's `Attend` for one launch."""
+class AttentionPlans:
+    """Work lists and counters of the attention kernels on CUDA, made once: a launch prepares them for all its layers.
 
-    def __init__(self, kv_pages: KvPages, num_heads: int, launch: LaunchInputs) -> None:
+    A launch that is too large for them does without; its kernels then make their own.
+    """
+
+    def __init__(self, config: ModelConfig, max_num_seqs: int, max_tokens: int, device: torch.device) -> None:
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
+        self._prefill = PrefillPlan(max_num_seqs, max_tokens, *heads, device=device)
+
+    def prepared(self, launch: LaunchInputs) -> PrefillPlan | None:
+        num_others = launch.token_ids.shape[0] - launch.num_decode
+        has_room = launch.num_prefill <= self._max_num_seqs and num_others <= self._max_tokens
+        prefill = self._prefill if launch.num_prefill and has_room else None
+        if prefill is not None:
+            prefill.prepare(launch.prefill_cu_q, launch.prefill_cu_k)
+        return prefill
+
+
+class PagedAttention:
+    """The model's `Attend` for one launch. Queries of decode rows stay in rows, the others are packed by kv head."""
+
+    def __init__(self, kv_pages: KvPages, num_heads: int, launch: LaunchInputs, plans: AttentionPlans | None) -> None:
         self._kv_pages = kv_pages
         self._num_heads = num_heads
         self._launch = launch
+        self._prefill_plan = plans.prepared(launch) if plans else None
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
-        launch = self._launch
-        k_pages, v_pages, group, window = self._kv_pages.layer_pages(layer)
+        k_pages, v_pages, group, _ = self._kv_pages.layer_pages(layer)
         queries = rotate_append_kv(
             heads.qkv,
             heads.positions,
             heads.cos_sin,
             k_pages,
             v_pages,
-            launch.slot_mapping[group],
+            self._launch.slot_mapping[group],
             q_heads=self._num_heads,
             q_norm=heads.q_norm,
             k_norm=heads.k_norm,
             eps=heads.eps,
-            num_unpacked=heads.qkv.shape[0],
+            num_unpacked=self._launch.num_decode,
         )
-        q, num_decode = queries.unpacked, launch.num_decode
-        tables = launch.block_tables[group]
-        out = torch.empty_like(q)
-        out[launch.num_tokens :].zero_()
+        return self.attended(layer, queries)
+
+    def attended(self, layer: int, queries: RotatedQueries) -> torch.Tensor:
+        """What the launch's queries see in this layer's pages: [num_tokens, q_heads, dim], padding rows zero."""
+        launch, num_decode = self._launch, self._launch.num_decode
+        out = torch.empty_like(queries.unpacked)
+        if launch.num_tokens < out.shape[0]:
+            out[launch.num_tokens :].zero_()
         if num_decode:
-            decode_attention(
-                q[:num_decode],
-                k_pages,
-                v_pages,
-                tables[:num_decode],
-                launch.decode_seqlens_k,
-                max_seqlen_k=launch.max_seqlen_k,
-                window=window,
-                out=out[:num_decode],
-            )
+            self._attend_decode(layer, queries.unpacked[:num_decode], out[:num_decode])
         if launch.num_prefill:
-            prefill_attention(
-                q[num_decode : launch.num_tokens],
-                k_pages,
-                v_pages,
-                tables[num_decode:],
-                launch.prefill_cu_q,
-                launch.prefill_cu_k,
-                launch.max_seqlen_q,
-                window=window,
-                out=out[num_decode : launch.num_tokens],
-            )
+            self._attend_prefill(layer, queries.packed, out[num_decode:])
         return out
+
+    def _attend_decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        k_pages, v_pages, group, window = self._kv_pages.layer_pages(layer)
+        decode_attention(
+            q,
+            k_pages,
+            v_pages,
+            self._launch.block_tables[group][: self._launch.num_decode],
+            self._launch.decode_seqlens_k,
+            max_seqlen_k=self._launch.max_seqlen_k,
+            window=window,
+            out=out,
+        )
+
+    def _attend_prefill(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        k_pages, v_pages, group, window = self._kv_pages.layer_pages(layer)
+        prefill_attention(
+            q,
+            k_pages,
+            v_pages,
+            self._launch.block_tables[group][self._launch.num_decode :],
+            self._launch.prefill_cu_q,
+            self._launch.prefill_cu_k,
+            self._launch.max_seqlen_q,
+            plan=self._prefill_plan,
+            window=window,
+            out=out,
+        )

@@ -25,6 +25,7 @@ from worker_service.model.llama import Linear, Multiply
 
 # torch's GEMM on a CPU keeps a row's bits from this many rows on.
 LEAST_CPU_ROWS = 16
+MOST_PADDING = max(LEAST_ROWS, LEAST_CPU_ROWS)
 
 
 class Invariance(Enum):

@@ -16,10 +16,10 @@ import torch
 from worker_service.core.batch import Batch
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.attention import LaunchInputs, PagedAttention
+from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
 from worker_service.model.decode_graphs import PADDING_SLOT, DecodeGraphs, GraphLimits, Step
 from worker_service.model.llama import Llama
-from worker_service.model.products import Invariance, Products
+from worker_service.model.products import MOST_PADDING, Invariance, Products
 from worker_service.model.sampler import Flags, RowWishes, Sampled, sample
 from worker_service.model.staging import Download, HostArray, Upload, padded
 from worker_service.model.wishes import HostWishes, host_wishes
@@ -58,6 +58,9 @@ class Runner:
         self._upload = Upload(device)
         self._download = Download(device)
         self._products = Products(model.linears(), limits.invariance, limits.max_num_seqs, limits.token_budget)
+        # Padding rows come on top of the budget.
+        max_tokens = limits.token_budget + MOST_PADDING
+        self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device)
         self._graphs: DecodeGraphs | None = None
         if limits.decode_graphs and device.type == "cuda":
             with torch.inference_mode():
@@ -92,9 +95,13 @@ class Runner:
         return _joined(sample(self._logits(staged, batch), staged.wishes, wishes.flags))
 
     def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
-        attention = PagedAttention(self._kv_pages, self._model.config.num_heads, inputs)
+        attention = self.attention(inputs)
         multiply = self._products.of_launch(inputs.num_decode, inputs.num_tokens)
         return self._model.forward(inputs.token_ids, inputs.positions, attention, multiply)
+
+    def attention(self, inputs: LaunchInputs) -> PagedAttention:
+        """What one launch's layers attend with; to be made anew for each."""
+        return PagedAttention(self._kv_pages, self._model.config.num_heads, inputs, self._plans)
 
     def _logits(self, staged: _Staged, batch: Batch) -> torch.Tensor:
         hidden = self._hidden(staged.inputs)
