@@ -1,0 +1,235 @@
+"""Times launches of a Llama-3-8B-shaped model on a CUDA device, in process: decode steps and prompts behind a prefix.
+
+    python -m benchmarks.bench_llama_gpu [--invariance batch fast] [--out benchmarks/results/llama_gpu.json]
+
+Each `invariance` gets a process of its own: cuBLAS reads its settings once. Knows no service; the floors that the times
+are held against are measured in the same process. Nothing is timed before the captured launch gave the tokens of the
+uncaptured one, and the cached prompt the tokens of the cold one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_timer import CEILING_BYTES, Timer
+from benchmarks.llama_8b import Llama8B
+from kernels.rotate_append_kv import RotatedQueries
+from worker_service.core.batch import Batch
+from worker_service.model.device import prepare_process
+from worker_service.model.products import Invariance
+from worker_service.model.runner import LaunchResult, RunnerLimits
+from worker_service.model.wishes import host_wishes
+
+RESULT = Path(__file__).parent / "results" / "llama_gpu.json"
+DEVICE = torch.device("cuda", 0)
+CONTEXT = 4096
+DECODE_BATCHES = (1, 16, 64)
+SIBLINGS, SIBLING_TOKENS = 8, 512
+LONG_PREFIX, SHORT_PROMPT = 32_768, 64
+NUM_PAGES = 64 * (CONTEXT // 16 + 2) + 2_100
+STEPS = 15
+
+Figures = dict[str, float]
+
+
+class Bench:
+    """One model under one `invariance`."""
+
+    def __init__(self, invariance: Invariance) -> None:
+        self.timer = Timer()
+        source = torch.ones(CEILING_BYTES // 4, device=DEVICE)
+        self.read_bytes_per_us = CEILING_BYTES / self.timer.microseconds(source.sum)
+        del source
+        limits = RunnerLimits(64, SIBLINGS * SIBLING_TOKENS, invariance, decode_graphs=True)
+        started = time.perf_counter()
+        self.llama = Llama8B(NUM_PAGES, limits, DEVICE)
+        torch.cuda.synchronize()
+        self.start_s = time.perf_counter() - started
+        self.runner = self.llama.runner
+
+    def wall_us(self, work: Callable[[], object], times: int = STEPS) -> float:
+        """Median of what the caller waits; the first calls, which may compile, do not count."""
+        for _ in range(2):
+            work()
+        samples = []
+        for _ in range(times):
+            started = time.perf_counter()
+            work()
+            samples.append((time.perf_counter() - started) * 1e6)
+        return statistics.median(samples)
+
+    def device_us(self, work: Callable[[], object], times: int = STEPS) -> float:
+        """Median of replays of a captured call, between events; each reads too much for the cache to matter."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode():
+            work()
+            with torch.cuda.graph(graph):
+                work()
+        return self.between_events_us(graph.replay, times)
+
+    def between_events_us(self, work: Callable[[], object], times: int = STEPS) -> float:
+        """Median on the device of work that is one graph, or waits for nothing."""
+        work()
+        samples = []
+        for _ in range(times):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            stop.record()
+            torch.cuda.synchronize()
+            samples.append(float(start.elapsed_time(stop)) * 1e3)
+        return statistics.median(samples)
+
+    def decode(self, size: int) -> Figures:
+        """One step of `size` sequences; share: the time that their bytes need at the read ceiling, over the time."""
+        self.llama.free_pages()
+        sequences = [self.llama.sequence(CONTEXT + 1) for _ in range(size)]
+        batch = self.llama.batch(sequences, CONTEXT)
+        self._check_replay(batch)
+        graphs = self.runner._graphs
+        assert graphs is not None
+        device = self.between_events_us(lambda: graphs.replay(batch))
+        limit = (self.llama.weight_bytes() + self.llama.kv_bytes(size * (CONTEXT + 1))) / self.read_bytes_per_us
+        wall = self.wall_us(lambda: self.runner.run(batch))
+        return {"device_us": device, "run_us": wall, "limit_us": limit, "share": limit / device}
+
+    def _check_replay(self, batch: Batch) -> None:
+        graphs, self.runner._graphs = self.runner._graphs, None
+        plain = self.runner.run(batch)
+        self.runner._graphs = graphs
+        assert self.runner.run(batch).token_ids == plain.token_ids, "a replay differs from the launch"
+
+    def siblings(self) -> Figures:
+        """Prompts behind cached prefixes, against their own GEMMs and attention alone, and against the cold run."""
+        self.llama.free_pages()
+        sequences = [self.llama.sequence(CONTEXT + SIBLING_TOKENS) for _ in range(SIBLINGS)]
+        cold_batches = [self.llama.batch([entry], 0) for entry in sequences]
+        warm_batch = self.llama.batch(sequences, CONTEXT)
+        cold_results = [self.runner.run(batch) for batch in cold_batches]
+        warm_result = self.runner.run(warm_batch)
+        self._check_same(cold_results, warm_result)
+        cold = self.wall_us(lambda: [self.runner.run(batch) for batch in cold_batches], 2)
+        warm = self.wall_us(lambda: self.runner.run(warm_batch))
+        gemms = self.gemm_floor(SIBLINGS * SIBLING_TOKENS, SIBLINGS)
+        attention = self.attention_us(warm_batch)
+        floor = gemms + attention
+        return {
+            "ttft_us": warm,
+            "gemm_us": gemms,
+            "attention_us": attention,
+            "over_floor": warm / floor,
+            "cold_us": cold,
+            "over_cold": warm / cold,
+        }
+
+    def _check_same(self, cold: Iterable[LaunchResult], warm: LaunchResult) -> None:
+        tokens = tuple(token for result in cold for token in result.token_ids)
+        same = sum(one == other for one, other in zip(tokens, warm.token_ids, strict=True))
+        assert same == len(tokens) or self.runner_is_fast, f"{same} of {len(tokens)} cached prompts gave the cold token"
+
+    @property
+    def runner_is_fast(self) -> bool:
+        return not self.runner._products._stays_apart
+
+    def long_prefix(self) -> Figures:
+        """A short prompt behind a long prefix, against the short prompt alone and the attention over that prefix."""
+        self.llama.free_pages()
+        behind = self.llama.batch([self.llama.sequence(LONG_PREFIX + SHORT_PROMPT)], LONG_PREFIX)
+        alone = self.llama.batch([self.llama.sequence(SHORT_PROMPT)], 0)
+        warm, short = (self.wall_us(lambda batch=batch: self.runner.run(batch)) for batch in (behind, alone))
+        attention = self.attention_us(behind) - self.attention_us(alone)
+        return {
+            "ttft_us": warm,
+            "short_us": short,
+            "attention_us": attention,
+            "over_floor": warm / (short + attention),
+        }
+
+    def gemm_floor(self, num_rows: int, num_logits: int) -> float:
+        """The launch's matrix products alone, by torch; one pass over all layers leaves nothing in the cache."""
+        linears = self.llama.model.linears()
+        inputs = {
+            size: torch.randn(num_rows, size, device=DEVICE, dtype=torch.bfloat16)
+            for size in {linear.weight.shape[1] for linear in linears}
+        }
+
+        def products() -> None:
+            for linear in linears[:-1]:
+                torch.mm(inputs[linear.weight.shape[1]], linear.weight.t())
+            torch.mm(inputs[linears[-1].weight.shape[1]][:num_logits], linears[-1].weight.t())
+
+        return self.device_us(products, 5)
+
+    def attention_us(self, batch: Batch) -> float:
+        """The launch's attention alone, in all layers, over its own pages and with random queries."""
+        config = self.llama.config
+        with torch.inference_mode():
+            inputs = self.runner._staged(batch, host_wishes(batch.sampled)).inputs
+            attend = self.runner.attention(inputs)
+            rows, others = inputs.token_ids.shape[0], inputs.token_ids.shape[0] - inputs.num_decode
+            group = config.num_heads // config.num_kv_heads
+            queries = RotatedQueries(
+                torch.randn(rows, config.num_heads, config.head_dim, device=DEVICE, dtype=torch.bfloat16),
+                torch.randn(config.num_kv_heads, others, group, config.head_dim, device=DEVICE, dtype=torch.bfloat16),
+            )
+            return self.device_us(lambda: [attend.attended(layer, queries) for layer in range(config.num_layers)], 5)
+
+
+def measure(invariance: Invariance) -> dict[str, Any]:
+    prepare_process(DEVICE, 0, stable_products=invariance is Invariance.BATCH)
+    bench = Bench(invariance)
+    report: dict[str, Any] = {"start_s": bench.start_s, "read_gb_per_s": bench.read_bytes_per_us * 1e-3}
+    report |= {f"decode_{size}": bench.decode(size) for size in DECODE_BATCHES}
+    report["siblings"] = bench.siblings()
+    report["long_prefix"] = bench.long_prefix()
+    report["tiled_shapes"] = sorted(bench.runner._products.tiled_shapes)
+    return report
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def in_own_process(invariance: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.bench_llama_gpu", "--only", invariance]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--invariance", nargs="+", choices=[kind.value for kind in Invariance], default=["batch"])
+    parser.add_argument("--only", choices=[kind.value for kind in Invariance], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_llama_gpu needs a CUDA device")
+    if arguments.only:
+        print(json.dumps(rounded(measure(Invariance(arguments.only)))))
+        return
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{kind: in_own_process(kind) for kind in arguments.invariance},
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

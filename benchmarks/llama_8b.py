@@ -1,0 +1,96 @@
+"""A model of random weights in the shape of Llama-3-8B on a CUDA device, with pages and a runner; benchmarks share it.
+
+Knows no clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from worker_service.core.batch import Batch, build_batch
+from worker_service.core.launch_plan import Row
+from worker_service.core.sequence import SamplingParams
+from worker_service.core.sequence import Sequence as CoreSequence
+from worker_service.gpu.kv_pages import KvPages
+from worker_service.model.config import ModelConfig, parse_model_config
+from worker_service.model.llama import Llama
+from worker_service.model.load import kv_shape
+from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.weights import expected_shapes
+
+PAGE = 16
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+
+@dataclass
+class PagedTokens:
+    """What batch building reads of a sequence."""
+
+    tokens: array[int]
+    tables: list[array[int]]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+class Llama8B:
+    """Holds the model, its pages (random too: zeros would be read faster) and the runner."""
+
+    def __init__(self, num_pages: int, limits: RunnerLimits, device: torch.device, num_layers: int = 32) -> None:
+        self.config: ModelConfig = parse_model_config({**FIELDS, "num_hidden_layers": num_layers})
+        self.generator = torch.Generator(device).manual_seed(0)
+        tensors = {name: self._weight(shape, device) for name, shape in expected_shapes(self.config).items()}
+        self.model = Llama(self.config, tensors, device)
+        self.pages = KvPages(kv_shape(self.config, torch.bfloat16, PAGE), [num_pages], device)
+        for layer in range(num_layers):
+            for pages in self.pages.layer_pages(layer)[:2]:
+                pages[1:].normal_(generator=self.generator)
+        self.runner = Runner(self.model, self.pages, device, limits)
+        self._next_page = 1
+
+    def _weight(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=device)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return values.normal_(std=shape[1] ** -0.5, generator=self.generator)
+
+    def sequence(self, length: int) -> PagedTokens:
+        """Random tokens with pages of their own."""
+        tokens = torch.randint(
+            0, self.config.vocab_size, (length,), generator=self.generator, device=self.generator.device
+        )
+        count = -(-length // PAGE)
+        first, self._next_page = self._next_page, self._next_page + count
+        return PagedTokens(array("i", tokens.tolist()), [array("i", range(first, first + count))])
+
+    def free_pages(self) -> None:
+        """Later sequences take the first pages again."""
+        self._next_page = 1
+
+    def batch(self, sequences: Sequence[PagedTokens], first: int) -> Batch:
+        """Everything from position `first` on, of each sequence."""
+        rows = [Row(cast(CoreSequence, entry), first, len(entry.tokens) - first) for entry in sequences]
+        num_decode = sum(row.num_tokens == 1 for row in rows)
+        return build_batch(rows, num_decode, self.pages.specs(), PAGE)
+
+    def weight_bytes(self) -> int:
+        """What a launch reads of the weights: every projection, the head among them."""
+        return sum(linear.weight.nbytes for linear in self.model.linears())
+
+    def kv_bytes(self, num_keys: int) -> int:
+        return num_keys * self.pages.page_bytes(0) // PAGE
