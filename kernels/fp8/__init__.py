@@ -78,7 +78,9 @@ def check_written_scales(scales: Scales | None, k: torch.Tensor, v: torch.Tensor
 
 def token_scales(rows: torch.Tensor) -> torch.Tensor:
     """The scale of each of rows [n, heads, dim], fp32 [n, heads]; values must be finite."""
-    return (rows.float().abs().amax(dim=-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
+    peaks = rows.float().abs().amax(dim=-1)
+    # By a tensor: on a CUDA device a quotient by a number is a product with its reciprocal, rounded twice.
+    return (peaks / torch.full_like(peaks, E4M3_MAX)).clamp_min(LEAST_SCALE)
 
 
 def quantise(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

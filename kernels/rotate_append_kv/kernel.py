@@ -18,8 +18,8 @@ from kernels.fp8.kernel import codes_of, stored_scale
 from kernels.layout import KvLayout, PageShape, pack_width
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
 
-# Elements that one program moves: 2 to 4 KiB keep the memory system busiest.
-ELEMENTS = 2048
+# Elements that one warp moves: 2 KiB, next to what its neighbours move, keep the memory system busiest.
+ELEMENTS = 1024
 BLOCK_H = 8
 
 
@@ -267,7 +267,8 @@ def launch(
     """Fills the slots, out and packed_out; checked, non-empty arguments."""
     tokens, q_heads = qkv.shape[0], qkv.shape[1] - 2 * shape.heads
     block_h = min(BLOCK_H, triton.next_power_of_2(q_heads))
-    per_program = max(1, ELEMENTS // (block_h * triton.next_power_of_2(shape.dim)))
+    elements = block_h * triton.next_power_of_2(shape.dim)
+    per_program = max(1, ELEMENTS // elements)
     blocks = triton.cdiv(q_heads, block_h) + 2 * triton.cdiv(shape.heads, block_h)
     half = rotary.dim // 2
     with torch.cuda.device_of(qkv):
@@ -308,7 +309,7 @@ def launch(
             BLOCK_REST=triton.next_power_of_2(max(1, shape.dim - 2 * half)),
             # A product that is fused with a sum is rounded once less than torch's two operations.
             enable_fp_fusion=False,
-            num_warps=4,
+            num_warps=max(1, elements // ELEMENTS),
         )
 
 
