@@ -16,4 +16,4 @@ def pack_pages(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tenso
 
 def unpack_pages(packed: torch.Tensor, planes: torch.Tensor, page_ids: torch.Tensor) -> None:
     """planes[plane, page_ids[i]] = packed[i, plane]."""
-    planes.index_copy_(1, page_ids.long(), packed.transpose(0, 1).contiguous())
+    planes.index_copy_(1, page_ids.long(), packed.transpose(0, 1))

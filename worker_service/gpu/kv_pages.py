@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.copy_pages import pack_pages, unpack_pages
 from worker_service.core.ports import GroupKind, GroupSpec
 
 LAYOUT = "NHD"
+# Of a group's tensor; the axes before it, layers and K or V, are what a page gathers its bytes from.
+PAGE_AXIS = 2
 
 
 class PoolError(Exception):
@@ -128,39 +131,32 @@ class KvPages:
     def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """The pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device), once all are there.
 
-        Works on the current stream and waits for it alone, so a mover's thread with its own stream disturbs nobody.
+        All layers leave in one launch, straight into the buffer: nothing is staged on the device. Works on the current
+        stream and waits for it alone, so a mover's thread with its own stream disturbs nobody.
         """
         ids = self._checked_ids(group, page_ids)
         host = (
             self.host_buffer(group, len(page_ids)) if out is None else self._checked_buffer(group, len(page_ids), out)
         )
-        rows = self._rows(group).index_select(1, ids).transpose(0, 1)
-        if self.device.type == "cpu":
-            host.view(len(page_ids), *rows.shape[1:]).copy_(rows)
-            return host
-        host.copy_(rows.reshape(len(page_ids), -1), non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
+        pack_pages(self._tensors[group], ids, host, page_axis=PAGE_AXIS)
+        self._wait()
         return host
 
     def write_pages(self, group: int, page_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """Put page bytes (uint8 [n, page_bytes], host memory) in place; returns when they are there."""
+        """Put page bytes (uint8 [n, page_bytes], as host_buffer's) in place; returns when they are there."""
         ids = self._checked_ids(group, page_ids)
         host = self._checked_buffer(group, len(page_ids), packed)
-        target = self._rows(group)
-        rows = host.to(self.device, non_blocking=True).view(len(page_ids), target.shape[0], target.shape[2])
-        target.index_copy_(1, ids, rows.transpose(0, 1))
-        if self.device.type != "cpu":
-            torch.cuda.current_stream(self.device).synchronize()
+        unpack_pages(host, self._tensors[group], ids, page_axis=PAGE_AXIS)
+        self._wait()
 
     def host_buffer(self, group: int, num_pages: int) -> torch.Tensor:
         """Room for so many pages' bytes, pinned beside a CUDA device; movers keep theirs."""
         pin = self.device.type == "cuda"
         return torch.empty((num_pages, self.page_bytes(group)), dtype=torch.uint8, pin_memory=pin)
 
-    def _rows(self, group: int) -> torch.Tensor:
-        """The group's tensor as bytes: [layers x 2, num_pages + 1, bytes of one page in one layer's K or V]."""
-        tensor = self._tensors[group]
-        return tensor.view(2 * tensor.shape[0], tensor.shape[2], -1).view(torch.uint8)
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _checked_ids(self, group: int, page_ids: Sequence[int]) -> torch.Tensor:
         for page_id in page_ids:
