@@ -5,6 +5,9 @@ merged in ascending order: the sum is the same whoever computes which part and w
 
     keys       0 ........ SPLIT ........ 2 SPLIT .... length
     partials   |    0       |      1        |    2     |      acc, peak, total of each; a window skips the first ones
+
+A split that some token of a sequence does not see gives it a state without keys, which leaves the others as they are:
+so a token's bits do not depend on how many tokens are computed with it.
 """
 
 import torch
@@ -14,12 +17,25 @@ import triton.language as tl
 from kernels.addressing import layout_code
 from kernels.addressing.kernel import key_offset, value_offset
 from kernels.attention import AttentionSpec
+from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
 
 LOG2_E = 1.4426950408889634
 SPLIT = 256
 BLOCK_N = 64
-ROWS = 16  # the smallest tile that tensor cores take: a group's query heads, padded
+MIN_ROWS = 16  # the smallest tile that tensor cores take
+
+
+@triton.jit
+def query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS: tl.constexpr):
+    """(first row of q, tokens, keys) of a sequence."""
+    length = tl.load(seqlens_ptr + seq)
+    start = seq
+    tokens = length * 0 + 1
+    if HAS_SPANS:
+        start = tl.load(cu_q_ptr + seq).to(tl.int64)
+        tokens = tl.load(cu_q_ptr + seq + 1) - start.to(tl.int32)
+    return start, tokens, length
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -28,20 +44,27 @@ def attend_split(
     q_ptr,
     k_pages_ptr,
     v_pages_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     acc_ptr,
     peak_ptr,
     total_ptr,
     tables_ptr,
     seqlens_ptr,
+    cu_q_ptr,
     scale_log2,
+    cap_log2,
     max_splits,
     stride_q_token,
     stride_q_head,
     stride_k_page,
     stride_v_page,
+    stride_k_scales,
+    stride_v_scales,
     stride_tables_seq,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     X: tl.constexpr,
@@ -51,14 +74,19 @@ def attend_split(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
+    NOTHING: tl.constexpr = -1.0e20
+    HIDDEN: tl.constexpr = -1.0e30
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
-    length = tl.load(seqlens_ptr + seq)
+    start, tokens, length = query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS)
     lowest = 0
     if WINDOW > 0:
-        lowest = tl.maximum(length - WINDOW, 0)
+        lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
     last = tl.minimum(length, (split + 1) * SPLIT)
     if (split * SPLIT >= length) | (last <= lowest):
         return
@@ -66,19 +94,19 @@ def attend_split(
     row = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_N)
-    head = kv_head * GROUP + row
-    q_at = seq * stride_q_token + head[:, None] * stride_q_head + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=(row < GROUP)[:, None] & (d < D)[None, :], other=0.0)
+    head = kv_head * GROUP + row % GROUP
+    live = (row // GROUP < tokens) & (row < TOKENS * GROUP)
+    position = length - tokens + row // GROUP
+    q_at = (start + row // GROUP)[:, None] * stride_q_token + head[:, None] * stride_q_head + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     table_ptr = tables_ptr + seq * stride_tables_seq
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    peak = tl.full([ROWS], NOTHING, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     first = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
-    for start in tl.range(first, last, BLOCK_N, num_stages=3):
-        key = start + column
-        ok = key < last
-        if WINDOW > 0:
-            ok = ok & (key >= lowest)
+    for tile in tl.range(first, last, BLOCK_N, num_stages=3):
+        key = tile + column
+        ok = (key >= lowest) & (key < last)
         page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
         slot = key % PAGE
         k_at = (page * stride_k_page)[None, :] + key_offset(
@@ -89,21 +117,43 @@ def attend_split(
         )
         k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
-        scores = tl.where(ok[None, :], tl.dot(q, k) * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))  # finite: every tile has a visible key
+        if SCALES > 0:
+            # Codes are numbers of q's dtype as they are; the scales come in behind the products.
+            k = k.to(tl.float32).to(q.dtype)
+            v = v.to(tl.float32).to(q.dtype)
+        scores = tl.dot(q, k) * scale_log2
+        if SCALES == 1:
+            scores = scores * tl.load(k_scales_ptr)
+        if SCALES == 2:
+            scale_at = kv_head * PAGE + slot
+            k_scale = tl.load(k_scales_ptr + page * stride_k_scales + scale_at, mask=ok, other=0.0)
+            v_scale = tl.load(v_scales_ptr + page * stride_v_scales + scale_at, mask=ok, other=0.0)
+            scores = scores * k_scale[None, :]
+        if SOFTCAP:
+            # cap * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1); the scale holds the 2.
+            scores = cap_log2 - 2.0 * cap_log2 / (tl.exp2(scores) + 1.0)
+        visible = ok[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, HIDDEN)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
+        if SCALES == 2:
+            weights = weights * v_scale[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
         peak = new_peak
 
-    part = (seq * max_splits + split) * (HEADS * GROUP) + head
-    tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=(row < GROUP)[:, None] & (d < D)[None, :])
-    tl.store(peak_ptr + part, peak, mask=row < GROUP)
-    tl.store(total_ptr + part, total, mask=row < GROUP)
+    if SCALES == 1:
+        acc = acc * tl.load(v_scales_ptr)
+    part = ((seq * max_splits + split) * HEADS + kv_head) * (TOKENS * GROUP) + row
+    tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
+    tl.store(peak_ptr + part, peak, mask=live)
+    tl.store(total_ptr + part, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_splits"])
+@triton.jit(do_not_specialize=["num_tokens", "max_splits"])
 def merge_splits(
     out_ptr,
     lse_ptr,
@@ -112,32 +162,40 @@ def merge_splits(
     peak_ptr,
     total_ptr,
     seqlens_ptr,
-    num_seqs,
+    cu_q_ptr,
+    num_tokens,
     max_splits,
     stride_out_token,
     stride_out_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     WANTS_LSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
+    NOTHING: tl.constexpr = -1.0e20
     LN_2: tl.constexpr = 0.6931471805599453
     LOG2_E: tl.constexpr = 1.4426950408889634
     head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    heads = tl.num_programs(0)
-    length = tl.load(seqlens_ptr + seq)
+    token = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    start, tokens, length = query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS)
+    if token >= tokens:
+        return
     lowest = 0
     if WINDOW > 0:
-        lowest = tl.maximum(length - WINDOW, 0)
+        lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
     d = tl.arange(0, BLOCK_D)
-    peak = float("-inf")
+    peak = NOTHING
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for split in tl.range(lowest // SPLIT, tl.cdiv(length, SPLIT)):
-        part = (seq * max_splits + split) * heads + head
+        part = ((seq * max_splits + split) * HEADS + head // GROUP) * (TOKENS * GROUP) + token * GROUP + head % GROUP
         part_peak = tl.load(peak_ptr + part)
         new_peak = tl.maximum(peak, part_peak)
         decay = tl.exp2(peak - new_peak)
@@ -150,16 +208,17 @@ def merge_splits(
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         sink = tl.where(length > 0, sink, float("-inf"))
         new_peak = tl.maximum(peak, sink)
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - base)
-        total = total * decay + tl.exp2(sink - base)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.exp2(sink - new_peak)
         acc = acc * decay
         peak = new_peak
     out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total))
-    out_at = seq * stride_out_token + head * stride_out_head + d
+    row = start + token
+    out_at = row * stride_out_token + head * stride_out_head + d
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
     if WANTS_LSE:
-        tl.store(lse_ptr + head.to(tl.int64) * num_seqs + seq, (peak + tl.log2(total)) * LN_2)
+        lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + row, lse)
 
 
 def launch(
@@ -168,50 +227,67 @@ def launch(
     v_pages: torch.Tensor,
     block_tables: torch.Tensor,
     seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
     max_seqlen_k: int,
+    max_q_tokens: int,
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     """Launches over checked arguments; there is at least one sequence."""
-    shape, num_seqs = spec.shape, q.shape[0]
-    block_d = triton.next_power_of_2(shape.dim)
+    shape, num_seqs, group = spec.shape, seqlens_k.shape[0], spec.group
     splits = max(1, triton.cdiv(max_seqlen_k, SPLIT))
-    parts = (num_seqs, splits, spec.q_heads)
+    parts = (num_seqs, splits, spec.q_heads * max_q_tokens)
     acc = torch.empty((*parts, shape.dim), dtype=torch.float32, device=q.device)
     peak, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    k_scales, v_scales, kind = (out, out, None) if spec.scales is None else spec.scales
+    by_token = kind is ScaleKind.PER_TOKEN
+    sizes = {
+        "HEADS": shape.heads,
+        "GROUP": group,
+        "TOKENS": max_q_tokens,
+        "D": shape.dim,
+        "WINDOW": spec.window,
+        "SPLIT": SPLIT,
+        "BLOCK_D": triton.next_power_of_2(shape.dim),
+        "HAS_SPANS": cu_seqlens_q is not None,
+    }
+    spans = seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     with torch.cuda.device_of(q):
         attend_split[(shape.heads, splits, num_seqs)](
             q,
             k_pages,
             v_pages,
+            k_scales,
+            v_scales,
             acc,
             peak,
             total,
             block_tables,
             seqlens_k,
-            spec.scale * LOG2_E,
+            spans,
+            2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * LOG2_E,
+            spec.softcap * LOG2_E,
             splits,
             q.stride(0),
             q.stride(1),
             k_pages.stride(0),
             v_pages.stride(0),
+            k_scales.stride(0) if by_token else 0,
+            v_scales.stride(0) if by_token else 0,
             block_tables.stride(0),
-            HEADS=shape.heads,
-            GROUP=spec.q_heads // shape.heads,
-            D=shape.dim,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
             LAYOUT=layout_code(spec.layout),
-            WINDOW=spec.window,
-            SPLIT=SPLIT,
-            ROWS=ROWS,
+            ROWS=max(MIN_ROWS, triton.next_power_of_2(max_q_tokens * group)),
             BLOCK_N=BLOCK_N,
-            BLOCK_D=block_d,
+            SOFTCAP=spec.softcap > 0.0,
+            SCALES=0 if kind is None else kind.value,
             num_warps=4,
+            **sizes,
         )
-        merge_splits[(spec.q_heads, num_seqs)](
+        merge_splits[(spec.q_heads, max_q_tokens, num_seqs)](
             out,
             lse if lse is not None else out,
             sinks if sinks is not None else out,
@@ -219,15 +295,13 @@ def launch(
             peak,
             total,
             seqlens_k,
-            num_seqs,
+            spans,
+            q.shape[0],
             splits,
             out.stride(0),
             out.stride(1),
-            D=shape.dim,
-            WINDOW=spec.window,
-            SPLIT=SPLIT,
-            BLOCK_D=block_d,
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,
             num_warps=1,
+            **sizes,
         )

@@ -1,0 +1,160 @@
+"""The consumer: walks the program's chunks, sums each piece along the tree, finishes what it holds whole.
+
+Knows nothing of pages: tiles arrive in a ring, in the order in which this partition walks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from kernels.decode_attention.hopper.merge import merge_pair, store_partial
+from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk, take_chunk
+from kernels.decode_attention.hopper.tree import BARRIER, add_sink, fold, nothing, store_rows, sum_leaf
+
+
+@gluon.jit
+def load_queries(
+    q_ptr,
+    strides_q,
+    token_row,
+    head,
+    rows,
+    GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """[COLUMNS, D]: the pair's heads of each token, zero beyond its rows."""
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    token = (token_row + row // GROUP).to(gl.int64)
+    at = token * strides_q[0] + (head * GROUP + row % GROUP) * strides_q[1]
+    return gl.load(q_ptr + at[:, None] + d[None, :], mask=(row < rows)[:, None], other=0.0)
+
+
+@gluon.jit
+def attend(
+    q_ptr,
+    strides_q,
+    outputs,
+    strides_out,
+    partials,
+    plan,
+    arrivals_ptr,
+    lengths,
+    token_first,
+    num_seqs,
+    factors,
+    rings,
+    barriers,
+    board,
+    board_full,
+    board_empty,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,
+    LEAF: gl.constexpr,
+    LEAVES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    """All pieces of this program's chunks; ROWS is the room that a partial has for rows."""
+    q_smem = rings[0]
+    out_ptr, lse_ptr, sinks_ptr = outputs
+    stride_out_token, stride_out_head, num_tokens = strides_out
+    header_ptr, bases_ptr, chunks_ptr = plan
+    seqlens_ptr, cu_seqlens_ptr = lengths
+    scale, cap, value_scale = factors
+    COLUMNS: gl.constexpr = q_smem.shape[0]
+    D: gl.constexpr = q_smem.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
+    BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
+    leaves_per_unit = gl.load(header_ptr + 1)
+    per = gl.load(header_ptr + 2)
+    num_chunks = gl.load(header_ptr + 3)
+    unit_keys = leaves_per_unit * LEAF
+    more = num_chunks > gl.num_programs(0)
+    tile = 0
+    turn = 0
+    chunk = gl.program_id(0)
+    while chunk < num_chunks:
+        seq, head, unit, rest, length = read_chunk(chunks_ptr, chunk)
+        start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
+        q = load_queries(q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
+        while rest > 0:
+            units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
+            held = gl.minimum(rest, units - unit)
+            BARRIER()
+            q_smem.store(q)
+            fence_async_shared()
+            BARRIER()
+            # The next pair's length and queries are on their way while this one is summed.
+            seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
+            length_next = gl.load(seqlens_ptr + seq_next)
+            start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS)
+            row_next = start_next + token_first
+            q = load_queries(q_ptr, strides_q, row_next, head_next, count_next * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
+            first_position = length - tokens + token_first
+            low = lowest_key(first_position, length, WINDOW)
+            skipped = low // unit_keys
+            begin = gl.maximum(unit, skipped)
+            end = unit + held
+            whole = (unit <= skipped) & (end == units)
+            first = gl.load(bases_ptr + seq) * HEADS + head * units
+            rows = count * GROUP
+            ok = column < rows
+            token = gl.minimum(column // GROUP, count - 1)
+            token_row = (start + token_first).to(gl.int64)
+            step = gl.where(whole, LEAVES, leaves_per_unit)
+            leaves = gl.minimum(gl.maximum((length + LEAF - 1) // LEAF, 1), end * leaves_per_unit)
+            peak, total, acc = nothing(D, COLUMNS, LAYOUT)
+            for group in range(begin * leaves_per_unit // step * step, leaves, step):
+                g_peak, g_total, g_acc = nothing(D, COLUMNS, LAYOUT)
+                for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
+                    l_peak, l_total, l_acc, tile = sum_leaf(
+                        rings, barriers, tile, leaf * LEAF, low, length, first_position, token, scale, cap,
+                        LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
+                    )  # fmt: skip
+                    g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
+                if whole:
+                    peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
+                else:
+                    number = first + group // leaves_per_unit
+                    store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, LAYOUT)
+            if whole:
+                q_head = head * GROUP + column % GROUP
+                if HAS_SINKS:
+                    peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & (length > 0), 0)
+                row = token_row + column // GROUP
+                at = (row * stride_out_token + q_head * stride_out_head)[None, :] + d[:, None]
+                lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + row
+                store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
+            elif end > skipped:
+                programs = (first + units - 1) // per - (first + skipped) // per
+                BARRIER()
+                arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
+                if arrived == programs:  # the last of this pair's chunks
+                    gl.store(arrivals_ptr + seq * HEADS + head, 0)
+                    merge_pair(
+                        partials, first, skipped, units, leaves_per_unit, rows, head, token_row, outputs, strides_out,
+                        value_scale, length > 0, ROWS, GROUP, D, BLOCK, WANTS_LSE, HAS_SINKS,
+                    )  # fmt: skip
+            rest -= held
+            seq = seq_next
+            head = head_next
+            unit = 0
+            length = length_next
+            start = start_next
+            tokens = tokens_next
+            count = count_next
+        if more:  # noqa: SIM108 - both sides of a conditional expression would run
+            chunk = take_chunk(board, board_full, board_empty, turn, 4)
+        else:
+            chunk = num_chunks
+        turn += 1

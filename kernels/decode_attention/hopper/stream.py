@@ -1,0 +1,141 @@
+"""The producers: one warp copies tiles of K, another tiles of V, page by page, into a ring in shared memory.
+
+Knows no query and no score. A stream never stops at the end of a pair or chunk: whatever comes next is already on its
+way while the consumer works.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.decode_attention.hopper.pieces import (
+    lowest_key,
+    next_pair,
+    publish_chunk,
+    query_span,
+    read_chunk,
+    take_chunk,
+)
+
+
+@gluon.jit
+def page_ids(row_ptr, first, last, COUNT: gl.constexpr):
+    """Ids of a tile's pages, of which there may be fewer than COUNT: any valid id will do in place of the others."""
+    a = gl.load(row_ptr + gl.minimum(first, last))
+    if COUNT == 1:
+        return a, a, a, a
+    b = gl.load(row_ptr + gl.minimum(first + 1, last))
+    if COUNT == 2:
+        return a, b, a, b
+    c = gl.load(row_ptr + gl.minimum(first + 2, last))
+    d = gl.load(row_ptr + gl.minimum(first + 3, last))
+    return a, b, c, d
+
+
+@gluon.jit
+def copy_tile(
+    desc, slot, ready, ids, head, key, page_rows, PAGE: gl.constexpr, TILE: gl.constexpr, BY_HEAD: gl.constexpr
+):
+    """One box of rows for each page, or one slice of a page that is larger than a tile."""
+    D: gl.constexpr = slot.shape[1]
+    BOX: gl.constexpr = TILE if PAGE > TILE else PAGE
+    mbarrier.expect(ready, TILE * D * (slot.dtype.primitive_bitwidth // 8))
+    for i in gl.static_range(TILE // BOX):
+        row = ids[i] * page_rows
+        if PAGE > TILE:
+            row += key % PAGE
+        column = head * D
+        if BY_HEAD:
+            row += head * PAGE
+            column = 0
+        tma.async_copy_global_to_shared(desc, [row, column], ready, slot.slice(i * BOX, BOX, 0))
+
+
+@gluon.jit
+def stream_pages(
+    desc,
+    page_rows,
+    ring,
+    full,
+    empty,
+    board,
+    board_full,
+    board_empty,
+    tables_ptr,
+    stride_tables_seq,
+    seqlens_ptr,
+    cu_seqlens_ptr,
+    token_first,
+    num_seqs,
+    header_ptr,
+    chunks_ptr,
+    work_ptr,
+    HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    TILE: gl.constexpr,
+    LEAF: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BY_HEAD: gl.constexpr,
+    DRAWS: gl.constexpr,
+):
+    """All tiles of this program's chunks; the partition that DRAWS also fetches the program's further chunks."""
+    STAGES: gl.constexpr = ring.shape[0]
+    PAGES: gl.constexpr = TILE // PAGE if PAGE < TILE else 1
+    num_chunks = gl.load(header_ptr + 3)
+    unit_keys = gl.load(header_ptr + 1) * LEAF
+    more = num_chunks > gl.num_programs(0)
+    tile = 0
+    turn = 0
+    chunk = gl.program_id(0)
+    while chunk < num_chunks:
+        seq, head, unit, rest, length = read_chunk(chunks_ptr, chunk)
+        drawn = num_chunks
+        fetched = 0
+        while rest > 0:
+            units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
+            count = gl.minimum(rest, units - unit)
+            seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
+            length_next = gl.load(seqlens_ptr + seq_next)
+            row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
+            last = gl.maximum((length - 1) // PAGE, 0)
+            low = 0
+            if WINDOW > 0:
+                _, tokens, _ = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
+                low = lowest_key(length - tokens + token_first, length, WINDOW) // TILE * TILE
+            key = gl.maximum(unit * unit_keys, low)
+            stop = gl.minimum(length, (unit + count) * unit_keys)
+            ids = page_ids(row_ptr, key // PAGE, last, PAGES)
+            while key < stop:
+                ids_next = page_ids(row_ptr, (key + TILE) // PAGE, last, PAGES)
+                at = tile % STAGES
+                mbarrier.wait(empty.index(at), ((tile // STAGES) & 1) ^ 1)
+                copy_tile(desc, ring.index(at), full.index(at), ids, head, key, page_rows, PAGE, TILE, BY_HEAD)
+                ids = ids_next
+                key += TILE
+                tile += 1
+                if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
+                    if more & (fetched == 0):
+                        drawn = publish_chunk(work_ptr, board, board_full, board_empty, turn)
+                        fetched = 1
+            rest -= count
+            seq = seq_next
+            head = head_next
+            unit = 0
+            length = length_next
+        if more:
+            if DRAWS:
+                if fetched == 0:
+                    drawn = publish_chunk(work_ptr, board, board_full, board_empty, turn)
+                chunk = drawn
+            else:
+                chunk = take_chunk(board, board_full, board_empty, turn, 1)
+        else:
+            chunk = num_chunks
+        turn += 1
+    if DRAWS:  # noqa: SIM102 - as above
+        if more:
+            done = gl.atomic_add(work_ptr + 1, 1, sem="acq_rel", scope="gpu")
+            if done == gl.num_programs(0) - 1:  # ready for the next launch
+                gl.store(work_ptr, 0)
+                gl.store(work_ptr + 1, 0)

@@ -1,0 +1,191 @@
+"""The arithmetic of the summation tree: a leaf of tiles, the fold of two softmax states, and what a row ends as.
+
+Knows no chunk and no counter. A state is (peak, total, acc) of some keys: the largest score in log2 units, the sum of
+2^(score - peak), and the values weighted so. NOTHING is the peak of a state without keys, HIDDEN the score of a key
+that is not seen: a weight of 2^(HIDDEN - NOTHING) is 0, so a state without keys leaves the other one as it was, bit for
+bit, and a leaf that is skipped gives what a leaf that is masked gives.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BARRIER = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
+NOTHING = gl.constexpr(-1.0e20)
+HIDDEN = gl.constexpr(-1.0e30)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def fold(peak, total, acc, other_peak, other_total, other_acc, AXIS: gl.constexpr):
+    """The state of both; AXIS is the axis of acc that peak and total do not have."""
+    top = gl.maximum(peak, other_peak)
+    keep = gl.exp2(peak - top)
+    weight = gl.exp2(other_peak - top)
+    total = gl.fma(total, keep, other_total * weight)
+    wide = gl.zeros_like(acc)
+    acc = gl.fma(acc, wide + gl.expand_dims(keep, AXIS), other_acc * (wide + gl.expand_dims(weight, AXIS)))
+    return top, total, acc
+
+
+@gluon.jit
+def nothing(D: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A state without keys, acc [D, COLUMNS]."""
+    vector: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    peak = gl.full([COLUMNS], NOTHING, gl.float32, vector)
+    return peak, gl.zeros([COLUMNS], gl.float32, vector), gl.zeros([D, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
+    """(new peak, weights [TILE, COLUMNS]) of a tile's raw scores; where `masked`, only `visible` ones count."""
+    wide = gl.zeros_like(scored)
+    if SOFTCAP:
+        # cap * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1); the scale holds the 2.
+        scored = cap - (cap + cap) / (gl.exp2(scored * scale) + 1.0)
+    if masked:
+        scored = gl.where(visible, scored, HIDDEN)
+    if SOFTCAP:
+        top = gl.maximum(peak, gl.max(scored, 0))
+        weights = gl.exp2(scored - top[None, :])
+    else:
+        top = gl.maximum(peak, gl.max(scored, 0) * scale)
+        weights = gl.exp2(gl.fma(scored, wide + scale, wide - top[None, :]))
+    return top, weights
+
+
+@gluon.jit
+def score(q_smem, k_smem, free, LAYOUT: gl.constexpr):
+    """K Q' of a tile, fp32 [TILE, COLUMNS]; gives the slot back."""
+    TILE: gl.constexpr = k_smem.shape[0]
+    COLUMNS: gl.constexpr = q_smem.shape[0]
+    zero = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
+    if k_smem.dtype == q_smem.dtype:
+        product = warpgroup_mma(k_smem, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(free, count=1)
+    else:
+        codes = k_smem.load(gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+        mbarrier.arrive(free, count=1)
+        product = warpgroup_mma(codes.to(q_smem.dtype), q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+    return product
+
+
+@gluon.jit
+def gather_values(p_smem, v_smem, acc, first, start, stop, free, LAYOUT: gl.constexpr):
+    """acc + V' P' of a tile whose keys count from `first`. Rows outside start..stop may hold anything, even NaN."""
+    TILE: gl.constexpr = v_smem.shape[0]
+    partly = (first < start) | (first + TILE > stop)
+    if v_smem.dtype == p_smem.dtype:
+        if partly:
+            rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+            rows = first + gl.arange(0, TILE, gl.SliceLayout(1, rows_layout))
+            held = ((rows >= start) & (rows < stop))[:, None]
+            v_smem.store(gl.where(held, v_smem.load(rows_layout), 0.0))
+        fence_async_shared()
+        BARRIER()
+        acc = warpgroup_mma(v_smem.permute((1, 0)), p_smem, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free, count=1)
+    else:
+        operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+        values = v_smem.permute((1, 0)).load(operand).to(p_smem.dtype)
+        mbarrier.arrive(free, count=1)
+        if partly:
+            columns = first + gl.arange(0, TILE, gl.SliceLayout(0, operand))
+            values = gl.where(((columns >= start) & (columns < stop))[None, :], values, 0.0)
+        fence_async_shared()
+        BARRIER()
+        acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc
+
+
+@gluon.jit
+def sum_leaf(
+    rings,
+    barriers,
+    tile,
+    leaf_start,
+    key_start,
+    key_stop,
+    first_position,
+    token,
+    scale,
+    cap,
+    LEAF: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """State of a leaf's keys within key_start..key_stop; `token` is each column's token, at first_position + token."""
+    q_smem, p_smem, k_ring, v_ring = rings
+    k_full, k_empty, v_full, v_empty = barriers
+    STAGES: gl.constexpr = k_ring.shape[0]
+    TILE: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    COLUMNS: gl.constexpr = q_smem.shape[0]
+    row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+    peak, _, acc = nothing(D, COLUMNS, LAYOUT)
+    parts = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
+    first = gl.maximum(leaf_start, key_start // TILE * TILE)
+    stop = gl.minimum(leaf_start + LEAF, key_stop)
+    while first < stop:
+        at = tile % STAGES
+        phase = (tile // STAGES) & 1
+        mbarrier.wait(k_full.index(at), phase)
+        scored = score(q_smem, k_ring.index(at), k_empty.index(at), LAYOUT)
+        key = (first + row)[:, None]
+        position = (first_position + token)[None, :]
+        visible = key <= position
+        masked = first + TILE > first_position + 1
+        if WINDOW > 0:
+            visible = visible & (key > position - WINDOW)
+            masked = masked | (first <= first_position + TOKENS - 1 - WINDOW)
+        top, weights = weigh(scored, peak, scale, cap, visible, masked, SOFTCAP)
+        keep = gl.exp2(peak - top)
+        parts = gl.fma(parts, gl.zeros_like(parts) + keep[None, :], weights)
+        peak = top
+        acc = acc * keep[None, :]
+        p_smem.store(weights.to(p_smem.dtype))
+        mbarrier.wait(v_full.index(at), phase)
+        acc = gather_values(p_smem, v_ring.index(at), acc, first, key_start, key_stop, v_empty.index(at), LAYOUT)
+        first += TILE
+        tile += 1
+    return peak, gl.sum(parts, 0), acc, tile
+
+
+@gluon.jit
+def add_sink(peak, total, acc, sinks_ptr, head, ok, AXIS: gl.constexpr):
+    """One more score with no value, counted once; -inf where there is none, which changes no bit."""
+    sink = gl.load(sinks_ptr + head, mask=ok, other=float("-inf")).to(gl.float32) * LOG2_E
+    return fold(peak, total, acc, sink, gl.full_like(total, 1.0), gl.zeros_like(acc), AXIS)
+
+
+@gluon.jit
+def store_rows(
+    peak,
+    total,
+    acc,
+    out_ptrs,
+    lse_ptrs,
+    value_scale,
+    ok,
+    AXIS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    """What rows end as: acc over total; a row that saw no key is 0, its log-sum-exp minus infinity."""
+    safe = gl.maximum(total, 1.0e-30)
+    out = acc / gl.expand_dims(safe, AXIS) * value_scale
+    gl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=gl.expand_dims(ok, AXIS))
+    if WANTS_LSE:
+        lse = gl.where(total > 0.0, (peak + gl.log2(safe)) * LN_2, float("-inf"))
+        gl.store(lse_ptrs, lse, mask=ok)

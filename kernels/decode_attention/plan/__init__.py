@@ -1,0 +1,130 @@
+"""DecodePlan: the buffers of decode steps and their division into chunks of work, made on the device.
+
+Knows no layer: one plan serves every layer of a step and, as its counters return to zero, every captured graph.
+"""
+
+import torch
+
+from kernels._checks import check_lengths
+from kernels.errors import KernelArgumentError
+
+__all__ = ["GROUP", "LEAF", "DecodePlan"]
+
+# The summation tree: keys of a leaf, leaves of a group. These numbers are part of every result's bits.
+LEAF = 512
+GROUP = 4
+# Chunks for each program where there is enough work: whoever is late takes fewer of them.
+WAVES = 4
+MAX_COLUMNS = 64
+# Up to so many (sequence, kv head) pairs, one program of four stages on each multiprocessor is faster than two of two.
+FEW_PAIRS = 16
+# Fields of a chunk: sequence, kv head, first unit within the pair, number of units, the sequence's length.
+CHUNK_FIELDS = 8
+# The header: units in all, leaves of a unit, units of a chunk, chunks.
+HEADER_FIELDS = 4
+
+
+class DecodePlan:
+    """Room for steps of up to max_seqs sequences of up to max_seqlen_k keys and max_q_tokens new tokens each.
+
+    Lengths are read on the device alone: `prepare` may be captured in a graph, and what a replay finds in its
+    seqlens_k is what it plans for. One launch at a time may use a plan. A CPU needs no plan and gets an empty one.
+    """
+
+    def __init__(
+        self,
+        max_seqs: int,
+        max_seqlen_k: int,
+        q_heads: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        max_q_tokens: int = 1,
+        device: torch.device | str,
+    ) -> None:
+        given = {"max_seqs": max_seqs, "kv_heads": kv_heads, "dim": dim, "max_q_tokens": max_q_tokens}
+        for name, value in given.items():
+            if value < 1:
+                raise KernelArgumentError(f"{name}: must be positive, got {value}")
+        if q_heads < 1 or q_heads % kv_heads:
+            raise KernelArgumentError(f"q_heads: {q_heads} are not a multiple of {kv_heads} kv heads")
+        if max_seqlen_k < 0:
+            raise KernelArgumentError(f"max_seqlen_k: must not be negative, got {max_seqlen_k}")
+        self.max_seqs, self.max_seqlen_k, self.max_q_tokens = max_seqs, max_seqlen_k, max_q_tokens
+        self.q_heads, self.kv_heads, self.dim = q_heads, kv_heads, dim
+        self.device = torch.device(device)
+        group = q_heads // kv_heads
+        # Tokens of a launch: as many as 64 columns of a product hold.
+        self.tokens = max(1, min(max_q_tokens, MAX_COLUMNS // group))
+        self.rows = self.tokens * group
+        if self.device.type == "cuda":
+            self._allocate()
+
+    def _allocate(self) -> None:
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        pairs = self.max_seqs * self.kv_heads
+        groups = pairs * max(1, -(-self.max_seqlen_k // (LEAF * GROUP)))
+        # Leaves are the unit of work only where there are too few groups for the programs.
+        units = max(groups, min(GROUP * groups, 2 * GROUP * self.multiprocessors)) + pairs
+        self.acc, self.peak, self.total = (
+            torch.empty(units * self.rows * width, dtype=torch.float32, device=self.device)
+            for width in (self.dim, 1, 1)
+        )
+        max_chunks = 2 * WAVES * 2 * self.multiprocessors
+        self.bases, self.header, self.chunks = (
+            torch.empty(size, dtype=torch.int32, device=self.device)
+            for size in (self.max_seqs, HEADER_FIELDS, max_chunks * CHUNK_FIELDS)
+        )
+        # Drawn chunks, finished programs, and arrivals of each pair: all return to zero with every launch.
+        counters = torch.zeros(2 + pairs, dtype=torch.int32, device=self.device)
+        self.work, self.arrivals = counters[:2], counters[2:]
+
+    def prepare(self, seqlens_k: torch.Tensor) -> None:
+        """Plans a step for these lengths, int32 [num_seqs]; call it once, before the first layer."""
+        check_lengths("seqlens_k", seqlens_k, None, self._same_device(seqlens_k))
+        num_seqs = seqlens_k.shape[0]
+        if num_seqs > self.max_seqs:
+            raise KernelArgumentError(f"seqlens_k: the plan has room for {self.max_seqs} sequences, got {num_seqs}")
+        if num_seqs == 0 or self.device.type != "cuda":
+            return
+        from kernels.decode_attention.plan.kernel import launch
+
+        launch(
+            seqlens_k,
+            self.bases,
+            self.header,
+            self.chunks,
+            kv_heads=self.kv_heads,
+            programs=self.programs(num_seqs),
+            leaf=LEAF,
+            group=GROUP,
+            waves=WAVES,
+        )
+
+    def programs_per_multiprocessor(self, num_seqs: int) -> int:
+        """Two, unless one needs the registers or memory of both, or there is little to do."""
+        few = num_seqs * self.kv_heads <= FEW_PAIRS
+        return 1 if few or self.dim > 128 or self.rows > 32 else 2
+
+    def programs(self, num_seqs: int) -> int:
+        """How many programs a launch over so many sequences has."""
+        return self.programs_per_multiprocessor(num_seqs) * self.multiprocessors
+
+    def check(self, sizes: dict[str, int], heads: tuple[int, int, int], device: torch.device) -> None:
+        """Refuses a call that the plan has no room for; heads are (q_heads, kv_heads, dim)."""
+        own = (self.q_heads, self.kv_heads, self.dim)
+        if own != heads:
+            raise KernelArgumentError(f"plan: made for (q_heads, kv_heads, dim) {own}, got {heads}")
+        room = {"num_seqs": self.max_seqs, "max_seqlen_k": self.max_seqlen_k, "max_q_tokens": self.max_q_tokens}
+        for name, size in sizes.items():
+            if size > room[name]:
+                raise KernelArgumentError(f"plan: made for {name} up to {room[name]}, got {size}")
+        if self._same_device_as(device) != device:
+            raise KernelArgumentError(f"plan: made for {self.device}, the tensors are on {device}")
+
+    def _same_device(self, tensor: torch.Tensor) -> torch.device:
+        return self._same_device_as(tensor.device)
+
+    def _same_device_as(self, device: torch.device) -> torch.device:
+        """The plan's device; "cuda" alone means the tensor's."""
+        return device if self.device.index is None and device.type == self.device.type else self.device
