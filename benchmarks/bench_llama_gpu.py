@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from worker_service.model.wishes import host_wishes
 RESULT = Path(__file__).parent / "results" / "llama_gpu.json"
 DEVICE = torch.device("cuda", 0)
 CONTEXT = 4096
-DECODE_BATCHES = (1, 16, 64)
+CASES = ("decode_1", "decode_16", "decode_64", "siblings", "long_prefix")
 SIBLINGS, SIBLING_TOKENS = 8, 512
 LONG_PREFIX, SHORT_PROMPT = 32_768, 64
 NUM_PAGES = 64 * (CONTEXT // 16 + 2) + 2_100
@@ -98,7 +98,7 @@ class Bench:
         self._check_replay(batch)
         graphs = self.runner._graphs
         assert graphs is not None
-        device = self.between_events_us(lambda: graphs.replay(batch))
+        device = self.between_events_us(graphs.captured(size).graph.replay)
         limit = (self.llama.weight_bytes() + self.llama.kv_bytes(size * (CONTEXT + 1))) / self.read_bytes_per_us
         wall = self.wall_us(lambda: self.runner.run(batch))
         return {"device_us": device, "run_us": wall, "limit_us": limit, "share": limit / device}
@@ -185,13 +185,13 @@ class Bench:
             return self.device_us(lambda: [attend.attended(layer, queries) for layer in range(config.num_layers)], 5)
 
 
-def measure(invariance: Invariance) -> dict[str, Any]:
+def measure(invariance: Invariance, cases: Sequence[str]) -> dict[str, Any]:
     prepare_process(DEVICE, 0, stable_products=invariance is Invariance.BATCH)
     bench = Bench(invariance)
     report: dict[str, Any] = {"start_s": bench.start_s, "read_gb_per_s": bench.read_bytes_per_us * 1e-3}
-    report |= {f"decode_{size}": bench.decode(size) for size in DECODE_BATCHES}
-    report["siblings"] = bench.siblings()
-    report["long_prefix"] = bench.long_prefix()
+    for name in cases:
+        report[name] = bench.decode(int(name.removeprefix("decode_"))) if "decode" in name else getattr(bench, name)()
+        print(json.dumps({name: rounded(report[name])}), file=sys.stderr, flush=True)
     report["tiled_shapes"] = sorted(bench.runner._products.tiled_shapes)
     return report
 
@@ -202,8 +202,8 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def in_own_process(invariance: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.bench_llama_gpu", "--only", invariance]
+def in_own_process(invariance: str, cases: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.bench_llama_gpu", "--only", invariance, "--cases", *cases]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     report: dict[str, Any] = json.loads(output.splitlines()[-1])
     return report
@@ -212,19 +212,20 @@ def in_own_process(invariance: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--invariance", nargs="+", choices=[kind.value for kind in Invariance], default=["batch"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--only", choices=[kind.value for kind in Invariance], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_llama_gpu needs a CUDA device")
     if arguments.only:
-        print(json.dumps(rounded(measure(Invariance(arguments.only)))))
+        print(json.dumps(rounded(measure(Invariance(arguments.only), arguments.cases))))
         return
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{kind: in_own_process(kind) for kind in arguments.invariance},
+        **{kind: in_own_process(kind, arguments.cases) for kind in arguments.invariance},
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")

@@ -49,7 +49,7 @@ class GraphLimits(NamedTuple):
     num_padding: Callable[[int], int]
 
 
-class _Captured(NamedTuple):
+class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     step: Step
 
@@ -78,7 +78,7 @@ class DecodeGraphs:
         self._upload = Upload(device, packed_bytes(room))
         nothing = [array("i")] * 3 + [array("q")] * limits.num_groups
         self._inputs = self._upload.send(self._padded(nothing))
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
 
     def capture(self) -> None:
         """All rungs, the largest first: the smaller ones then fit into its memory. Compiles what was never run."""
@@ -90,7 +90,7 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 step = self._forward(inputs)
-            self._captured[rung] = _Captured(graph, step)
+            self._captured[rung] = Captured(graph, step)
         torch.cuda.synchronize()
         taken = {
             "rungs": len(self._rungs),
@@ -112,9 +112,13 @@ class DecodeGraphs:
         tensors = self._upload.send([*fixed, *batch.block_tables])
         for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
             table[:rows, :width].copy_(sent.view(rows, width))
-        captured = self._captured[self._rungs[bisect_left(self._rungs, rows)]]
+        captured = self.captured(rows)
         captured.graph.replay()
         return Step(captured.step.tokens[:rows], captured.step.logits[:rows])
+
+    def captured(self, num_seqs: int) -> Captured:
+        """The graph that serves so many sequences."""
+        return self._captured[self._rungs[bisect_left(self._rungs, num_seqs)]]
 
     def _padded(self, arrays: Sequence[array[int]]) -> list[HostArray]:
         """Of one size whatever the launch, so that the upload puts each where the graphs look for it."""
