@@ -150,14 +150,16 @@ def _visible(scores, tile, position, nfull, last_low, WINDOW: gl.constexpr, BN: 
 
 
 @gluon.jit
-def _weigh(scores, peak, scale):
-    """(new peak, weights, how much older sums shrink). Peaks are of unscaled scores, the scale is folded into exp2."""
+def _weigh(scores, peak, base, scale):
+    """(peak, base, weights, decay): the largest score so far, that score scaled, and how much older sums shrink.
+
+    The scale is folded into exp2. Bases are kept, not made again from peaks: where the peak stays, decay is exactly 1.
+    """
     new_peak = gl.maximum(peak, gl.max(scores, 1))
-    base = new_peak * scale
-    factor = gl.full_like(scores, 0.0) + scale
-    weights = gl.exp2(gl.fma(scores, factor, gl.expand_dims(-base, 1) + gl.zeros_like(scores)))
-    decay = gl.exp2(gl.fma(peak, gl.zeros_like(peak) + scale, -base))
-    return new_peak, weights, decay
+    new_base = new_peak * scale
+    factor = gl.zeros_like(scores) + scale
+    weights = gl.exp2(gl.fma(scores, factor, gl.expand_dims(-new_base, 1) + gl.zeros_like(scores)))
+    return new_peak, new_base, weights, gl.exp2(base - new_base)
 
 
 @gluon.jit
@@ -218,6 +220,7 @@ def _consume(
         last_low = cached + first + QUERIES - WINDOW
         position = cached + first + row_s // GROUP
         peak = gl.full([ROWS], -1.0e20, gl.float32, RS)
+        base = gl.zeros([ROWS], gl.float32, RS)
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
         acc = gl.zeros([ROWS, DV], gl.float32, OL)
         stage = turn % Q_STAGES
@@ -230,7 +233,7 @@ def _consume(
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(slot), count=1)
         scores = _visible(_capped(scores, cap_log2, CAP), start, position, nfull, last_low, WINDOW, BN, SL)
-        peak, weights, decay = _weigh(scores, peak, scale_log2)
+        peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
         sums = gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(DTYPE), PL)
         for tile in range(start + 1, stop):
@@ -252,7 +255,7 @@ def _consume(
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(slot), count=1)
             scores = _visible(_capped(scores, cap_log2, CAP), tile, position, nfull, last_low, WINDOW, BN, SL)
-            peak, weights, decay = _weigh(scores, peak, scale_log2)
+            peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
             sums = gl.fma(sums, decay, gl.sum(weights, 1))
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
@@ -267,7 +270,6 @@ def _consume(
         mbarrier.arrive(v_empty.index(before), count=1)
         step += 1
 
-        base = peak * scale_log2
         if HAS_SINKS:
             # Once, behind the last key: the sink has no value, so it only adds to the sum.
             sink = gl.load(sinks_ptr + head * GROUP + row_s % GROUP).to(gl.float32) * LOG2_E
@@ -403,6 +405,8 @@ def launch(
             HAS_SINKS=sinks is not None,
             PING=PING,
             num_warps=4,
+            # Only what is written as fma is one: copies of the loop's arithmetic round alike.
+            enable_fp_fusion=False,
         )
 
 
