@@ -1,0 +1,86 @@
+"""mla_decode for sm_90: asynchronous copies and wgmma, written in Gluon, behind a launcher that says what it can do.
+
+Knows no op but its own; Gluon has no interpreter, so its twin in `mla_decode.kernel` is what a CPU tests.
+"""
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.mla_decode.hopper.kernel import attend_latents
+from kernels.mla_decode.plan import LEAF, MlaDecodePlan
+
+__all__ = ["attend", "can_attend"]
+
+LOG2_E = 1.4426950408889634
+WIDTH = 576
+PAGE_SIZES = (8, 16, 32, 64)
+STAGES = 2
+LAGS = True
+
+
+def can_attend(q: torch.Tensor, pages: torch.Tensor) -> bool:
+    """Whether copies can follow these pages: 8 to 64 rows of 576 bf16, whole rows apart, on a Hopper card."""
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype is torch.bfloat16
+        and pages.shape[1] in PAGE_SIZES
+        and pages.stride(0) % WIDTH == 0
+        and pages.data_ptr() % 16 == 0
+        and q.data_ptr() % 16 == 0
+        and pages.shape[0] * (pages.stride(0) // WIDTH) < 2**31
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    plan: MlaDecodePlan,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Attends over checked, non-empty arguments; shared-out sequences are left as partial results in the plan."""
+    tokens, heads, _ = q.shape
+    page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows = (pages.shape[0] - 1) * page_rows + page_tokens
+
+    def boxes(tensor: torch.Tensor, count: int, box: int, width: int) -> TensorDescriptor:
+        return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [box, width], layout)
+
+    with torch.cuda.device_of(q):
+        attend_latents[(plan.programs,)](
+            boxes(q, tokens * heads, 64, 256),
+            boxes(q, tokens * heads, 64, 64),
+            boxes(pages, rows, page_tokens, 256),
+            boxes(pages, rows, page_tokens, 64),
+            out,
+            lse if lse is not None else plan.peak,
+            plan.acc,
+            plan.peak,
+            plan.total,
+            plan.sums,
+            plan.items,
+            plan.counts,
+            seqlens_k,
+            cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
+            block_tables,
+            scale * LOG2_E,
+            tokens,
+            page_rows,
+            block_tables.stride(0),
+            HEADS=heads,
+            PAGE=page_tokens,
+            LEAF=LEAF,
+            STAGES=STAGES,
+            MULTI=cu_seqlens_q is not None,
+            SLOT_ROWS=plan.slot_rows,
+            WANTS_LSE=lse is not None,
+            LAGS=LAGS,
+            num_warps=4,
+        )

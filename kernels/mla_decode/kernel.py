@@ -1,0 +1,261 @@
+"""mla_decode in Triton: one program for one leaf of a sequence's latents and a tile of its rows, then one to fold them.
+
+Knows nothing of the batch: leaves are LEAF latents long, start at absolute multiples of LEAF and are folded in
+ascending order, so a row's sum is the same whoever computes which part and whoever else is in the batch.
+
+    latents    0 ........ LEAF ........ 2 LEAF .... length
+    partials   |   0      |      1      |     2     |        acc, peak, total of each
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.mla_decode.plan import LEAF, MlaDecodePlan
+
+LOG2_E = 1.4426950408889634
+LATENT = 512
+ROPE = 64
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["stride_tables_seq", "max_leaves"])
+def attend_leaf(
+    q_ptr,
+    pages_ptr,
+    acc_ptr,
+    peak_ptr,
+    total_ptr,
+    tables_ptr,
+    lengths_ptr,
+    cu_q_ptr,
+    scale_log2,
+    max_leaves,
+    stride_page,
+    stride_tables_seq,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    LEAF: tl.constexpr,
+    MULTI: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    WIDTH: tl.constexpr = LATENT + ROPE
+    tile = tl.program_id(0)
+    leaf = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + seq)
+    q_start = seq
+    q_len = 1
+    if MULTI:
+        q_start = tl.load(cu_q_ptr + seq).to(tl.int64)
+        q_len = tl.load(cu_q_ptr + seq + 1) - q_start.to(tl.int32)
+    if (leaf * LEAF >= length) | (tile * ROWS >= q_len * HEADS):
+        return
+    row = tile * ROWS + tl.arange(0, ROWS)
+    live = row < q_len * HEADS
+    d = tl.arange(0, LATENT)
+    r = LATENT + tl.arange(0, ROPE)
+    column = tl.arange(0, BLOCK_N)
+    last_seen = length - q_len + tl.minimum(row // HEADS, q_len - 1)
+    q_at = (q_start * HEADS + row) * WIDTH
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=live[:, None], other=0.0)
+    q_rope = tl.load(q_ptr + q_at[:, None] + r[None, :], mask=live[:, None], other=0.0)
+    table_ptr = tables_ptr + seq * stride_tables_seq
+    # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
+    peak = tl.full([ROWS], -1.0e20, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, LATENT], tl.float32)
+    for start in tl.range(leaf * LEAF, tl.minimum(length, (leaf + 1) * LEAF), BLOCK_N):
+        key = start + column
+        ok = key < length
+        page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
+        at = page * stride_page + (key % PAGE) * WIDTH
+        latent = tl.load(pages_ptr + at[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+        rope = tl.load(pages_ptr + at[:, None] + r[None, :], mask=ok[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(latent)) + tl.dot(q_rope, tl.trans(rope))
+        scores = tl.where(key[None, :] <= last_seen[:, None], scores, -1.0e30)
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None])
+        peak = new_peak
+    slot = ((seq * TILES + tile) * max_leaves + leaf) * ROWS + tl.arange(0, ROWS)
+    tl.store(acc_ptr + slot[:, None] * LATENT + d[None, :], acc, mask=live[:, None])
+    tl.store(peak_ptr + slot, peak, mask=live)
+    tl.store(total_ptr + slot, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_leaves"])
+def fold_leaves(
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    peak_ptr,
+    total_ptr,
+    bases_ptr,
+    lengths_ptr,
+    cu_q_ptr,
+    num_tokens,
+    max_leaves,
+    HEADS: tl.constexpr,
+    LEAF: tl.constexpr,
+    MULTI: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOT_ROWS: tl.constexpr,
+    PLANNED: tl.constexpr,
+    LATENT: tl.constexpr,
+    WANTS_LSE: tl.constexpr,
+):
+    LN_2: tl.constexpr = 0.6931471805599453
+    row = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + seq)
+    q_start = seq
+    q_len = 1
+    if MULTI:
+        q_start = tl.load(cu_q_ptr + seq).to(tl.int64)
+        q_len = tl.load(cu_q_ptr + seq + 1) - q_start.to(tl.int32)
+    if row >= q_len * HEADS:
+        return
+    leaves = tl.cdiv(length, LEAF)
+    tile = row // ROWS
+    if PLANNED:
+        base = tl.load(bases_ptr + seq)
+        if base < 0:
+            return
+        first = base.to(tl.int64) + tile * leaves
+    else:
+        first = (seq * TILES + tile) * max_leaves
+    d = tl.arange(0, LATENT)
+    peak = -1.0e20
+    total = 0.0
+    acc = tl.zeros([LATENT], tl.float32)
+    if leaves > 0:
+        part = first * SLOT_ROWS + row % ROWS
+        peak = tl.load(peak_ptr + part)
+        total = tl.load(total_ptr + part)
+        acc = tl.load(acc_ptr + part * LATENT + d)
+    for leaf in tl.range(1, leaves):
+        part = (first + leaf) * SLOT_ROWS + row % ROWS
+        part_peak = tl.load(peak_ptr + part)
+        new_peak = tl.maximum(peak, part_peak)
+        keep = tl.exp2(peak - new_peak)
+        weight = tl.exp2(part_peak - new_peak)
+        total = tl.fma(total, keep, tl.load(total_ptr + part) * weight)
+        acc = tl.fma(acc, tl.zeros([LATENT], tl.float32) + keep, tl.load(acc_ptr + part * LATENT + d) * weight)
+        peak = new_peak
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))
+    if WANTS_LSE:
+        lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+        tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
+
+
+def fold(
+    plan: MlaDecodePlan,
+    seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Folds what a planned launch left as partial results."""
+    with torch.cuda.device_of(out):
+        fold_leaves[(plan.heads * plan.max_q_tokens, seqlens_k.shape[0])](
+            out,
+            lse if lse is not None else plan.peak,
+            plan.acc,
+            plan.peak,
+            plan.total,
+            plan.bases,
+            seqlens_k,
+            cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
+            out.shape[0],
+            0,
+            HEADS=plan.heads,
+            LEAF=LEAF,
+            MULTI=cu_seqlens_q is not None,
+            TILES=1,
+            ROWS=64,
+            SLOT_ROWS=plan.slot_rows,
+            PLANNED=True,
+            LATENT=LATENT,
+            WANTS_LSE=lse is not None,
+            num_warps=4,
+        )
+
+
+def launch(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_q_tokens: int,
+    max_seqlen_k: int,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Launches over checked, non-empty arguments."""
+    (tokens, heads, _), num_seqs = q.shape, seqlens_k.shape[0]
+    rows = 16
+    tiles = triton.cdiv(heads * max_q_tokens, rows)
+    leaves = max(triton.cdiv(max_seqlen_k, LEAF), 1)
+    slots = num_seqs * tiles * leaves
+    acc = torch.empty((slots, rows, LATENT), dtype=torch.float32, device=q.device)
+    peak, total = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
+    multi = cu_seqlens_q is not None
+    sums = cu_seqlens_q if cu_seqlens_q is not None else seqlens_k
+    with torch.cuda.device_of(q):
+        attend_leaf[(tiles, leaves, num_seqs)](
+            q,
+            pages,
+            acc,
+            peak,
+            total,
+            block_tables,
+            seqlens_k,
+            sums,
+            scale * LOG2_E,
+            leaves,
+            pages.stride(0),
+            block_tables.stride(0),
+            HEADS=heads,
+            PAGE=pages.shape[1],
+            LEAF=LEAF,
+            MULTI=multi,
+            TILES=tiles,
+            ROWS=rows,
+            BLOCK_N=32,
+            LATENT=LATENT,
+            ROPE=ROPE,
+            num_warps=8,
+        )
+        fold_leaves[(heads * max_q_tokens, num_seqs)](
+            out,
+            lse if lse is not None else peak,
+            acc,
+            peak,
+            total,
+            seqlens_k,
+            seqlens_k,
+            sums,
+            tokens,
+            leaves,
+            HEADS=heads,
+            LEAF=LEAF,
+            MULTI=multi,
+            TILES=tiles,
+            ROWS=rows,
+            SLOT_ROWS=rows,
+            PLANNED=False,
+            LATENT=LATENT,
+            WANTS_LSE=lse is not None,
+            num_warps=4,
+        )

@@ -1,0 +1,52 @@
+"""mla_decode in plain torch: one sequence after the other, in fp32.
+
+Knows nothing of batches: a sequence's result depends on that sequence alone, and so do its bits.
+"""
+
+import torch
+
+from kernels.errors import KernelArgumentError
+
+LATENT = 512
+
+
+def mla_decode(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_q_tokens: int,
+    max_seqlen_k: int,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Fills out, and lse where one is wanted; a sequence without latents gives 0 and leaves its lse alone."""
+    lengths = seqlens_k.tolist()
+    bounds = list(range(len(lengths) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    for seq, length in enumerate(lengths):
+        first, stop = bounds[seq], bounds[seq + 1]
+        if not 0 <= length <= max_seqlen_k or not 0 <= stop - first <= max_q_tokens:
+            raise KernelArgumentError(
+                f"sequence {seq}: {stop - first} queries (max_q_tokens {max_q_tokens}) and {length} latents "
+                f"(max_seqlen_k {max_seqlen_k})"
+            )
+        if length == 0:
+            out[first:stop] = 0.0
+            continue
+        latents = read_latents(pages, block_tables[seq], length).float()
+        scores = torch.einsum("qhd,kd->hqk", q[first:stop].float() * scale, latents)
+        position = length - (stop - first) + torch.arange(stop - first, device=q.device)
+        hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        out[first:stop] = torch.einsum("hqk,kd->qhd", weights, latents[:, :LATENT]).to(out.dtype)
+        if lse is not None:
+            lse[:, first:stop] = torch.logsumexp(scores, dim=-1)
+
+
+def read_latents(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` latents [length, 576] of one sequence, by plain indexing."""
+    position = torch.arange(length, device=pages.device)
+    return pages[table.long()[position // pages.shape[1]], position % pages.shape[1]]

@@ -1,0 +1,353 @@
+"""mla_prefill in Gluon for Hopper: one producer warp streams keys and values, two consumer warpgroups attend.
+
+Knows nothing of pages and chunks. Key tiles start at multiples of 128 of a call's keys and pass through one loop body;
+a tile of which a row sees nothing leaves that row's state bit for bit as it was. A state that is stored after one call
+and loaded by the next goes on where it stopped, so cutting the keys at multiples of 128 changes no bit either.
+
+    work     (sequence, tile of 128 queries), most keys first; heads in sections, so that a section's keys stay in L2
+    program  takes items from a counter; its producer runs ahead into the next item while the consumers finish this one
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = 128
+# Gluon's name of the barrier among a partition's threads, in 3.6 and after it.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
+@gluon.jit
+def _take(mail, mail_full, mail_empty, turn, WARPS: gl.constexpr):
+    """The next item, as the producer published it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(mail_full.index(turn % 2), (turn // 2) & 1)
+    item = gl.max(mail.index(turn % 2).load(LAYOUT), 0)
+    thread_barrier()
+    mbarrier.arrive(mail_empty.index(turn % 2), count=1)
+    return item
+
+
+@gluon.jit
+def _place(item, order_ptr, tiles, HEADS: gl.constexpr, SECTION: gl.constexpr):
+    """(sequence, tile, head) of an item: section by section, in it tile by tile, in it head by head."""
+    per_section = tiles * SECTION
+    rest = item % per_section
+    seq = gl.load(order_ptr + rest // SECTION * 2)
+    tile = gl.load(order_ptr + rest // SECTION * 2 + 1)
+    return seq, tile, item // per_section * SECTION + rest % SECTION
+
+
+@gluon.jit
+def _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK: gl.constexpr, MODE: gl.constexpr):
+    """(first query, queries, first key, keys, position of query 0 among the keys, key tiles) of a tile of queries."""
+    q_start = gl.load(cu_q_ptr + seq)
+    q_len = gl.load(cu_q_ptr + seq + 1) - q_start
+    k_start = gl.load(cu_k_ptr + seq)
+    k_len = gl.load(cu_k_ptr + seq + 1) - k_start
+    if MODE == 0:
+        offset = k_len - q_len
+    elif MODE == 1:
+        offset = gl.load(offsets_ptr + seq)
+    else:
+        offset = k_len
+    seen = gl.minimum(k_len, offset + gl.minimum(q_len, (tile + 1) * BLOCK))
+    return q_start, q_len, k_start, k_len, offset, (gl.maximum(seen, 0) + BLOCK - 1) // BLOCK
+
+
+@gluon.jit
+def _produce(
+    q_nope_desc,
+    q_rope_desc,
+    k_nope_desc,
+    k_rope_desc,
+    v_desc,
+    plan,
+    strides,
+    shared,
+    bars,
+    HEADS: gl.constexpr,
+    SECTION: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    MODE: gl.constexpr,
+):
+    order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
+    stride_q_head, stride_nope_head, stride_rope_head, stride_v_head = strides
+    q_nope, q_rope, k_nope, k_rope, v, mail = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty = bars
+    HALF: gl.constexpr = BLOCK // 2
+    programs = gl.num_programs(0)
+    tiles = gl.load(counts_ptr)
+    items = tiles * HEADS
+    item = gl.program_id(0)
+    turn = 0
+    step = 0
+    while item < items:
+        seq, tile, head = _place(item, order_ptr, tiles, HEADS, SECTION)
+        q_start, _, k_start, _, _, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
+        for part in gl.static_range(2):
+            row = q_start + tile * BLOCK + part * HALF
+            mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(part), HALF * 192 * 2)
+            tma.async_copy_global_to_shared(
+                q_nope_desc, [row, head * stride_q_head], q_full.index(part), q_nope.index(part)
+            )
+            tma.async_copy_global_to_shared(
+                q_rope_desc, [row, head * stride_q_head + 128], q_full.index(part), q_rope.index(part)
+            )
+        for i in range(count):
+            s = step % STAGES
+            phase = ((step // STAGES) & 1) ^ 1
+            row = k_start + i * BLOCK
+            mbarrier.wait(k_empty.index(s), phase)
+            mbarrier.expect(k_full.index(s), BLOCK * 192 * 2)
+            tma.async_copy_global_to_shared(
+                k_nope_desc, [row, head * stride_nope_head], k_full.index(s), k_nope.index(s)
+            )
+            tma.async_copy_global_to_shared(
+                k_rope_desc, [row, head * stride_rope_head], k_full.index(s), k_rope.index(s)
+            )
+            mbarrier.wait(v_empty.index(s), phase)
+            mbarrier.expect(v_full.index(s), BLOCK * 128 * 2)
+            tma.async_copy_global_to_shared(v_desc, [row, head * stride_v_head], v_full.index(s), v.index(s))
+            step += 1
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        item = gl.atomic_add(counts_ptr + 1, 1, sem="relaxed", scope="gpu") + programs
+        mbarrier.wait(mail_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
+        mail.index(turn % 2).store(gl.full([1], 0, gl.int32, LAYOUT) + item)
+        thread_barrier()
+        mbarrier.arrive(mail_full.index(turn % 2), count=1)
+        turn += 1
+    # The last program leaves both counters at zero for the next launch, or replay.
+    if gl.atomic_add(counts_ptr + 2, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        gl.store(counts_ptr + 1, 0)
+        gl.store(counts_ptr + 2, 0)
+
+
+@gluon.jit
+def _softmax_step(scores, peak, total, scale_log2):
+    """Weights of a tile, and what the row's earlier sums shrink by."""
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
+    decay = gl.exp2(peak - new_peak)
+    return weights, new_peak, total * decay + gl.sum(weights, 1), decay
+
+
+@gluon.jit
+def _clear_tail(v, live, BLOCK: gl.constexpr):
+    """Zeroes the rows past a sequence's last key: they are another's, or were never written, and 0 * NaN is not 0."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    STEP: gl.constexpr = 32
+    for first in gl.static_range(0, BLOCK, STEP):
+        part = v.slice(first, STEP, 0)
+        row = first + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+        part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0.0))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _consume(
+    plan,
+    results,
+    scale_log2,
+    num_tokens,
+    shared,
+    bars,
+    PART: gl.constexpr,
+    HEADS: gl.constexpr,
+    SECTION: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    MODE: gl.constexpr,
+    RESUMES: gl.constexpr,
+    SUSPENDS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
+    out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr = results
+    q_nope, q_rope, k_nope, k_rope, v, mail = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty = bars
+    ROWS: gl.constexpr = BLOCK // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
+    SR: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OR: gl.constexpr = gl.SliceLayout(1, VALUES)
+    LN_2: gl.constexpr = 0.6931471805599453
+    MASKED: gl.constexpr = -1.0e30
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+    dim = gl.arange(0, 128, gl.SliceLayout(0, VALUES))
+    zeros = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    tiles = gl.load(counts_ptr)
+    items = tiles * HEADS
+    item = gl.program_id(0)
+    turn = 0
+    step = 0
+    while item < items:
+        seq, tile, head = _place(item, order_ptr, tiles, HEADS, SECTION)
+        q_start, q_len, _, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
+        query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
+        out_query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, OR)
+        stat_at = head.to(gl.int64) * num_tokens + q_start + query
+        out_at = ((q_start + out_query).to(gl.int64) * HEADS + head) * 128
+        live = query < q_len
+        out_live = (out_query < q_len)[:, None]
+        if RESUMES:
+            peak = gl.load(peak_ptr + stat_at, mask=live, other=-1.0e20)
+            total = gl.load(total_ptr + stat_at, mask=live, other=0.0)
+            acc = gl.load(acc_ptr + out_at[:, None] + dim[None, :], mask=out_live, other=0.0)
+        else:
+            # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
+            peak = gl.full([ROWS], -1.0e20, gl.float32, SR)
+            total = gl.full([ROWS], 0.0, gl.float32, SR)
+            acc = gl.zeros([ROWS, 128], gl.float32, VALUES)
+        # Tiles before this one have no key that a row does not see.
+        whole = gl.minimum(gl.maximum(offset + tile * BLOCK + PART * ROWS + 1, 0), k_len) // BLOCK
+        last_seen = gl.minimum(offset + query, k_len - 1)
+        mbarrier.wait(q_full.index(PART), turn & 1)
+        if count > 0:
+            s = step % STAGES
+            mbarrier.wait(k_full.index(s), (step // STAGES) & 1)
+            part = warpgroup_mma(
+                q_nope.index(PART), k_nope.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            part = warpgroup_mma(q_rope.index(PART), k_rope.index(s).permute((1, 0)), part, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(k_empty.index(s), count=1)
+            if whole <= 0:
+                scores = gl.where(column[None, :] <= last_seen[:, None], scores, MASKED)
+            weights, peak, total, decay = _softmax_step(scores, peak, total, scale_log2)
+            acc = acc * gl.convert_layout(decay, OR)[:, None]
+            p = gl.convert_layout(weights.to(gl.bfloat16), P)
+            for i in range(1, count):
+                # This tile's scores are on their way before the last tile's values, which the softmax then hides.
+                s = (step + i) % STAGES
+                before = (step + i - 1) % STAGES
+                mbarrier.wait(k_full.index(s), ((step + i) // STAGES) & 1)
+                part = warpgroup_mma(
+                    q_nope.index(PART), k_nope.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                part = warpgroup_mma(q_rope.index(PART), k_rope.index(s).permute((1, 0)), part, is_async=True)
+                mbarrier.wait(v_full.index(before), ((step + i - 1) // STAGES) & 1)
+                values = warpgroup_mma(p, v.index(before), acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[part])
+                mbarrier.arrive(k_empty.index(s), count=1)
+                if i >= whole:
+                    scores = gl.where((i * BLOCK + column)[None, :] <= last_seen[:, None], scores, MASKED)
+                weights, peak, total, decay = _softmax_step(scores, peak, total, scale_log2)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                acc = acc * gl.convert_layout(decay, OR)[:, None]
+                p = gl.convert_layout(weights.to(gl.bfloat16), P)
+            mbarrier.arrive(q_empty.index(PART), count=1)
+            s = (step + count - 1) % STAGES
+            mbarrier.wait(v_full.index(s), ((step + count - 1) // STAGES) & 1)
+            if count * BLOCK > k_len:
+                _clear_tail(v.index(s), k_len - (count - 1) * BLOCK, BLOCK)
+            values = warpgroup_mma(p, v.index(s), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[values])
+            mbarrier.arrive(v_empty.index(s), count=1)
+        else:
+            mbarrier.arrive(q_empty.index(PART), count=1)
+        step += count
+        if SUSPENDS:
+            gl.store(acc_ptr + out_at[:, None] + dim[None, :], acc, mask=out_live)
+            gl.store(peak_ptr + stat_at, peak, mask=live)
+            gl.store(total_ptr + stat_at, total, mask=live)
+        else:
+            whole_sum = gl.convert_layout(gl.where(total == 0.0, 1.0, total), OR)
+            gl.store(
+                out_ptr + out_at[:, None] + dim[None, :], (acc / whole_sum[:, None]).to(gl.bfloat16), mask=out_live
+            )
+            if WANTS_LSE:
+                lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * LN_2)
+                gl.store(lse_ptr + stat_at, lse, mask=live)
+        item = _take(mail, mail_full, mail_empty, turn, 4)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def attend_ragged(
+    q_nope_desc,
+    q_rope_desc,
+    k_nope_desc,
+    k_rope_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    peak_ptr,
+    total_ptr,
+    order_ptr,
+    counts_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    offsets_ptr,
+    scale_log2,
+    num_tokens,
+    stride_q_head,
+    stride_nope_head,
+    stride_rope_head,
+    stride_v_head,
+    HEADS: gl.constexpr,
+    SECTION: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    MODE: gl.constexpr,
+    RESUMES: gl.constexpr,
+    SUSPENDS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_nope = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK // 2, 128], TILE)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK // 2, 64], TILE)
+    k_nope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
+    k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 64], TILE)
+    v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
+    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for s in gl.static_range(2):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=1)
+        mbarrier.init(mail_full.index(s), count=1)
+        mbarrier.init(mail_empty.index(s), count=2)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=2)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=2)
+    shared = (q_nope, q_rope, k_nope, k_rope, v, mail)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty)
+    plan = (order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr)
+    results = (out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr)
+    strides = (stride_q_head, stride_nope_head, stride_rope_head, stride_v_head)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consume, (plan, results, scale_log2, num_tokens, shared, bars,
+                        0, HEADS, SECTION, BLOCK, STAGES, MODE, RESUMES, SUSPENDS, WANTS_LSE)),
+            (_consume, (plan, results, scale_log2, num_tokens, shared, bars,
+                        1, HEADS, SECTION, BLOCK, STAGES, MODE, RESUMES, SUSPENDS, WANTS_LSE)),
+            (_produce, (q_nope_desc, q_rope_desc, k_nope_desc, k_rope_desc, v_desc, plan, strides, shared, bars,
+                        HEADS, SECTION, BLOCK, STAGES, MODE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+    # fmt: on

@@ -1,0 +1,166 @@
+"""mla_prefill in Triton: one program for one tile of a sequence's queries and one head.
+
+Knows nothing of chunks. It is the twin of the kernel for Hopper: the same tiles of keys in the same order, the same
+state before and after, so that what a CPU's interpreter shows holds for both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.mla_prefill.call import PrefillCall
+
+LOG2_E = 1.4426950408889634
+BLOCK_M = 64
+BLOCK_N = 128  # cutting the keys at multiples of this changes no bit
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_tokens"])
+def attend_tile(
+    q_ptr,
+    k_nope_ptr,
+    k_rope_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    peak_ptr,
+    total_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    offsets_ptr,
+    scale_log2,
+    num_tokens,
+    stride_q_token,
+    stride_q_head,
+    stride_nope_token,
+    stride_nope_head,
+    stride_rope_token,
+    stride_rope_head,
+    stride_v_token,
+    stride_v_head,
+    HEADS: tl.constexpr,
+    MODE: tl.constexpr,
+    RESUMES: tl.constexpr,
+    SUSPENDS: tl.constexpr,
+    WANTS_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    NOPE: tl.constexpr = 128
+    ROPE: tl.constexpr = 64
+    LN_2: tl.constexpr = 0.6931471805599453
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first: the card's last wave is then a short one
+    seq = tl.program_id(2)
+    q_start = tl.load(cu_q_ptr + seq)
+    q_len = tl.load(cu_q_ptr + seq + 1) - q_start
+    if tile * BLOCK_M >= q_len:
+        return
+    k_start = tl.load(cu_k_ptr + seq)
+    k_len = tl.load(cu_k_ptr + seq + 1) - k_start
+    if MODE == 0:
+        offset = k_len - q_len
+    elif MODE == 1:
+        offset = tl.load(offsets_ptr + seq)
+    else:
+        offset = k_len
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = query < q_len
+    nope = tl.arange(0, NOPE)
+    rope = tl.arange(0, ROPE)
+    column = tl.arange(0, BLOCK_N)
+    token = (q_start + query).to(tl.int64)
+    q_at = (token * stride_q_token + head * stride_q_head)[:, None]
+    q = tl.load(q_ptr + q_at + nope[None, :], mask=live[:, None], other=0.0)
+    q_rope = tl.load(q_ptr + q_at + NOPE + rope[None, :], mask=live[:, None], other=0.0)
+    stat_at = head.to(tl.int64) * num_tokens + token
+    out_at = ((token * HEADS + head) * NOPE)[:, None] + nope[None, :]
+    # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
+    peak = tl.full([BLOCK_M], -1.0e20, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, NOPE], tl.float32)
+    if RESUMES:
+        peak = tl.load(peak_ptr + stat_at, mask=live, other=-1.0e20)
+        total = tl.load(total_ptr + stat_at, mask=live, other=0.0)
+        acc = tl.load(acc_ptr + out_at, mask=live[:, None], other=0.0)
+    last_seen = tl.minimum(offset + query, k_len - 1)
+    end = tl.minimum(k_len, offset + tl.minimum(q_len, (tile + 1) * BLOCK_M))
+    for start in tl.range(0, end, BLOCK_N):
+        key = start + column
+        ok = key < k_len
+        row = (k_start + key).to(tl.int64)
+        k = tl.load(
+            k_nope_ptr + (row * stride_nope_token + head * stride_nope_head)[:, None] + nope[None, :],
+            mask=ok[:, None],
+            other=0.0,
+        )
+        k_rope = tl.load(
+            k_rope_ptr + (row * stride_rope_token + head * stride_rope_head)[:, None] + rope[None, :],
+            mask=ok[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            v_ptr + (row * stride_v_token + head * stride_v_head)[:, None] + nope[None, :],
+            mask=ok[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q_rope, tl.trans(k_rope), tl.dot(q, tl.trans(k)))
+        scores = tl.where(key[None, :] <= last_seen[:, None], scores, -1.0e30)
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
+        peak = new_peak
+    if SUSPENDS:
+        tl.store(acc_ptr + out_at, acc, mask=live[:, None])
+        tl.store(peak_ptr + stat_at, peak, mask=live)
+        tl.store(total_ptr + stat_at, total, mask=live)
+    else:
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        if WANTS_LSE:
+            lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+            tl.store(lse_ptr + stat_at, lse, mask=live)
+
+
+def launch(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Launches over checked, non-empty arguments."""
+    q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
+    tokens, heads, _ = q.shape
+    acc, peak, total = call.state if call.state is not None else (out, out, out)
+    with torch.cuda.device_of(q):
+        attend_tile[(heads, triton.cdiv(call.max_seqlen_q, BLOCK_M), call.cu_seqlens_q.shape[0] - 1)](
+            q,
+            k_nope,
+            k_rope,
+            v,
+            out,
+            lse if lse is not None else out,
+            acc,
+            peak,
+            total,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.offsets_or_any,
+            call.scale * LOG2_E,
+            tokens,
+            q.stride(0),
+            q.stride(1),
+            k_nope.stride(0),
+            k_nope.stride(1),
+            k_rope.stride(0),
+            call.rope_head_stride,
+            v.stride(0),
+            v.stride(1),
+            HEADS=heads,
+            MODE=call.mask_mode,
+            RESUMES=call.resumes,
+            SUSPENDS=call.suspends,
+            WANTS_LSE=lse is not None,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            num_warps=8,
+        )

@@ -1,0 +1,55 @@
+"""mla_prefill in plain torch: one sequence after the other, in fp32.
+
+Knows nothing of batches: a sequence's result depends on that sequence alone.
+"""
+
+import math
+
+import torch
+
+from kernels.mla_prefill.call import PrefillCall
+
+EMPTY = float("-inf")
+
+
+def mla_prefill(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Fills out, and lse where one is wanted; or the state, where the keys are not all here."""
+    q, state = call.q, call.state
+    q_bounds, k_bounds = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    heads = q.shape[1]
+    for seq in range(len(q_bounds) - 1):
+        rows, keys = slice(*q_bounds[seq : seq + 2]), slice(*k_bounds[seq : seq + 2])
+        new, length = rows.stop - rows.start, keys.stop - keys.start
+        offset = length - new if call.q_offsets is None else int(call.q_offsets[seq])
+        rope = call.k_rope[keys].view(length, -1, 64).expand(length, heads, 64)
+        k = torch.cat([call.k_nope[keys], rope], dim=-1).float()
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float() * call.scale, k)
+        if call.causal:
+            position = offset + torch.arange(new, device=q.device)
+            hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
+            scores = scores.masked_fill(hidden, EMPTY)
+        peak = torch.full(scores.shape[:2], EMPTY, device=q.device)
+        total, acc = torch.zeros_like(peak), torch.zeros((new, heads, 128), device=q.device)
+        if state is not None and call.resumes:
+            peak, total, acc = state.peak[:, rows] * math.log(2.0), state.total[:, rows], state.acc[rows]
+            peak = torch.where(total == 0.0, EMPTY, peak)
+        if length:
+            peak, total, acc = _add(scores, call.v[keys].float(), peak, total, acc)
+        if state is not None and call.suspends:
+            state.acc[rows], state.total[:, rows] = acc, total
+            state.peak[:, rows] = torch.where(total == 0.0, -1e20, peak / math.log(2.0))
+            continue
+        out[rows] = (acc / torch.where(total == 0.0, 1.0, total).T.unsqueeze(-1)).to(out.dtype)
+        if lse is not None:
+            lse[:, rows] = torch.where(total == 0.0, EMPTY, peak + total.log())
+
+
+def _add(
+    scores: torch.Tensor, values: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, acc: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The state after keys with these scores [heads, new, keys]."""
+    raised = torch.maximum(peak, scores.amax(dim=-1))
+    base = torch.where(raised == EMPTY, 0.0, raised)
+    weights, decay = torch.exp(scores - base.unsqueeze(-1)), torch.exp(peak - base)
+    sums = torch.einsum("hqk,khd->qhd", weights, values)
+    return raised, total * decay + weights.sum(dim=-1), acc * decay.T.unsqueeze(-1) + sums
