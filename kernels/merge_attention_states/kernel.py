@@ -1,11 +1,16 @@
-"""merge_attention_states in Triton: one program for one token and a block of heads.
+"""merge_attention_states in Triton: one program for a few tokens and a block of heads.
 
-Knows nothing of keys. An empty side is selected away, never multiplied by 0: what it holds may be NaN.
+Knows nothing of keys. An empty side is selected away, never multiplied by 0: what it holds may be NaN. A program takes
+eight tokens because a log-sum-exp's neighbour in memory is the next token's: eight of them fill a sector.
 """
 
 import torch
 import triton
 import triton.language as tl
+
+BLOCK_H = 4
+BLOCK_T = 8
+NUM_WARPS = 4
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -18,24 +23,29 @@ def merge_rows(
     b_ptr,
     lse_b_ptr,
     num_tokens,
-    heads,
     stride_a_token,
     stride_a_head,
     stride_b_token,
     stride_b_head,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = tl.arange(0, BLOCK_T * BLOCK_H)
+    blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    head = (tl.program_id(0) % blocks * BLOCK_H + row % BLOCK_H).to(tl.int64)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + row // BLOCK_H
     d = tl.arange(0, BLOCK_D)[None, :]
-    row_ok = head < heads
+    row_ok = (head < HEADS) & (token < num_tokens)
     ok = row_ok[:, None] & (d < D)
     lse_a = tl.load(lse_a_ptr + head * num_tokens + token, mask=row_ok, other=float("-inf"))
     lse_b = tl.load(lse_b_ptr + head * num_tokens + token, mask=row_ok, other=float("-inf"))
-    a = tl.load(a_ptr + token * stride_a_token + head[:, None] * stride_a_head + d, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * stride_b_token + head[:, None] * stride_b_head + d, mask=ok, other=0.0).to(tl.float32)
+    a_at = (token * stride_a_token + head * stride_a_head)[:, None] + d
+    b_at = (token * stride_b_token + head * stride_b_head)[:, None] + d
+    a = tl.load(a_ptr + a_at, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + b_at, mask=ok, other=0.0).to(tl.float32)
     empty_a = (lse_a == float("inf")) | (lse_a == float("-inf"))
     empty_b = (lse_b == float("inf")) | (lse_b == float("-inf"))
     safe_a = tl.where(empty_a, 0.0, lse_a)
@@ -49,8 +59,7 @@ def merge_rows(
     merged = tl.where((empty_a & empty_b)[:, None], 0.0, merged)
     lse = tl.where(empty_b, lse_a, tl.where(empty_a, lse_b, peak + tl.log(total)))
     lse = tl.where(empty_a & empty_b, float("-inf"), lse)
-    row = (token * heads + head)[:, None]
-    tl.store(out_ptr + row * D + d, merged.to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(out_ptr + ((token * HEADS + head) * D)[:, None] + d, merged.to(out_ptr.dtype.element_ty), mask=ok)
     tl.store(lse_ptr + head * num_tokens + token, lse, mask=row_ok)
 
 
@@ -61,9 +70,9 @@ def launch(
     tokens, heads, dim = out_a.shape
     out = torch.empty((tokens, heads, dim), dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty_like(lse_a)
-    block = min(triton.next_power_of_2(heads), 8)
+    block_h = min(triton.next_power_of_2(heads), BLOCK_H)
     with torch.cuda.device_of(out_a):
-        merge_rows[(tokens, triton.cdiv(heads, block))](
+        merge_rows[(triton.cdiv(heads, block_h) * triton.cdiv(tokens, BLOCK_T),)](
             out,
             lse,
             out_a,
@@ -71,14 +80,15 @@ def launch(
             out_b,
             lse_b,
             tokens,
-            heads,
             out_a.stride(0),
             out_a.stride(1),
             out_b.stride(0),
             out_b.stride(1),
+            HEADS=heads,
             D=dim,
             BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK_H=block,
-            num_warps=2,
+            BLOCK_H=block_h,
+            BLOCK_T=BLOCK_T,
+            num_warps=NUM_WARPS,
         )
     return out, lse
