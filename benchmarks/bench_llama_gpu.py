@@ -46,6 +46,7 @@ class Bench:
     """One model under one `invariance`."""
 
     def __init__(self, invariance: Invariance) -> None:
+        self.invariance = invariance
         self.timer = Timer()
         source = torch.ones(CEILING_BYTES // 4, device=DEVICE)
         self.read_bytes_per_us = CEILING_BYTES / self.timer.microseconds(source.sum)
@@ -139,7 +140,7 @@ class Bench:
 
     @property
     def runner_is_fast(self) -> bool:
-        return not self.runner._products._stays_apart
+        return self.invariance is Invariance.FAST
 
     def long_prefix(self) -> Figures:
         """A short prompt behind a long prefix, against the short prompt alone and the attention over that prefix."""
@@ -192,7 +193,8 @@ def measure(invariance: Invariance, cases: Sequence[str]) -> dict[str, Any]:
     for name in cases:
         report[name] = bench.decode(int(name.removeprefix("decode_"))) if "decode" in name else getattr(bench, name)()
         print(json.dumps({name: rounded(report[name])}), file=sys.stderr, flush=True)
-    report["tiled_shapes"] = sorted(bench.runner._products.tiled_shapes)
+    products = bench.runner._products
+    report |= {"tiled": sorted(products.tiled), "skinny": sorted(products.skinny)}
     return report
 
 

@@ -17,39 +17,37 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def skinny_ptx(rows: int, num_parts: int, stages: int) -> tuple[str, int]:
+def skinny_ptx(rows: int, stages: int) -> tuple[str, int]:
     """PTX of the skinny kernel for so many rows, and the shared memory that a program takes."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from kernels.skinny_linear.kernel import BLOCK_K, BLOCK_N, NUM_WARPS, multiply_part
+    from kernels.skinny_linear.kernel import BLOCK_K, BLOCK_N, NUM_WARPS, multiply_rows
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    constants = {"ROWS": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "PART": 1024, "NUM_PARTS": num_parts}
-    constants |= {"STAGES": stages, "HAS_BIAS": True}
+    constants = {"ROWS": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "STAGES": stages, "HAS_BIAS": True}
     kinds = {
         "weight_desc": f"tensordesc<bf16[{BLOCK_N}, {BLOCK_K}],{layout!r}>",
         "x_desc": f"tensordesc<bf16[{rows}, {BLOCK_K}],{layout!r}>",
-        "partials_ptr": "*fp32",
-        "counters_ptr": "*i32",
     }
-    names = multiply_part.arg_names
+    names = multiply_rows.arg_names
     other = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
     signature = {name: "constexpr" if name in constants else kinds.get(name, other[name]) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
-    source = GluonASTSource(multiply_part, signature, places, aligned)
+    source = GluonASTSource(multiply_rows, signature, places, aligned)
     options = {"num_warps": NUM_WARPS, "launch_pdl": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     return str(compiled.asm["ptx"]), int(compiled.metadata.shared)
 
 
-@pytest.mark.parametrize(("rows", "num_parts"), [(8, 4), (16, 1), (32, 4), (64, 14)])
-def test_skinny(rows: int, num_parts: int, tmp_path: Path) -> None:
-    from kernels.skinny_linear import stages_for
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("tiles", [64, 448])
+def test_skinny(rows: int, tiles: int, tmp_path: Path) -> None:
+    from kernels.skinny_linear.kernel import stages_for
 
-    ptx, shared_bytes = skinny_ptx(rows, num_parts, stages_for(rows))
+    ptx, shared_bytes = skinny_ptx(rows, stages_for(rows, tiles, 132))
     report = assemble(ptx, tmp_path)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     # The weights are asked for before the kernel ahead has ended, x only then.

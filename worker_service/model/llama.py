@@ -44,7 +44,7 @@ class Attend(Protocol):
 class Multiply(Protocol):
     """x [num_rows, K] through a projection: [num_rows, N]."""
 
-    def __call__(self, x: torch.Tensor, linear: Linear) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, linear: Linear, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,36 @@
-"""Which GEMM multiplies which rows of a launch: the place where a row's bits are kept from depending on its mates.
+"""Which GEMM multiplies the rows of a launch: the place where a row's bits are kept from depending on its mates.
 
 Knows no layer, no sequence and no attention.
 
-                    decode rows             prefill and padding rows
-    batch, CUDA     skinny_linear           linear: the library's GEMM where it is row-stable, else the tiled one
-    fast, CUDA      one GEMM for the launch: skinny_linear when it only decodes, else the library's
-    CPU             one GEMM of torch for the launch
+    batch, CUDA    the library's GEMM where it was seen to be row-stable, else the tiled one; for a few rows the skinny
+                   one where it was seen to give the very same bits, as it reads the weights faster
+    fast, CUDA     the library's GEMM
+    CPU            torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
 
-Decode rows have a GEMM of their own in `batch` even when a prompt shares their launch: so a token's bits are the same
-whatever else is computed beside it.
+In `batch` a row has the same bits in every launch, be it decoded or part of a prompt. What was seen holds for this
+device and library, so it is seen anew at each start.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
-from kernels.linear import LEAST_ROWS, Route, unstable_shapes
-from kernels.linear import linear as stable_linear
-from kernels.skinny_linear import MAX_ROWS, SkinnyPlan, fits_skinny, skinny_linear
-from worker_service.model.llama import Linear, Multiply
+from kernels.linear import LEAST_ROWS, Route, keeps_rows, linear, trial_rows
+from kernels.skinny_linear import fits_skinny, skinny_linear
+from worker_service.model.llama import Linear
 
 # torch's GEMM on a CPU keeps a row's bits from this many rows on.
 LEAST_CPU_ROWS = 16
 MOST_PADDING = max(LEAST_ROWS, LEAST_CPU_ROWS)
+# Beyond so many rows the library's tiles read the weights as fast.
+MAX_SKINNY_ROWS = 32
+
+_log = logging.getLogger("worker_service")
 
 
 class Invariance(Enum):
@@ -35,44 +40,48 @@ class Invariance(Enum):
     FAST = "fast"
 
 
+class Kind(NamedTuple):
+    """Projections between which the library makes no difference."""
+
+    num_outputs: int
+    depth: int
+    has_bias: bool
+
+
 class Products:
-    """Made once for a model; gives each launch its `Multiply`."""
+    """The model's `Multiply`, made once."""
 
-    def __init__(self, linears: Sequence[Linear], invariance: Invariance, max_decode_rows: int, max_rows: int) -> None:
-        weights = [entry.weight for entry in linears]
-        on_cuda = weights[0].is_cuda
-        self._stays_apart = invariance is Invariance.BATCH
-        self._least_rows = (LEAST_ROWS if self._stays_apart else 1) if on_cuda else LEAST_CPU_ROWS
-        self._plan: SkinnyPlan | None = None
-        if on_cuda and max_decode_rows <= MAX_ROWS and all(map(fits_skinny, weights)):
-            self._plan = SkinnyPlan(max(weight.shape[0] for weight in weights), weights[0].device)
-        self.tiled_shapes = unstable_shapes(weights, max_rows) if self._stays_apart else frozenset()
+    def __init__(self, linears: Sequence[Linear], invariance: Invariance, max_rows: int) -> None:
+        on_cuda = linears[0].weight.is_cuda
+        is_batch = invariance is Invariance.BATCH
+        self._least_rows = (LEAST_ROWS if is_batch else 1) if on_cuda else LEAST_CPU_ROWS
+        self.tiled: frozenset[Kind] = frozenset()
+        self.skinny: frozenset[Kind] = frozenset()
+        if on_cuda and is_batch:
+            kinds = {_kind(entry): entry for entry in linears}
+            self.tiled = frozenset(kind for kind, entry in kinds.items() if not keeps_rows(*entry, max_rows))
+            self.skinny = frozenset(kind for kind, entry in kinds.items() if self._is_same_skinny(kind, entry))
+            _log.info("products tried", extra={"tiled": sorted(self.tiled), "skinny": sorted(self.skinny)})
 
-    def num_padding(self, num_decode: int, num_rows: int) -> int:
-        """Rows to append, so that the library's GEMM gets as many as it needs to keep a row's bits."""
-        others = num_rows - self._num_skinny(num_decode, num_rows)
-        return max(self._least_rows - others, 0) if others else 0
+    def num_padding(self, num_rows: int) -> int:
+        """Rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
+        return max(self._least_rows - num_rows, 0) if num_rows else 0
 
-    def of_launch(self, num_decode: int, num_rows: int) -> Multiply:
-        """For a launch of num_rows rows, padding not counted, whose first num_decode ones decode."""
-        skinny = self._num_skinny(num_decode, num_rows)
+    def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
+        kind = _kind(linear_)
+        if x.shape[0] <= MAX_SKINNY_ROWS and kind in self.skinny:
+            return skinny_linear(x, *linear_)
+        return linear(x, *linear_, route=Route.TILED if kind in self.tiled else Route.LIBRARY)
 
-        def multiply(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-            weight, bias = linear
-            if not skinny or self._plan is None:
-                return stable_linear(x, weight, bias, route=self._route(weight))
-            out = x.new_empty(x.shape[0], weight.shape[0])
-            skinny_linear(x[:skinny], weight, bias, plan=self._plan, out=out[:skinny])
-            if skinny < x.shape[0]:
-                stable_linear(x[skinny:], weight, bias, route=self._route(weight), out=out[skinny:])
-            return out
+    def _is_same_skinny(self, kind: Kind, entry: Linear) -> bool:
+        """Whether the skinny GEMM gives the bits that larger launches get."""
+        if kind in self.tiled or not fits_skinny(entry.weight):
+            return False
+        x = trial_rows(entry.weight, MAX_SKINNY_ROWS)
+        wanted = linear(x, *entry)
+        counts = [1 << power for power in range(MAX_SKINNY_ROWS.bit_length())]
+        return all(torch.equal(skinny_linear(x[:rows], *entry), wanted[:rows]) for rows in counts)
 
-        return multiply
 
-    def _num_skinny(self, num_decode: int, num_rows: int) -> int:
-        if self._plan is None or num_decode > MAX_ROWS:
-            return 0
-        return num_decode if self._stays_apart or num_decode == num_rows else 0
-
-    def _route(self, weight: torch.Tensor) -> Route:
-        return Route.TILED if tuple(weight.shape) in self.tiled_shapes else Route.LIBRARY
+def _kind(entry: Linear) -> Kind:
+    return Kind(entry.weight.shape[0], entry.weight.shape[1], entry.bias is not None)

@@ -6,7 +6,6 @@ Knows no queue, no lease and no stop condition; which pages hold what is in the 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -57,7 +56,7 @@ class Runner:
         self._kv_pages = kv_pages
         self._upload = Upload(device)
         self._download = Download(device)
-        self._products = Products(model.linears(), limits.invariance, limits.max_num_seqs, limits.token_budget)
+        self._products = Products(model.linears(), limits.invariance, limits.token_budget)
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
         self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device)
@@ -96,8 +95,7 @@ class Runner:
 
     def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
         attention = self.attention(inputs)
-        multiply = self._products.of_launch(inputs.num_decode, inputs.num_tokens)
-        return self._model.forward(inputs.token_ids, inputs.positions, attention, multiply)
+        return self._model.forward(inputs.token_ids, inputs.positions, attention, self._products)
 
     def attention(self, inputs: LaunchInputs) -> PagedAttention:
         """What one launch's layers attend with; to be made anew for each."""
@@ -105,8 +103,7 @@ class Runner:
 
     def _logits(self, staged: _Staged, batch: Batch) -> torch.Tensor:
         hidden = self._hidden(staged.inputs)
-        multiply = self._products.of_launch(_num_sampled_decode(batch), len(batch.sampled))
-        return self._model.logits(hidden[staged.logits_rows], multiply)[: len(batch.sampled)].float()
+        return self._model.logits(hidden[staged.logits_rows], self._products)[: len(batch.sampled)].float()
 
     def _captured_graphs(self, max_num_seqs: int, device: torch.device) -> DecodeGraphs:
         limits = GraphLimits(
@@ -114,7 +111,7 @@ class Runner:
             max_model_len=self._model.config.max_model_len,
             page_tokens=self._kv_pages.page_tokens,
             num_groups=self._kv_pages.num_groups,
-            num_padding=lambda rows: self._products.num_padding(rows, rows),
+            num_padding=self._products.num_padding,
         )
         graphs = DecodeGraphs(self._decode, limits, device)
         graphs.capture()
@@ -122,16 +119,14 @@ class Runner:
 
     def _decode(self, inputs: LaunchInputs) -> Step:
         """A launch that only decodes: every row samples, so logits and the likeliest token are part of the graph."""
-        multiply = self._products.of_launch(inputs.num_decode, inputs.num_tokens)
-        logits = self._model.logits(self._hidden(inputs), multiply)[: inputs.num_tokens]
+        logits = self._model.logits(self._hidden(inputs), self._products)[: inputs.num_tokens]
         # Of the model's own numbers: widening them to fp32, as the sampler does, would change no order.
         return Step(logits.argmax(dim=-1).to(torch.int32), logits)
 
     def _staged(self, batch: Batch, wishes: HostWishes) -> _Staged:
         num_decode = batch.num_decode_seqs
-        rows = batch.num_tokens + self._products.num_padding(num_decode, batch.num_tokens)
-        sampled = len(batch.logits_rows)
-        logits_rows = sampled + self._products.num_padding(_num_sampled_decode(batch), sampled)
+        rows = batch.num_tokens + self._products.num_padding(batch.num_tokens)
+        logits_rows = len(batch.logits_rows) + self._products.num_padding(len(batch.logits_rows))
         slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
         tensors = iter(
             self._upload.send(
@@ -167,11 +162,6 @@ class _Staged(NamedTuple):
     inputs: LaunchInputs
     logits_rows: torch.Tensor
     wishes: RowWishes
-
-
-def _num_sampled_decode(batch: Batch) -> int:
-    """Decode rows come first and have one token each."""
-    return bisect_left(batch.logits_rows, batch.num_decode_seqs)
 
 
 def _only_likeliest(flags: Flags) -> bool:
