@@ -198,5 +198,5 @@ def _launch_rows(
             LAYOUT=layout_code(layout),
             TOKENS=per_program,
             COLUMNS=columns,
-            num_warps=4,
+            num_warps=1,
         )

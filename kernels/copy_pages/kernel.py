@@ -11,7 +11,7 @@ import triton.language as tl
 WORDS = 512
 WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # Enough to fill a host link; more would only keep multiprocessors from the work that runs beside a spill.
-HOST_PROGRAMS = 64
+HOST_PROGRAMS = 32
 HOST_WARPS = 4
 
 

@@ -1,6 +1,6 @@
 """gather_latent in Triton: pure traffic, one program for a few rows of the answer.
 
-Knows no sequence before it looks: each row finds its own by a binary search in cu_seqlens_k, so no list of rows is
+Knows no sequence before it looks: each row finds its own by a search in cu_seqlens_k, so no list of rows is
 built on the host and a batch may be as ragged as it likes.
 """
 
@@ -8,34 +8,37 @@ import torch
 import triton
 import triton.language as tl
 
-# A row of 576 is 1152 bytes: two of them keep one warp's loads in flight without idle lanes.
-ROWS = 2
+# A row of 576 is 1152 bytes: four of them are 36 registers of each lane.
+ROWS = 4
+PROBES = tl.constexpr(32)
 
 
 @triton.jit
-def sequence_of(row, cu_k_ptr, num_seqs, SEARCH_STEPS: tl.constexpr):
-    """The last sequence that starts at or before each row: empty ones start there too, so they are stepped over."""
-    low = tl.zeros_like(row)
-    high = tl.zeros_like(row) + num_seqs
-    for _ in tl.static_range(SEARCH_STEPS):
-        middle = (low + high) // 2
-        right = tl.load(cu_k_ptr + middle) <= row
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-    return low
+def narrowed(seq, row, cu_k_ptr, num_seqs, STRIDE: tl.constexpr):
+    """`seq` moved on over as many of the next PROBES strides as still start at or before each row."""
+    probe = seq[:, None] + (tl.arange(0, PROBES)[None, :] + 1) * STRIDE
+    start = tl.load(cu_k_ptr + probe, mask=probe < num_seqs, other=2147483647)
+    return seq + tl.sum((start <= row[:, None]).to(tl.int32), 1) * STRIDE
 
 
 @triton.jit
-def move_part(
-    out_row, paged_row, new_row, cached, is_new, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Elements [START, START + SIZE) of each row, from where the row lies."""
+def sequence_of(row, cu_k_ptr, num_seqs, LEVELS: tl.constexpr):
+    """The last sequence that starts at or before each row: empty ones start there too, so they are stepped over.
+
+    PROBES starts at a time: two dependent loads, rather than ten, find one of a thousand sequences.
+    """
+    seq = tl.zeros_like(row)
+    for level in tl.static_range(LEVELS):
+        seq = narrowed(seq, row, cu_k_ptr, num_seqs, PROBES ** (LEVELS - 1 - level))
+    return seq
+
+
+@triton.jit
+def move_part(out_row, source_row, live, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements [START, START + SIZE) of each row."""
     d = tl.arange(0, BLOCK)[None, :]
-    ok = d < SIZE
-    old = tl.load(paged_row[:, None] + START + d, mask=cached[:, None] & ok)
-    new = tl.load(new_row[:, None] + START + d, mask=is_new[:, None] & ok)
-    x = tl.where(is_new[:, None], new, old)
-    tl.store(out_row[:, None] + START + d, x, mask=(cached | is_new)[:, None] & ok)
+    ok = live[:, None] & (d < SIZE)
+    tl.store(out_row[:, None] + START + d, tl.load(source_row[:, None] + START + d, mask=ok), mask=ok)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -57,33 +60,32 @@ def gather_rows(
     MAIN: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     ROWS: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    LEVELS: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HAS_FIRST: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < tl.load(cu_k_ptr + num_seqs)
-    seq = sequence_of(row, cu_k_ptr, num_seqs, SEARCH_STEPS)
+    seq = sequence_of(row, cu_k_ptr, num_seqs, LEVELS)
     position = row - tl.load(cu_k_ptr + seq)
-    new_row = new_ptr + tl.zeros_like(row).to(tl.int64)
-    is_new = row < 0
+    cached = live
     if HAS_NEW:
         # New rows are counted from the sequence's end, which needs its cached length nowhere.
+        left = tl.load(cu_k_ptr + seq + 1) - row
         stop_q = tl.load(cu_q_ptr + seq + 1)
-        left = tl.load(cu_k_ptr + seq + 1, mask=live, other=0) - row
-        num_new = stop_q - tl.load(cu_q_ptr + seq)
-        is_new = live & (left <= num_new)
-        new_row = new_ptr + (stop_q - left).to(tl.int64) * stride_new_token
+        cached = live & (left > stop_q - tl.load(cu_q_ptr + seq))
     if HAS_FIRST:
         position += tl.load(first_positions_ptr + seq)
-    cached = live & (is_new == 0)
     table = tables_ptr + seq.to(tl.int64) * stride_tables_seq
     page = tl.load(table + position // PAGE, mask=cached, other=0).to(tl.int64)
-    paged_row = pages_ptr + page * stride_page + position % PAGE * WIDTH
+    source_row = pages_ptr + page * stride_page + position % PAGE * WIDTH
+    if HAS_NEW:
+        new_row = new_ptr + (stop_q - left).to(tl.int64) * stride_new_token
+        source_row = tl.where(cached, source_row, new_row)
     out_row = out_ptr + row.to(tl.int64) * WIDTH
-    move_part(out_row, paged_row, new_row, cached, is_new, 0, MAIN, MAIN)
+    move_part(out_row, source_row, live, 0, MAIN, MAIN)
     if WIDTH > MAIN:
-        move_part(out_row, paged_row, new_row, cached, is_new, MAIN, WIDTH - MAIN, BLOCK_REST)
+        move_part(out_row, source_row, live, MAIN, WIDTH - MAIN, BLOCK_REST)
 
 
 def launch(
@@ -116,8 +118,16 @@ def launch(
             MAIN=main,
             BLOCK_REST=triton.next_power_of_2(max(1, width - main)),
             ROWS=ROWS,
-            SEARCH_STEPS=num_seqs.bit_length(),
+            LEVELS=_levels(num_seqs),
             HAS_NEW=new_latents is not None,
             HAS_FIRST=first_positions is not None,
             num_warps=1,
         )
+
+
+def _levels(num_seqs: int) -> int:
+    """How many times PROBES starts have to be looked at."""
+    levels = 1
+    while num_seqs > PROBES.value**levels:
+        levels += 1
+    return levels

@@ -50,7 +50,7 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     sums = (case.cu_seqlens_q, case.cu_seqlens_k)
     rows = case.q.flatten(1)
     latent_pages = case.k_pages.flatten(2)
-    angles = torch.zeros(64, 2, 32, device="cuda")
+    angles = torch.zeros(total, 2, 32, device="cuda")
     latents = k.flatten(1)
     return [
         lambda: append_kv(k, v, *own, slots) or own[0],
