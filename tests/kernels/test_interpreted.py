@@ -26,6 +26,8 @@ FILES = (
     "linear",
     "merge_attention_states",
     "prefill_attention",
+    "prefill_options",
+    "prefill_work_list",
     "rotate_append_kv",
     "rows",
     "sinks",
