@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.decode_attention import decode_attention
+from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.kv_pages import KvPages
@@ -52,25 +52,29 @@ class AttentionPlans:
     def __init__(self, config: ModelConfig, max_num_seqs: int, max_tokens: int, device: torch.device) -> None:
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
+        self._decode = DecodePlan(max_num_seqs, config.max_model_len, *heads, device=device)
         self._prefill = PrefillPlan(max_num_seqs, max_tokens, *heads, device=device)
 
-    def prepared(self, launch: LaunchInputs) -> PrefillPlan | None:
+    def prepared(self, launch: LaunchInputs) -> tuple[DecodePlan | None, PrefillPlan | None]:
+        decode = self._decode if 0 < launch.num_decode <= self._max_num_seqs else None
+        if decode is not None:
+            decode.prepare(launch.decode_seqlens_k)
         num_others = launch.token_ids.shape[0] - launch.num_decode
         has_room = launch.num_prefill <= self._max_num_seqs and num_others <= self._max_tokens
         prefill = self._prefill if launch.num_prefill and has_room else None
         if prefill is not None:
             prefill.prepare(launch.prefill_cu_q, launch.prefill_cu_k)
-        return prefill
+        return decode, prefill
 
 
 class PagedAttention:
     """The model's `Attend` for one launch. Queries of decode rows stay in rows, the others are packed by kv head."""
 
-    def __init__(self, kv_pages: KvPages, num_heads: int, launch: LaunchInputs, plans: AttentionPlans | None) -> None:
+    def __init__(self, kv_pages: KvPages, num_heads: int, launch: LaunchInputs, plans: AttentionPlans) -> None:
         self._kv_pages = kv_pages
         self._num_heads = num_heads
         self._launch = launch
-        self._prefill_plan = plans.prepared(launch) if plans else None
+        self._decode_plan, self._prefill_plan = plans.prepared(launch)
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
         k_pages, v_pages, group, _ = self._kv_pages.layer_pages(layer)
@@ -110,6 +114,7 @@ class PagedAttention:
             self._launch.block_tables[group][: self._launch.num_decode],
             self._launch.decode_seqlens_k,
             max_seqlen_k=self._launch.max_seqlen_k,
+            plan=self._decode_plan,
             window=window,
             out=out,
         )
