@@ -4,11 +4,15 @@ Knows nothing of requests, trees or services: tensors come in, tensors go out. E
 (`__init__`: it checks its arguments and chooses), the Triton kernel with its launcher (`kernel`) and the torch
 reference that is the truth for the tests and what a worker without a GPU serves with (`reference`).
 
-    from kernels.append_kv import append_kv
+    from kernels.append_kv import append_kv, rotate_append_kv
+    from kernels.append_latent import append_latent
     from kernels.copy_pages import pack_pages, unpack_pages
     from kernels.decode_attention import decode_attention
+    from kernels.gather_latent import gather_latent
     from kernels.gather_pages import gather_pages, scatter_pages
     from kernels.layout import KvLayout, expand_block_tables
     from kernels.merge_attention_states import merge_attention_states
     from kernels.prefill_attention import prefill_attention
+    from kernels.rms_norm import rms_norm
+    from kernels.silu_mul import silu_mul
 """
