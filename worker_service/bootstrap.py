@@ -90,7 +90,7 @@ def prepare(config: WorkerConfig) -> Compute:
     """Load the model, make its pages, capture its graphs. Raises ModelError or PoolError, which name what is wrong."""
     device = pick_device(config.device)
     invariance = Invariance(config.invariance)
-    prepare_process(device, config.threads, stable_products=invariance is Invariance.BATCH)
+    prepare_process(device, config.threads, stable_products=invariance is not Invariance.FAST)
     if config.host_tier != "none":
         keep_freed_blocks()
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len)

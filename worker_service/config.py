@@ -17,7 +17,7 @@ ENV_PREFIX = "STEMCACHE_WORKER_"
 TIERS = ("none", "memory", "redis")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-INVARIANCES = ("batch", "fast")
+INVARIANCES = ("strict", "batch", "fast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class WorkerConfig:
     prefix_caching: bool = setting(True, "Whether requests reuse each other's prefixes.")
     reserve_pages: int = setting(0, "Pages that stay free or evictable after an admission.", minimum=0)
     invariance: str = setting(
-        "batch", "batch: a token's bits depend on no other request; fast: on whatever is quickest.", choices=INVARIANCES
+        "batch",
+        "batch: a token's bits depend on no other request; strict: nor on what was decoded before; fast: on whatever.",
+        choices=INVARIANCES,
     )
     cuda_graphs: bool = setting(True, "Whether launches that only decode are captured at the start.")
     threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0)

@@ -22,6 +22,7 @@ from worker_service.model.config import parse_model_config
 from worker_service.model.device import prepare_process
 from worker_service.model.llama import Llama
 from worker_service.model.load import kv_shape
+from worker_service.model.products import Invariance
 from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.weights import expected_shapes
 
@@ -58,7 +59,7 @@ MODEL: dict[str, Any] = {
 class World(Bench):
     """A model of one page size, and a pool whose pages are dealt in random order and poisoned between owners."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, invariance: Invariance = Invariance.BATCH) -> None:
         self.config = parse_model_config(MODEL)
         generator = torch.Generator(CUDA).manual_seed(5)
         tensors = {}
@@ -69,7 +70,7 @@ class World(Bench):
         self.page = page_tokens
         self.num_pages = POOL_TOKENS // page_tokens
         self.pages = KvPages(kv_shape(self.config, torch.bfloat16, page_tokens), [self.num_pages], CUDA)
-        limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, decode_graphs=True)
+        limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, invariance, decode_graphs=True)
         self.runner = Runner(Llama(self.config, tensors, CUDA), self.pages, CUDA, limits)
         self.clear(random.Random(0))
 
@@ -104,6 +105,12 @@ def drawn_cuts(source: random.Random, first: int, end: int) -> list[int]:
     """Where chunks begin and end; a lone token cannot be a chunk here, as it would decode."""
     cuts = sorted({first, end, *(source.randint(first, end) for _ in range(source.randint(0, 4)))})
     return [cut for cut in cuts if cut in (first, end) or (cut - first > 1 and end - cut > 1)]
+
+
+@pytest.fixture(scope="module", params=[16, 128], ids="page{}".format)
+def strict_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    yield World(request.param, Invariance.STRICT)
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module", params=[16, 32, 128, 1], ids="page{}".format)
@@ -210,3 +217,23 @@ def test_pages_written_by_decoding_are_near_those_of_a_prompt(world: World) -> N
         world.all_logits(Part(stepwise, first, first + 1))
     got = world.all_logits(Part(stepwise, 180, 200))[-1]
     assert (got - wanted).abs().max() < 0.15 * wanted.std()
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_strict_decoding_has_the_bits_of_a_prompt(strict_world: World, seed: int) -> None:
+    """Tokens behind the prompt one by one, then the rest as one chunk behind pages that decoding wrote."""
+    world = strict_world
+    case = Case(world, 200 + seed)
+    length = len(case.prompt)
+    start, num_decoded = length // 3, min(40, length // 3)
+    sequence = world.new_sequence(case.prompt)
+    if start:
+        case.in_company(Part(sequence, 0, start))
+    for first in range(start, start + num_decoded):
+        row = world.sequence(case.prompt[: first + 1], sequence.tables[0])
+        decoding, chunks = case.mates() if first % 8 == 0 else ([], [])
+        parts = [*decoding, Part(row, first, first + 1), *chunks]
+        got = world.runner.logits(world.batch(*parts))[len(decoding)]
+        assert torch.equal(got, case.wanted[first]), f"decoded token {first}"
+    rest = case.in_company(Part(sequence, start + num_decoded, length))
+    assert torch.equal(rest, case.wanted[start + num_decoded :])

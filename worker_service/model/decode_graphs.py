@@ -3,6 +3,7 @@
 Knows no layer and no sampling wish: what a launch computes is the `Step` that it was given.
 
     token_ids positions slots lengths   static, of the ladder's size; rows that no sequence has: slot -1, length 0
+    running sums of lengths             static likewise; for launches whose rows are chunks of one token
     block tables                        static, as wide as the longest sequence; only the columns in use are copied
 """
 
@@ -12,7 +13,7 @@ import logging
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class GraphLimits(NamedTuple):
     page_tokens: int
     num_groups: int
     num_padding: Callable[[int], int]
+    one_phase: bool  # rows go through the attention of prompts, as chunks of one token
 
 
 class Captured(NamedTuple):
@@ -74,10 +76,9 @@ class DecodeGraphs:
             torch.zeros((limits.max_num_seqs, width), dtype=torch.int32, device=device)
             for _ in range(limits.num_groups)
         ]
-        room = [8 * self._size] * (3 + limits.num_groups) + [table.nbytes for table in self._tables]
+        room = [8 * self._size] * (5 + limits.num_groups) + [table.nbytes for table in self._tables]
         self._upload = Upload(device, packed_bytes(room))
-        nothing = [array("i")] * 3 + [array("q")] * limits.num_groups
-        self._inputs = self._upload.send(self._padded(nothing))
+        self._inputs = self._upload.send(self._fixed(_NOTHING._replace(slots=(array("q"),) * limits.num_groups)))
         self._captured: dict[int, Captured] = {}
 
     def capture(self) -> None:
@@ -108,7 +109,8 @@ class DecodeGraphs:
         """One copy to the device, one copy per group's tables there, one graph; results live until the next call."""
         rows = batch.num_seqs
         lengths = array("i", (end - start for start, end in pairwise(batch.cu_seqlens_k)))
-        fixed = self._padded([batch.token_ids, batch.positions, lengths, *batch.slot_mapping])
+        sums = (batch.cu_seqlens_q, batch.cu_seqlens_k)
+        fixed = self._fixed(_Rows(batch.token_ids, batch.positions, lengths, *sums, batch.slot_mapping))
         tensors = self._upload.send([*fixed, *batch.block_tables])
         for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
             table[:rows, :width].copy_(sent.view(rows, width))
@@ -120,24 +122,40 @@ class DecodeGraphs:
         """The graph that serves so many sequences."""
         return self._captured[self._rungs[bisect_left(self._rungs, num_seqs)]]
 
-    def _padded(self, arrays: Sequence[array[int]]) -> list[HostArray]:
+    def _fixed(self, rows: _Rows) -> list[HostArray]:
         """Of one size whatever the launch, so that the upload puts each where the graphs look for it."""
-        return [padded(values, self._size, PADDING_SLOT if values.typecode == "q" else 0) for values in arrays]
+        cu_q, cu_k = (padded(sums, self._size + 1, sums[-1]) for sums in (rows.cu_seqlens_q, rows.cu_seqlens_k))
+        plain = [padded(values, self._size, 0) for values in (rows.token_ids, rows.positions, rows.lengths)]
+        return [*plain, cu_q, cu_k, *(padded(values, self._size, PADDING_SLOT) for values in rows.slots)]
 
     def _launch_inputs(self, rung: int) -> LaunchInputs:
         rows = rung + self._limits.num_padding(rung)
-        token_ids, positions, lengths, *slots = self._inputs
-        nobody = lengths[:1]
+        token_ids, positions, lengths, cu_q, cu_k, *slots = self._inputs
+        num_decode, num_prefill = (0, rung) if self._limits.one_phase else (rung, 0)
         return LaunchInputs(
             token_ids=token_ids[:rows],
             positions=positions[:rows],
             slot_mapping=[values[:rows] for values in slots],
             block_tables=[table[:rung] for table in self._tables],
-            decode_seqlens_k=lengths[:rung],
-            prefill_cu_q=nobody,
-            prefill_cu_k=nobody,
+            decode_seqlens_k=lengths[:num_decode],
+            prefill_cu_q=cu_q[: num_prefill + 1],
+            prefill_cu_k=cu_k[: num_prefill + 1],
             num_tokens=rung,
-            num_decode=rung,
-            max_seqlen_q=0,
+            num_decode=num_decode,
+            max_seqlen_q=1,
             max_seqlen_k=self._limits.max_model_len,
         )
+
+
+class _Rows(NamedTuple):
+    """What the host knows of a launch's rows."""
+
+    token_ids: array[int]
+    positions: array[int]
+    lengths: array[int]
+    cu_seqlens_q: array[int]
+    cu_seqlens_k: array[int]
+    slots: tuple[array[int], ...]
+
+
+_NOTHING = _Rows(array("i"), array("i"), array("i"), array("i", (0,)), array("i", (0,)), ())

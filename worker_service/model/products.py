@@ -2,13 +2,13 @@
 
 Knows no layer, no sequence and no attention.
 
-    batch, CUDA    the library's GEMM where it was seen to be row-stable, else the tiled one; for a few rows the skinny
+    batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one; for a few rows the skinny
                    one where it was seen to give the very same bits, as it reads the weights faster
-    fast, CUDA     the library's GEMM
-    CPU            torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
+    fast           the library's GEMM
+    on a CPU       torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
 
-In `batch` a row has the same bits in every launch, be it decoded or part of a prompt. What was seen holds for this
-device and library, so it is seen anew at each start.
+In `batch` and `strict` a row has the same bits in every launch, be it decoded or part of a prompt. What was seen holds
+for this device and library, so it is seen anew at each start.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ _log = logging.getLogger("worker_service")
 
 
 class Invariance(Enum):
-    """BATCH: a row's bits depend on no other row of its launch. FAST: on whatever is quickest."""
+    """What a token's bits may depend on: see docs/invariance.md.
 
+    STRICT: its tokens alone. BATCH: its tokens, and which of those before it were decoded. FAST: its launch, too.
+    """
+
+    STRICT = "strict"
     BATCH = "batch"
     FAST = "fast"
 
@@ -53,11 +57,11 @@ class Products:
 
     def __init__(self, linears: Sequence[Linear], invariance: Invariance, max_rows: int) -> None:
         on_cuda = linears[0].weight.is_cuda
-        is_batch = invariance is Invariance.BATCH
-        self._least_rows = (LEAST_ROWS if is_batch else 1) if on_cuda else LEAST_CPU_ROWS
+        is_stable = invariance is not Invariance.FAST
+        self._least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
         self.tiled: frozenset[Kind] = frozenset()
         self.skinny: frozenset[Kind] = frozenset()
-        if on_cuda and is_batch:
+        if on_cuda and is_stable:
             kinds = {_kind(entry): entry for entry in linears}
             self.tiled = frozenset(kind for kind, entry in kinds.items() if not keeps_rows(*entry, max_rows))
             self.skinny = frozenset(kind for kind, entry in kinds.items() if self._is_same_skinny(kind, entry))

@@ -57,6 +57,7 @@ class Runner:
         self._upload = Upload(device)
         self._download = Download(device)
         self._products = Products(model.linears(), limits.invariance, limits.token_budget)
+        self._one_phase = limits.invariance is Invariance.STRICT
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
         self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device)
@@ -112,6 +113,7 @@ class Runner:
             page_tokens=self._kv_pages.page_tokens,
             num_groups=self._kv_pages.num_groups,
             num_padding=self._products.num_padding,
+            one_phase=self._one_phase,
         )
         graphs = DecodeGraphs(self._decode, limits, device)
         graphs.capture()
@@ -124,7 +126,7 @@ class Runner:
         return Step(logits.argmax(dim=-1).to(torch.int32), logits)
 
     def _staged(self, batch: Batch, wishes: HostWishes) -> _Staged:
-        num_decode = batch.num_decode_seqs
+        num_decode = 0 if self._one_phase else batch.num_decode_seqs
         rows = batch.num_tokens + self._products.num_padding(batch.num_tokens)
         logits_rows = len(batch.logits_rows) + self._products.num_padding(len(batch.logits_rows))
         slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
@@ -134,7 +136,7 @@ class Runner:
                     padded(batch.token_ids, rows, 0),
                     padded(batch.positions, rows, 0),
                     padded(batch.logits_rows, logits_rows, 0),
-                    *_split_lengths(batch),
+                    *_split_lengths(batch, num_decode),
                     *slots,
                     *batch.block_tables,
                     *wishes.arrays,
@@ -168,9 +170,8 @@ def _only_likeliest(flags: Flags) -> bool:
     return not flags.any_random and not flags.any_penalty and flags.num_logprobs < 0
 
 
-def _split_lengths(batch: Batch) -> tuple[HostArray, HostArray, HostArray]:
-    """Key lengths of the decode rows; running sums of the prefill rows, from 0 anew."""
-    num_decode = batch.num_decode_seqs
+def _split_lengths(batch: Batch, num_decode: int) -> tuple[HostArray, HostArray, HostArray]:
+    """Key lengths of the decode rows; running sums of the others, from 0 anew."""
     cu_q, cu_k = batch.cu_seqlens_q, batch.cu_seqlens_k
     decode_lengths = array("i", (end - start for start, end in pairwise(cu_k[: num_decode + 1])))
     return (
