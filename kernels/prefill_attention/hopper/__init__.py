@@ -10,7 +10,7 @@ import torch
 from kernels.attention import AttentionSpec
 from kernels.layout import KvLayout
 
-__all__ = ["TILE_ROWS", "key_block", "reason_against", "row_elements"]
+__all__ = ["TILE_ROWS", "is_hopper", "key_block", "reason_against", "reason_against_case", "row_elements"]
 
 TILE_ROWS = 128
 HEAD_DIMS = (64, 128, 256)
@@ -31,9 +31,16 @@ def row_elements(spec: AttentionSpec) -> int:
 
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
     """Why the Gluon kernel cannot take a checked case, or None when it can."""
-    shape, group = spec.shape, spec.group
     if not (q.is_cuda and is_hopper(q.device)):
         return f"needs a GPU of compute capability 9.0, the tensors are on {q.device}"
+    return reason_against_case(q, k_pages, v_pages, spec)
+
+
+def reason_against_case(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec
+) -> str | None:
+    """The same, whatever the device."""
+    shape, group = spec.shape, spec.group
     if q.dtype not in (torch.bfloat16, torch.float16) or k_pages.dtype is not q.dtype:
         return f"{q.dtype} queries and {k_pages.dtype} pages"
     if spec.layout is KvLayout.SHUFFLE:

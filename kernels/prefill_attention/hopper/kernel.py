@@ -349,7 +349,8 @@ def attend_tiles(
             )),
         ],
         [4, 1],
-        [240, 24],
+        # Many small pages need more addresses at once.
+        [240, 24] if PAGE >= 16 else [232, 40],
     )  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""prefill_attention compiles for Hopper on a machine without a GPU: wgmma, no spills, nothing serialised."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import compile_gluon, descriptor
+from tests.kernels.test_compiles import SHARED, assemble, compile_for_hopper
+
+triton = pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+TWIN = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
+GLUON = {
+    "HEADS": 8, "GROUP": 4, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0, "CAP": False,
+    "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "PING": False,
+}  # fmt: skip
+CASES = {
+    "plain": {"HAS_SINKS": False},
+    "sinks": {},
+    "large pages": {"PAGE": 256},
+    "small pages": {"PAGE": 8},
+    "unpacked": {"PACKED": False},
+    "odd group": {"GROUP": 5},
+    "softcap": {"CAP": True},
+    "dim 64": {"D": 64, "DV": 64},
+    "HND": {"HND": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("options", [{}, {"CAP": True}], ids=["plain", "softcap"])
+def test_the_plain_kernel_uses_wgmma_and_spills_nothing(tmp_path: Path, options: dict[str, object]) -> None:
+    from kernels.prefill_attention.kernel import attend_tile
+
+    ptx = compile_for_hopper(attend_tile, {**SHARED, **TWIN, **options}, num_warps=8)
+    assert "wgmma.mma_async" in ptx and "cp.async" in ptx
+    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+
+
+def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
+    """Types of what is not an int32."""
+    dim, group, rows = (int(str(constants[name])) for name in ("D", "GROUP", "PAGE"))
+    rows = min(rows, int(str(constants["BN"])))
+    query_box = [64, dim] if constants["PACKED"] else [64 // group, group, dim]
+    pointers = {f"{name}_ptr": "*i32" for name in ("tables", "records", "count")}
+    pointers |= {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
+    pages = descriptor(dtype, [rows, dim])
+    descriptors = {"q_desc": descriptor(dtype, query_box), "k_desc": pages, "v_desc": pages}
+    return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gluon_kernel_overlaps_its_products_and_spills_nothing(name: str, tmp_path: Path) -> None:
+    from kernels.prefill_attention.hopper.kernel import attend_tiles
+
+    constants = {**GLUON, **CASES[name]}
+    dtype = "fp16" if name == "dim 64" else "bf16"
+    built = compile_gluon(attend_tiles, constants, kinds(constants, dtype), tmp_path, enable_fp_fusion=False)
+    assert built.ptx.count("wgmma.mma_async") and "cp.async.bulk.tensor" in built.ptx
+    assert not built.spills and not built.serialised, built.remarks
+    assert built.shared_bytes <= 227 * 1024
