@@ -62,10 +62,14 @@ def check_pages(
 
 def check_dense_pages(name: str, pages: torch.Tensor) -> None:
     """Refuses gaps within a page and pages that overlap."""
-    if pages.numel() and not pages[0].is_contiguous():
-        raise KernelArgumentError(f"{name}: a page must be dense, strides are {list(pages.stride())}")
-    if pages.shape[0] > 1 and pages.stride(0) < pages[0].numel():
-        raise KernelArgumentError(f"{name}: pages overlap, strides are {list(pages.stride())}")
+    sizes, strides, width = pages.shape, pages.stride(), 1
+    # By hand: a view of a page, to ask it, costs more host time than the whole launch has.
+    for axis in range(len(sizes) - 1, 0, -1):
+        if sizes[axis] != 1 and strides[axis] != width and pages.numel():
+            raise KernelArgumentError(f"{name}: a page must be dense, strides are {list(strides)}")
+        width *= sizes[axis]
+    if sizes[0] > 1 and strides[0] < width:
+        raise KernelArgumentError(f"{name}: pages overlap, strides are {list(strides)}")
 
 
 def check_block_tables(block_tables: torch.Tensor, num_seqs: int, device: torch.device) -> None:
@@ -103,15 +107,18 @@ def check_page_pair(
     """Refuses two page tensors that overlap; the halves of one [num_pages, 2, ...] tensor do not."""
     if pages.numel() == 0 or others.numel() == 0:
         return
-    size, stride = pages.element_size(), pages.stride(0) * pages.element_size()
+    size, other_size = pages.element_size(), others.element_size()
+    stride, other_stride = pages.stride(0) * size, others.stride(0) * other_size
     shift = (others.data_ptr() - pages.data_ptr()) % max(stride, 1)
-    same_stride = others.stride(0) * others.element_size() == stride
-    room = stride - others[0].numel() * others.element_size()
-    if not (same_stride and pages[0].numel() * size <= shift <= room):
+    width, other_width = pages.numel() // pages.shape[0] * size, others.numel() // others.shape[0] * other_size
+    if not (other_stride == stride and width <= shift <= stride - other_width):
         check_disjoint(name, pages, other_name, others)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the byte behind the last one that the tensor can touch."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+    return start, start + (reach + 1) * tensor.element_size()

@@ -56,14 +56,14 @@ def rms_norm(
     check_rows("x", x)
     check_tensor("weight", weight, (x.shape[1],), (x.dtype,), x.device)
     check_contiguous("weight", weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _check_out(out, {"x": x, "weight": weight})
-    total = None
     if residual is not None:
         check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
         check_rows("residual", residual)
-        check_disjoint("out", out, "residual", residual)
-        total = torch.empty_like(out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        _check_out(out, x, weight, residual)
+    total = None if residual is None else torch.empty_like(out)
     if x.numel() and uses_triton(backend, x):
         from kernels.rms_norm.kernel import launch
 
@@ -73,9 +73,9 @@ def rms_norm(
     return out if total is None else (out, total)
 
 
-def _check_out(out: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
-    x = inputs["x"]
+def _check_out(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     check_tensor("out", out, x.shape, (x.dtype,), x.device)
     check_contiguous("out", out)
-    for name, tensor in inputs.items():
-        check_disjoint("out", out, name, tensor)
+    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
+        if tensor is not None:
+            check_disjoint("out", out, name, tensor)

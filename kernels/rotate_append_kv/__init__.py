@@ -82,10 +82,7 @@ def rotate_append_kv(
     check_disjoint("k_pages", k_pages, "qkv", qkv)
     check_disjoint("v_pages", v_pages, "qkv", qkv)
     queries = _queries(qkv, q_heads, shape, out, packed_out, num_unpacked)
-    for name, written in (("out", queries.unpacked), ("packed_out", queries.packed)):
-        for other, read in (("qkv", qkv), ("k_pages", k_pages), ("v_pages", v_pages)):
-            check_disjoint(name, written, other, read)
-    check_disjoint("packed_out", queries.packed, "out", queries.unpacked)
+    _check_apart(out, packed_out, {"qkv": qkv, "k_pages": k_pages, "v_pages": v_pages})
     if qkv.numel() == 0:
         return queries
     if uses_triton(backend, qkv):
@@ -127,6 +124,16 @@ def _checked_norms(
     return HeadNorms(q_norm, k_norm, eps)
 
 
+def _check_apart(out: torch.Tensor | None, packed_out: torch.Tensor | None, others: dict[str, torch.Tensor]) -> None:
+    """Only outputs that were given can share memory with anything."""
+    for name, written in (("out", out), ("packed_out", packed_out)):
+        if written is not None:
+            for other, tensor in others.items():
+                check_disjoint(name, written, other, tensor)
+    if out is not None and packed_out is not None:
+        check_disjoint("packed_out", packed_out, "out", out)
+
+
 def _queries(
     qkv: torch.Tensor,
     q_heads: int,
@@ -138,13 +145,13 @@ def _queries(
     tokens = qkv.shape[0]
     if not 0 <= num_unpacked <= tokens:
         raise KernelArgumentError(f"num_unpacked: must be within 0..{tokens}, got {num_unpacked}")
-    if out is None:
-        out = torch.empty((tokens, q_heads, shape.dim), dtype=qkv.dtype, device=qkv.device)
-    size = (shape.heads, tokens - num_unpacked, q_heads // shape.heads, shape.dim)
-    if packed_out is None:
-        packed_out = torch.empty(size, dtype=qkv.dtype, device=qkv.device)
-    check_tensor("out", out, (tokens, q_heads, shape.dim), (qkv.dtype,), qkv.device)
-    check_tensor("packed_out", packed_out, size, (qkv.dtype,), qkv.device)
-    check_contiguous("out", out)
-    check_contiguous("packed_out", packed_out)
-    return RotatedQueries(out, packed_out)
+    sizes = ((tokens, q_heads, shape.dim), (shape.heads, tokens - num_unpacked, q_heads // shape.heads, shape.dim))
+    made = [
+        torch.empty(size, dtype=qkv.dtype, device=qkv.device) if given is None else given
+        for size, given in zip(sizes, (out, packed_out), strict=True)
+    ]
+    for name, given, size in (("out", out, sizes[0]), ("packed_out", packed_out, sizes[1])):
+        if given is not None:
+            check_tensor(name, given, size, (qkv.dtype,), qkv.device)
+            check_contiguous(name, given)
+    return RotatedQueries(*made)

@@ -27,9 +27,10 @@ def silu_mul(
         raise KernelArgumentError(f"gate_up: rows must have two halves, got {width} columns")
     if out is None:
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    check_tensor("out", out, (rows, width // 2), (gate_up.dtype,), gate_up.device)
-    check_contiguous("out", out)
-    check_disjoint("out", out, "gate_up", gate_up)
+    else:
+        check_tensor("out", out, (rows, width // 2), (gate_up.dtype,), gate_up.device)
+        check_contiguous("out", out)
+        check_disjoint("out", out, "gate_up", gate_up)
     if out.numel() and uses_triton(backend, gate_up):
         from kernels.silu_mul.kernel import launch
 
