@@ -24,9 +24,10 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Refuses a tensor that has other axes, sizes (None: any), dtype or device than the op works with."""
-    wanted = ", ".join("any" if size is None else str(size) for size in shape)
-    if tensor.dim() != len(shape) or any(w is not None and w != s for w, s in zip(shape, tensor.shape, strict=True)):
-        raise KernelArgumentError(f"{name}: shape must be [{wanted}], got {list(tensor.shape)}")
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(w is not None and w != s for w, s in zip(shape, sizes, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise KernelArgumentError(f"{name}: shape must be [{wanted}], got {list(sizes)}")
     if tensor.dtype not in dtypes:
         raise KernelArgumentError(f"{name}: dtype must be one of {[str(d) for d in dtypes]}, got {tensor.dtype}")
     if tensor.device != device:
