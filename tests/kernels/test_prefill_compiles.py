@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 TWIN = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON = {
     "HEADS": 8, "GROUP": 4, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0, "CAP": False,
-    "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "PING": False,
+    "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True,
 }  # fmt: skip
 CASES = {
     "plain": {"HAS_SINKS": False},

@@ -29,7 +29,6 @@ from kernels.layout import KvLayout
 from kernels.prefill_attention.hopper import TILE_ROWS, key_block, row_elements
 
 LOG2_E = 1.4426950408889634
-PING = False
 
 # Renamed between Triton 3.6 and 3.7.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -189,11 +188,11 @@ def _clear_hidden_values(values, tile, lowest, kv_len, BN: gl.constexpr, DV: gl.
 @gluon.jit
 def _consume(
     out_ptr, lse_ptr, sinks_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
-    stride_out_token, stride_out_head, qs, ks, vs, turns,
+    stride_out_token, stride_out_head, qs, ks, vs,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
     PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, PING: gl.constexpr,
+    WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Half of a tile's rows: 64 of them in one warpgroup."""
     ROWS: gl.constexpr = 64
@@ -210,7 +209,6 @@ def _consume(
     zeros = gl.zeros([ROWS, BN], gl.float32, SL)
     rounds, total = _rounds(count_ptr, HEADS)
     step = 0
-    pings = 0
     head, _seq, first, token, q_len, kv_len = _record(records_ptr, 0, total, HEADS)
     for turn in range(rounds):
         nhead, _nseq, nfirst, ntoken, nq_len, nkv_len = _record(records_ptr, turn + 1, total, HEADS)
@@ -242,16 +240,11 @@ def _consume(
             step += 1
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            if PING:
-                mbarrier.wait(turns.index(PART), (pings & 1) ^ (1 - PART))
-                pings += 1
             scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), before_phase)
             if WINDOW > 0:
                 _clear_hidden_values(vs.index(before), tile - 1, lowest, kv_len, BN, DV)
             acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
-            if PING:
-                mbarrier.arrive(turns.index(1 - PART), count=1)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(slot), count=1)
             scores = _visible(_capped(scores, cap_log2, CAP), tile, position, nfull, last_low, WINDOW, BN, SL)
@@ -299,7 +292,7 @@ def attend_tiles(
     scale_log2, cap_log2, num_tokens, stride_tables_seq, stride_out_token, stride_out_head, k_page_rows, v_page_rows,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
     HND: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, PING: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Allocates what producer and consumers share, and starts them."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -312,15 +305,12 @@ def attend_tiles(
     qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2 * Q_STAGES, 64, D], rows)
     ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DV], v_desc.layout)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -334,13 +324,13 @@ def attend_tiles(
         [
             (_consume, (
                 out_ptr, lse_ptr, sinks_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
-                stride_out_token, stride_out_head, qs, ks, vs, turns, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                0, HEADS, GROUP, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, PING,
+                stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                0, HEADS, GROUP, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS,
             )),
             (_consume, (
                 out_ptr, lse_ptr, sinks_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
-                stride_out_token, stride_out_head, qs, ks, vs, turns, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                1, HEADS, GROUP, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, PING,
+                stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                1, HEADS, GROUP, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
@@ -404,7 +394,6 @@ def launch(
             Q_STAGES=2 if shape.dim <= 128 else 1,
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,
-            PING=PING,
             num_warps=4,
             # Only what is written as fma is one: copies of the loop's arithmetic round alike.
             enable_fp_fusion=False,

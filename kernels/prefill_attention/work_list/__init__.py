@@ -1,4 +1,4 @@
-"""The order in which a prefill step's tiles of queries are computed: longest first, made on the device.
+"""The order in which a prefill step's tiles of queries are computed: long ones first, made on the device.
 
 Knows no pages and no layer: one list serves all layers of a step. `kernel` holds the jit function.
 """
@@ -9,6 +9,8 @@ __all__ = ["RECORD", "make_work_list"]
 
 # int32 numbers of one record: 32 bytes.
 RECORD = 8
+# Cost classes for each doubling of a tile's cost.
+CLASSES = 4
 _SPLITS = 4
 
 
@@ -34,6 +36,7 @@ def make_work_list(
             records.shape[0],
             QUERIES=tile_queries,
             KEYS=tile_keys,
+            CLASSES=CLASSES,
             TILES=64,
             SEQS=32,
             num_warps=4,
