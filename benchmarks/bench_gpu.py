@@ -1,28 +1,33 @@
-"""Times every kernel op on a CUDA device beside what torch offers for the same work.
+"""Times every kernel op on a CUDA device beside its peers, the card's own ceilings and the figures it is to reach.
 
 Knows no service. An op is timed only after its result on the very same inputs agreed with its reference; one that does
-not agree gets no figure, and the exit code is 1.
+not agree gets no figure, and the exit code is 1. A target that is missed is shown, and no failure.
 
-    python -m benchmarks.bench_gpu [--only decode] [--out benchmarks/results/gpu.json]
+    python -m benchmarks.bench_gpu [--only decode ...] [--out benchmarks/results/gpu-h200.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import triton
+from rich.console import Console
+from rich.table import Table
 
-from benchmarks import gpu_moves, gpu_ops
-from benchmarks.gpu_ops import Measurement
+from benchmarks import gpu_attention, gpu_moves, gpu_ops
+from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
+from benchmarks.measurement import Measurement
 
-RESULT = Path(__file__).parent / "results" / "gpu.json"
-AREAS = {**gpu_ops.AREAS, **gpu_moves.AREAS}
+RESULTS = Path(__file__).parent / "results"
+AREAS = {**gpu_attention.AREAS, **gpu_ops.AREAS, **gpu_moves.AREAS}
 
 Clock = Callable[[Callable[[], object]], float]
 
@@ -38,58 +43,110 @@ class Row:
     tolerance: float
     microseconds: float | None = None
     figure: float | None = None
+    target: float | None = None
+    of_ceiling: float | None = None
+    of_best_peer: float | None = None
     peers: dict[str, float | str] = field(default_factory=dict)
 
 
-def measure(measurement: Measurement, clock: Clock) -> Row:
+def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | None = None) -> Row:
     """Checks, then times the op and its peers; `clock` gives the microseconds of a call."""
     error = measurement.error()
     row = Row(measurement.op, measurement.case, measurement.unit, error, measurement.tolerance)
+    row.target = target(row.op, row.case)
     if not error <= measurement.tolerance:
         return row
     micros = clock(measurement.run)
-    row.microseconds, row.figure = round(micros, 2), round(measurement.amount / micros * 1e6, 1)
+    figure = measurement.amount / micros * 1e6
     for peer in measurement.peers:
         try:
             row.peers[peer.name] = round(peer.amount / clock(peer.run) * 1e6, 1)
-        except RuntimeError as failure:
+        except (RuntimeError, ImportError, AttributeError, TypeError) as failure:
             row.peers[peer.name] = str(failure).partition("\n")[0]
+    row.microseconds, row.figure = round(micros, 2), round(figure, 1)
+    ceiling = (limits or {}).get(measurement.ceiling)
+    row.of_ceiling = round(figure / ceiling, 3) if ceiling else None
+    best = max((speed for speed in row.peers.values() if isinstance(speed, float)), default=0.0)
+    row.of_best_peer = round(figure / best, 3) if best else None
     return row
 
 
-def run(only: str | None) -> tuple[dict[str, object], bool]:
-    """The report, and whether every check passed."""
+def measured(areas: Iterable[str], timer: Timer, limits: dict[str, float]) -> Iterator[Row]:
+    for area in areas:
+        for make in AREAS[area]:
+            for measurement in make():
+                yield measure(measurement, timer.microseconds, limits)
+
+
+def about_device() -> dict[str, str | None]:
+    """What the figures were taken on, and with which commit; "unknown" outside a checkout."""
+    name = torch.cuda.get_device_name()
+    return {
+        "commit": _said_by("git", "rev-parse", "--short", "HEAD"),
+        "device": name,
+        "driver": _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _said_by(*command: str) -> str:
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return output.strip().partition("\n")[0]
+
+
+def result_path() -> Path:
+    """results/gpu-h200.json for an "NVIDIA H200"."""
+    return RESULTS / f"gpu-{torch.cuda.get_device_name().lower().removeprefix('nvidia ').replace(' ', '-')}.json"
+
+
+def shown(rows: Iterable[Row]) -> Table:
+    table = Table("op", "case", "figure", "unit", "us", "target", "of ceiling", "best peer", "of it")
+    for row in rows:
+        speeds = {name: speed for name, speed in row.peers.items() if isinstance(speed, float)}
+        best = max(speeds, key=lambda name: speeds[name], default="")
+        table.add_row(
+            row.op,
+            row.case,
+            "WRONG" if row.figure is None else f"{row.figure:,.0f}",
+            row.unit,
+            "" if row.microseconds is None else f"{row.microseconds:,.1f}",
+            "" if row.target is None else f"{row.target:,.0f}{'' if (row.figure or 0) >= row.target else ' missed'}",
+            "" if row.of_ceiling is None else f"{row.of_ceiling:.0%}",
+            f"{best} {speeds[best]:,.0f}" if best else "",
+            "" if row.of_best_peer is None else f"{row.of_best_peer:.2f}",
+        )
+    return table
+
+
+def run(areas: Iterable[str]) -> tuple[dict[str, object], list[Row]]:
     timer = Timer()
     limits = ceilings(timer)
-    rows: list[Row] = []
-    for area, makers in AREAS.items():
-        if only not in (None, area):
-            continue
-        for make in makers:
-            rows += [measure(measurement, timer.microseconds) for measurement in make()]
-            print(json.dumps(asdict(rows[-1])), file=sys.stderr, flush=True)
-    report: dict[str, object] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "ceilings": limits,
-        "rows": [asdict(row) for row in rows],
-    }
-    return report, all(row.figure is not None for row in rows)
+    rows = []
+    for row in measured(areas, timer, limits):
+        rows.append(row)
+        print(f"{row.op} {row.case}: {row.figure} {row.unit}", file=sys.stderr, flush=True)
+    return {**about_device(), "ceilings": limits, "rows": [asdict(row) for row in rows]}, rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", choices=sorted(AREAS))
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--only", nargs="+", choices=sorted(AREAS), default=list(AREAS))
+    parser.add_argument("--out", type=Path, help="default: results/gpu-<device>.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_gpu needs a CUDA device")
-    report, passed = run(arguments.only)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
-    sys.exit(0 if passed else 1)
+    report, rows = run(arguments.only)
+    out = arguments.out or result_path()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    Console(width=180).print(shown(rows))
+    print(json.dumps(report["ceilings"]))
+    sys.exit(0 if all(row.figure is not None for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Bench:
         source = torch.ones(CEILING_BYTES // 4, device=DEVICE)
         self.read_bytes_per_us = CEILING_BYTES / self.timer.microseconds(source.sum)
         del source
-        limits = RunnerLimits(64, SIBLINGS * SIBLING_TOKENS, invariance, decode_graphs=True)
+        limits = RunnerLimits(64, SIBLINGS * SIBLING_TOKENS, invariance, graphs=True)
         started = time.perf_counter()
         self.llama = Llama8B(NUM_PAGES, limits, DEVICE)
         torch.cuda.synchronize()
@@ -98,8 +98,9 @@ class Bench:
         batch = self.llama.batch(sequences, CONTEXT)
         self._check_replay(batch)
         graphs = self.runner._graphs
-        assert graphs is not None
-        device = self.between_events_us(graphs.captured(size).graph.replay)
+        rung = graphs.rung_for(batch) if graphs else None
+        assert graphs and rung
+        device = self.between_events_us(graphs.graph(rung).replay)
         limit = (self.llama.weight_bytes() + self.llama.kv_bytes(size * (CONTEXT + 1))) / self.read_bytes_per_us
         wall = self.wall_us(lambda: self.runner.run(batch))
         return {"device_us": device, "run_us": wall, "limit_us": limit, "share": limit / device}

@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.bench_gpu import measure
-from benchmarks.gpu_ops import Measurement, Peer, attention_tflop
+from benchmarks.gpu_attention import attention_tflop
+from benchmarks.measurement import Measurement, Peer
 
 
 def fails() -> None:

@@ -1,0 +1,142 @@
+"""What is measured of the attention ops: prompts behind prefixes, decode steps, and the merge of two states.
+
+Knows neither how time is taken nor where results go. A plan is prepared beforehand, as a launch does once for all of
+its layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu_peers import flashinfer_decode, flashinfer_prefill, flex_causal
+from benchmarks.measurement import (
+    GEMM,
+    OUT_TOLERANCE,
+    READ,
+    SHAPE,
+    TOKEN_BYTES,
+    Maker,
+    Measurement,
+    Peer,
+    difference,
+)
+from kernels.backend import Backend
+from kernels.decode_attention import DecodePlan, decode_attention
+from kernels.merge_attention_states import merge_attention_states
+from kernels.prefill_attention import PrefillPlan, prefill_attention
+from tests.kernels.inputs import make_case
+
+PREFILLS = ((8, 4096, 512), (4, 0, 8192), (1, 32768, 2048))
+DECODES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (64, 4096), (256, 4096))
+HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.dim)
+
+
+def dense_peers(batch: int, queries: int, keys: int, causal: bool, amount: float) -> tuple[Peer, ...]:
+    """torch's attention over contiguous keys of equal lengths: no pages."""
+    sizes = ((SHAPE.q_heads, queries), (SHAPE.kv_heads, keys), (SHAPE.kv_heads, keys))
+    q, k, v = (torch.randn(batch, *size, SHAPE.dim, dtype=SHAPE.dtype, device="cuda") for size in sizes)
+
+    def work(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    backends = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+    peers = tuple(Peer(name, partial(work, backend), amount) for name, backend in backends.items())
+    return (*peers, flex_causal(q, k, v, amount)) if causal else peers
+
+
+def attention_tflop(sequences: int, cached: int, new: int) -> float:
+    """What a causal mask leaves of both products."""
+    pairs = new * cached + new * (new + 1) // 2
+    return 4e-12 * sequences * pairs * SHAPE.q_heads * SHAPE.dim
+
+
+def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
+    """TFLOP/s. The peers compute the whole causal square of the same keys, with the work that this is."""
+    case = make_case([(cached, new)] * sequences, SHAPE)
+    plan = PrefillPlan(sequences, sequences * new, *HEADS, device="cuda")
+    plan.prepare(case.cu_seqlens_q, case.cu_seqlens_k)
+    grouped = case.q.view(-1, SHAPE.kv_heads, HEADS[0] // HEADS[1], SHAPE.dim).transpose(0, 1).contiguous()
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        pages = (case.k_pages, case.v_pages, case.block_tables)
+        lengths = (case.cu_seqlens_q, case.cu_seqlens_k, new)
+        if backend is Backend.REFERENCE:
+            return prefill_attention(case.q, *pages, *lengths, backend=backend)
+        return prefill_attention(grouped, *pages, *lengths, plan=plan)
+
+    total, amount = cached + new, attention_tflop(sequences, cached, new)
+    dense = dense_peers(sequences, total, total, causal=True, amount=attention_tflop(sequences, 0, total))
+    return [
+        Measurement(
+            op="prefill_attention",
+            case=f"{sequences} x ({cached} + {new})",
+            unit="TFLOP/s",
+            amount=amount,
+            run=call,
+            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            peers=(*flashinfer_prefill(case, amount), *dense),
+            ceiling=GEMM,
+        )
+    ]
+
+
+def decode(sequences: int, length: int) -> list[Measurement]:
+    """GB/s of keys and values read."""
+    case = make_case([(length - 1, 1)] * sequences, SHAPE)
+    lengths, amount = case.seqlens_k, 1e-9 * sequences * length * TOKEN_BYTES
+    plan = DecodePlan(sequences, length, *HEADS, device="cuda")
+    plan.prepare(lengths)
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        pages = (case.k_pages, case.v_pages, case.block_tables)
+        if backend is Backend.REFERENCE:
+            return decode_attention(case.q, *pages, lengths, max_seqlen_k=length, backend=backend)
+        return decode_attention(case.q, *pages, lengths, max_seqlen_k=length, plan=plan)
+
+    return [
+        Measurement(
+            op="decode_attention",
+            case=f"B{sequences} L{length}",
+            unit="GB/s",
+            amount=amount,
+            run=call,
+            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            peers=(*flashinfer_decode(case, amount), *dense_peers(sequences, 1, length, False, amount)),
+            ceiling=READ,
+        )
+    ]
+
+
+def merge() -> list[Measurement]:
+    """GB/s read plus written; the peer is the reference in torch."""
+    tokens, heads, dim = 8192, 32, 128
+    outs = [torch.randn(tokens, heads, dim, dtype=SHAPE.dtype, device="cuda") for _ in range(2)]
+    lses = [torch.randn(heads, tokens, device="cuda") for _ in range(2)]
+    call = partial(merge_attention_states, outs[0], lses[0], outs[1], lses[1])
+    amount = 3e-9 * heads * tokens * (2 * dim + 4)
+    return [
+        Measurement(
+            op="merge_attention_states",
+            case=f"{tokens} x {heads} x {dim}",
+            unit="GB/s",
+            amount=amount,
+            run=call,
+            error=lambda: difference(call()[0], call(backend=Backend.REFERENCE)[0]),
+            tolerance=OUT_TOLERANCE,
+            peers=(Peer("torch", partial(call, backend=Backend.REFERENCE), amount),),
+        )
+    ]
+
+
+AREAS: dict[str, tuple[Maker, ...]] = {
+    "prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
+    "decode": tuple(partial(decode, *sizes) for sizes in DECODES),
+    "merge": (merge,),
+}

@@ -1,0 +1,65 @@
+"""Other open kernels for paged attention that a machine may have; torch's own stand beside the ops.
+
+Knows nothing of how time is taken. A kernel that is not installed is no peer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from benchmarks.measurement import Peer, Work
+from tests.kernels.inputs import PagedCase
+
+WORKSPACE_BYTES = 256 << 20
+
+
+def flex_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, amount: float) -> Peer:
+    """FlexAttention over the whole causal square of contiguous [batch, heads, tokens, dim]."""
+    tokens = q.shape[2]
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device="cuda")
+    compiled: Any = torch.compile(flex.flex_attention, dynamic=False)
+    return Peer("flex_attention", partial(compiled, q, k, v, block_mask=mask, enable_gqa=True), amount)
+
+
+def flashinfer_prefill(case: PagedCase, amount: float) -> tuple[Peer, ...]:
+    """FlashInfer's paged prefill, planned beforehand as an engine does once a step; none where it is not installed."""
+    if find_spec("flashinfer") is None:
+        return ()
+    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD")
+    heads = (case.q.shape[1], case.k_pages.shape[2], case.q.shape[2])
+    pages = _page_lists(case)
+    wrapper.plan(case.cu_seqlens_q, *pages, *heads, case.page_tokens, causal=True, q_data_type=case.q.dtype)
+    return (Peer("flashinfer", _call(wrapper, case), amount),)
+
+
+def flashinfer_decode(case: PagedCase, amount: float) -> tuple[Peer, ...]:
+    """FlashInfer's paged decode, likewise."""
+    if find_spec("flashinfer") is None:
+        return ()
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD")
+    heads = (case.q.shape[1], case.k_pages.shape[2], case.q.shape[2])
+    wrapper.plan(*_page_lists(case), *heads, case.page_tokens, q_data_type=case.q.dtype)
+    return (Peer("flashinfer", _call(wrapper, case), amount),)
+
+
+def _workspace() -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _call(wrapper: Any, case: PagedCase) -> Work:
+    return partial(wrapper.run, case.q, (case.k_pages, case.v_pages))
+
+
+def _page_lists(case: PagedCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Running sums of pages, their ids one sequence after the other, and how full each last page is: int32."""
+    lengths = case.seqlens_k
+    counts = -(-lengths // case.page_tokens)
+    sums = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    ids = torch.cat([row[:count] for row, count in zip(case.block_tables, counts.tolist(), strict=True)]).int()
+    return sums, ids, ((lengths - 1) % case.page_tokens + 1).int()

@@ -1,0 +1,26 @@
+"""The figures that an op is to reach on one H200, by op and case, in the unit of its row.
+
+Knows no measurement. A row without an entry has no target.
+"""
+
+TARGETS: dict[str, dict[str, float]] = {
+    "prefill_attention": {"8 x (4096 + 512)": 570, "4 x (0 + 8192)": 570, "1 x (32768 + 2048)": 600},
+    "decode_attention": {
+        "B1 L4096": 970,
+        "B1 L32768": 2650,
+        "B16 L4096": 3500,
+        "B16 L32768": 4380,
+        "B64 L4096": 4230,
+        "B256 L4096": 4470,
+    },
+    "pack_pages": {"16384 pages of 32768 B": 4050, "4096 pages of 131072 B": 4050},
+    "unpack_pages": {"16384 pages of 32768 B": 3950, "4096 pages of 131072 B": 3950},
+    "append_kv": {"65536 tokens": 3860, "4096 tokens": 2581},  # the latter is 13 us
+    "gather_latent": {"16 x (4096 + 0)": 3900},
+    "append_latent": {"65536 rows": 3700},
+    "merge_attention_states": {"8192 x 32 x 128": 3900},
+}
+
+
+def target(op: str, case: str) -> float | None:
+    return TARGETS.get(op, {}).get(case)

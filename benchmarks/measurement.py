@@ -1,0 +1,60 @@
+"""What a measurement of a kernel op is: the work, its check, what bounds it, and other ways to do the same.
+
+Knows no op, neither how time is taken nor where results go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tests.kernels.inputs import CaseShape
+
+# The heads of an 8B model, whose cases most ops are measured with.
+SHAPE = CaseShape(page_tokens=16, q_heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, device="cuda")
+TOKEN_BYTES = 2 * SHAPE.kv_heads * SHAPE.dim * SHAPE.dtype.itemsize
+OUT_TOLERANCE = 3e-2
+
+COPY, READ, GEMM, LINK = "copy_gb_per_s", "read_gb_per_s", "gemm_bf16_tflops", ""
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another way to do the work; `amount` where it is not the same amount."""
+
+    name: str
+    run: Work
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One op on one input. `error` runs the op and compares; `amount` over seconds gives `unit`."""
+
+    op: str
+    case: str
+    unit: str
+    amount: float
+    run: Work
+    error: Callable[[], float]
+    tolerance: float = 0.0
+    peers: tuple[Peer, ...] = ()
+    ceiling: str = COPY  # which figure of the card it cannot pass
+
+
+Maker = Callable[[], list[Measurement]]
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest absolute error; infinite where a value is not finite."""
+    worst = (got.float() - wanted.float()).abs().max()
+    return float(worst) if bool(torch.isfinite(worst)) else float("inf")
+
+
+def unequal(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """0 when every byte agrees, else 1."""
+    return 0.0 if torch.equal(got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)) else 1.0
