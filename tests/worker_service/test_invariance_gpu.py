@@ -70,7 +70,7 @@ class World(Bench):
         self.page = page_tokens
         self.num_pages = POOL_TOKENS // page_tokens
         self.pages = KvPages(kv_shape(self.config, torch.bfloat16, page_tokens), [self.num_pages], CUDA)
-        limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, invariance, decode_graphs=True)
+        limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, invariance, graphs=True)
         self.runner = Runner(Llama(self.config, tensors, CUDA), self.pages, CUDA, limits)
         self.clear(random.Random(0))
 

@@ -98,7 +98,7 @@ def test_random_tokens_repeat_with_the_seed(bench: Bench) -> None:
 def test_small_launches_are_padded_without_a_trace(folder: Path) -> None:
     """Padding to a least number of rows must not reach pages, logits or results."""
     plain, padded = Bench(folder), Bench(folder)
-    plain.runner._products._least_rows, padded.runner._products._least_rows = 0, 24
+    plain.runner._products.least_rows, padded.runner._products.least_rows = 0, 24
     tokens = random_tokens(19, 5)
     for first, end in ((0, 16), (16, 18), (18, 19)):
         logits = [

@@ -58,7 +58,7 @@ class Products:
     def __init__(self, linears: Sequence[Linear], invariance: Invariance, max_rows: int) -> None:
         on_cuda = linears[0].weight.is_cuda
         is_stable = invariance is not Invariance.FAST
-        self._least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
+        self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
         self.tiled: frozenset[Kind] = frozenset()
         self.skinny: frozenset[Kind] = frozenset()
         if on_cuda and is_stable:
@@ -69,7 +69,7 @@ class Products:
 
     def num_padding(self, num_rows: int) -> int:
         """Rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
-        return max(self._least_rows - num_rows, 0) if num_rows else 0
+        return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
         kind = _kind(linear_)

@@ -16,7 +16,7 @@ from worker_service.core.batch import Batch
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
-from worker_service.model.decode_graphs import PADDING_SLOT, DecodeGraphs, GraphLimits, Step
+from worker_service.model.launch_graphs import PADDING_SLOT, GraphLimits, LaunchGraphs, Step
 from worker_service.model.llama import Llama
 from worker_service.model.products import MOST_PADDING, Invariance, Products
 from worker_service.model.sampler import Flags, RowWishes, Sampled, sample
@@ -26,12 +26,12 @@ from worker_service.model.wishes import HostWishes, host_wishes
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """Bounds of a launch, and how it is computed; larger batches than these run too, without graphs."""
+    """Bounds of a launch, and how it is computed; larger batches than these run too, but uncaptured."""
 
     max_num_seqs: int = 64
     token_budget: int = 2048
     invariance: Invariance = Invariance.BATCH
-    decode_graphs: bool = False
+    graphs: bool = False
 
 
 class LaunchResult(NamedTuple):
@@ -44,7 +44,7 @@ class LaunchResult(NamedTuple):
 class Runner:
     """Runs batches one at a time on one device. `run` returns when the launch is complete: then it may be published.
 
-    One copy to the device per launch (two when a decoding row does not want the likeliest token), one back (the sampled
+    One copy to the device per launch (two when a captured one is not to sample greedily), one back (the sampled
     tokens), nothing else waits for the device.
     """
 
@@ -61,10 +61,10 @@ class Runner:
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
         self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device)
-        self._graphs: DecodeGraphs | None = None
-        if limits.decode_graphs and device.type == "cuda":
+        self._graphs: LaunchGraphs | None = None
+        if limits.graphs and device.type == "cuda":
             with torch.inference_mode():
-                self._graphs = self._captured_graphs(limits.max_num_seqs, device)
+                self._graphs = self._captured_graphs(limits, device)
 
     def run(self, batch: Batch) -> LaunchResult:
         wishes = host_wishes(batch.sampled)
@@ -75,16 +75,17 @@ class Runner:
     def logits(self, batch: Batch) -> torch.Tensor:
         """The launch without sampling: fp32 [sampled rows, vocab_size] on the device."""
         with torch.inference_mode():
-            if self._graphs is not None and self._graphs.fits(batch):
-                return self._graphs.replay(batch).logits.float()
+            step = self._replayed(batch)
+            if step is not None:
+                return step.logits.float()
             staged = self._staged(batch, host_wishes(batch.sampled))
             return self._logits(staged, batch)
 
     def _launch(self, batch: Batch, wishes: HostWishes) -> torch.Tensor:
         """What comes back to the host, as one int32 tensor."""
-        if self._graphs is not None and self._graphs.fits(batch):
-            step = self._graphs.replay(batch)
-            if _only_likeliest(wishes.flags):
+        step = self._replayed(batch)
+        if step is not None:
+            if not batch.sampled or _only_likeliest(wishes.flags):
                 return step.tokens
             row_wishes = RowWishes(*self._upload.send(wishes.arrays))
             return _joined(sample(step.logits.float(), row_wishes, wishes.flags))
@@ -93,6 +94,10 @@ class Runner:
             self._hidden(staged.inputs)
             return staged.inputs.token_ids[:0]
         return _joined(sample(self._logits(staged, batch), staged.wishes, wishes.flags))
+
+    def _replayed(self, batch: Batch) -> Step | None:
+        rung = self._graphs.rung_for(batch) if self._graphs else None
+        return self._graphs.replay(rung, batch) if self._graphs and rung else None
 
     def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
         attention = self.attention(inputs)
@@ -106,22 +111,25 @@ class Runner:
         hidden = self._hidden(staged.inputs)
         return self._model.logits(hidden[staged.logits_rows], self._products)[: len(batch.sampled)].float()
 
-    def _captured_graphs(self, max_num_seqs: int, device: torch.device) -> DecodeGraphs:
-        limits = GraphLimits(
-            max_num_seqs=max_num_seqs,
+    def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
+        bounds = GraphLimits(
+            max_num_seqs=limits.max_num_seqs,
+            max_tokens=limits.token_budget,
             max_model_len=self._model.config.max_model_len,
             page_tokens=self._kv_pages.page_tokens,
             num_groups=self._kv_pages.num_groups,
-            num_padding=self._products.num_padding,
+            least_rows=self._products.least_rows,
             one_phase=self._one_phase,
         )
-        graphs = DecodeGraphs(self._decode, limits, device)
+        graphs = LaunchGraphs(self._step, bounds, device)
         graphs.capture()
         return graphs
 
-    def _decode(self, inputs: LaunchInputs) -> Step:
-        """A launch that only decodes: every row samples, so logits and the likeliest token are part of the graph."""
-        logits = self._model.logits(self._hidden(inputs), self._products)[: inputs.num_tokens]
+    def _step(self, inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> Step:
+        """What a graph holds: the launch, the logits of these rows (None: of all but padding) and their likeliest."""
+        hidden = self._hidden(inputs)
+        rows = hidden if logits_rows is None else hidden[logits_rows]
+        logits = self._model.logits(rows, self._products)
         # Of the model's own numbers: widening them to fp32, as the sampler does, would change no order.
         return Step(logits.argmax(dim=-1).to(torch.int32), logits)
 

@@ -1,4 +1,4 @@
-"""Captured decode launches: the ladder anywhere; on a GPU, replays give the bits and tokens of uncaptured launches."""
+"""Captured launches: their shapes anywhere; on a GPU, replays give the bits and tokens of uncaptured launches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, FakeSequence, Part, make_reference, random_tokens
 from worker_service.core.batch import Batch
-from worker_service.model.decode_graphs import ladder
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
+from worker_service.model.launch_graphs import PROMPT_SAMPLES, PROMPT_TOKENS, GraphLimits, batch_sizes, rungs
 from worker_service.model.products import Invariance
 from worker_service.model.runner import RunnerLimits
 
@@ -27,14 +27,22 @@ MAX_NUM_SEQS = 12
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 24, 61, 64, 65, 200, 256])
-def test_the_ladder_reaches_its_end_in_bounded_steps(most: int) -> None:
-    rungs = ladder(most)
-    assert rungs[-1] == most
-    assert list(rungs) == sorted(set(rungs))
-    assert len(rungs) <= 11 + most // 32
+def test_batch_sizes_reach_their_end_in_bounded_steps(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    assert len(sizes) <= 11 + most // 32
     for rows in range(1, most + 1):
-        rung = min(rung for rung in rungs if rung >= rows)
-        assert rung - rows < max(8, rows)
+        size = min(size for size in sizes if size >= rows)
+        assert size - rows < max(8, rows)
+
+
+def test_prompts_are_captured_up_to_the_budget() -> None:
+    limits = GraphLimits(4, 100, 512, PAGE, 1, 8, one_phase=False)
+    assert [rung.num_tokens for rung in rungs(limits) if rung.is_decode] == [1, 2, 4]
+    prompts = [rung for rung in rungs(limits) if not rung.is_decode]
+    assert [rung.num_tokens for rung in prompts] == [size for size in PROMPT_TOKENS if size <= 100]
+    assert {rung.num_seqs for rung in prompts} == {4}
 
 
 class Twins:
@@ -42,7 +50,7 @@ class Twins:
 
     def __init__(self, folder: Path, invariance: Invariance) -> None:
         self.captured, self.plain = (
-            Bench(folder, CUDA, torch.bfloat16, RunnerLimits(MAX_NUM_SEQS, 256, invariance, decode_graphs=graphs))
+            Bench(folder, CUDA, torch.bfloat16, RunnerLimits(MAX_NUM_SEQS, 256, invariance, graphs=graphs))
             for graphs in (True, False)
         )
 
@@ -59,7 +67,9 @@ class Twins:
         return batches[0], batches[1]
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in MODELS for kind in Invariance], ids=str)
+@pytest.fixture(
+    scope="module", params=[(name, kind) for name in MODELS for kind in (Invariance.STRICT, Invariance.BATCH)]
+)
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     name, invariance = request.param
     folder = tmp_path_factory.mktemp(name)
@@ -75,8 +85,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("lengths", [[5], [1, 40], [PAGE, PAGE - 1, 2 * PAGE], [7] * 5, list(range(20, 32))], ids=str)
 def test_a_replay_has_the_bits_of_the_launch(twins: Twins, lengths: list[int]) -> None:
     one, other = twins.decode(lengths)
-    graphs = twins.captured.runner._graphs
-    assert graphs is not None and graphs.fits(one)
+    assert is_captured(twins.captured, one)
     assert torch.equal(twins.captured.runner.logits(one), twins.plain.runner.logits(other))
     assert twins.captured.runner.run(one) == twins.plain.runner.run(other)
     for layer in range(twins.captured.config.num_layers):
@@ -112,15 +121,56 @@ def test_a_replay_waits_for_nothing_but_its_tokens(twins: Twins) -> None:
         assert twins.captured.runner.run(one) == wanted
 
 
+def is_captured(bench: Bench, batch: Batch) -> bool:
+    return bench.runner._graphs is not None and bench.runner._graphs.rung_for(batch) is not None
+
+
 @pytest.mark.gpu
 @needs_gpu
-def test_launches_beyond_the_ladder_and_mixed_ones_run_uncaptured(twins: Twins) -> None:
+@pytest.mark.parametrize("cut", [0, 1, 14, PAGE, 33])
+def test_prompts_in_a_replay_have_the_bits_of_the_launch(twins: Twins, cut: int) -> None:
+    """A prompt shorter than any window, chunks behind a prefix, chunks that sample nothing, several at once."""
+    results = []
+    for bench in (twins.captured, twins.plain):
+        long, short = bench.sequence(random_tokens(45, 1), [1, 2, 3]), bench.sequence(random_tokens(3, 2), [4])
+        other = bench.sequence(random_tokens(40, 3), [5, 6, 7])
+        if cut:
+            bench.all_logits(Part(long, 0, cut))
+        batches = [bench.batch(Part(long, cut, 45), Part(short, 0, 3)), bench.batch(Part(other, 0, 20))]
+        assert all(is_captured(bench, batch) is (bench is twins.captured) for batch in batches)
+        results.append([bench.runner.logits(batches[0]), bench.runner.run(batches[0]), bench.runner.run(batches[1])])
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
+    assert results[0][2].token_ids == ()
+    for layer in range(twins.captured.config.num_layers):
+        for mine, its in zip(*(b.pages.layer_pages(layer)[:2] for b in (twins.captured, twins.plain)), strict=True):
+            assert torch.equal(mine[:8].nan_to_num(), its[:8].nan_to_num())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_no_graph_holds_runs_uncaptured(twins: Twins) -> None:
+    """More sequences than there are rungs, more samples than a prompt's graph gives, decode rows beside a prompt."""
     bench = twins.captured
-    graphs = bench.runner._graphs
-    assert graphs is not None
     one, other = twins.decode([4] * (MAX_NUM_SEQS + 1))
-    assert not graphs.fits(one)
+    assert not is_captured(bench, one)
     assert bench.runner.run(one) == twins.plain.runner.run(other)
+    many = [bench.sequence(random_tokens(5, seed), [seed]) for seed in range(1, PROMPT_SAMPLES + 2)]
+    assert not is_captured(bench, bench.batch(*(Part(entry, 0, 5) for entry in many)))
     decoding, chunk = bench.sequence(random_tokens(8, 1), [1]), bench.sequence(random_tokens(20, 2), [2, 3])
     bench.all_logits(Part(decoding, 0, 7))
-    assert not graphs.fits(bench.batch(Part(decoding, 7, 8), Part(chunk, 0, 20)))
+    mixed = bench.batch(Part(decoding, 7, 8), Part(chunk, 0, 20))
+    assert is_captured(bench, mixed) is bench.runner._one_phase
+    assert len(bench.runner.run(mixed).token_ids) == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_fast_launches_are_near(tmp_path: Path) -> None:
+    """Nothing is promised of their bits: a graph's padding rows may choose another GEMM."""
+    make_demo_model(tmp_path, seed=3)
+    fast, plain = Twins(tmp_path, Invariance.FAST), Twins(tmp_path, Invariance.BATCH)
+    for lengths in ([5], [1, 40], [7] * 5):
+        got = fast.captured.runner.logits(fast.decode(lengths)[0])
+        wanted = plain.plain.runner.logits(plain.decode(lengths)[1])
+        assert (got - wanted).abs().max() < 0.15 * wanted.std()
