@@ -74,7 +74,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decode_uses_tensor_cores_and_spills_nothing(tmp_path: Path) -> None:
     from kernels.decode_attention.kernel import attend_split
 
-    ptx = compile_for_hopper(attend_split, {**SHARED, "SPLIT": 256, "ROWS": 16}, num_warps=4)
+    constants = {"SPLIT": 256, "ROWS": 16, "TOKENS": 1, "HAS_SPANS": False, "SOFTCAP": False, "SCALES": 0}
+    ptx = compile_for_hopper(attend_split, {**SHARED, **constants}, num_warps=4)
     assert "mma.sync" in ptx and "cp.async" in ptx
     assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
 

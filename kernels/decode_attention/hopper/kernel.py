@@ -10,8 +10,9 @@ Keys are the rows of both products and query heads their columns (K Q' and V' P'
 then cost a few columns instead of a padded tile of 64 rows, and three levels of the tree fit in registers.
 
 Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that lies
-within one chunk is finished in registers; otherwise each unit leaves its partial in memory, and the program that
-arrives last merges them. Counters return to zero, so that a captured graph can replay.
+within one chunk is finished in registers; otherwise a program leaves a partial for each group, or for each leaf of a
+group that its chunk's end cuts, and the program that arrives last merges them. Counters return to zero, so that a
+captured graph can replay.
 """
 
 import torch
@@ -60,6 +61,7 @@ def decode_pages(
     acc_ptr,
     peak_ptr,
     total_ptr,
+    cut_slots,
     header_ptr,
     bases_ptr,
     chunks_ptr,
@@ -113,7 +115,7 @@ def decode_pages(
     barriers = (k_full, k_empty, v_full, v_empty)
     outputs = (out_ptr, lse_ptr, sinks_ptr)
     strides_out = (stride_out_token, stride_out_head, num_tokens)
-    partials = (acc_ptr, peak_ptr, total_ptr)
+    partials = (acc_ptr, peak_ptr, total_ptr, cut_slots)
     plan = (header_ptr, bases_ptr, chunks_ptr)
     lengths = (seqlens_ptr, cu_seqlens_ptr)
     factors = (scale, cap, value_scale)
@@ -131,7 +133,7 @@ def decode_pages(
                 stream_pages,
                 (
                     k_desc, k_page_rows, k_ring, k_full, k_empty, board, board_full, board_empty, tables_ptr,
-                    stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, header_ptr, chunks_ptr,
+                    stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
                     work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, WINDOW, BY_HEAD, True,
                 ),
             ),
@@ -139,7 +141,7 @@ def decode_pages(
                 stream_pages,
                 (
                     v_desc, v_page_rows, v_ring, v_full, v_empty, board, board_full, board_empty, tables_ptr,
-                    stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, header_ptr, chunks_ptr,
+                    stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
                     work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, WINDOW, BY_HEAD, False,
                 ),
             ),
@@ -191,6 +193,7 @@ def launch(
                 plan.acc,
                 plan.peak,
                 plan.total,
+                plan.cut_slots,
                 plan.header,
                 plan.bases,
                 plan.chunks,
