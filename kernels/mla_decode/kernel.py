@@ -84,8 +84,10 @@ def attend_leaf(
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None])
         peak = new_peak
-    slot = ((seq * TILES + tile) * max_leaves + leaf) * ROWS + tl.arange(0, ROWS)
-    tl.store(acc_ptr + slot[:, None] * LATENT + d[None, :], acc, mask=live[:, None])
+    first = ((seq * TILES + tile) * max_leaves + leaf) * ROWS
+    slot = first + tl.arange(0, ROWS)
+    at = (d // 8 * (ROWS * 8) + d % 8)[None, :] + (tl.arange(0, ROWS) * 8)[:, None]
+    tl.store(acc_ptr + first * LATENT + at, acc, mask=live[:, None])
     tl.store(peak_ptr + slot, peak, mask=live)
     tl.store(total_ptr + slot, total, mask=live)
 
@@ -133,6 +135,8 @@ def fold_leaves(
     else:
         first = (seq * TILES + tile) * max_leaves
     d = tl.arange(0, LATENT)
+    # Eight numbers of a row, then the next row's: as a warp of the planned kernel holds them.
+    at = d // 8 * (SLOT_ROWS * 8) + d % 8 + row % ROWS * 8
     peak = -1.0e20
     total = 0.0
     acc = tl.zeros([LATENT], tl.float32)
@@ -140,15 +144,16 @@ def fold_leaves(
         part = first * SLOT_ROWS + row % ROWS
         peak = tl.load(peak_ptr + part)
         total = tl.load(total_ptr + part)
-        acc = tl.load(acc_ptr + part * LATENT + d)
+        acc = tl.load(acc_ptr + first * (SLOT_ROWS * LATENT) + at)
     for leaf in tl.range(1, leaves):
         part = (first + leaf) * SLOT_ROWS + row % ROWS
         part_peak = tl.load(peak_ptr + part)
+        part_acc = tl.load(acc_ptr + (first + leaf) * (SLOT_ROWS * LATENT) + at)
         new_peak = tl.maximum(peak, part_peak)
         keep = tl.exp2(peak - new_peak)
         weight = tl.exp2(part_peak - new_peak)
         total = tl.fma(total, keep, tl.load(total_ptr + part) * weight)
-        acc = tl.fma(acc, tl.zeros([LATENT], tl.float32) + keep, tl.load(acc_ptr + part * LATENT + d) * weight)
+        acc = tl.fma(acc, tl.zeros([LATENT], tl.float32) + keep, part_acc * weight)
         peak = new_peak
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))

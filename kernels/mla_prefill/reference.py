@@ -21,8 +21,8 @@ def mla_prefill(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) 
         rows, keys = slice(*q_bounds[seq : seq + 2]), slice(*k_bounds[seq : seq + 2])
         new, length = rows.stop - rows.start, keys.stop - keys.start
         offset = length - new if call.q_offsets is None else int(call.q_offsets[seq])
-        rope = call.k_rope[keys].view(length, -1, 64).expand(length, heads, 64)
-        k = torch.cat([call.k_nope[keys], rope], dim=-1).float()
+        rope = (call.k_rope if call.k_rope.dim() == 3 else call.k_rope.unsqueeze(1))[keys]
+        k = torch.cat([call.k_nope[keys], rope.expand(length, heads, -1)], dim=-1).float()
         scores = torch.einsum("qhd,khd->hqk", q[rows].float() * call.scale, k)
         if call.causal:
             position = offset + torch.arange(new, device=q.device)

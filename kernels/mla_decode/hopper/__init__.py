@@ -16,7 +16,6 @@ LOG2_E = 1.4426950408889634
 WIDTH = 576
 PAGE_SIZES = (8, 16, 32, 64)
 STAGES = 2
-LAGS = True
 
 
 def can_attend(q: torch.Tensor, pages: torch.Tensor) -> bool:
@@ -53,7 +52,7 @@ def attend(
     def boxes(tensor: torch.Tensor, count: int, box: int, width: int) -> TensorDescriptor:
         return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [box, width], layout)
 
-    with torch.cuda.device_of(q):
+    with torch.cuda.device(q.device):
         attend_latents[(plan.programs,)](
             boxes(q, tokens * heads, 64, 256),
             boxes(q, tokens * heads, 64, 64),
@@ -81,6 +80,5 @@ def attend(
             MULTI=cu_seqlens_q is not None,
             SLOT_ROWS=plan.slot_rows,
             WANTS_LSE=lse is not None,
-            LAGS=LAGS,
             num_warps=4,
         )

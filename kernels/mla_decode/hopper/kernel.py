@@ -6,7 +6,7 @@ of LEAF, folded in ascending order), so its bits are the same whoever computes w
     warps          work on a tile of 64 rows (query heads, tokens) and 64 latents
     producer       copies the latents, a page's rows at a time, and the queries
     left           scores = q . latent over all 576 numbers, softmax, weights to shared memory; values 0 .. 255
-    right          takes the weights; values 256 .. 511; it lags behind, so that it computes while left does the softmax
+    right          takes the weights; values 256 .. 511; it computes while left does the next softmax
 """
 
 from triton.experimental import gluon
@@ -88,13 +88,6 @@ def _produce(
     index = gl.program_id(0)
     while index < items:
         seq, q_start, _q_len, tile, leaf, leaves, length, _slot = _item(plan, index, HEADS, LEAF, MULTI)
-        q_row = q_start * HEADS + tile * 64
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, 64 * 576 * 2)
-        tma.async_copy_global_to_shared(q_half_desc, [q_row, 0], q_full, q_left)
-        tma.async_copy_global_to_shared(q_half_desc, [q_row, 256], q_full, q_right)
-        tma.async_copy_global_to_shared(q_rope_desc, [q_row, 512], q_full, q_rope)
-        turn += 1
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         last = gl.maximum((length - 1) // PAGE, 0)
         first = leaf * (LEAF // PAGE)
@@ -120,6 +113,15 @@ def _produce(
                 tma.async_copy_global_to_shared(
                     half_desc, [ids[j] * page_rows, 256], right_full.index(s), right.index(s).slice(j * PAGE, PAGE, 0)
                 )
+            if i == 0:
+                # Behind the first latents: these have room before the last item's queries are done with.
+                q_row = q_start * HEADS + tile * 64
+                mbarrier.wait(q_empty, (turn & 1) ^ 1)
+                mbarrier.expect(q_full, 64 * 576 * 2)
+                tma.async_copy_global_to_shared(q_half_desc, [q_row, 0], q_full, q_left)
+                tma.async_copy_global_to_shared(q_half_desc, [q_row, 256], q_full, q_right)
+                tma.async_copy_global_to_shared(q_rope_desc, [q_row, 512], q_full, q_rope)
+                turn += 1
             ids = ahead
             step += 1
         index += gl.num_programs(0)
@@ -135,6 +137,12 @@ def _clear_tail(values, live):
         part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0.0))
     fence_async_shared()
     thread_barrier()
+
+
+@gluon.jit
+def _part_at(row, dim, ROWS: gl.constexpr):
+    """Where a number of a partial result lies: eight of a row, then the next row's, so that a warp's stores touch."""
+    return (dim // 8 * (ROWS * 8) + dim % 8)[None, :] + (row * 8)[:, None]
 
 
 @gluon.jit
@@ -158,13 +166,12 @@ def _attend_left(
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
-    LAGS: gl.constexpr,
 ):
     out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, decays, folds = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
-    hand_full, hand_empty, fold_full, fold_empty, go = bars[1]
+    hand_full, hand_empty, fold_full, fold_empty = bars[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
@@ -176,7 +183,8 @@ def _attend_left(
     column = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
-    sum_at = (gl.program_id(0) * 64 + out_row)[:, None] * 512 + dim[None, :]
+    sum_at = gl.program_id(0) * (64 * 512) + _part_at(out_row, dim, 64)
+    slot_at = _part_at(out_row, dim, SLOT_ROWS)
     items = gl.load(plan[1])
     step = 0
     turn = 0
@@ -188,8 +196,9 @@ def _attend_left(
         out_live = (out_row < q_len * HEADS - tile * 64)[:, None]
         token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
         last_seen = length - q_len + token
-        mbarrier.wait(q_full, turn & 1)
-        turn += 1
+        if length > 0:
+            mbarrier.wait(q_full, turn & 1)
+            turn += 1
         sum_peak = gl.full([64], -1.0e20, gl.float32, SR)
         sum_total = gl.full([64], 0.0, gl.float32, SR)
         for n in range(leaves):
@@ -208,8 +217,6 @@ def _attend_left(
                 mbarrier.wait(right_full.index(s), phase)
                 part = warpgroup_mma(q_right, right.index(s).permute((1, 0)), part, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=[part])
-                if LAGS and i > 0:
-                    mbarrier.arrive(go.index((step - 1) % 2), count=1)
                 first = start + i * 64
                 if first + 64 > length - q_len + 1:
                     scores = gl.where((first + column)[None, :] <= last_seen[:, None], scores, -1.0e30)
@@ -231,13 +238,11 @@ def _attend_left(
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(left_empty.index(s), count=1)
                 step += 1
-            if LAGS and count > 0:
-                mbarrier.arrive(go.index((step - 1) % 2), count=1)
-            if n == leaves - 1:
+            if (n == leaves - 1) & (count > 0):
                 mbarrier.arrive(q_empty, count=1)
             if slot >= 0:
                 at = slot.to(gl.int64) * SLOT_ROWS
-                gl.store(acc_ptr + (at + out_row)[:, None] * 512 + dim[None, :], acc, mask=out_live)
+                gl.store(acc_ptr + at * 512 + slot_at, acc, mask=out_live)
                 gl.store(peak_ptr + at + row, peak, mask=live)
                 gl.store(total_ptr + at + row, total, mask=live)
             else:
@@ -287,19 +292,19 @@ def _attend_right(
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
-    LAGS: gl.constexpr,
 ):
     out_ptr, _, acc_ptr, _, _, sum_ptr = results
     _, _, _, _, right, _ = shared[0]
     handed, decays, folds = shared[1]
     _, _, _, _, _, right_empty = bars[0]
-    hand_full, hand_empty, fold_full, fold_empty, go = bars[1]
+    hand_full, hand_empty, fold_full, fold_empty = bars[1]
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     row = gl.arange(0, 64, OR)
     dim = 256 + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
-    sum_at = (gl.program_id(0) * 64 + row)[:, None] * 512 + dim[None, :]
+    sum_at = gl.program_id(0) * (64 * 512) + _part_at(row, dim, 64)
+    slot_at = _part_at(row, dim, SLOT_ROWS)
     items = gl.load(plan[1])
     step = 0
     folded = 0
@@ -321,15 +326,13 @@ def _attend_right(
                 acc = acc * decay[:, None]
                 if start + i * 64 + 64 > length:
                     _clear_tail(right.index(s), length - start - i * 64)
-                if LAGS:
-                    mbarrier.wait(go.index(step % 2), (step // 2) & 1)
                 values = warpgroup_mma(weights, right.index(s), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(right_empty.index(s), count=1)
                 step += 1
             if slot >= 0:
                 at = slot.to(gl.int64) * SLOT_ROWS
-                gl.store(acc_ptr + (at + row)[:, None] * 512 + dim[None, :], acc, mask=live)
+                gl.store(acc_ptr + at * 512 + slot_at, acc, mask=live)
             else:
                 mbarrier.wait(fold_full, folded & 1)
                 keep = folds.index(0).load(OR)
@@ -377,7 +380,6 @@ def attend_latents(
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
-    LAGS: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -401,15 +403,12 @@ def attend_latents(
     hand_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     fold_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     fold_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    go = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
     mbarrier.init(hand_full, count=1)
     mbarrier.init(hand_empty, count=1)
     mbarrier.init(fold_full, count=1)
     mbarrier.init(fold_empty, count=1)
-    mbarrier.init(go.index(0), count=1)
-    mbarrier.init(go.index(1), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(left_full.index(s), count=1)
         mbarrier.init(left_empty.index(s), count=1)
@@ -420,18 +419,18 @@ def attend_latents(
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, decays, folds))
     bars = (
         (q_full, q_empty, left_full, left_empty, right_full, right_empty),
-        (hand_full, hand_empty, fold_full, fold_empty, go),
+        (hand_full, hand_empty, fold_full, fold_empty),
     )
     # fmt: off
     gl.warp_specialize(
         [
             (_attend_left, (plan, results, scale_log2, num_tokens, shared, bars,
-                            HEADS, LEAF, STAGES, MULTI, SLOT_ROWS, WANTS_LSE, LAGS)),
-            (_attend_right, (plan, results, shared, bars, HEADS, LEAF, STAGES, MULTI, SLOT_ROWS, LAGS)),
+                            HEADS, LEAF, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
+            (_attend_right, (plan, results, shared, bars, HEADS, LEAF, STAGES, MULTI, SLOT_ROWS)),
             (_produce, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
                         shared, bars, HEADS, PAGE, LEAF, STAGES, MULTI)),
         ],
         [4, 1],
-        [240, 24],
+        [224, 32],
     )
     # fmt: on

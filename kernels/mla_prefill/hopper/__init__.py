@@ -44,7 +44,7 @@ def attend(call: PrefillCall, plan: MlaPrefillPlan, out: torch.Tensor, lse: torc
     q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
     tokens, heads, _ = q.shape
     acc, peak, total = call.state if call.state is not None else (plan.order, plan.order, plan.order)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device(q.device):
         programs = torch.cuda.get_device_properties(q.device).multi_processor_count
         attend_ragged[(programs,)](
             _boxes(q, BLOCK // 2, 128),

@@ -24,14 +24,33 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 
 @gluon.jit
-def _take(mail, mail_full, mail_empty, turn, WARPS: gl.constexpr):
-    """The next item, as the producer published it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+def _take(mail, mail_full, mail_empty, turn):
+    """The next item, as the producer found it: what a consumer would otherwise wait for memory to learn."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot = turn % 2 * 8
     mbarrier.wait(mail_full.index(turn % 2), (turn // 2) & 1)
-    item = gl.max(mail.index(turn % 2).load(LAYOUT), 0)
+    head = gl.max(mail.index(slot + 0).load(ONE), 0)
+    first = gl.max(mail.index(slot + 1).load(ONE), 0)
+    tile = gl.max(mail.index(slot + 2).load(ONE), 0)
+    q_len = gl.max(mail.index(slot + 3).load(ONE), 0)
+    k_len = gl.max(mail.index(slot + 4).load(ONE), 0)
+    offset = gl.max(mail.index(slot + 5).load(ONE), 0)
+    count = gl.max(mail.index(slot + 6).load(ONE), 0)
     thread_barrier()
     mbarrier.arrive(mail_empty.index(turn % 2), count=1)
-    return item
+    return head, first, tile, q_len, k_len, offset, count
+
+
+@gluon.jit
+def _publish(mail, mail_full, mail_empty, turn, item):
+    """Hands an item to both consumers."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = turn % 2 * 8
+    mbarrier.wait(mail_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    for i in gl.static_range(7):
+        mail.index(slot + i).store(gl.full([1], 0, gl.int32, ONE) + item[i])
+    thread_barrier()
+    mbarrier.arrive(mail_full.index(turn % 2), count=1)
 
 
 @gluon.jit
@@ -88,20 +107,13 @@ def _produce(
     items = tiles * HEADS
     item = gl.program_id(0)
     turn = 0
+    loads = 0
     step = 0
     while item < items:
         seq, tile, head = _place(item, order_ptr, tiles, HEADS, SECTION)
-        q_start, _, k_start, _, _, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
-        for part in gl.static_range(2):
-            row = q_start + tile * BLOCK + part * HALF
-            mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(part), HALF * 192 * 2)
-            tma.async_copy_global_to_shared(
-                q_nope_desc, [row, head * stride_q_head], q_full.index(part), q_nope.index(part)
-            )
-            tma.async_copy_global_to_shared(
-                q_rope_desc, [row, head * stride_q_head + 128], q_full.index(part), q_rope.index(part)
-            )
+        q_start, q_len, k_start, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
+        _publish(mail, mail_full, mail_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
+        turn += 1
         for i in range(count):
             s = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
@@ -114,17 +126,25 @@ def _produce(
             tma.async_copy_global_to_shared(
                 k_rope_desc, [row, head * stride_rope_head], k_full.index(s), k_rope.index(s)
             )
+            if i == 0:
+                # Behind the first keys: these have room before the last item's queries are done with.
+                for part in gl.static_range(2):
+                    q_row = q_start + tile * BLOCK + part * HALF
+                    mbarrier.wait(q_empty.index(part), (loads & 1) ^ 1)
+                    mbarrier.expect(q_full.index(part), HALF * 192 * 2)
+                    tma.async_copy_global_to_shared(
+                        q_nope_desc, [q_row, head * stride_q_head], q_full.index(part), q_nope.index(part)
+                    )
+                    tma.async_copy_global_to_shared(
+                        q_rope_desc, [q_row, head * stride_q_head + 128], q_full.index(part), q_rope.index(part)
+                    )
+                loads += 1
             mbarrier.wait(v_empty.index(s), phase)
             mbarrier.expect(v_full.index(s), BLOCK * 128 * 2)
             tma.async_copy_global_to_shared(v_desc, [row, head * stride_v_head], v_full.index(s), v.index(s))
             step += 1
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         item = gl.atomic_add(counts_ptr + 1, 1, sem="relaxed", scope="gpu") + programs
-        mbarrier.wait(mail_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-        mail.index(turn % 2).store(gl.full([1], 0, gl.int32, LAYOUT) + item)
-        thread_barrier()
-        mbarrier.arrive(mail_full.index(turn % 2), count=1)
-        turn += 1
+    _publish(mail, mail_full, mail_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
     # The last program leaves both counters at zero for the next launch, or replay.
     if gl.atomic_add(counts_ptr + 2, 1, sem="acq_rel", scope="gpu") == programs - 1:
         gl.store(counts_ptr + 1, 0)
@@ -155,7 +175,6 @@ def _clear_tail(v, live, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    plan,
     results,
     scale_log2,
     num_tokens,
@@ -163,15 +182,12 @@ def _consume(
     bars,
     PART: gl.constexpr,
     HEADS: gl.constexpr,
-    SECTION: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
-    MODE: gl.constexpr,
     RESUMES: gl.constexpr,
     SUSPENDS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
     out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr = results
     q_nope, q_rope, k_nope, k_rope, v, mail = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty = bars
@@ -186,14 +202,11 @@ def _consume(
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     dim = gl.arange(0, 128, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
-    tiles = gl.load(counts_ptr)
-    items = tiles * HEADS
-    item = gl.program_id(0)
     turn = 0
+    loads = 0
     step = 0
-    while item < items:
-        seq, tile, head = _place(item, order_ptr, tiles, HEADS, SECTION)
-        q_start, q_len, _, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
+    head, q_start, tile, q_len, k_len, offset, count = _take(mail, mail_full, mail_empty, turn)
+    while head >= 0:
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
         out_query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, OR)
         stat_at = head.to(gl.int64) * num_tokens + q_start + query
@@ -212,8 +225,9 @@ def _consume(
         # Tiles before this one have no key that a row does not see.
         whole = gl.minimum(gl.maximum(offset + tile * BLOCK + PART * ROWS + 1, 0), k_len) // BLOCK
         last_seen = gl.minimum(offset + query, k_len - 1)
-        mbarrier.wait(q_full.index(PART), turn & 1)
         if count > 0:
+            mbarrier.wait(q_full.index(PART), loads & 1)
+            loads += 1
             s = step % STAGES
             mbarrier.wait(k_full.index(s), (step // STAGES) & 1)
             part = warpgroup_mma(
@@ -255,8 +269,6 @@ def _consume(
             values = warpgroup_mma(p, v.index(s), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[values])
             mbarrier.arrive(v_empty.index(s), count=1)
-        else:
-            mbarrier.arrive(q_empty.index(PART), count=1)
         step += count
         if SUSPENDS:
             gl.store(acc_ptr + out_at[:, None] + dim[None, :], acc, mask=out_live)
@@ -270,8 +282,8 @@ def _consume(
             if WANTS_LSE:
                 lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * LN_2)
                 gl.store(lse_ptr + stat_at, lse, mask=live)
-        item = _take(mail, mail_full, mail_empty, turn, 4)
         turn += 1
+        head, q_start, tile, q_len, k_len, offset, count = _take(mail, mail_full, mail_empty, turn)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -313,7 +325,7 @@ def attend_ragged(
     k_nope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
     k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 64], TILE)
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
-    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -340,10 +352,10 @@ def attend_ragged(
     # fmt: off
     gl.warp_specialize(
         [
-            (_consume, (plan, results, scale_log2, num_tokens, shared, bars,
-                        0, HEADS, SECTION, BLOCK, STAGES, MODE, RESUMES, SUSPENDS, WANTS_LSE)),
-            (_consume, (plan, results, scale_log2, num_tokens, shared, bars,
-                        1, HEADS, SECTION, BLOCK, STAGES, MODE, RESUMES, SUSPENDS, WANTS_LSE)),
+            (_consume, (results, scale_log2, num_tokens, shared, bars,
+                        0, HEADS, BLOCK, STAGES, RESUMES, SUSPENDS, WANTS_LSE)),
+            (_consume, (results, scale_log2, num_tokens, shared, bars,
+                        1, HEADS, BLOCK, STAGES, RESUMES, SUSPENDS, WANTS_LSE)),
             (_produce, (q_nope_desc, q_rope_desc, k_nope_desc, k_rope_desc, v_desc, plan, strides, shared, bars,
                         HEADS, SECTION, BLOCK, STAGES, MODE)),
         ],

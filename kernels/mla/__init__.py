@@ -1,0 +1,193 @@
+"""Latent attention of a layer: the absorbed path and the materialised one, and which of them a sequence takes.
+
+Knows no model and no cache service: latents are appended before, q comes rotated, the output projection comes after.
+
+    absorbed       q into the latents' space, mla_decode over the pages, the result out of that space
+    materialised   chunk by chunk: gather latents, project keys and values, attend, carry the softmax on
+"""
+
+import torch
+
+from kernels._checks import KV_DTYPES, check_contiguous, check_tensor
+from kernels.backend import Backend
+from kernels.errors import KernelArgumentError
+from kernels.gather_latent import gather_latent
+from kernels.head_linear import head_linear
+from kernels.linear import Route
+from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend
+from kernels.mla.rule import MlaPath, choose_path
+from kernels.mla_decode import MlaDecodePlan, mla_decode
+from kernels.mla_prefill import AttentionState, mla_prefill, mla_prefill_part
+from kernels.project_latents import LATENT, NOPE, ROPE, VALUE, project_latents
+
+__all__ = ["ExtendPlan", "MlaPath", "choose_path", "mla_absorbed", "mla_extend", "plan_extend"]
+
+
+def mla_extend(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+    plan: ExtendPlan,
+    *,
+    scale: float | None = None,
+    route: Route = Route.LIBRARY,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor:
+    """Causal attention of new tokens over cached and new latents, all read from pages.
+
+    q [num_tokens, heads, 128 + 64]; pages [num_pages, page_tokens, 576]; kv_b [heads * (128 + 128), 512]. The plan is
+    made once per step and shared by all layers. Returns [num_tokens, heads, 128]. On one path a token's bits depend
+    neither on how its prompt was cut nor on its mates; the two paths round differently, so where bits must not depend
+    on the number of new tokens the plan is made for one of them.
+    """
+    heads = _check(q, pages, kv_b)
+    if q.shape[0] != plan.num_tokens or heads != plan.heads:
+        raise KernelArgumentError(
+            f"q: the plan is for {plan.num_tokens} tokens of {plan.heads} heads, got {q.shape[0]} of {heads}"
+        )
+    factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
+    if out is None:
+        out = q.new_zeros((q.shape[0], heads, VALUE))
+    for run in plan.runs:
+        rows, target = q[run.first_token : run.last_token], out[run.first_token : run.last_token]
+        if isinstance(run, AbsorbedRun):
+            _absorb(rows, pages, kv_b, run, factor, target, backend)
+        else:
+            _materialise(rows, pages, kv_b, run, factor, route, target, backend)
+    return out
+
+
+def mla_absorbed(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+    block_tables: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_tokens: int = 1,
+    max_seqlen_k: int | None = None,
+    plan: MlaDecodePlan | None = None,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor:
+    """What decoding runs, always: q [num_tokens, heads, 128 + 64] as in mla_extend, the rest as in mla_decode."""
+    heads = _check(q, pages, kv_b)
+    factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
+    matrices = kv_b.view(heads, NOPE + VALUE, LATENT)
+    latent_q = q.new_empty((q.shape[0], heads, LATENT + ROPE))
+    head_linear(q[..., :NOPE], matrices[:, :NOPE], latent_q[..., :LATENT], backend=backend)
+    latent_q[..., LATENT:] = q[..., NOPE:]
+    attended = mla_decode(
+        latent_q,
+        pages,
+        block_tables,
+        seqlens_k,
+        scale=factor,
+        cu_seqlens_q=cu_seqlens_q,
+        max_q_tokens=max_q_tokens,
+        max_seqlen_k=max_seqlen_k,
+        plan=plan,
+        backend=backend,
+    )
+    out = q.new_empty((q.shape[0], heads, VALUE)) if out is None else out
+    return head_linear(attended, matrices[:, NOPE:].transpose(1, 2), out, backend=backend)
+
+
+def _absorb(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+    run: AbsorbedRun,
+    scale: float,
+    out: torch.Tensor,
+    backend: Backend,
+) -> None:
+    mla_absorbed(
+        q,
+        pages,
+        kv_b,
+        run.block_tables,
+        run.seqlens_k,
+        cu_seqlens_q=run.cu_seqlens_q,
+        max_q_tokens=run.max_q_tokens,
+        max_seqlen_k=run.max_seqlen_k,
+        plan=run.plan,
+        scale=scale,
+        out=out,
+        backend=backend,
+    )
+
+
+def _materialise(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+    run: MaterialisedRun,
+    scale: float,
+    route: Route,
+    out: torch.Tensor,
+    backend: Backend,
+) -> None:
+    """All but the last chunk leave their sums behind; a sequence may own nothing in a chunk."""
+    state = AttentionState.empty(q.shape[0], q.shape[1], q.device) if len(run.chunks) > 1 else None
+    for index, chunk in enumerate(run.chunks):
+        latents = _gather(pages, run, chunk, backend)
+        k_nope, k_rope, v = project_latents(latents, kv_b, route=route, backend=backend)
+        if state is not None and index < len(run.chunks) - 1:
+            mla_prefill_part(
+                q,
+                k_nope,
+                k_rope,
+                v,
+                run.cu_seqlens_q,
+                chunk.cu_seqlens_k,
+                run.max_seqlen_q,
+                state,
+                resumes=index > 0,
+                q_offsets=chunk.q_offsets,
+                scale=scale,
+                plan=chunk.plan,
+                backend=backend,
+            )
+            continue
+        mla_prefill(
+            q,
+            k_nope,
+            k_rope,
+            v,
+            run.cu_seqlens_q,
+            chunk.cu_seqlens_k,
+            run.max_seqlen_q,
+            q_offsets=chunk.q_offsets,
+            scale=scale,
+            state=state,
+            plan=chunk.plan,
+            out=out,
+            backend=backend,
+        )
+
+
+def _gather(pages: torch.Tensor, run: MaterialisedRun, chunk: Chunk, backend: Backend) -> torch.Tensor:
+    return gather_latent(
+        pages,
+        run.block_tables,
+        chunk.cu_seqlens_k,
+        chunk.num_latents,
+        first_positions=chunk.first_positions,
+        backend=backend,
+    )
+
+
+def _check(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> int:
+    """Refuses what does not fit together; the number of heads."""
+    check_tensor("kv_b", kv_b, (None, LATENT), KV_DTYPES, q.device)
+    check_contiguous("kv_b", kv_b)
+    heads = kv_b.shape[0] // (NOPE + VALUE)
+    if heads == 0 or kv_b.shape[0] % (NOPE + VALUE):
+        raise KernelArgumentError(f"kv_b: {kv_b.shape[0]} rows are not a multiple of {NOPE + VALUE}")
+    check_tensor("q", q, (None, heads, NOPE + ROPE), (kv_b.dtype,), q.device)
+    check_tensor("pages", pages, (None, None, LATENT + ROPE), (kv_b.dtype,), q.device)
+    return heads
