@@ -46,7 +46,7 @@ def load_partial(partials, slot, row, ok, D: gl.constexpr, ROWS: gl.constexpr, L
 
 @gluon.jit
 def load_group(partials, pair, sizes, group, row, ok, D: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Four states whose fold is a group's: its leaves, or the group and three of nothing; all nothing behind the end."""
+    """Four states whose fold is a group's: its leaves, or itself and three of nothing; all nothing behind the end."""
     first_leaf, first_group, skipped, leaves = pair
     low = gl.maximum(group * 4, skipped)
     high = gl.minimum(group * 4 + 4, leaves)
