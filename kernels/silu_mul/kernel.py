@@ -7,12 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import launch_options, overlaps
+from kernels.overlap.kernel import take_turn
+
 # Columns of a program: 2 KiB of each half, written as one run.
 COLUMNS = 1024
 
 
 @triton.jit
-def gate_rows(gate_up_ptr, out_ptr, stride_row, D: tl.constexpr, COLUMNS: tl.constexpr):
+def gate_rows(gate_up_ptr, out_ptr, stride_row, D: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        take_turn()
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -28,7 +33,15 @@ def launch(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
+    overlap = overlaps(gate_up)
     with torch.cuda.device_of(gate_up):
         gate_rows[(rows * triton.cdiv(dim, columns),)](
-            gate_up, out, gate_up.stride(0), D=dim, COLUMNS=columns, num_warps=4
+            gate_up,
+            out,
+            gate_up.stride(0),
+            D=dim,
+            COLUMNS=columns,
+            OVERLAP=overlap,
+            num_warps=4,
+            **launch_options(overlap),
         )
