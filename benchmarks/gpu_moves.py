@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from benchmarks.gpu_ops import SHAPE, Maker, Measurement, Peer, difference, unequal
+from benchmarks.measurement import LINK, SHAPE, Maker, Measurement, Peer, difference, unequal
 from kernels.append_kv import rotate_append_kv
 from kernels.append_latent import append_latent
 from kernels.backend import Backend
@@ -24,7 +24,7 @@ FUSED_APPENDS = (16, 512 * 8, 4096 * 16)
 ROWS = (16, 4096)
 HIDDEN, INTERMEDIATE = 4096, 14336
 LATENT, ROPE_KEY, LATENT_PAGE = 512, 64, 64
-LATENTS = ((16, 4096, 0), (8, 4096, 512))
+LATENTS = ((64, 4096, 0), (16, 4096, 0), (8, 4096, 512))
 SPILLED_PAGES, LAYERS = 64, 32
 # bf16's step at 8: a norm may sum in another order, and the largest values are that large.
 ROUNDING = 2.0**-4
@@ -172,8 +172,10 @@ def spill() -> list[Measurement]:
     back = partial(unpack_pages, host, pages, ids, page_axis=2)
     staging = [Peer("staged on the device", partial(stage, out), amount) for out in (True, False)]
     return [
-        Measurement("pack_pages", name, "GB/s", amount, out, partial(error, False), peers=(staging[0],)),
-        Measurement("unpack_pages", name, "GB/s", amount, back, partial(error, True), peers=(staging[1],)),
+        Measurement("pack_pages", name, "GB/s", amount, out, partial(error, False), peers=(staging[0],), ceiling=LINK),
+        Measurement(
+            "unpack_pages", name, "GB/s", amount, back, partial(error, True), peers=(staging[1],), ceiling=LINK
+        ),
     ]
 
 

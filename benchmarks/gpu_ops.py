@@ -6,6 +6,7 @@ tensors are freed before the next one's are made.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,12 +16,14 @@ from kernels.append_kv import append_kv
 from kernels.backend import Backend
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.gather_pages import gather_pages, scatter_pages
+from kernels.layout import KvLayout
 from tests.kernels.inputs import PagedCase, make_case
 
 __all__ = ["AREAS", "SHAPE", "Maker", "Measurement", "Peer", "difference", "unequal"]
 
 COPIES = ((16384, 32 << 10), (4096, 128 << 10), (65536, 1152))
 APPENDS = (512 * 8, 4096 * 16)
+GATHERS = ((16, KvLayout.NHD), (32, KvLayout.NHD), (32, KvLayout.HND))
 
 
 def copy(count: int, width: int) -> list[Measurement]:
@@ -73,25 +76,27 @@ def append(tokens: int) -> list[Measurement]:
     return [Measurement("append_kv", f"{tokens} tokens", "GB/s", amount, call, error, peers=peers)]
 
 
-def gather() -> list[Measurement]:
-    """GB/s read plus written by 16 sequences of 4096 tokens."""
-    case: PagedCase = make_case([(4096, 0)] * 16, SHAPE)
+def gather(sequences: int, layout: KvLayout) -> list[Measurement]:
+    """GB/s read plus written by sequences of 4096 tokens."""
+    case: PagedCase = make_case([(4096, 0)] * sequences, replace(SHAPE, layout=layout))
     total, where = case.total_tokens, (case.block_tables, case.cu_seqlens_k)
     pages, dense = (case.k_pages, case.v_pages), (torch.cat(case.keys), torch.cat(case.values))
 
     def gather_error() -> float:
-        return max(unequal(*pair) for pair in zip(gather_pages(*pages, *where, total), dense, strict=True))
+        return max(
+            unequal(*pair) for pair in zip(gather_pages(*pages, *where, total, layout=layout), dense, strict=True)
+        )
 
     def scatter_error() -> float:
         fresh = (torch.zeros_like(pages[0]), torch.zeros_like(pages[1]))
-        scatter_pages(*dense, *fresh, *where)
-        back = gather_pages(*fresh, *where, total, backend=Backend.REFERENCE)
+        scatter_pages(*dense, *fresh, *where, layout=layout)
+        back = gather_pages(*fresh, *where, total, layout=layout, backend=Backend.REFERENCE)
         return max(unequal(*pair) for pair in zip(back, dense, strict=True))
 
-    amount, name = 2e-9 * total * TOKEN_BYTES, f"{total} tokens"
+    amount, name = 2e-9 * total * TOKEN_BYTES, f"{total} tokens, {layout.name}"
     gather_call, scatter_call = (
-        partial(gather_pages, *pages, *where, total),
-        partial(scatter_pages, *dense, *pages, *where),
+        partial(gather_pages, *pages, *where, total, layout=layout),
+        partial(scatter_pages, *dense, *pages, *where, layout=layout),
     )
     return [
         Measurement("gather_pages", name, "GB/s", amount, gather_call, gather_error),
@@ -102,5 +107,5 @@ def gather() -> list[Measurement]:
 AREAS: dict[str, tuple[Maker, ...]] = {
     "copies": tuple(partial(copy, *sizes) for sizes in COPIES),
     "appends": tuple(partial(append, tokens) for tokens in APPENDS),
-    "gathers": (gather,),
+    "gathers": tuple(partial(gather, *sizes) for sizes in GATHERS),
 }

@@ -15,9 +15,12 @@ TARGETS: dict[str, dict[str, float]] = {
     },
     "pack_pages": {"16384 pages of 32768 B": 4050, "4096 pages of 131072 B": 4050},
     "unpack_pages": {"16384 pages of 32768 B": 3950, "4096 pages of 131072 B": 3950},
+    "gather_pages": {"131072 tokens, NHD": 4050, "131072 tokens, HND": 4050},
+    "scatter_pages": {"131072 tokens, NHD": 3950, "131072 tokens, HND": 3950},
     "append_kv": {"65536 tokens": 3860, "4096 tokens": 2581},  # the latter is 13 us
-    "gather_latent": {"16 x (4096 + 0)": 3900},
-    "append_latent": {"65536 rows": 3700},
+    "rotate_append_kv": {"65536 tokens": 3860},
+    "gather_latent": {"64 x (4096 + 0)": 3900},
+    "append_latent": {"262144 rows": 3700},
     "merge_attention_states": {"8192 x 32 x 128": 3900},
 }
 
