@@ -1,0 +1,138 @@
+"""Latent attention's inputs and its truth: ragged lengths, permuted pages, poison in everything unused.
+
+Knows no op. The truth is what the definition says, in fp64, one head at a time, with keys and values of every head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.kernels.inputs import POISON, running_sums
+
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+WIDTH = LATENT + ROPE
+SCALE = (NOPE + ROPE) ** -0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCase:
+    """Sequences of `cached` and then `new` tokens; their latents in pages and side by side."""
+
+    lengths: tuple[tuple[int, int], ...]
+    q: torch.Tensor
+    latents: tuple[torch.Tensor, ...]
+    pages: torch.Tensor
+    block_tables: torch.Tensor
+    kv_b: torch.Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def new(self) -> list[int]:
+        return [new for _, new in self.lengths]
+
+    @property
+    def cached(self) -> list[int]:
+        return [cached for cached, _ in self.lengths]
+
+    @property
+    def totals(self) -> list[int]:
+        return [cached + new for cached, new in self.lengths]
+
+    @property
+    def cu_q(self) -> torch.Tensor:
+        return running_sums(self.new, str(self.q.device))
+
+    @property
+    def cu_k(self) -> torch.Tensor:
+        return running_sums(self.totals, str(self.q.device))
+
+    @property
+    def seqlens_k(self) -> torch.Tensor:
+        return self.cu_k.diff()
+
+    def rows(self, seq: int) -> slice:
+        """Where a sequence's queries lie."""
+        first = sum(self.new[:seq])
+        return slice(first, first + self.new[seq])
+
+
+def make_latents(
+    lengths: Sequence[tuple[int, int]],
+    heads: int = 2,
+    *,
+    page_tokens: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> LatentCase:
+    """A batch of (cached, new) sequences, all of whose latents are in their pages."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(size, generator=rng) * scale).to(dtype).to(device)
+
+    counts = [-(-(cached + new) // page_tokens) for cached, new in lengths]
+    order = (torch.randperm(sum(counts) + 2, generator=rng) + 1).int()
+    pages = torch.full((sum(counts) + 3, page_tokens, WIDTH), POISON, dtype=dtype, device=device)
+    tables, taken, latents = torch.zeros(len(lengths), max([*counts, 1]) + 1, dtype=torch.int32), 0, []
+    for seq, ((cached, new), count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[seq, :count] = order[taken : taken + count]
+        taken += count
+        latents.append(random(cached + new, WIDTH))
+        position = torch.arange(cached + new)
+        page, slot = tables[seq].long()[position // page_tokens], position % page_tokens
+        pages[page.to(device), slot.to(device)] = latents[-1]
+    return LatentCase(
+        lengths=tuple(lengths),
+        q=random(sum(new for _, new in lengths), heads, NOPE + ROPE),
+        latents=tuple(latents),
+        pages=pages,
+        block_tables=tables.to(device),
+        kv_b=random(heads * (NOPE + VALUE), LATENT, scale=LATENT**-0.5),
+    )
+
+
+def permuted(case: LatentCase, seed: int = 7) -> LatentCase:
+    """The same batch with its pages elsewhere."""
+    order = torch.randperm(case.pages.shape[0], generator=torch.Generator().manual_seed(seed))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0])
+    tables = place[case.block_tables.cpu().long()].int().to(case.q.device)
+    pages = case.pages[order.to(case.q.device)].contiguous()
+    return LatentCase(case.lengths, case.q, case.latents, pages, tables, case.kv_b)
+
+
+def attention_truth(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [new, heads, value] and lse [heads, new] in fp64 of q, k, v [tokens, heads, dim]; no key: 0, -inf."""
+    outs, lses = [], []
+    hidden = torch.arange(k.shape[0], device=q.device) > torch.arange(q.shape[0], device=q.device)[:, None] + offset
+    for head in range(q.shape[1]):
+        scores = (q[:, head].double() @ k[:, head].double().T * SCALE).masked_fill(hidden, float("-inf"))
+        outs.append(torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v[:, head].double())
+        lses.append(torch.logsumexp(scores, dim=-1))
+    return torch.stack(outs, dim=1), torch.stack(lses)
+
+
+def projected(case: LatentCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k_nope, k_rope and v of all sequences, as the model's dtype rounds them."""
+    latents = torch.cat(case.latents)
+    kv = (latents[:, :LATENT].double() @ case.kv_b.double().T).to(latents.dtype).view(-1, case.heads, NOPE + VALUE)
+    return kv[..., :NOPE], latents[:, LATENT:].contiguous(), kv[..., NOPE:]
+
+
+def extend_truth(case: LatentCase) -> torch.Tensor:
+    """What mla_extend must give, every head's keys and values written out."""
+    outs = []
+    for seq, (cached, new) in enumerate(case.lengths):
+        latents = case.latents[seq].double()
+        kv = (latents[:, :LATENT] @ case.kv_b.double().T).view(cached + new, case.heads, NOPE + VALUE)
+        rope = latents[:, None, LATENT:].expand(-1, case.heads, -1)
+        keys = torch.cat([kv[..., :NOPE], rope], dim=-1)
+        outs.append(attention_truth(case.q[case.rows(seq)], keys, kv[..., NOPE:], cached)[0])
+    return torch.cat(outs)

@@ -1,0 +1,202 @@
+"""mla_decode: one latent is key and value at once; any number of query tokens, any page size, the same bits."""
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from kernels.errors import KernelArgumentError
+from kernels.mla_decode import LEAF, MlaDecodePlan, mla_decode
+from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.mla_inputs import LATENT, SCALE, WIDTH, LatentCase, attention_truth, make_latents, permuted
+from tests.kernels.target import Target
+
+# Lengths around a tile's 64 latents, a leaf's end, and far beyond it.
+LENGTHS = [1, 63, 64, 65, LEAF, LEAF + 1, 2 * LEAF + 100]
+HEADS = 2 if INTERPRETING else 16
+
+
+def latent_queries(case: LatentCase, heads: int = HEADS) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(1)
+    q = torch.randn((sum(case.new), heads, WIDTH), generator=rng)
+    return q.to(case.pages.dtype).to(case.pages.device)
+
+
+def make(lengths: list[tuple[int, int]], target: Target, **options: object) -> LatentCase:
+    return make_latents(lengths, 1, device=target.device, **options)
+
+
+def run(
+    case: LatentCase, q: torch.Tensor, target: Target, plan: MlaDecodePlan | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    single = case.new == [1] * len(case.new)
+    return mla_decode(
+        q,
+        case.pages,
+        case.block_tables,
+        case.seqlens_k,
+        scale=SCALE,
+        cu_seqlens_q=None if single else case.cu_q,
+        max_q_tokens=max(case.new),
+        plan=plan,
+        return_lse=True,
+        backend=target.backend,
+    )
+
+
+def truth(case: LatentCase, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = []
+    for seq, cached in enumerate(case.cached):
+        k = case.latents[seq].unsqueeze(1).expand(-1, q.shape[1], -1)
+        parts.append(attention_truth(q[case.rows(seq)], k, k[..., :LATENT], cached))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
+
+
+@pytest.mark.parametrize("page_tokens", [16] if INTERPRETING else [1, 8, 16, 64])
+def test_one_token_of_each_sequence(target: Target, page_tokens: int) -> None:
+    case = make([(length - 1, 1) for length in LENGTHS], target, page_tokens=page_tokens)
+    q = latent_queries(case)
+    (out, lse), (wanted, wanted_lse) = run(case, q, target), truth(case, q)
+    assert_output(out, wanted)
+    assert_lse(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(target: Target, dtype: torch.dtype) -> None:
+    if dtype not in target.dtypes:
+        pytest.skip("tensor cores have no fp32")
+    case = make([(70, 1), (20, 1)], target, dtype=dtype)
+    q = latent_queries(case)
+    assert_output(run(case, q, target)[0], truth(case, q)[0])
+
+
+@pytest.mark.parametrize("heads", [2] if INTERPRETING else [8, 16, 48, 128])
+def test_several_tokens_of_each_sequence(target: Target, heads: int) -> None:
+    case = make([(60, 4), (0, 3), (LEAF - 2, 8), (17, 1)], target)
+    q = latent_queries(case, heads)
+    (out, lse), (wanted, wanted_lse) = run(case, q, target), truth(case, q)
+    assert_output(out, wanted)
+    assert_lse(lse, wanted_lse)
+
+
+def test_a_padding_row_gives_zero(target: Target) -> None:
+    case = make([(9, 1), (12, 1)], target)
+    lengths = case.seqlens_k * torch.tensor([1, 0], dtype=torch.int32, device=target.device)
+    q = latent_queries(case)
+    out, lse = mla_decode(
+        q, case.pages, case.block_tables, lengths, scale=SCALE, return_lse=True, backend=target.backend
+    )
+    assert_same_bits(out[0], run(case, q, target)[0][0])
+    assert not out[1].any() and bool((lse[:, 1] == float("-inf")).all())
+
+
+def test_bits_do_not_depend_on_mates_pages_or_the_number_of_queries(target: Target) -> None:
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("a CPU product's last bits depend on its shape")
+    case = make([(LEAF + 70, 4), (30, 2), (500, 1)], target)
+    q = latent_queries(case)
+    out, lse = run(case, q, target)
+    moved = run(permuted(case), q, target)
+    assert_same_bits(moved[0], out)
+    assert_same_bits(moved[1], lse)
+    for seq, (cached, new) in enumerate(case.lengths):
+        for token in range(new):
+            row = case.rows(seq).start + token
+            length = torch.tensor([cached + token + 1], dtype=torch.int32, device=target.device)
+            one = mla_decode(
+                q[row : row + 1],
+                case.pages,
+                case.block_tables[seq : seq + 1],
+                length,
+                scale=SCALE,
+                return_lse=True,
+                backend=target.backend,
+            )
+            assert_same_bits(one[0][0], out[row])
+            assert_same_bits(one[1][:, 0], lse[:, row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_bits_do_not_depend_on_who_computes_which_part(heads: int) -> None:
+    target = _cuda()
+    case = make([(5 * LEAF + 3, 1), (LEAF + 1, 1), (7, 1)], target)
+    q = latent_queries(case, heads)
+    wanted = run(case, q, target)
+    for programs in (1, 2, 3, 1000):
+        plan = MlaDecodePlan(3, 6 * LEAF, heads, programs=programs)
+        plan.prepare(case.seqlens_k)
+        for part, right in zip(run(case, q, target, plan), wanted, strict=True):
+            assert_same_bits(part, right)
+
+
+@pytest.mark.gpu
+def test_a_captured_plan_and_attention_follow_the_lengths() -> None:
+    target = _cuda()
+    case = make([(3 * LEAF, 1), (64, 1)], target)
+    q = latent_queries(case)
+    lengths = case.seqlens_k.clone()
+    plan = MlaDecodePlan(2, 4 * LEAF, HEADS)
+    out = torch.empty((2, HEADS, LATENT), dtype=q.dtype, device="cuda")
+
+    def step() -> None:
+        plan.prepare(lengths)
+        mla_decode(q, case.pages, case.block_tables, lengths, scale=SCALE, plan=plan, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for shorter in ([3 * LEAF + 1, 65], [LEAF, 0], [17, 64]):
+        lengths.copy_(torch.tensor(shorter))
+        graph.replay()
+        wanted = mla_decode(q, case.pages, case.block_tables, lengths, scale=SCALE)
+        assert_same_bits(out, wanted)
+
+
+@pytest.mark.gpu
+def test_a_pool_beyond_32_bits() -> None:
+    target = _cuda()
+    case = make([(150, 1), (40, 1)], target, page_tokens=64)
+    q = latent_queries(case)
+    count, size = case.pages.shape[0], case.pages[0].numel()
+    stride = (2**31 // (count - 1) // WIDTH + 65) * WIDTH
+    pool = torch.empty((count - 1) * stride + size, dtype=q.dtype, device="cuda")
+    far = pool.as_strided(case.pages.shape, (stride, WIDTH, 1))
+    far.copy_(case.pages)
+    assert (count - 1) * stride > 2**31
+    got = mla_decode(q, far, case.block_tables, case.seqlens_k, scale=SCALE)
+    assert_same_bits(got, run(case, q, target)[0])
+
+
+def _cuda() -> Target:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return Target("cuda", Backend.TRITON)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 512)}, "q: shape must be"),
+        ({"pages": torch.zeros(9, 16, 512)}, "pages: shape must be"),
+        ({"pages": torch.zeros(9, 24, WIDTH)}, "pages: page_tokens must be a power of two"),
+        ({"q": torch.zeros(3, 4, WIDTH)}, "q: 3 tokens"),
+        ({"max_q_tokens": 2}, "need cu_seqlens_q"),
+        ({"max_seqlen_k": 65}, "max_seqlen_k: must be in 0..64"),
+        ({"seqlens_k": torch.zeros(2, dtype=torch.int64)}, "seqlens_k: dtype"),
+        ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, "block_tables: shape"),
+        ({"out": torch.zeros(2, 4, WIDTH)}, "out: shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "q": torch.zeros(2, 4, WIDTH),
+        "pages": torch.zeros(9, 16, WIDTH),
+        "block_tables": torch.zeros(2, 4, dtype=torch.int32),
+        "seqlens_k": torch.zeros(2, dtype=torch.int32),
+        "scale": SCALE,
+    }
+    with pytest.raises(KernelArgumentError, match=message):
+        mla_decode(**{**arguments, **change})

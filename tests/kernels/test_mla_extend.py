@@ -1,0 +1,144 @@
+"""Latent attention of a layer: both paths give the truth, and neither cuts, chunks nor mates change a path's bits."""
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from kernels.errors import KernelArgumentError
+from kernels.head_linear import head_linear
+from kernels.linear import Route
+from kernels.mla import MlaPath, choose_path, mla_absorbed, mla_extend, plan_extend
+from kernels.mla.rule import MATERIALISED_FROM
+from kernels.mla_prefill import BLOCK
+from kernels.project_latents import project_latents
+from tests.kernels.compare import assert_output, assert_same_bits
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.mla_inputs import LATENT, NOPE, LatentCase, extend_truth, make_latents, permuted, projected
+from tests.kernels.target import Target
+
+HEADS = 2 if INTERPRETING else 16
+LENGTHS = [(300, 5), (0, 40), (133, 1), (64, 64)]
+FIXED = [MlaPath.ABSORBED, MlaPath.MATERIALISED]
+
+
+def make(lengths: list[tuple[int, int]], target: Target, dtype: torch.dtype = torch.bfloat16) -> LatentCase:
+    return make_latents(lengths, HEADS, device=target.device, dtype=dtype)
+
+
+def run(case: LatentCase, target: Target, path: MlaPath, chunk_tokens: int = 32768) -> torch.Tensor:
+    plan = plan_extend(case.block_tables, case.new, case.cached, HEADS, path=path, chunk_tokens=chunk_tokens)
+    # The tiled product keeps a row's bits on any card.
+    return mla_extend(case.q, case.pages, case.kv_b, plan, route=Route.TILED, backend=target.backend)
+
+
+@pytest.mark.parametrize("path", [*FIXED, MlaPath.AUTO])
+def test_both_paths_give_the_truth(target: Target, path: MlaPath) -> None:
+    for dtype in target.dtypes[:1] if INTERPRETING else target.dtypes:
+        case = make(LENGTHS, target, dtype)
+        assert_output(run(case, target, path), extend_truth(case))
+
+
+@pytest.mark.parametrize("chunk_tokens", [4 * BLOCK, 5 * BLOCK])
+def test_chunks_change_no_bit(target: Target, chunk_tokens: int) -> None:
+    """The later chunks hold nothing of the short sequences."""
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("a CPU product's last bits depend on its shape")
+    case = make(LENGTHS, target)
+    whole = run(case, target, MlaPath.MATERIALISED)
+    assert_same_bits(run(case, target, MlaPath.MATERIALISED, chunk_tokens), whole)
+
+
+@pytest.mark.parametrize("path", FIXED)
+def test_cuts_mates_and_pages_change_no_bit(target: Target, path: MlaPath) -> None:
+    """One prompt at once among others; then alone in parts, the earlier ones cached, on other pages."""
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("a CPU product's last bits depend on its shape")
+    case = make([(0, 9), (60, 90 if INTERPRETING else 700)], target)
+    whole = run(case, target, path)[case.rows(1)]
+    moved = permuted(case)
+    cached, total = case.lengths[1][0], case.totals[1]
+    for cut in (cached + 77, total - 1):
+        for first, stop in ((cached, cut), (cut, total)):
+            rows = slice(9 + first - cached, 9 + stop - cached)
+            plan = plan_extend(moved.block_tables[1:], [stop - first], [first], HEADS, path=path)
+            part = mla_extend(case.q[rows], moved.pages, case.kv_b, plan, route=Route.TILED, backend=target.backend)
+            assert_same_bits(part, whole[first - cached : stop - cached])
+
+
+def test_decode_has_the_bits_of_an_absorbed_extend(target: Target) -> None:
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("a CPU product's last bits depend on its shape")
+    case = make([(70, 3), (9, 2)], target)
+    wanted = run(case, target, MlaPath.ABSORBED)
+    last = torch.tensor([2, 4], device=target.device)
+    got = mla_absorbed(case.q[last], case.pages, case.kv_b, case.block_tables, case.seqlens_k, backend=target.backend)
+    assert_same_bits(got, wanted[last])
+
+
+def test_the_rule_looks_at_a_sequence_alone() -> None:
+    assert choose_path(MATERIALISED_FROM - 1) is MlaPath.ABSORBED
+    assert choose_path(MATERIALISED_FROM) is MlaPath.MATERIALISED
+    for path in FIXED:
+        assert choose_path(1, path) is path and choose_path(10**6, path) is path
+    tables = torch.zeros(4, 100, dtype=torch.int32)
+    plan = plan_extend(tables, [1, MATERIALISED_FROM, 900, 2], [50, 0, 3, 60], 16)
+    assert [(type(run).__name__, run.first_token, run.last_token) for run in plan.runs] == [
+        ("AbsorbedRun", 0, 1),
+        ("MaterialisedRun", 1, 901 + MATERIALISED_FROM),
+        ("AbsorbedRun", 901 + MATERIALISED_FROM, 903 + MATERIALISED_FROM),
+    ]
+
+
+def test_chunks_end_at_blocks_and_bounds_hold() -> None:
+    tables = torch.zeros(3, 100, dtype=torch.int32)
+    plan = plan_extend(tables, [10, 20, 30], [1000, 80, 370], 16, path=MlaPath.MATERIALISED, chunk_tokens=3 * 256)
+    (run,) = plan.runs
+    chunks = run.chunks
+    firsts = [chunk.first_positions.tolist() for chunk in chunks]
+    # Three need the first chunk, two the second, and one has the third for itself.
+    assert firsts == [[0] * 3, [256] * 3, [640] * 3]
+    assert [chunk.cu_seqlens_k.diff().tolist() for chunk in chunks] == [[256, 100, 256], [384, 0, 144], [370, 0, 0]]
+    assert [chunk.q_offsets.tolist() for chunk in chunks] == [[c - f for c in (1000, 80, 370)] for f in (0, 256, 640)]
+    assert all(chunk.num_latents == int(chunk.cu_seqlens_k[-1]) <= 768 for chunk in chunks)
+
+
+def test_projected_latents_are_views(target: Target) -> None:
+    case = make([(30, 7)], target)
+    latents = case.latents[0]
+    k_nope, k_rope, v = project_latents(latents, case.kv_b, backend=target.backend)
+    for got, wanted in zip((k_nope, v), projected(case)[::2], strict=True):
+        torch.testing.assert_close(got.double(), wanted.double(), atol=3e-2, rtol=1e-2)
+    assert k_rope.data_ptr() == latents[:, LATENT:].data_ptr()
+    assert k_nope.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+def test_head_linear_takes_slices_and_keeps_rows(target: Target) -> None:
+    case = make([(0, 70)], target)
+    matrices = case.kv_b.view(HEADS, 2 * NOPE, LATENT)
+    into, back = matrices[:, :NOPE], matrices[:, NOPE:].transpose(1, 2)
+    wide = case.q.new_full((70, HEADS, LATENT + 64), float("nan"))
+    got = head_linear(case.q[..., :NOPE], into, wide[..., :LATENT], backend=target.backend)
+    wanted = torch.einsum("thk,hkn->thn", case.q[..., :NOPE].double(), into.double())
+    torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=1e-2)
+    assert wide[..., LATENT:].isnan().all()
+    one = head_linear(case.q[66:67, :, :NOPE], into, got.new_empty((1, HEADS, LATENT)), backend=target.backend)
+    assert_same_bits(one[0], got[66])
+    narrow = head_linear(got.contiguous(), back, case.q.new_empty((70, HEADS, NOPE)), backend=target.backend)
+    wanted = torch.einsum("thk,hkn->thn", got.double(), back.double())
+    torch.testing.assert_close(narrow.double(), wanted, atol=6e-2, rtol=1e-2)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    target = Target("cpu", Backend.REFERENCE)
+    case = make([(5, 3)], target)
+    plan = plan_extend(case.block_tables, [3], [5], HEADS)
+    with pytest.raises(KernelArgumentError, match="q: the plan is for 3 tokens"):
+        mla_extend(case.q[:2], case.pages, case.kv_b, plan)
+    with pytest.raises(KernelArgumentError, match=r"kv_b: .* multiple of 256"):
+        mla_extend(case.q, case.pages, case.kv_b[:100], plan)
+    with pytest.raises(KernelArgumentError, match="new_tokens, cached_tokens"):
+        plan_extend(case.block_tables, [3], [5, 6], HEADS)
+    with pytest.raises(KernelArgumentError, match="chunk_tokens: must be at least"):
+        plan_extend(case.block_tables, [3], [5], HEADS, chunk_tokens=64)
+    with pytest.raises(KernelArgumentError, match="weight: K and N"):
+        head_linear(torch.zeros(2, 3, 32), torch.zeros(3, 32, 64), torch.zeros(2, 3, 64))
