@@ -4,6 +4,8 @@ Knows no service. An op is timed only after its result on the very same inputs a
 not agree gets no figure, and the exit code is 1. A target that is missed is shown, and no failure.
 
     python -m benchmarks.bench_gpu [--only decode ...] [--out benchmarks/results/gpu-h200.json]
+
+The last area, "model", runs launches of a whole 8B-shaped model (bench_llama_gpu), in processes of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +31,8 @@ from benchmarks.measurement import Measurement
 
 RESULTS = Path(__file__).parent / "results"
 AREAS = {**gpu_attention.AREAS, **gpu_ops.AREAS, **gpu_moves.AREAS}
+
+MODEL = "model"
 
 Clock = Callable[[Callable[[], object]], float]
 
@@ -123,6 +128,16 @@ def shown(rows: Iterable[Row]) -> Table:
     return table
 
 
+def model_figures() -> dict[str, object]:
+    """What bench_llama_gpu reports, for both kinds of invariance."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "model.json"
+        command = ["-m", "benchmarks.bench_llama_gpu", "--invariance", "batch", "fast", "--out", str(out)]
+        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
+        report: dict[str, object] = json.loads(out.read_text())
+    return {kind: report[kind] for kind in ("batch", "fast")}
+
+
 def run(areas: Iterable[str]) -> tuple[dict[str, object], list[Row]]:
     timer = Timer()
     limits = ceilings(timer)
@@ -135,12 +150,15 @@ def run(areas: Iterable[str]) -> tuple[dict[str, object], list[Row]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=sorted(AREAS), default=list(AREAS))
+    parser.add_argument("--only", nargs="+", choices=sorted((*AREAS, MODEL)), default=[*AREAS, MODEL])
     parser.add_argument("--out", type=Path, help="default: results/gpu-<device>.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_gpu needs a CUDA device")
-    report, rows = run(arguments.only)
+    report, rows = run([area for area in arguments.only if area != MODEL])
+    if MODEL in arguments.only:
+        torch.cuda.empty_cache()
+        report["model"] = model_figures()
     out = arguments.out or result_path()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
