@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 
 TWIN = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON = {
-    "HEADS": 8, "GROUP": 4, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0, "CAP": False,
-    "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True,
+    "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
+    "CAP": False, "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True,
 }  # fmt: skip
 CASES = {
     "plain": {"HAS_SINKS": False},
@@ -25,8 +25,10 @@ CASES = {
     "unpacked": {"PACKED": False},
     "odd group": {"GROUP": 5},
     "softcap": {"CAP": True},
-    "dim 64": {"D": 64, "DV": 64},
+    "dim 64": {"DIM": 64, "D": 64, "DV": 64},
+    "dim 96": {"DIM": 96},
     "HND": {"HND": True},
+    "window": {"WINDOW": 300},
 }
 
 
@@ -51,7 +53,7 @@ def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     query_box = [64, dim] if constants["PACKED"] else [64 // group, group, dim]
     pointers = {f"{name}_ptr": "*i32" for name in ("tables", "records", "count")}
     pointers |= {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
-    pages = descriptor(dtype, [rows, dim])
+    pages = descriptor(dtype, [rows, 1, dim])
     descriptors = {"q_desc": descriptor(dtype, query_box), "k_desc": pages, "v_desc": pages}
     return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
 

@@ -52,7 +52,7 @@ class TestAgainstDenseAttention:
         check(make_case(LENGTHS, replace(SHAPE, page_tokens=page_tokens)))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("dim", [64, 128, 256])
+    @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
     def test_head_dims(self, dim: int, dtype: torch.dtype) -> None:
         check(make_case(LENGTHS, replace(SHAPE, dim=dim, dtype=dtype)))
 
@@ -183,9 +183,10 @@ def test_a_captured_step_replays_with_other_lengths() -> None:
         ({"layout": KvLayout.HND}, None),
         ({"dtype": torch.float16, "dim": 256}, None),
         ({"page_tokens": 8}, None),
+        ({"dim": 96}, None),
         ({"q_heads": 32}, None),
         ({"page_tokens": 4}, "page_tokens 4"),
-        ({"dim": 96}, "dim 96"),
+        ({"dim": 32}, "dim 32"),
         ({"q_heads": 6}, "groups of 3"),
         ({"dtype": torch.float32}, "torch.float32 queries"),
         ({"layout": KvLayout.SHUFFLE}, "SHUFFLE"),

@@ -10,10 +10,10 @@ import torch
 from kernels.attention import AttentionSpec
 from kernels.layout import KvLayout
 
-__all__ = ["TILE_ROWS", "is_hopper", "key_block", "reason_against", "reason_against_case", "row_elements"]
+__all__ = ["TILE_ROWS", "is_hopper", "key_block", "padded_dim", "reason_against", "reason_against_case", "row_elements"]
 
 TILE_ROWS = 128
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 MIN_PAGE_TOKENS = 8
 # The kernel masks with -1e30 and takes the largest unscaled score, so the scale must be positive and of usual size.
 SCALES = (1e-6, 1e6)
@@ -22,6 +22,11 @@ SCALES = (1e-6, 1e6)
 def key_block(dim: int) -> int:
     """Keys of one tile: as many as shared memory and registers hold."""
     return 128 if dim <= 128 else 64
+
+
+def padded_dim(dim: int) -> int:
+    """The width of a tile: a power of two, zeros behind the head dim."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
 def row_elements(spec: AttentionSpec) -> int:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention import AttentionSpec
 from kernels.layout import KvLayout
-from kernels.prefill_attention.hopper import TILE_ROWS, key_block, row_elements
+from kernels.prefill_attention.hopper import TILE_ROWS, key_block, padded_dim, row_elements
 
 LOG2_E = 1.4426950408889634
 
@@ -72,7 +72,7 @@ def _key_tiles(first, q_len, kv_len, QUERIES: gl.constexpr, WINDOW: gl.constexpr
 
 @gluon.jit
 def _copy_tile(
-    desc, stages, full, empty, slot, phase, table_ptr, tile, low, high, page_rows, row, column,
+    desc, stages, full, empty, slot, phase, table_ptr, tile, low, high, page_rows, row, head,
     PAGE: gl.constexpr, BN: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """One key tile into a stage; page ids before and behind the visible keys are not read."""
@@ -83,7 +83,8 @@ def _copy_tile(
         key = tile * BN + part * ROWS
         page = gl.load(table_ptr + gl.minimum(gl.maximum(key // PAGE, low), high))
         target = stages.index(slot).slice(part * ROWS, ROWS, 0)
-        tma.async_copy_global_to_shared(desc, [page * page_rows + row + key % PAGE, column], full.index(slot), target)
+        where = [page * page_rows + row + key % PAGE, head, 0]
+        tma.async_copy_global_to_shared(desc, where, full.index(slot), target)
 
 
 @gluon.jit
@@ -117,17 +118,16 @@ def _produce(
         low = lowest // PAGE
         high = (kv_len - 1) // PAGE
         row = head * PAGE if HND else 0
-        k_column = 0 if HND else head * D
-        v_column = 0 if HND else head * DV
+        column = 0 if HND else head
         for tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
             _copy_tile(
-                k_desc, ks, k_full, k_empty, slot, phase, table_ptr, tile, low, high, k_page_rows, row, k_column,
+                k_desc, ks, k_full, k_empty, slot, phase, table_ptr, tile, low, high, k_page_rows, row, column,
                 PAGE, BN, BN * D * SIZE,
             )  # fmt: skip
             _copy_tile(
-                v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, v_column,
+                v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, column,
                 PAGE, BN, BN * DV * SIZE,
             )  # fmt: skip
             step += 1
@@ -170,17 +170,18 @@ def _capped(scores, cap_log2, CAP: gl.constexpr):
 
 
 @gluon.jit
-def _clear_hidden_values(values, tile, lowest, kv_len, BN: gl.constexpr, DV: gl.constexpr):
+def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.constexpr):
     """Zeros in rows that hold no key of the sequence: their weight is 0, and 0 * NaN would not be.
 
-    Both consumers do it, each before its own product; they write the same numbers.
+    Only a sequence's last tile has such rows, and the first one of a window. Both consumers clear them, each before its
+    own product; they write the same numbers.
     """
     if ((tile + 1) * BN > kv_len) | (tile * BN < lowest):
         CL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         key = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, CL))
         ok = (key >= lowest) & (key < kv_len)
-        kept = gl.where(ok[:, None], values.load(CL), 0.0)
-        values.store(kept)
+        mbarrier.wait(full, phase)
+        values.store(gl.where(ok[:, None], values.load(CL), 0.0))
         fence_async_shared()
         _barrier()
 
@@ -190,7 +191,7 @@ def _consume(
     out_ptr, lse_ptr, sinks_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
     stride_out_token, stride_out_head, qs, ks, vs,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
@@ -234,6 +235,8 @@ def _consume(
         peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
         sums = gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(DTYPE), PL)
+        if WINDOW > 0:
+            _clear_hidden_values(vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN)
         for tile in range(start + 1, stop):
             before = step % STAGES
             before_phase = (step // STAGES) & 1
@@ -242,8 +245,6 @@ def _consume(
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
             scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), before_phase)
-            if WINDOW > 0:
-                _clear_hidden_values(vs.index(before), tile - 1, lowest, kv_len, BN, DV)
             acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(slot), count=1)
@@ -256,8 +257,9 @@ def _consume(
             p = gl.convert_layout(weights.to(DTYPE), PL)
         mbarrier.arrive(q_empty.index(stage), count=1)
         before = step % STAGES
-        mbarrier.wait(v_full.index(before), (step // STAGES) & 1)
-        _clear_hidden_values(vs.index(before), stop - 1, lowest, kv_len, BN, DV)
+        phase = (step // STAGES) & 1
+        mbarrier.wait(v_full.index(before), phase)
+        _clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, lowest, kv_len, BN)
         acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -277,7 +279,7 @@ def _consume(
         live = (row < QUERIES * GROUP) & (query < q_len)
         at = (token + query).to(gl.int64) * stride_out_token + (head * GROUP + row % GROUP) * stride_out_head
         d = gl.arange(0, DV, gl.SliceLayout(0, OL))
-        gl.store(out_ptr + at[:, None] + d[None, :], acc.to(DTYPE), mask=live[:, None])
+        gl.store(out_ptr + at[:, None] + d[None, :], acc.to(DTYPE), mask=live[:, None] & (d < DIM)[None, :])
         if WANTS_LSE:
             query_s = first + row_s // GROUP
             live_s = (row_s < QUERIES * GROUP) & (query_s < q_len)
@@ -290,7 +292,7 @@ def _consume(
 def attend_tiles(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, tables_ptr, records_ptr, count_ptr,
     scale_log2, cap_log2, num_tokens, stride_tables_seq, stride_out_token, stride_out_head, k_page_rows, v_page_rows,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
     HND: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
@@ -303,8 +305,10 @@ def attend_tiles(
     else:
         q_in = gl.allocate_shared_memory(DTYPE, [2 * Q_STAGES, 64 // GROUP, GROUP, D], q_desc.layout)
     qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2 * Q_STAGES, 64, D], rows)
-    ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], k_desc.layout)
-    vs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DV], v_desc.layout)
+    k_in = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, 1, D], k_desc.layout)
+    v_in = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, 1, DV], v_desc.layout)
+    ks = k_in._reinterpret(k_desc.dtype, [STAGES, BN, D], rows)
+    vs = v_in._reinterpret(v_desc.dtype, [STAGES, BN, DV], rows)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -325,22 +329,22 @@ def attend_tiles(
             (_consume, (
                 out_ptr, lse_ptr, sinks_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
                 stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                0, HEADS, GROUP, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS,
+                0, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS,
             )),
             (_consume, (
                 out_ptr, lse_ptr, sinks_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
                 stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                1, HEADS, GROUP, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS,
+                1, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
-                k_page_rows, v_page_rows, q_in, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                k_page_rows, v_page_rows, q_in, k_in, v_in, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 HEADS, GROUP, D, DV, PAGE, HND, PACKED, WINDOW, BN, STAGES, Q_STAGES,
             )),
         ],
         [4, 1],
-        # Many small pages need more addresses at once.
-        [240, 24] if PAGE >= 16 else [232, 40],
+        # Many small pages, or a window's bounds, take more of the producer.
+        [240, 24] if PAGE >= 16 and WINDOW == 0 else [232, 40],
     )  # fmt: skip
 
 
@@ -382,8 +386,9 @@ def launch(
             v_pages.stride(0) // row_elements(spec),
             HEADS=shape.heads,
             GROUP=group,
-            D=shape.dim,
-            DV=shape.dim,
+            DIM=shape.dim,
+            D=padded_dim(shape.dim),
+            DV=padded_dim(shape.dim),
             PAGE=shape.page_tokens,
             HND=spec.layout is KvLayout.HND,
             PACKED=q.dim() == 4,
@@ -391,7 +396,7 @@ def launch(
             CAP=spec.softcap > 0.0,
             BN=block,
             STAGES=2,
-            Q_STAGES=2 if shape.dim <= 128 else 1,
+            Q_STAGES=2 if block == 128 else 1,
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,
             num_warps=4,
@@ -401,20 +406,24 @@ def launch(
 
 
 def _query_descriptor(q: torch.Tensor, group: int) -> TensorDescriptor:
-    """Boxes of 64 rows: of packed queries as they lie, else of 64 / group tokens with one kv head's query heads."""
+    """Boxes of 64 rows: of packed queries as they lie, else of 64 / group tokens with one kv head's query heads.
+
+    Here and below, what a box has beyond the head dim is filled with zeros.
+    """
+    dim = padded_dim(q.shape[-1])
     if q.dim() == 4:
         rows = q.view(-1, q.shape[3])
-        return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [TILE_ROWS // 2, q.shape[3]], _shared(2))
-    box = [TILE_ROWS // 2 // group, group, q.shape[2]]
+        return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [TILE_ROWS // 2, dim], _shared(2))
+    box = [TILE_ROWS // 2 // group, group, dim]
     return TensorDescriptor(q, list(q.shape), list(q.stride()), box, _shared(3))
 
 
 def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec, block: int) -> TensorDescriptor:
-    """Pages as rows of one matrix: a page's slots (NHD), or the slots of a page's first head, its second, ... (HND)."""
+    """Pages as rows [slots, heads, dim] (NHD), or as the slots of a page's first head, of its second, ... (HND)."""
     width, shape = row_elements(spec), spec.shape
     rows = ((shape.num_pages - 1) * pages.stride(0) + pages[0].numel()) // width
-    box = [min(shape.page_tokens, block), shape.dim]
-    return TensorDescriptor(pages, [rows, width], [width, 1], box, _shared(2))
+    box = [min(shape.page_tokens, block), 1, padded_dim(shape.dim)]
+    return TensorDescriptor(pages, [rows, width // shape.dim, shape.dim], [width, shape.dim, 1], box, _shared(3))
 
 
 def _shared(rank: int) -> gl.NVMMASharedLayout:
