@@ -72,6 +72,7 @@ class Compute(NamedTuple):
     device: torch.device
     shape: KvShape
     pages: KvPages
+    invariance: Invariance
     runner: Runner
 
 
@@ -97,7 +98,7 @@ def prepare(config: WorkerConfig) -> Compute:
     shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
     pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
     limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs)
-    return Compute(loaded, device, shape, pages, Runner(loaded.model, pages, device, limits))
+    return Compute(loaded, device, shape, pages, invariance, Runner(loaded.model, pages, device, limits))
 
 
 def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_model_len: int) -> tuple[int, ...]:
@@ -112,7 +113,13 @@ def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_m
 
 def fingerprint(compute: Compute) -> bytes:
     """What must agree before two workers may exchange pages; each field is framed by its length."""
-    fields = (compute.loaded.digest, compute.pages.layout_id, repr(compute.loaded.config.rope), str(NUM_RANKS))
+    fields = (
+        compute.loaded.digest,
+        compute.pages.layout_id,
+        repr(compute.loaded.config.rope),
+        str(NUM_RANKS),
+        compute.invariance.value,
+    )
     digest = hashlib.sha256(b"stemcache fingerprint 1")
     for field in fields:
         data = field if isinstance(field, bytes) else field.encode()
