@@ -162,11 +162,11 @@ def check_publish(cache: DeviceCache, publish: Publish, where: str) -> Lease:
         wrong = f"is less than {lease.computed}" if computed < lease.computed else f"of {num_tokens} accepted tokens"
         raise InvalidInput(f"{where}.computed_tokens", f"{computed} {wrong}")
     layout = cache.layout
-    ends = [hold.end for hold in lease.windows.values()] if lease.windows else []
-    if layout.full:
-        ends.append(lease.full_end)
-    if ends and computed > min(ends) * layout.page_tokens:
-        raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {min(ends)} granted pages")
+    if layout.full and computed > lease.full_end * layout.page_tokens:
+        raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {lease.full_end} granted pages")
+    for hold in lease.windows.values():
+        if computed > hold.end * layout.page_tokens:
+            raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
     return lease
 
 
