@@ -1,6 +1,6 @@
 """pack_pages and unpack_pages in Triton: pure traffic in the widest words that fit.
 
-Knows only rows of bytes. One program moves one chunk of 4 KiB; a page's chunks are neighbours in launch order, which is
+Knows only rows of bytes. One program moves one chunk of 2 KiB; a page's chunks are neighbours in launch order, which is
 what keeps DRAM pages open.
 """
 
@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS = 512
+WORDS = 256
 WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # Enough to fill a host link; more would only keep multiprocessors from the work that runs beside a spill.
 HOST_PROGRAMS = 32
 HOST_WARPS = 4
+HOST_WORDS = 1024
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, 
     word_type = _widest_word(planes, packed)
     paged, dense = planes.view(word_type), packed.view(word_type)
     words = paged.shape[2]
-    block = min(WORDS, triton.next_power_of_2(words))
+    block = min(HOST_WORDS if in_turn else WORDS, triton.next_power_of_2(words))
     chunks = packed.shape[0] * triton.cdiv(words, block)
     sizes = (words, paged.stride(0), paged.stride(1), dense.stride(0))
     with torch.cuda.device_of(planes):
@@ -109,7 +110,7 @@ def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, 
                 paged, dense, page_ids, turns, planes.shape[0], *sizes, PACK=pack, WORDS=block, num_warps=HOST_WARPS
             )
         else:
-            move_words[(chunks, planes.shape[0])](paged, dense, page_ids, *sizes, PACK=pack, WORDS=block, num_warps=2)
+            move_words[(chunks, planes.shape[0])](paged, dense, page_ids, *sizes, PACK=pack, WORDS=block, num_warps=1)
 
 
 def _widest_word(planes: torch.Tensor, packed: torch.Tensor) -> torch.dtype:

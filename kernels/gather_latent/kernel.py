@@ -10,7 +10,7 @@ import triton.language as tl
 
 # A row of 576 is 1152 bytes: four of them are 36 registers of each lane.
 ROWS = 4
-PROBES = tl.constexpr(32)
+PROBES = tl.constexpr(64)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def test_latents(tmp_path: Path, has_new: bool) -> None:
     from kernels.append_latent.kernel import append_latents
     from kernels.gather_latent.kernel import gather_rows
 
-    gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 4, "LEVELS": 2}
+    gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 4, "LEVELS": 1}
     flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new}
     check_moves(compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind), tmp_path, turns_over=True)
     append = {"RANK": 512, "ROPE": 64, "PAGE": 64, "ROWS": 2, "BLOCK_RANK": 512, "BLOCK_ROPE": 64}
