@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 TWIN = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON = {
     "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
-    "CAP": False, "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True,
+    "CAP": False, "BN": 128, "STAGES": 2, "Q_STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "SCALES": False,
 }  # fmt: skip
 CASES = {
     "plain": {"HAS_SINKS": False},
@@ -29,6 +29,7 @@ CASES = {
     "dim 96": {"DIM": 96},
     "HND": {"HND": True},
     "window": {"WINDOW": 300},
+    "fp8": {"SCALES": True, "Q_STAGES": 1},
 }
 
 
@@ -53,7 +54,8 @@ def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     query_box = [64, dim] if constants["PACKED"] else [64 // group, group, dim]
     pointers = {f"{name}_ptr": "*i32" for name in ("tables", "records", "count")}
     pointers |= {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
-    pages = descriptor(dtype, [rows, 1, dim])
+    pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    pages = descriptor("fp8e4nv", [rows, 1, dim], 8) if constants["SCALES"] else descriptor(dtype, [rows, 1, dim])
     descriptors = {"q_desc": descriptor(dtype, query_box), "k_desc": pages, "v_desc": pages}
     return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
 

@@ -16,7 +16,7 @@ from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
 from tests.kernels.target import Target
 from tests.kernels.test_prefill_attention import RAGGED, cut
-from tests.kernels.test_prefill_options import packed, run
+from tests.kernels.test_prefill_options import coded, packed, run
 
 GLUON = Target("cuda", Backend.GLUON)
 SHAPE = CaseShape(q_heads=8, kv_heads=2, dim=128, device="cuda")
@@ -75,6 +75,22 @@ class TestAgainstDenseAttention:
         check(case, sinks=sinks)
         check(case, scale=0.31)
         check(case, softcap=2.0, sinks=sinks.bfloat16())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("window", [0, 50])
+    def test_fp8_pages(self, window: int, dtype: torch.dtype) -> None:
+        case, options = coded(make_case(LENGTHS, replace(SHAPE, dtype=dtype)), False, GLUON)
+        case = replace(case, window=window)
+        options |= {"sinks": torch.linspace(-4, 4, 8, device="cuda")}
+        for extra in ({}, {"softcap": 3.0}, {"q": packed(case.q, 2)}):
+            out, lse = run(case, GLUON, **options, **extra)
+            wanted, wanted_lse = dense_attention(
+                case,
+                sinks=options["sinks"],
+                softcap=float(extra.get("softcap", 0.0)),  # type: ignore[arg-type]
+            )
+            assert_output(out, wanted)
+            assert_lse(lse, wanted_lse)
 
     def test_given_output_and_queries_inside_wider_rows(self) -> None:
         case = make_case([(16, 20), (0, 200)], SHAPE)
@@ -200,6 +216,29 @@ def test_which_cases_the_kernel_takes(change: dict[str, object], reason: str | N
     got = reason_against_case(case.q, *pages, spec)
     assert got is None if reason is None else reason in str(got)
     assert prefill_route(case.q, *pages, layout=case.layout) is Backend.REFERENCE
+
+
+@pytest.mark.parametrize(("per_token", "reason"), [(False, None), (True, "scales PER_TOKEN")])
+def test_which_fp8_pages_the_kernel_takes(per_token: bool, reason: str | None) -> None:
+    case = make_case([(4, 5)], replace(SHAPE, device="cpu"))
+    case, options = coded(case, per_token, Target("cpu", Backend.REFERENCE))
+    k_pages, v_pages, k_scales, v_scales = (options[name] for name in ("k_pages", "v_pages", "k_scales", "v_scales"))
+    spec = check_attention(
+        case.q,
+        k_pages,
+        v_pages,
+        case.block_tables,
+        1,
+        case.layout,
+        None,
+        0,
+        None,
+        0.0,
+        k_scales,
+        v_scales,  # type: ignore[arg-type]
+    )
+    got = reason_against_case(case.q, k_pages, v_pages, spec)  # type: ignore[arg-type]
+    assert got is None if reason is None else reason in str(got)
 
 
 def test_odd_groups_are_taken_when_packed() -> None:

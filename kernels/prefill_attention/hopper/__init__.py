@@ -8,6 +8,7 @@ import functools
 import torch
 
 from kernels.attention import AttentionSpec
+from kernels.fp8 import ScaleKind
 from kernels.layout import KvLayout
 
 __all__ = ["TILE_ROWS", "is_hopper", "key_block", "padded_dim", "reason_against", "reason_against_case", "row_elements"]
@@ -46,8 +47,12 @@ def reason_against_case(
 ) -> str | None:
     """The same, whatever the device."""
     shape, group = spec.shape, spec.group
-    if q.dtype not in (torch.bfloat16, torch.float16) or k_pages.dtype is not q.dtype:
-        return f"{q.dtype} queries and {k_pages.dtype} pages"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} queries"
+    if spec.scales is not None and (spec.scales.kind is not ScaleKind.PER_TENSOR or padded_dim(shape.dim) != 128):
+        return f"{k_pages.dtype} pages of dim {shape.dim} with scales {spec.scales.kind.name}"
+    if spec.scales is None and k_pages.dtype is not q.dtype:
+        return f"{k_pages.dtype} pages without scales"
     if spec.layout is KvLayout.SHUFFLE:
         return "SHUFFLE pages are not rows of one matrix"
     if shape.dim not in HEAD_DIMS:

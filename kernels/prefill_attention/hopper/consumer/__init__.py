@@ -1,0 +1,1 @@
+"""What computes: products, softmax, and the store; see `kernel`."""

@@ -1,0 +1,183 @@
+"""A consumer warpgroup: 64 rows of a tile, its products on the tensor cores, softmax, and the store.
+
+Knows no page: key tiles arrive in shared memory, values with garbage where no key is. QK of a tile is issued before PV
+of the one before it, so that the tensor cores work while softmax does. D and DV are the widths of keys and values.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.prefill_attention.hopper.turns.kernel import key_tiles, record, rounds
+
+# Renamed between Triton 3.6 and 3.7.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _visible(scores, tile, position, nfull, last_low, WINDOW: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
+    """Scores with what a row does not see at -1e30; tiles that all rows see wholly pass as they are."""
+    if WINDOW > 0:
+        if (tile >= nfull) | (tile * BN < last_low):
+            key = (tile * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)))[None, :]
+            seen = (key <= position[:, None]) & (key > position[:, None] - WINDOW)
+            scores = gl.where(seen, scores, -1.0e30)
+    else:
+        if tile >= nfull:
+            key = (tile * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)))[None, :]
+            scores = gl.where(key <= position[:, None], scores, -1.0e30)
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, peak, base, scale):
+    """(peak, base, weights, decay): the largest score so far, that score scaled, and how much older sums shrink.
+
+    The scale is folded into exp2. Bases are kept, not made again from peaks: where the peak stays, decay is exactly 1.
+    """
+    new_peak = gl.maximum(peak, gl.max(scores, 1))
+    new_base = new_peak * scale
+    factor = gl.zeros_like(scores) + scale
+    weights = gl.exp2(gl.fma(scores, factor, gl.expand_dims(-new_base, 1) + gl.zeros_like(scores)))
+    return new_peak, new_base, weights, gl.exp2(base - new_base)
+
+
+@gluon.jit
+def _capped(scores, cap_log2, CAP: gl.constexpr):
+    """tanh(scores * c) as 1 - 2 / (exp(2 c scores) + 1): the hardware's own tanh is too coarse for a logit."""
+    if CAP:
+        scores = 1.0 - 2.0 / (gl.exp2(scores * cap_log2) + 1.0)
+    return scores
+
+
+@gluon.jit
+def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.constexpr):
+    """Zeros in rows that hold no key of the sequence: their weight is 0, and 0 * NaN would not be.
+
+    Only a sequence's last tile has such rows, and the first one of a window. Both consumers clear them, each before its
+    own product; they write the same numbers.
+    """
+    if ((tile + 1) * BN > kv_len) | (tile * BN < lowest):
+        CL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        key = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, CL))
+        ok = (key >= lowest) & (key < kv_len)
+        mbarrier.wait(full, phase)
+        values.store(gl.where(ok[:, None], values.load(CL), 0.0))
+        fence_async_shared()
+        _barrier()
+
+
+@gluon.jit
+def consume(
+    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
+    stride_out_token, stride_out_head, qs, ks, vs,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """Half of a tile's rows: 64 of them in one warpgroup."""
+    ROWS: gl.constexpr = 64
+    QUERIES: gl.constexpr = 128 // GROUP
+    LOG2_E: gl.constexpr = 1.4426950408889634
+    LN_2: gl.constexpr = 0.6931471805599453
+    DTYPE: gl.constexpr = qs.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OL, k_width=2)
+    RS: gl.constexpr = gl.SliceLayout(1, SL)
+    RO: gl.constexpr = gl.SliceLayout(1, OL)
+    row_s = PART * ROWS + gl.arange(0, ROWS, RS)
+    zeros = gl.zeros([ROWS, BN], gl.float32, SL)
+    if SCALES:
+        # Products of codes: the keys' scale goes to where scores are scaled, the values' scale to the output.
+        if CAP:
+            cap_log2 = cap_log2 * gl.load(k_scales_ptr)
+        else:
+            scale_log2 = scale_log2 * gl.load(k_scales_ptr)
+    turns, total = rounds(count_ptr, HEADS)
+    step = 0
+    head, _seq, first, token, q_len, kv_len = record(records_ptr, 0, total, HEADS)
+    for turn in range(turns):
+        nhead, _nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, turn + 1, total, HEADS)
+        cached = kv_len - q_len
+        lowest, start, stop = key_tiles(first, q_len, kv_len, QUERIES, WINDOW, BN)
+        nfull = (cached + first + 1) // BN
+        last_low = cached + first + QUERIES - WINDOW
+        position = cached + first + row_s // GROUP
+        peak = gl.full([ROWS], -1.0e20, gl.float32, RS)
+        base = gl.zeros([ROWS], gl.float32, RS)
+        sums = gl.full([ROWS], 0.0, gl.float32, RS)
+        acc = gl.zeros([ROWS, DV], gl.float32, OL)
+        stage = turn % Q_STAGES
+        q = qs.index(stage * 2 + PART)
+        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
+        # The first key tile: there is no earlier one whose values could be added meanwhile.
+        slot = step % STAGES
+        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+        scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        scores = _visible(_capped(scores, cap_log2, CAP), start, position, nfull, last_low, WINDOW, BN, SL)
+        peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
+        sums = gl.sum(weights, 1)
+        p = gl.convert_layout(weights.to(DTYPE), PL)
+        if WINDOW > 0:
+            _clear_hidden_values(vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN)
+        for tile in range(start + 1, stop):
+            before = step % STAGES
+            before_phase = (step // STAGES) & 1
+            step += 1
+            slot = step % STAGES
+            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), before_phase)
+            acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            scores = _visible(_capped(scores, cap_log2, CAP), tile, position, nfull, last_low, WINDOW, BN, SL)
+            peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
+            sums = gl.fma(sums, decay, gl.sum(weights, 1))
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(before), count=1)
+            acc = acc * gl.convert_layout(decay, RO)[:, None]
+            p = gl.convert_layout(weights.to(DTYPE), PL)
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        before = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(v_full.index(before), phase)
+        _clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, lowest, kv_len, BN)
+        acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        step += 1
+
+        if HAS_SINKS:
+            # Once, behind the last key: the sink has no value, so it only adds to the sum.
+            sink = gl.load(sinks_ptr + head * GROUP + row_s % GROUP).to(gl.float32) * LOG2_E
+            raised = gl.maximum(base, sink)
+            decay = gl.exp2(base - raised)
+            sums = gl.fma(sums, decay, gl.exp2(sink - raised))
+            acc = acc * gl.convert_layout(decay, RO)[:, None]
+            base = raised
+        weight = 1.0 / sums
+        if SCALES:
+            weight = weight * gl.load(v_scales_ptr)
+        acc = acc * gl.convert_layout(weight, RO)[:, None]
+        row = PART * ROWS + gl.arange(0, ROWS, RO)
+        query = first + row // GROUP
+        live = (row < QUERIES * GROUP) & (query < q_len)
+        at = (token + query).to(gl.int64) * stride_out_token + (head * GROUP + row % GROUP) * stride_out_head
+        d = gl.arange(0, DV, gl.SliceLayout(0, OL))
+        gl.store(out_ptr + at[:, None] + d[None, :], acc.to(DTYPE), mask=live[:, None] & (d < DIM)[None, :])
+        if WANTS_LSE:
+            query_s = first + row_s // GROUP
+            live_s = (row_s < QUERIES * GROUP) & (query_s < q_len)
+            at_s = (head * GROUP + row_s % GROUP).to(gl.int64) * num_tokens + token + query_s
+            gl.store(lse_ptr + at_s, (base + gl.log2(sums)) * LN_2, mask=live_s)
+        head, first, token, q_len, kv_len = nhead, nfirst, ntoken, nq_len, nkv_len

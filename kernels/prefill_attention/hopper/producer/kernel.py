@@ -1,0 +1,115 @@
+"""Fills shared memory for the consumers: one warp streams boxes of queries and pages, four widen fp8 codes.
+
+Knows no score and no mask. Pages of a key tile go as one box each into rows of one wgmma operand.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from kernels.prefill_attention.hopper.turns.kernel import key_tiles, record, rounds
+
+# Renamed between Triton 3.6 and 3.7.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _copy_tile(
+    desc, stages, full, empty, slot, phase, table_ptr, tile, low, high, page_rows, row, head,
+    PAGE: gl.constexpr, BN: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """One key tile into a stage; page ids before and behind the visible keys are not read."""
+    ROWS: gl.constexpr = PAGE if PAGE < BN else BN
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    for part in gl.static_range(BN // ROWS):
+        key = tile * BN + part * ROWS
+        page = gl.load(table_ptr + gl.minimum(gl.maximum(key // PAGE, low), high))
+        target = stages.index(slot).slice(part * ROWS, ROWS, 0)
+        where = [page * page_rows + row + key % PAGE, head, 0]
+        tma.async_copy_global_to_shared(desc, where, full.index(slot), target)
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens, k_page_rows, v_page_rows,
+    qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
+    PACKED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Streams Q, K and V of all tiles of this program, as far ahead as the stages allow."""
+    SIZE: gl.constexpr = ks.dtype.primitive_bitwidth // 8
+    if not PACKED:
+        gl.static_assert(64 % GROUP == 0)
+    turns, total = rounds(count_ptr, HEADS)
+    step = 0
+    for turn in range(turns):
+        head, seq, first, token, q_len, kv_len = record(records_ptr, turn, total, HEADS)
+        lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
+        stage = turn % Q_STAGES
+        mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), 128 * D * 2)
+        for part in gl.static_range(2):
+            target = qs.index(stage * 2 + part)
+            if PACKED:
+                row = (head * num_tokens + token + first) * GROUP + part * 64
+                tma.async_copy_global_to_shared(q_desc, [row, 0], q_full.index(stage), target)
+            else:
+                where = [token + first + part * (64 // GROUP), head * GROUP, 0]
+                tma.async_copy_global_to_shared(q_desc, where, q_full.index(stage), target)
+        table_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
+        low = lowest // PAGE
+        high = (kv_len - 1) // PAGE
+        row = head * PAGE if HND else 0
+        column = 0 if HND else head
+        for tile in range(start, stop):
+            slot = step % STAGES
+            phase = (step // STAGES) & 1
+            _copy_tile(
+                k_desc, ks, k_full, k_empty, slot, phase, table_ptr, tile, low, high, k_page_rows, row, column,
+                PAGE, BN, BN * D * SIZE,
+            )  # fmt: skip
+            _copy_tile(
+                v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, column,
+                PAGE, BN, BN * DV * SIZE,
+            )  # fmt: skip
+            step += 1
+
+
+@gluon.jit
+def _widen_tile(
+    codes, code_full, code_empty, numbers, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """One tile of codes as numbers of the queries' dtype, which holds every code exactly."""
+    CL: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    mbarrier.wait(code_full.index(slot), phase)
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    PARTS: gl.constexpr = 4
+    for part in gl.static_range(PARTS):
+        tile = codes.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).load(CL)
+        numbers.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).store(tile.to(gl.float32).to(numbers.dtype))
+    fence_async_shared()
+    _barrier()
+    mbarrier.arrive(code_empty.index(slot), count=1)
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def widen(
+    records_ptr, count_ptr, k_codes, v_codes, k_code_full, k_code_empty, v_code_full, v_code_empty,
+    ks, vs, k_full, k_empty, v_full, v_empty,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Codes of all key tiles of this program, stage by stage."""
+    turns, total = rounds(count_ptr, HEADS)
+    step = 0
+    for turn in range(turns):
+        _head, _seq, first, _token, q_len, kv_len = record(records_ptr, turn, total, HEADS)
+        _lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
+        for _tile in range(start, stop):
+            slot = step % STAGES
+            phase = (step // STAGES) & 1
+            _widen_tile(k_codes, k_code_full, k_code_empty, ks, k_full, k_empty, slot, phase, BN, D)
+            _widen_tile(v_codes, v_code_full, v_code_empty, vs, v_full, v_empty, slot, phase, BN, DV)
+            step += 1

@@ -1,0 +1,1 @@
+"""Which tiles a persistent program computes, and which keys a tile sees; see `kernel`."""
