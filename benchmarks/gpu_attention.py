@@ -61,13 +61,14 @@ def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
     plan = PrefillPlan(sequences, sequences * new, *HEADS, device="cuda")
     plan.prepare(case.cu_seqlens_q, case.cu_seqlens_k)
     grouped = case.q.view(-1, SHAPE.kv_heads, HEADS[0] // HEADS[1], SHAPE.dim).transpose(0, 1).contiguous()
+    out = torch.full_like(case.q, float("nan"))
 
     def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
         pages = (case.k_pages, case.v_pages, case.block_tables)
         lengths = (case.cu_seqlens_q, case.cu_seqlens_k, new)
         if backend is Backend.REFERENCE:
             return prefill_attention(case.q, *pages, *lengths, backend=backend)
-        return prefill_attention(grouped, *pages, *lengths, plan=plan)
+        return prefill_attention(grouped, *pages, *lengths, plan=plan, out=out)
 
     total, amount = cached + new, attention_tflop(sequences, cached, new)
     dense = dense_peers(sequences, total, total, causal=True, amount=attention_tflop(sequences, 0, total))
