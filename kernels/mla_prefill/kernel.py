@@ -163,4 +163,5 @@ def launch(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> No
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             num_warps=8,
+            num_stages=2,
         )

@@ -14,12 +14,16 @@ __all__ = ["attend", "can_attend"]
 
 LOG2_E = 1.4426950408889634
 WIDTH = 576
-PAGE_SIZES = (8, 16, 32, 64)
-STAGES = 2
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+# Few heads are bound by memory: more and smaller tiles keep more bytes under way. By heads alone, so that the bits do
+# not depend on the number of queries.
+FEW_HEADS = 16
+FEW_TILE, FEW_STAGES = 32, 4
+TILE, STAGES = 64, 2
 
 
 def can_attend(q: torch.Tensor, pages: torch.Tensor) -> bool:
-    """Whether copies can follow these pages: 8 to 64 rows of 576 bf16, whole rows apart, on a Hopper card."""
+    """Whether copies can follow these pages: 8 to 256 rows of 576 bf16, whole rows apart, on a Hopper card."""
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -46,18 +50,20 @@ def attend(
     """Attends over checked, non-empty arguments; shared-out sequences are left as partial results in the plan."""
     tokens, heads, _ = q.shape
     page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
+    tile, stages = (FEW_TILE, FEW_STAGES) if heads <= FEW_HEADS else (TILE, STAGES)
+    box = min(page_tokens, tile)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = (pages.shape[0] - 1) * page_rows + page_tokens
 
-    def boxes(tensor: torch.Tensor, count: int, box: int, width: int) -> TensorDescriptor:
-        return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [box, width], layout)
+    def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
+        return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
 
     with torch.cuda.device(q.device):
         attend_latents[(plan.programs,)](
             boxes(q, tokens * heads, 64, 256),
             boxes(q, tokens * heads, 64, 64),
-            boxes(pages, rows, page_tokens, 256),
-            boxes(pages, rows, page_tokens, 64),
+            boxes(pages, rows, box, 256),
+            boxes(pages, rows, box, 64),
             out,
             lse if lse is not None else plan.peak,
             plan.acc,
@@ -76,7 +82,8 @@ def attend(
             HEADS=heads,
             PAGE=page_tokens,
             LEAF=LEAF,
-            STAGES=STAGES,
+            TILE=tile,
+            STAGES=stages,
             MULTI=cu_seqlens_q is not None,
             SLOT_ROWS=plan.slot_rows,
             WANTS_LSE=lse is not None,

@@ -1,9 +1,9 @@
-"""mla_decode in Gluon for Hopper: a tile of 64 latents is loaded once and serves as keys and as values.
+"""mla_decode in Gluon for Hopper: a tile of latents is loaded once and serves as keys and as values.
 
-Knows nothing of the batch: the arithmetic is a fixed tree over a sequence's own positions (tiles of 64 latents, leaves
-of LEAF, folded in ascending order), so its bits are the same whoever computes which part.
+Knows nothing of the batch: the arithmetic is a fixed tree over a sequence's own positions (tiles of TILE latents,
+leaves of LEAF, folded in ascending order), so its bits are the same whoever computes which part.
 
-    warps          work on a tile of 64 rows (query heads, tokens) and 64 latents
+    warps          work on a tile of 64 rows (query heads, tokens) and TILE latents
     producer       copies the latents, a page's rows at a time, and the queries
     left           scores = q . latent over all 576 numbers, softmax, weights to shared memory; values 0 .. 255
     right          takes the weights; values 256 .. 511; it computes while left does the next softmax
@@ -19,8 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = 64
-TILE = 64
 # Gluon's name of the barrier among a partition's threads, in 3.6 and after it.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
@@ -42,23 +40,29 @@ def _item(plan, index, HEADS: gl.constexpr, LEAF: gl.constexpr, MULTI: gl.conste
 
 
 @gluon.jit
-def _page_ids(row_ptr, first, last, COUNT: gl.constexpr):
-    """The pages of one tile, read ahead of their use; past the end any page of the sequence, whose rows are masked."""
-    a = gl.load(row_ptr + gl.minimum(first, last))
+def _boxes(row_ptr, key, last, page_rows, PAGE: gl.constexpr, BOX: gl.constexpr, COUNT: gl.constexpr):
+    """First rows of a tile's boxes, read ahead of their use; past the end any of the sequence's, which are masked."""
+    a = _box(row_ptr, key, last, page_rows, PAGE)
     if COUNT == 1:
         return (a, a, a, a, a, a, a, a)
-    b = gl.load(row_ptr + gl.minimum(first + 1, last))
+    b = _box(row_ptr, key + BOX, last, page_rows, PAGE)
     if COUNT == 2:
         return (a, b, a, b, a, b, a, b)
-    c = gl.load(row_ptr + gl.minimum(first + 2, last))
-    d = gl.load(row_ptr + gl.minimum(first + 3, last))
+    c = _box(row_ptr, key + 2 * BOX, last, page_rows, PAGE)
+    d = _box(row_ptr, key + 3 * BOX, last, page_rows, PAGE)
     if COUNT == 4:
         return (a, b, c, d, a, b, c, d)
-    e = gl.load(row_ptr + gl.minimum(first + 4, last))
-    f = gl.load(row_ptr + gl.minimum(first + 5, last))
-    g = gl.load(row_ptr + gl.minimum(first + 6, last))
-    h = gl.load(row_ptr + gl.minimum(first + 7, last))
+    e = _box(row_ptr, key + 4 * BOX, last, page_rows, PAGE)
+    f = _box(row_ptr, key + 5 * BOX, last, page_rows, PAGE)
+    g = _box(row_ptr, key + 6 * BOX, last, page_rows, PAGE)
+    h = _box(row_ptr, key + 7 * BOX, last, page_rows, PAGE)
     return (a, b, c, d, e, f, g, h)
+
+
+@gluon.jit
+def _box(row_ptr, key, last, page_rows, PAGE: gl.constexpr):
+    """The row of the pool where the box with this key begins."""
+    return gl.load(row_ptr + gl.minimum(key // PAGE, last)) * page_rows + key % PAGE
 
 
 @gluon.jit
@@ -75,12 +79,14 @@ def _produce(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
 ):
     q_left, q_right, q_rope, left, right, rope = shared[0]
     q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
-    PAGES: gl.constexpr = 64 // PAGE
+    BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
+    BOXES: gl.constexpr = TILE // BOX
     tables_ptr = plan[4]
     items = gl.load(plan[1])
     step = 0
@@ -90,28 +96,26 @@ def _produce(
         seq, q_start, _q_len, tile, leaf, leaves, length, _slot = _item(plan, index, HEADS, LEAF, MULTI)
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         last = gl.maximum((length - 1) // PAGE, 0)
-        first = leaf * (LEAF // PAGE)
-        count = (gl.minimum(length - leaf * LEAF, leaves * LEAF) + 63) // 64
-        ids = _page_ids(row_ptr, first, last, PAGES)
+        count = (gl.minimum(length - leaf * LEAF, leaves * LEAF) + TILE - 1) // TILE
+        rows = _boxes(row_ptr, leaf * LEAF, last, page_rows, PAGE, BOX, BOXES)
         for i in range(count):
-            ahead = _page_ids(row_ptr, first + (i + 1) * PAGES, last, PAGES)
+            ahead = _boxes(row_ptr, leaf * LEAF + (i + 1) * TILE, last, page_rows, PAGE, BOX, BOXES)
             s = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(left_empty.index(s), phase)
-            mbarrier.expect(left_full.index(s), 64 * 320 * 2)
-            for j in gl.static_range(PAGES):
-                row = ids[j] * page_rows
+            mbarrier.expect(left_full.index(s), TILE * 320 * 2)
+            for j in gl.static_range(BOXES):
                 tma.async_copy_global_to_shared(
-                    rope_desc, [row, 512], left_full.index(s), rope.index(s).slice(j * PAGE, PAGE, 0)
+                    rope_desc, [rows[j], 512], left_full.index(s), rope.index(s).slice(j * BOX, BOX, 0)
                 )
                 tma.async_copy_global_to_shared(
-                    half_desc, [row, 0], left_full.index(s), left.index(s).slice(j * PAGE, PAGE, 0)
+                    half_desc, [rows[j], 0], left_full.index(s), left.index(s).slice(j * BOX, BOX, 0)
                 )
             mbarrier.wait(right_empty.index(s), phase)
-            mbarrier.expect(right_full.index(s), 64 * 256 * 2)
-            for j in gl.static_range(PAGES):
+            mbarrier.expect(right_full.index(s), TILE * 256 * 2)
+            for j in gl.static_range(BOXES):
                 tma.async_copy_global_to_shared(
-                    half_desc, [ids[j] * page_rows, 256], right_full.index(s), right.index(s).slice(j * PAGE, PAGE, 0)
+                    half_desc, [rows[j], 256], right_full.index(s), right.index(s).slice(j * BOX, BOX, 0)
                 )
             if i == 0:
                 # Behind the first latents: these have room before the last item's queries are done with.
@@ -122,16 +126,16 @@ def _produce(
                 tma.async_copy_global_to_shared(q_half_desc, [q_row, 256], q_full, q_right)
                 tma.async_copy_global_to_shared(q_rope_desc, [q_row, 512], q_full, q_rope)
                 turn += 1
-            ids = ahead
+            rows = ahead
             step += 1
         index += gl.num_programs(0)
 
 
 @gluon.jit
-def _clear_tail(values, live):
+def _clear_tail(values, live, TILE: gl.constexpr):
     """Zeroes the rows past a sequence's last latent: nobody wrote them, and 0 * NaN is not 0."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    for first in gl.static_range(0, 64, 16):
+    for first in gl.static_range(0, TILE, 16):
         part = values.slice(first, 16, 0)
         row = first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
         part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0.0))
@@ -162,6 +166,7 @@ def _attend_left(
     bars,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
+    TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
@@ -172,7 +177,7 @@ def _attend_left(
     handed, decays, folds = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
     hand_full, hand_empty, fold_full, fold_empty = bars[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -180,9 +185,9 @@ def _attend_left(
     LN_2: gl.constexpr = 0.6931471805599453
     row = gl.arange(0, 64, SR)
     out_row = gl.arange(0, 64, OR)
-    column = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+    column = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
-    zeros = gl.zeros([64, 64], gl.float32, SCORES)
+    zeros = gl.zeros([64, TILE], gl.float32, SCORES)
     sum_at = gl.program_id(0) * (64 * 512) + _part_at(out_row, dim, 64)
     slot_at = _part_at(out_row, dim, SLOT_ROWS)
     items = gl.load(plan[1])
@@ -203,7 +208,7 @@ def _attend_left(
         sum_total = gl.full([64], 0.0, gl.float32, SR)
         for n in range(leaves):
             start = (leaf + n) * LEAF
-            count = (gl.minimum(length - start, LEAF) + 63) // 64
+            count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
             peak = gl.full([64], -1.0e20, gl.float32, SR)
             total = gl.full([64], 0.0, gl.float32, SR)
@@ -217,8 +222,8 @@ def _attend_left(
                 mbarrier.wait(right_full.index(s), phase)
                 part = warpgroup_mma(q_right, right.index(s).permute((1, 0)), part, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=[part])
-                first = start + i * 64
-                if first + 64 > length - q_len + 1:
+                first = start + i * TILE
+                if first + TILE > length - q_len + 1:
                     scores = gl.where((first + column)[None, :] <= last_seen[:, None], scores, -1.0e30)
                 new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
                 weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
@@ -232,8 +237,8 @@ def _attend_left(
                 mbarrier.arrive(hand_full, count=1)
                 total = gl.fma(total, decay, gl.sum(weights, 1))
                 acc = acc * gl.convert_layout(decay, OR)[:, None]
-                if first + 64 > length:
-                    _clear_tail(left.index(s), length - first)
+                if first + TILE > length:
+                    _clear_tail(left.index(s), length - first, TILE)
                 values = warpgroup_mma(gl.convert_layout(half, P), left.index(s), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(left_empty.index(s), count=1)
@@ -289,6 +294,7 @@ def _attend_right(
     bars,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
+    TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
@@ -314,7 +320,7 @@ def _attend_right(
         live = (row < q_len * HEADS - tile * 64)[:, None]
         for n in range(leaves):
             start = (leaf + n) * LEAF
-            count = (gl.minimum(length - start, LEAF) + 63) // 64
+            count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
             acc = gl.zeros([64, 256], gl.float32, VALUES)
             for i in range(count):
                 s = step % STAGES
@@ -324,8 +330,8 @@ def _attend_right(
                 thread_barrier()
                 mbarrier.arrive(hand_empty, count=1)
                 acc = acc * decay[:, None]
-                if start + i * 64 + 64 > length:
-                    _clear_tail(right.index(s), length - start - i * 64)
+                if start + (i + 1) * TILE > length:
+                    _clear_tail(right.index(s), length - start - i * TILE, TILE)
                 values = warpgroup_mma(weights, right.index(s), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(right_empty.index(s), count=1)
@@ -376,21 +382,23 @@ def attend_latents(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
+    TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    HANDED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * TILE, element_bitwidth=16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_left = gl.allocate_shared_memory(gl.bfloat16, [64, 256], LAYOUT)
     q_right = gl.allocate_shared_memory(gl.bfloat16, [64, 256], LAYOUT)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], LAYOUT)
-    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], LAYOUT)
-    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], LAYOUT)
-    rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], LAYOUT)
-    handed = gl.allocate_shared_memory(gl.bfloat16, [64, 64], LAYOUT)
+    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 256], LAYOUT)
+    rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 64], LAYOUT)
+    handed = gl.allocate_shared_memory(gl.bfloat16, [64, TILE], HANDED)
     decays = gl.allocate_shared_memory(gl.float32, [64], VECTOR)
     folds = gl.allocate_shared_memory(gl.float32, [3, 64], VECTOR)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -425,10 +433,10 @@ def attend_latents(
     gl.warp_specialize(
         [
             (_attend_left, (plan, results, scale_log2, num_tokens, shared, bars,
-                            HEADS, LEAF, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
-            (_attend_right, (plan, results, shared, bars, HEADS, LEAF, STAGES, MULTI, SLOT_ROWS)),
+                            HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
+            (_attend_right, (plan, results, shared, bars, HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS)),
             (_produce, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                        shared, bars, HEADS, PAGE, LEAF, STAGES, MULTI)),
+                        shared, bars, HEADS, PAGE, LEAF, TILE, STAGES, MULTI)),
         ],
         [4, 1],
         [224, 32],

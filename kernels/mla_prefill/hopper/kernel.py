@@ -174,6 +174,27 @@ def _clear_tail(v, live, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _places(
+    q_start,
+    q_len,
+    head,
+    first,
+    num_tokens,
+    HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAT: gl.constexpr,
+    VALUES: gl.constexpr,
+):
+    """Where the statistics and the values of a tile's rows lie, and which rows there are."""
+    query = first + gl.arange(0, ROWS, STAT)
+    out_query = first + gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
+    dim = gl.arange(0, 128, gl.SliceLayout(0, VALUES))
+    stat_at = head.to(gl.int64) * num_tokens + q_start + query
+    out_at = ((q_start + out_query).to(gl.int64) * HEADS + head) * 128
+    return stat_at, query < q_len, out_at[:, None] + dim[None, :], (out_query < q_len)[:, None]
+
+
+@gluon.jit
 def _consume(
     results,
     scale_log2,
@@ -200,7 +221,6 @@ def _consume(
     LN_2: gl.constexpr = 0.6931471805599453
     MASKED: gl.constexpr = -1.0e30
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-    dim = gl.arange(0, 128, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     turn = 0
     loads = 0
@@ -208,15 +228,13 @@ def _consume(
     head, q_start, tile, q_len, k_len, offset, count = _take(mail, mail_full, mail_empty, turn)
     while head >= 0:
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
-        out_query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, OR)
-        stat_at = head.to(gl.int64) * num_tokens + q_start + query
-        out_at = ((q_start + out_query).to(gl.int64) * HEADS + head) * 128
-        live = query < q_len
-        out_live = (out_query < q_len)[:, None]
         if RESUMES:
+            stat_at, live, out_at, out_live = _places(
+                q_start, q_len, head, tile * BLOCK + PART * ROWS, num_tokens, HEADS, ROWS, SR, VALUES
+            )
             peak = gl.load(peak_ptr + stat_at, mask=live, other=-1.0e20)
             total = gl.load(total_ptr + stat_at, mask=live, other=0.0)
-            acc = gl.load(acc_ptr + out_at[:, None] + dim[None, :], mask=out_live, other=0.0)
+            acc = gl.load(acc_ptr + out_at, mask=out_live, other=0.0)
         else:
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
             peak = gl.full([ROWS], -1.0e20, gl.float32, SR)
@@ -270,15 +288,17 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=[values])
             mbarrier.arrive(v_empty.index(s), count=1)
         step += count
+        # Not kept over the loop, which needs the registers.
+        stat_at, live, out_at, out_live = _places(
+            q_start, q_len, head, tile * BLOCK + PART * ROWS, num_tokens, HEADS, ROWS, SR, VALUES
+        )
         if SUSPENDS:
-            gl.store(acc_ptr + out_at[:, None] + dim[None, :], acc, mask=out_live)
+            gl.store(acc_ptr + out_at, acc, mask=out_live)
             gl.store(peak_ptr + stat_at, peak, mask=live)
             gl.store(total_ptr + stat_at, total, mask=live)
         else:
-            whole_sum = gl.convert_layout(gl.where(total == 0.0, 1.0, total), OR)
-            gl.store(
-                out_ptr + out_at[:, None] + dim[None, :], (acc / whole_sum[:, None]).to(gl.bfloat16), mask=out_live
-            )
+            share = gl.convert_layout(gl.where(total == 0.0, 1.0, total), OR)
+            gl.store(out_ptr + out_at, (acc / share[:, None]).to(gl.bfloat16), mask=out_live)
             if WANTS_LSE:
                 lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * LN_2)
                 gl.store(lse_ptr + stat_at, lse, mask=live)

@@ -1,4 +1,4 @@
-"""The plan of mla_prefill in Triton: every program ranks 64 tiles of queries among all tiles.
+"""The plan of mla_prefill in Triton: every program ranks a few tiles of queries among all tiles.
 
 Knows only lengths. Ranks are counted, not sorted: a batch has hundreds of tiles, not more.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kernels.mla_prefill.plan import BLOCK
 
-SLOTS = 64
+COMPARED = 4096  # tiles times sequences that a program compares at a time
 
 
 @triton.jit
@@ -80,8 +80,10 @@ def launch(
 ) -> None:
     """Launches over checked arguments."""
     num_seqs = cu_seqlens_q.shape[0] - 1
+    seqs = max(triton.next_power_of_2(num_seqs), 16)
+    slots = max(min(COMPARED // seqs, 64), 16)
     with torch.cuda.device_of(order):
-        order_tiles[(max(triton.cdiv(max_tiles, SLOTS), 1),)](
+        order_tiles[(max(triton.cdiv(max_tiles, slots), 1),)](
             order,
             counts,
             cu_seqlens_q,
@@ -90,7 +92,7 @@ def launch(
             num_seqs,
             MODE=1 if q_offsets is not None else 0 if causal else 2,
             BLOCK=BLOCK,
-            SEQS=max(triton.next_power_of_2(num_seqs), 16),
-            SLOTS=SLOTS,
-            num_warps=4,
+            SEQS=seqs,
+            SLOTS=slots,
+            num_warps=8,
         )
