@@ -94,14 +94,15 @@ class PagedAttention:
         return self.attended(layer, queries)
 
     def attended(self, layer: int, queries: RotatedQueries) -> torch.Tensor:
-        """What the launch's queries see in this layer's pages: [num_tokens, q_heads, dim], padding rows zero."""
-        launch, num_decode = self._launch, self._launch.num_decode
+        """What the launch's queries see in this layer's pages: [num_tokens, q_heads, head_dim].
+
+        Padding rows are left as they are: whatever they hold stays in its row, and nobody reads it.
+        """
+        num_decode = self._launch.num_decode
         out = torch.empty_like(queries.unpacked)
-        if launch.num_tokens < out.shape[0]:
-            out[launch.num_tokens :].zero_()
         if num_decode:
             self._attend_decode(layer, queries.unpacked[:num_decode], out[:num_decode])
-        if launch.num_prefill:
+        if self._launch.num_prefill:
             self._attend_prefill(layer, queries.packed, out[num_decode:])
         return out
 
