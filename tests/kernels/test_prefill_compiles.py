@@ -55,7 +55,8 @@ def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     pointers = {f"{name}_ptr": "*i32" for name in ("tables", "records", "count")}
     pointers |= {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
     pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
-    pages = descriptor("fp8e4nv", [rows, 1, dim], 8) if constants["SCALES"] else descriptor(dtype, [rows, 1, dim])
+    box = [rows, dim] if constants["DIM"] == dim else [rows, 1, dim]
+    pages = descriptor("fp8e4nv", box, 8) if constants["SCALES"] else descriptor(dtype, box)
     descriptors = {"q_desc": descriptor(dtype, query_box), "k_desc": pages, "v_desc": pages}
     return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
 

@@ -26,14 +26,9 @@ def tiles(lengths: list[tuple[int, int]], queries: int, keys: int) -> list[tuple
     for seq, (cached, new) in enumerate(lengths):
         for first in range(0, new, queries):
             cost = -(-min(cached + first + queries, cached + new) // keys)
-            found.append((-cost_class(cost), seq, -first, token, new, cached + new))
+            found.append((-cost, seq, first, token, new, cached + new))
         token += new
-    return [(seq, -first, *rest) for _, seq, first, *rest in sorted(found)]
-
-
-def cost_class(cost: int) -> int:
-    """The cost with all but its leading three bits cleared."""
-    return cost >> max(cost.bit_length() - 3, 0) << max(cost.bit_length() - 3, 0)
+    return [record[1:] for record in sorted(found)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,4 +59,4 @@ def test_a_list_that_is_too_short_is_filled_and_not_left(device: str) -> None:
     sums = running_sums([640], device)
     make_work_list(sums, sums, records[:5], count, 64, 128)
     assert count.tolist() == [5] and bool((records[5:] == -1).all())
-    assert [row[1] for row in records[:5].tolist()] == [576, 512, 448, 384, 320]
+    assert [row[1] for row in records[:5].tolist()] == [512, 576, 384, 448, 256]

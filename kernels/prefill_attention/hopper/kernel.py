@@ -45,17 +45,23 @@ def attend_tiles(
     else:
         q_in = gl.allocate_shared_memory(DTYPE, [2 * Q_STAGES, 64 // GROUP, GROUP, D], q_desc.layout)
     qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2 * Q_STAGES, 64, D], rows)
-    k_in = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, 1, D], k_desc.layout)
-    v_in = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, 1, DV], v_desc.layout)
+    if DIM < D:
+        k_in = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, 1, D], k_desc.layout)
+        v_in = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, 1, DV], v_desc.layout)
+    else:
+        k_in = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], k_desc.layout)
+        v_in = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DV], v_desc.layout)
+    tiles: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=k_desc.dtype.primitive_bitwidth, rank=2
+    )
+    k_tiles = k_in._reinterpret(k_desc.dtype, [STAGES, BN, D], tiles)
+    v_tiles = v_in._reinterpret(v_desc.dtype, [STAGES, BN, DV], tiles)
     if SCALES:
-        codes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        k_codes = k_in._reinterpret(k_desc.dtype, [STAGES, BN, D], codes)
-        v_codes = v_in._reinterpret(v_desc.dtype, [STAGES, BN, DV], codes)
         ks = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], rows)
         vs = gl.allocate_shared_memory(DTYPE, [STAGES, BN, DV], rows)
     else:
-        ks = k_in._reinterpret(DTYPE, [STAGES, BN, D], rows)
-        vs = v_in._reinterpret(DTYPE, [STAGES, BN, DV], rows)
+        ks = k_tiles
+        vs = v_tiles
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -96,14 +102,14 @@ def attend_tiles(
                     1, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
                 )),
                 (widen, (
-                    records_ptr, count_ptr, k_codes, v_codes, k_code_full, k_code_empty, v_code_full, v_code_empty,
+                    records_ptr, count_ptr, k_tiles, v_tiles, k_code_full, k_code_empty, v_code_full, v_code_empty,
                     ks, vs, k_full, k_empty, v_full, v_empty, HEADS, GROUP, D, DV, WINDOW, BN, STAGES,
                 )),
                 (produce, (
                     q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
                     k_page_rows, v_page_rows, q_in, k_in, v_in, q_full, q_empty,
                     k_code_full, k_code_empty, v_code_full, v_code_empty,
-                    HEADS, GROUP, D, DV, PAGE, HND, PACKED, WINDOW, BN, STAGES, Q_STAGES,
+                    HEADS, GROUP, D, DV, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES, Q_STAGES,
                 )),
             ],
             [4, 4, 1],
@@ -127,7 +133,7 @@ def attend_tiles(
                 (produce, (
                     q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
                     k_page_rows, v_page_rows, q_in, k_in, v_in, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    HEADS, GROUP, D, DV, PAGE, HND, PACKED, WINDOW, BN, STAGES, Q_STAGES,
+                    HEADS, GROUP, D, DV, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES, Q_STAGES,
                 )),
             ],
             [4, 1],
@@ -210,12 +216,14 @@ def _query_descriptor(q: torch.Tensor, group: int) -> TensorDescriptor:
 
 
 def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec, block: int) -> TensorDescriptor:
-    """Pages as rows [slots, heads, dim] (NHD), or as the slots of a page's first head, of its second, ... (HND)."""
+    """Pages as rows: of a slot's heads (NHD), or of one head, the slots of a page's first, of its second, ... (HND)."""
     width, shape = row_elements(spec), spec.shape
     rows = ((shape.num_pages - 1) * pages.stride(0) + pages[0].numel()) // width
-    box = [min(shape.page_tokens, block), 1, padded_dim(shape.dim)]
-    layout = _shared(3, 8 * pages.element_size())
-    return TensorDescriptor(pages, [rows, width // shape.dim, shape.dim], [width, shape.dim, 1], box, layout)
+    slots, dim, bits = min(shape.page_tokens, block), padded_dim(shape.dim), 8 * pages.element_size()
+    if dim == shape.dim:
+        return TensorDescriptor(pages, [rows, width], [width, 1], [slots, dim], _shared(2, bits))
+    sizes, strides = [rows, width // shape.dim, shape.dim], [width, shape.dim, 1]
+    return TensorDescriptor(pages, sizes, strides, [slots, 1, dim], _shared(3, bits))
 
 
 def _shared(rank: int, element_bits: int = 16) -> gl.NVMMASharedLayout:

@@ -9,8 +9,6 @@ __all__ = ["RECORD", "make_work_list"]
 
 # int32 numbers of one record: 32 bytes.
 RECORD = 8
-# Cost classes for each doubling of a tile's cost.
-CLASSES = 4
 _SPLITS = 4
 
 
@@ -36,7 +34,6 @@ def make_work_list(
             records.shape[0],
             QUERIES=tile_queries,
             KEYS=tile_keys,
-            CLASSES=CLASSES,
             TILES=64,
             SEQS=32,
             num_warps=4,

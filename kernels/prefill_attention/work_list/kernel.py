@@ -1,25 +1,14 @@
 """The work list of a prefill step, made on the device: every tile of query rows once, the long ones first.
 
-Knows neither heads nor pages. Tiles whose costs differ by less than a quarter are one class: the longest class comes
-first, and within a class sequence after sequence, so that tiles which read the same keys run at the same time. A
-tile's place is counted, not sorted: within a sequence a later tile costs at least as much, so how many tiles of a
-sequence come before a given one has a closed form.
+Knows neither heads nor pages. A tile's place is counted, not sorted: within a sequence a later tile costs at least as
+much, so how many tiles of a sequence come before a given one has a closed form. Tiles of one cost stay together by
+sequence: they read the same keys at the same time.
 
     record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence, 0, 0, 0
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _cost_class(cost, CLASSES: tl.constexpr):
-    """(least, largest) cost of a cost's class: each doubling of costs has CLASSES classes, a power of two."""
-    width = tl.full(cost.shape, 1, tl.int32)
-    for power in tl.static_range(1, 24):
-        width = tl.where(cost >= CLASSES << power, 1 << power, width)
-    least = cost // width * width
-    return least, least + width - 1
 
 
 @triton.jit
@@ -49,7 +38,6 @@ def list_tiles(
     max_tiles,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    CLASSES: tl.constexpr,
     TILES: tl.constexpr,
     SEQS: tl.constexpr,
 ):
@@ -66,15 +54,13 @@ def list_tiles(
     for block in range(tl.program_id(1) * TILES, num_tiles, tl.num_programs(1) * TILES):
         tile = block + tl.arange(0, TILES)
         cost = (tl.minimum(kv_len, cached + (tile + 1) * QUERIES) + KEYS - 1) // KEYS
-        least, largest = _cost_class(cost, CLASSES)
-        # Of the own sequence: the later tiles of the class come first.
-        place = _tiles_up_to(largest * KEYS, cached, kv_len, num_tiles, QUERIES) - 1 - tile
+        place = tile - _tiles_up_to((cost - 1) * KEYS, cached, kv_len, num_tiles, QUERIES)
         for first in range(0, num_seqs, SEQS):
             seq = first + tl.arange(0, SEQS)
             _, _, other_kv, other_cached, others = _lengths(cu_q_ptr, cu_k_ptr, seq, num_seqs, QUERIES)
             args = (other_cached[None, :], other_kv[None, :], others[None, :], QUERIES)
-            upto = _tiles_up_to((largest * KEYS)[:, None], *args)
-            below = _tiles_up_to(((least - 1) * KEYS)[:, None], *args)
+            upto = _tiles_up_to((cost * KEYS)[:, None], *args)
+            below = _tiles_up_to(((cost - 1) * KEYS)[:, None], *args)
             earlier = tl.where((seq < own)[None, :], upto - below, 0)
             place += tl.sum(others[None, :] - upto + earlier, 1)
         ok = (tile < num_tiles) & (place < max_tiles)

@@ -15,8 +15,8 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def _copy_tile(
-    desc, stages, full, empty, slot, phase, table_ptr, tile, low, high, page_rows, row, head,
-    PAGE: gl.constexpr, BN: gl.constexpr, BYTES: gl.constexpr,
+    desc, stages, full, empty, slot, phase, table_ptr, tile, low, high, page_rows, row, column,
+    PAGE: gl.constexpr, BN: gl.constexpr, BYTES: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     """One key tile into a stage; page ids before and behind the visible keys are not read."""
     ROWS: gl.constexpr = PAGE if PAGE < BN else BN
@@ -26,8 +26,11 @@ def _copy_tile(
         key = tile * BN + part * ROWS
         page = gl.load(table_ptr + gl.minimum(gl.maximum(key // PAGE, low), high))
         target = stages.index(slot).slice(part * ROWS, ROWS, 0)
-        where = [page * page_rows + row + key % PAGE, head, 0]
-        tma.async_copy_global_to_shared(desc, where, full.index(slot), target)
+        slots = page * page_rows + row + key % PAGE
+        if PADDED:
+            tma.async_copy_global_to_shared(desc, [slots, column, 0], full.index(slot), target)
+        else:
+            tma.async_copy_global_to_shared(desc, [slots, column], full.index(slot), target)
 
 
 @gluon.jit
@@ -35,7 +38,8 @@ def produce(
     q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens, k_page_rows, v_page_rows,
     qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
-    PACKED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    PACKED: gl.constexpr, PADDED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Streams Q, K and V of all tiles of this program, as far ahead as the stages allow."""
     SIZE: gl.constexpr = ks.dtype.primitive_bitwidth // 8
@@ -61,17 +65,19 @@ def produce(
         low = lowest // PAGE
         high = (kv_len - 1) // PAGE
         row = head * PAGE if HND else 0
-        column = 0 if HND else head
+        # With zeros behind the head dim a head is an axis of its own, else a range of columns.
+        k_column = 0 if HND else head if PADDED else head * D
+        v_column = 0 if HND else head if PADDED else head * DV
         for tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
             _copy_tile(
-                k_desc, ks, k_full, k_empty, slot, phase, table_ptr, tile, low, high, k_page_rows, row, column,
-                PAGE, BN, BN * D * SIZE,
+                k_desc, ks, k_full, k_empty, slot, phase, table_ptr, tile, low, high, k_page_rows, row, k_column,
+                PAGE, BN, BN * D * SIZE, PADDED,
             )  # fmt: skip
             _copy_tile(
-                v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, column,
-                PAGE, BN, BN * DV * SIZE,
+                v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, v_column,
+                PAGE, BN, BN * DV * SIZE, PADDED,
             )  # fmt: skip
             step += 1
 
