@@ -1,11 +1,11 @@
-"""Where an element lies inside a page, for kernels of every op.
+"""Where an element lies inside a page and to which sequence a dense row belongs, for kernels of every op.
 
-Knows no page id and no sequence; `kernel` holds the jit functions, this module what the launchers pass to them.
+Knows no page id and no op; `kernel` holds the jit functions, this module what the launchers pass to them.
 """
 
 from kernels.layout import KvLayout
 
-__all__ = ["layout_code"]
+__all__ = ["PROBES", "layout_code", "search_levels"]
 
 _CODES = {KvLayout.NHD: 0, KvLayout.HND: 1, KvLayout.SHUFFLE: 2}
 
@@ -13,3 +13,15 @@ _CODES = {KvLayout.NHD: 0, KvLayout.HND: 1, KvLayout.SHUFFLE: 2}
 def layout_code(layout: KvLayout) -> int:
     """The number that stands for a layout inside a kernel."""
     return _CODES[layout]
+
+
+# Starts of sequences that a search looks at in one step.
+PROBES = 64
+
+
+def search_levels(num_seqs: int) -> int:
+    """How many steps find one of so many sequences."""
+    levels = 1
+    while num_seqs > PROBES**levels:
+        levels += 1
+    return levels

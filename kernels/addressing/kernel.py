@@ -1,10 +1,14 @@
-"""Offsets of elements inside one page, by layout; jit functions that the ops' kernels call.
+"""Offsets of elements inside one page, by layout, and whose a dense row is; jit functions that the ops' kernels call.
 
-Knows nothing beyond one page: the caller adds page_id * stride_page in 64 bits. A page is small, so 32 bits do here.
+Knows no page id: the caller adds page_id * stride_page in 64 bits. A page is small, so 32 bits do here.
 """
 
 import triton
 import triton.language as tl
+
+from kernels.addressing import PROBES
+
+_PROBES = tl.constexpr(PROBES)
 
 
 @triton.jit
@@ -47,3 +51,23 @@ def value_offset(
     else:
         offset = ((head * (PAGE // X) + slot // X) * D + d) * X + slot % X
     return offset
+
+
+@triton.jit
+def narrowed(seq, row, cu_k_ptr, num_seqs, STRIDE: tl.constexpr):
+    """`seq` moved on over as many of the next PROBES strides as still start at or before each row."""
+    probe = seq[:, None] + (tl.arange(0, _PROBES)[None, :] + 1) * STRIDE
+    start = tl.load(cu_k_ptr + probe, mask=probe < num_seqs, other=2147483647)
+    return seq + tl.sum((start <= row[:, None]).to(tl.int32), 1) * STRIDE
+
+
+@triton.jit
+def sequence_of(row, cu_k_ptr, num_seqs, LEVELS: tl.constexpr):
+    """The last sequence that starts at or before each row: empty ones start there too, so they are stepped over.
+
+    PROBES starts at a time: two dependent loads, rather than ten, find one of a thousand sequences.
+    """
+    seq = tl.zeros_like(row)
+    for level in tl.static_range(LEVELS):
+        seq = narrowed(seq, row, cu_k_ptr, num_seqs, _PROBES ** (LEVELS - 1 - level))
+    return seq

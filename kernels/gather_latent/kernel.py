@@ -8,29 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.addressing import search_levels
+from kernels.addressing.kernel import sequence_of
+
 # A row of 576 is 1152 bytes: four of them are 36 registers of each lane.
 ROWS = 4
-PROBES = tl.constexpr(64)
-
-
-@triton.jit
-def narrowed(seq, row, cu_k_ptr, num_seqs, STRIDE: tl.constexpr):
-    """`seq` moved on over as many of the next PROBES strides as still start at or before each row."""
-    probe = seq[:, None] + (tl.arange(0, PROBES)[None, :] + 1) * STRIDE
-    start = tl.load(cu_k_ptr + probe, mask=probe < num_seqs, other=2147483647)
-    return seq + tl.sum((start <= row[:, None]).to(tl.int32), 1) * STRIDE
-
-
-@triton.jit
-def sequence_of(row, cu_k_ptr, num_seqs, LEVELS: tl.constexpr):
-    """The last sequence that starts at or before each row: empty ones start there too, so they are stepped over.
-
-    PROBES starts at a time: two dependent loads, rather than ten, find one of a thousand sequences.
-    """
-    seq = tl.zeros_like(row)
-    for level in tl.static_range(LEVELS):
-        seq = narrowed(seq, row, cu_k_ptr, num_seqs, PROBES ** (LEVELS - 1 - level))
-    return seq
 
 
 @triton.jit
@@ -118,16 +100,8 @@ def launch(
             MAIN=main,
             BLOCK_REST=triton.next_power_of_2(max(1, width - main)),
             ROWS=ROWS,
-            LEVELS=_levels(num_seqs),
+            LEVELS=search_levels(num_seqs),
             HAS_NEW=new_latents is not None,
             HAS_FIRST=first_positions is not None,
             num_warps=1,
         )
-
-
-def _levels(num_seqs: int) -> int:
-    """How many times PROBES starts have to be looked at."""
-    levels = 1
-    while num_seqs > PROBES.value**levels:
-        levels += 1
-    return levels

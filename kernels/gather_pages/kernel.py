@@ -1,6 +1,6 @@
 """gather_pages and scatter_pages in Triton: one program for a few dense tokens and a run of their columns.
 
-Knows no sequence before it looks: each token finds its own by a binary search in cu_seqlens_k, so no list of tokens
+Knows no sequence before it looks: each token finds its own by a search in cu_seqlens_k, so no list of tokens
 is built on the host and a batch may be as ragged as it likes.
 """
 
@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.addressing import layout_code
-from kernels.addressing.kernel import key_offset, value_offset
+from kernels.addressing import layout_code, search_levels
+from kernels.addressing.kernel import key_offset, sequence_of, value_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.kernel import dequantise_rows, quantise_rows
 from kernels.layout import KvLayout, PageShape, pack_width
@@ -18,19 +18,12 @@ ELEMENTS = 1024
 
 
 @triton.jit
-def locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE: tl.constexpr, SEARCH_STEPS: tl.constexpr):
+def locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE: tl.constexpr, LEVELS: tl.constexpr):
     """Whether each dense token exists, its page id (64 bits) and its slot there."""
     live = token < tl.load(cu_k_ptr + num_seqs)
-    # The last sequence that starts at or before the token: empty sequences start there too, so they are stepped over.
-    low = tl.zeros_like(token)
-    high = tl.zeros_like(token) + num_seqs
-    for _ in tl.static_range(SEARCH_STEPS):
-        middle = (low + high) // 2
-        right = tl.load(cu_k_ptr + middle) <= token
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-    position = token - tl.load(cu_k_ptr + low)
-    page = tl.load(tables_ptr + low.to(tl.int64) * stride_tables_seq + position // PAGE, mask=live, other=0)
+    seq = sequence_of(token, cu_k_ptr, num_seqs, LEVELS)
+    position = token - tl.load(cu_k_ptr + seq)
+    page = tl.load(tables_ptr + seq.to(tl.int64) * stride_tables_seq + position // PAGE, mask=live, other=0)
     return live, page.to(tl.int64), position % PAGE
 
 
@@ -58,12 +51,12 @@ def move_tokens(
     LAYOUT: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    LEVELS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    live, page, offset = locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE, SEARCH_STEPS)
+    live, page, offset = locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE, LEVELS)
     page = page[:, None]
     offset = offset[:, None]
     head = (column // D)[None, :]
@@ -114,14 +107,14 @@ def convert_tokens(
     LAYOUT: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    LEVELS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     GATHER: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK_D)
-    live, page, offset = locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE, SEARCH_STEPS)
+    live, page, offset = locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE, LEVELS)
     ok = live[:, None] & (column < D)[None, :]
     d = column[None, :]
     slot = offset[:, None]
@@ -186,7 +179,7 @@ def launch(
             LAYOUT=layout_code(layout),
             TOKENS=per_program,
             COLUMNS=columns,
-            SEARCH_STEPS=num_seqs.bit_length(),
+            LEVELS=search_levels(num_seqs),
             GATHER=gather,
             num_warps=4,
         )
@@ -234,7 +227,7 @@ def launch_converting(
             LAYOUT=layout_code(layout),
             TOKENS=per_program,
             BLOCK_D=block_d,
-            SEARCH_STEPS=num_seqs.bit_length(),
+            LEVELS=search_levels(num_seqs),
             PER_TOKEN=scales.kind is ScaleKind.PER_TOKEN,
             GATHER=gather,
             num_warps=4,

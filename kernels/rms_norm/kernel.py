@@ -59,7 +59,7 @@ def launch(
     """Fills out and total; checked, non-empty arguments."""
     rows, dim = x.shape
     block = triton.next_power_of_2(dim)
-    overlap = overlaps(x)
+    overlap = overlaps(x, rows)
     with torch.cuda.device_of(x):
         normalise_rows[(rows,)](
             x,

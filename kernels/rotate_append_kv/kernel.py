@@ -276,9 +276,10 @@ def launch(
     per_program = max(1, ELEMENTS // elements)
     blocks = triton.cdiv(q_heads, block_h) + 2 * triton.cdiv(shape.heads, block_h)
     half = rotary.dim // 2
-    overlap = overlaps(qkv)
+    programs = triton.cdiv(tokens, per_program) * blocks
+    overlap = overlaps(qkv, programs)
     with torch.cuda.device_of(qkv):
-        rotate_rows[(triton.cdiv(tokens, per_program) * blocks,)](
+        rotate_rows[(programs,)](
             qkv,
             positions,
             rotary.cos_sin,

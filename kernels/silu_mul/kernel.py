@@ -33,9 +33,10 @@ def launch(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
-    overlap = overlaps(gate_up)
+    programs = rows * triton.cdiv(dim, columns)
+    overlap = overlaps(gate_up, programs)
     with torch.cuda.device_of(gate_up):
-        gate_rows[(rows * triton.cdiv(dim, columns),)](
+        gate_rows[(programs,)](
             gate_up,
             out,
             gate_up.stride(0),

@@ -88,7 +88,7 @@ def test_codes_are_rounded_once_and_saturate(tmp_path: Path, per_token: bool) ->
 
     constants = {"HEADS": 8, "D": 192, "PAGE": 16, "X": 16, "LAYOUT": 2, "TOKENS": 4, "BLOCK_D": 256}
     constants |= {"PER_TOKEN": per_token}
-    search = {"SEARCH_STEPS": 5}
+    search = {"LEVELS": 1}
     append = compile_for_hopper(append_codes, constants, 4, fp8_pointer)
     scatter = compile_for_hopper(convert_tokens, {**constants, **search, "GATHER": False}, 4, fp8_pointer)
     for ptx in (append, scatter):
