@@ -146,9 +146,16 @@ def _chunks(lengths: list[int], chunk_tokens: int) -> Iterator[tuple[int, list[i
 
 
 def _upload(vectors: list[list[int]], device: torch.device) -> list[torch.Tensor]:
-    """int32 vectors on the device, by one copy that the host does not wait for."""
-    packed = torch.tensor([number for vector in vectors for number in vector], dtype=torch.int32)
+    """int32 vectors on the device, by one copy that the host does not wait for.
+
+    Each begins at a multiple of 16 bytes: where one begins must not mean another compilation.
+    """
+    numbers: list[int] = []
+    spans = []
+    for vector in vectors:
+        spans.append(slice(len(numbers), len(numbers) + len(vector)))
+        numbers += vector + [0] * (-len(vector) % 4)
+    packed = torch.tensor(numbers, dtype=torch.int32)
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    stops = list(accumulate(len(vector) for vector in vectors))
-    return [packed[stop - len(vector) : stop] for stop, vector in zip(stops, vectors, strict=True)]
+    return [packed[span] for span in spans]

@@ -358,6 +358,7 @@ def _attend_right(
         index += gl.num_programs(0)
 
 
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])
 def attend_latents(
     q_half_desc,

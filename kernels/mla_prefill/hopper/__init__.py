@@ -16,7 +16,7 @@ __all__ = ["attend", "can_attend"]
 LOG2_E = 1.4426950408889634
 STAGES = 2
 # A section's keys and values should stay in the L2 cache while its tiles are worked on.
-SECTION_BYTES = 24 << 20
+SECTION_BYTES = 8 << 20
 
 
 def can_attend(call: PrefillCall) -> bool:
@@ -64,12 +64,12 @@ def attend(call: PrefillCall, plan: MlaPrefillPlan, out: torch.Tensor, lse: torc
             call.offsets_or_any,
             call.scale * LOG2_E,
             tokens,
+            section_heads(heads, k_nope.shape[0]),
             q.stride(1),
             k_nope.stride(1),
             call.rope_head_stride,
             v.stride(1),
             HEADS=heads,
-            SECTION=section_heads(heads, k_nope.shape[0]),
             BLOCK=BLOCK,
             STAGES=STAGES,
             MODE=call.mask_mode,

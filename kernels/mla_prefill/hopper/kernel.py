@@ -54,13 +54,13 @@ def _publish(mail, mail_full, mail_empty, turn, item):
 
 
 @gluon.jit
-def _place(item, order_ptr, tiles, HEADS: gl.constexpr, SECTION: gl.constexpr):
+def _place(item, order_ptr, tiles, section):
     """(sequence, tile, head) of an item: section by section, in it tile by tile, in it head by head."""
-    per_section = tiles * SECTION
+    per_section = tiles * section
     rest = item % per_section
-    seq = gl.load(order_ptr + rest // SECTION * 2)
-    tile = gl.load(order_ptr + rest // SECTION * 2 + 1)
-    return seq, tile, item // per_section * SECTION + rest % SECTION
+    seq = gl.load(order_ptr + rest // section * 2)
+    tile = gl.load(order_ptr + rest // section * 2 + 1)
+    return seq, tile, item // per_section * section + rest % section
 
 
 @gluon.jit
@@ -89,10 +89,10 @@ def _produce(
     v_desc,
     plan,
     strides,
+    section,
     shared,
     bars,
     HEADS: gl.constexpr,
-    SECTION: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
     MODE: gl.constexpr,
@@ -110,7 +110,7 @@ def _produce(
     loads = 0
     step = 0
     while item < items:
-        seq, tile, head = _place(item, order_ptr, tiles, HEADS, SECTION)
+        seq, tile, head = _place(item, order_ptr, tiles, section)
         q_start, q_len, k_start, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
         _publish(mail, mail_full, mail_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
         turn += 1
@@ -306,7 +306,8 @@ def _consume(
         head, q_start, tile, q_len, k_len, offset, count = _take(mail, mail_full, mail_empty, turn)
 
 
-@gluon.jit(do_not_specialize=["num_tokens"])
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@gluon.jit(do_not_specialize=["num_tokens", "section"])
 def attend_ragged(
     q_nope_desc,
     q_rope_desc,
@@ -325,12 +326,12 @@ def attend_ragged(
     offsets_ptr,
     scale_log2,
     num_tokens,
+    section,
     stride_q_head,
     stride_nope_head,
     stride_rope_head,
     stride_v_head,
     HEADS: gl.constexpr,
-    SECTION: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
     MODE: gl.constexpr,
@@ -376,8 +377,8 @@ def attend_ragged(
                         0, HEADS, BLOCK, STAGES, RESUMES, SUSPENDS, WANTS_LSE)),
             (_consume, (results, scale_log2, num_tokens, shared, bars,
                         1, HEADS, BLOCK, STAGES, RESUMES, SUSPENDS, WANTS_LSE)),
-            (_produce, (q_nope_desc, q_rope_desc, k_nope_desc, k_rope_desc, v_desc, plan, strides, shared, bars,
-                        HEADS, SECTION, BLOCK, STAGES, MODE)),
+            (_produce, (q_nope_desc, q_rope_desc, k_nope_desc, k_rope_desc, v_desc, plan, strides, section, shared,
+                        bars, HEADS, BLOCK, STAGES, MODE)),
         ],
         [4, 1],
         [240, 24],

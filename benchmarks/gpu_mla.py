@@ -1,0 +1,205 @@
+"""What is measured of latent attention: prompts, decode steps, the projection, and the two paths of an extend.
+
+Knows neither how time is taken nor where results go. The shapes are DeepSeek-V3's: 128 heads on one card, or the 16
+that one of eight cards holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, difference
+from kernels.backend import Backend
+from kernels.gather_latent import gather_latent
+from kernels.mla import MlaPath, mla_extend, plan_extend
+from kernels.mla_decode import MlaDecodePlan, mla_decode
+from kernels.mla_prefill import MlaPrefillPlan, mla_prefill
+from kernels.project_latents import project_latents
+from tests.kernels.inputs import running_sums
+
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+WIDTH = LATENT + ROPE
+SCALE = (NOPE + ROPE) ** -0.5
+PAGE = 64
+BF16 = torch.bfloat16
+
+PREFILLS = ((4, 4096, 512), (4, 0, 4096))
+DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
+PROJECTIONS = ((16384, 128),)
+# Where the two paths meet; kernels/mla/rule.py holds what follows from it.
+EXTENDS = tuple((heads, 4, 8192, new) for heads in (128, 16) for new in (32, 64, 96, 128, 192, 256))
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=BF16, device="cuda")
+
+
+def paged(sequences: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent pages and a table of them in random order."""
+    count = -(-length // PAGE)
+    pages = random(sequences * count, PAGE, WIDTH)
+    return pages, torch.randperm(sequences * count, device="cuda").int().view(sequences, count)
+
+
+def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
+    """TFLOP/s of what a causal mask leaves of both products."""
+    heads, total = 128, cached + new
+    q, k_rope = random(sequences * new, heads, NOPE + ROPE), random(sequences * total, ROPE)
+    kv = random(sequences * total, heads, NOPE + VALUE)
+    bounds = (running_sums([new] * sequences, "cuda"), running_sums([total] * sequences, "cuda"))
+    plan = MlaPrefillPlan(sequences, sequences * new)
+    plan.prepare(*bounds)
+    out = torch.full((sequences * new, heads, VALUE), float("nan"), dtype=BF16, device="cuda")
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        keys = (kv[..., :NOPE], k_rope, kv[..., NOPE:])
+        if backend is Backend.REFERENCE:
+            return mla_prefill(q, *keys, *bounds, new, backend=backend)
+        return mla_prefill(q, *keys, *bounds, new, plan=plan, out=out)
+
+    pairs = sequences * (new * cached + new * (new + 1) // 2)
+    amount = 2e-12 * pairs * heads * (NOPE + ROPE + VALUE)
+    return [
+        Measurement(
+            op="mla_prefill",
+            case=f"{sequences} x ({cached} + {new})",
+            unit="TFLOP/s",
+            amount=amount,
+            run=call,
+            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            peers=ragged_peer(q, kv, k_rope, bounds, amount),
+            ceiling=GEMM,
+        )
+    ]
+
+
+def ragged_peer(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    amount: float,
+) -> tuple[Peer, ...]:
+    """FlashInfer's ragged prefill over keys of every head written out; none where it is not installed."""
+    if find_spec("flashinfer") is None:
+        return ()
+    heads = q.shape[1]
+    k = torch.cat([kv[..., :NOPE], k_rope.unsqueeze(1).expand(-1, heads, -1)], dim=-1)
+    v = kv[..., NOPE:].contiguous()
+    space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
+    sizes = (heads, heads, NOPE + ROPE)
+    wrapper.plan(*bounds, *sizes, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=BF16)
+    return (Peer("flashinfer", partial(wrapper.run, q, k, v), amount),)
+
+
+def decode(heads: int, sequences: int, length: int) -> list[Measurement]:
+    """TFLOP/s where all heads are here, GB/s of latents read where memory bounds the few."""
+    pages, tables = paged(sequences, length)
+    lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
+    q = random(sequences, heads, WIDTH)
+    plan = MlaDecodePlan(sequences, length, heads)
+    plan.prepare(lengths)
+    out = torch.full((sequences, heads, LATENT), float("nan"), dtype=BF16, device="cuda")
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        if backend is Backend.REFERENCE:
+            return mla_decode(q, pages, tables, lengths, scale=SCALE, backend=backend)
+        return mla_decode(q, pages, tables, lengths, scale=SCALE, plan=plan, out=out)
+
+    many = heads > 16
+    amount = 2e-12 * sequences * length * heads * (WIDTH + LATENT) if many else 2e-9 * sequences * length * WIDTH
+    return [
+        Measurement(
+            op="mla_decode",
+            case=f"{heads} heads B{sequences} L{length}",
+            unit="TFLOP/s" if many else "GB/s",
+            amount=amount,
+            run=call,
+            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            peers=absorbed_peer(q, pages, tables, lengths, amount),
+            ceiling=GEMM if many else READ,
+        )
+    ]
+
+
+def absorbed_peer(
+    q: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, amount: float
+) -> tuple[Peer, ...]:
+    """FlashInfer's absorbed decode; none where it is not installed."""
+    if find_spec("flashinfer") is None:
+        return ()
+    space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(space, backend="fa3")
+    sequences, count = tables.shape
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda")
+    sizes = (q.shape[1], LATENT, ROPE, PAGE)
+    wrapper.plan(starts, starts * count, tables.flatten(), lengths, *sizes, False, SCALE, BF16, BF16)
+    parts = [rows.contiguous() for rows in q.split([LATENT, ROPE], dim=-1)]
+    latents = [rows.contiguous() for rows in pages.split([LATENT, ROPE], dim=-1)]
+    return (Peer("flashinfer", partial(wrapper.run, *parts, *latents, return_lse=False), amount),)
+
+
+def project(count: int, heads: int) -> list[Measurement]:
+    """TFLOP/s of gathering latents and projecting keys and values of every head."""
+    pages, tables = paged(4, count // 4)
+    bounds = running_sums([count // 4] * 4, "cuda")
+    kv_b = random(heads * (NOPE + VALUE), LATENT) * LATENT**-0.5
+    rows = (tables.long().unsqueeze(2) * PAGE + torch.arange(PAGE, device="cuda")).flatten()
+
+    def call() -> torch.Tensor:
+        return project_latents(gather_latent(pages, tables, bounds, count), kv_b).k_nope
+
+    def peer() -> torch.Tensor:
+        return pages.view(-1, WIDTH).index_select(0, rows)[:, :LATENT] @ kv_b.T
+
+    def error() -> float:
+        some = slice(0, count, 97)
+        wanted = pages.view(-1, WIDTH)[rows[some], :LATENT].float() @ kv_b.float().T
+        return difference(call()[some], wanted.view(-1, heads, NOPE + VALUE)[..., :NOPE])
+
+    amount = 2e-12 * count * heads * (NOPE + VALUE) * LATENT
+    peers = (Peer("index_select_matmul", peer, amount),)
+    case = f"{count} latents, {heads} heads"
+    return [Measurement("project_latents", case, "TFLOP/s", amount, call, error, OUT_TOLERANCE, peers, GEMM)]
+
+
+def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measurement]:
+    """Microseconds' worth of one layer's attention by the rule's path; the peers are both paths."""
+    pages, tables = paged(sequences, cached + new)
+    kv_b = random(heads * (NOPE + VALUE), LATENT) * LATENT**-0.5
+    q = random(sequences * new, heads, NOPE + ROPE)
+    lengths = ([new] * sequences, [cached] * sequences)
+
+    def work(path: MlaPath) -> partial[torch.Tensor]:
+        return partial(mla_extend, q, pages, kv_b, plan_extend(tables, *lengths, heads, path=path))
+
+    fixed = {path: work(path) for path in (MlaPath.ABSORBED, MlaPath.MATERIALISED)}
+    amount = 1e-6 * sequences * new
+    return [
+        Measurement(
+            op="mla_extend",
+            case=f"{heads} heads, {sequences} x ({cached} + {new})",
+            unit="Mtoken/s",
+            amount=amount,
+            run=work(MlaPath.AUTO),
+            error=lambda: difference(*(run() for run in fixed.values())),
+            tolerance=OUT_TOLERANCE,
+            peers=tuple(Peer(path.value, run, amount) for path, run in fixed.items()),
+            ceiling="",
+        )
+    ]
+
+
+AREAS: dict[str, tuple[Maker, ...]] = {
+    "mla_prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
+    "mla_decode": tuple(partial(decode, *sizes) for sizes in DECODES),
+    "mla_project": tuple(partial(project, *sizes) for sizes in PROJECTIONS),
+    "mla_extend": tuple(partial(extend, *sizes) for sizes in EXTENDS),
+}
