@@ -10,7 +10,8 @@ import triton.language as tl
 
 WORDS = 256
 WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# Enough to fill a host link; more would only keep multiprocessors from the work that runs beside a spill.
+# Enough to fill a host link; more would only keep multiprocessors from the work that runs beside it, which even these
+# few delay: who serves meanwhile packs on the device and leaves the link to a copy engine.
 HOST_PROGRAMS = 32
 HOST_WARPS = 4
 HOST_WORDS = 1024
