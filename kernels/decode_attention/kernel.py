@@ -23,7 +23,9 @@ from kernels.layout import pack_width
 LOG2_E = 1.4426950408889634
 SPLIT = 256
 BLOCK_N = 64
-MIN_ROWS = 16  # the smallest tile that tensor cores take
+# The smallest tile that tensor cores take. More rows take more programs: a larger tile would be multiplied by other
+# instructions, whose sums have other bits.
+ROWS = 16
 
 
 @triton.jit
@@ -80,7 +82,8 @@ def attend_split(
 ):
     NOTHING: tl.constexpr = -1.0e20
     HIDDEN: tl.constexpr = -1.0e30
-    kv_head = tl.program_id(0)
+    BLOCKS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
+    kv_head = tl.program_id(0) // BLOCKS
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     start, tokens, length = query_span(cu_q_ptr, seqlens_ptr, seq, HAS_SPANS)
@@ -88,10 +91,11 @@ def attend_split(
     if WINDOW > 0:
         lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
     last = tl.minimum(length, (split + 1) * SPLIT)
-    if (split * SPLIT >= length) | (last <= lowest):
+    first_row = tl.program_id(0) % BLOCKS * ROWS
+    if (split * SPLIT >= length) | (last <= lowest) | (first_row >= tokens * GROUP):
         return
 
-    row = tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_N)
     head = kv_head * GROUP + row % GROUP
@@ -254,8 +258,9 @@ def launch(
         "HAS_SPANS": cu_seqlens_q is not None,
     }
     spans = seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    row_blocks = triton.cdiv(max_q_tokens * group, ROWS)
     with torch.cuda.device_of(q):
-        attend_split[(shape.heads, splits, num_seqs)](
+        attend_split[(shape.heads * row_blocks, splits, num_seqs)](
             q,
             k_pages,
             v_pages,
@@ -280,7 +285,7 @@ def launch(
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
             LAYOUT=layout_code(spec.layout),
-            ROWS=max(MIN_ROWS, triton.next_power_of_2(max_q_tokens * group)),
+            ROWS=ROWS,
             BLOCK_N=BLOCK_N,
             SOFTCAP=spec.softcap > 0.0,
             SCALES=0 if kind is None else kind.value,

@@ -130,9 +130,8 @@ def test_programs_and_chunks_change_no_bit(programs: int, window: int, monkeypat
     case = decoding([9001, 40, 513, 6000, 2048], window=window)
     wanted = run(case)
     monkeypatch.setattr(DecodePlan, "programs", lambda self, num_seqs: programs)
-    for share, draws in ((plan.SHARE, plan.DRAWS), (0, 2), (0, 16), (7, 1)):
-        monkeypatch.setattr(plan, "SHARE", share)
-        monkeypatch.setattr(plan, "DRAWS", draws)
+    for waves in (plan.WAVES, 1, 2, 16):
+        monkeypatch.setattr(plan, "WAVES", waves)
         for got, right in zip(run(case), wanted, strict=True):
             assert_same_bits(got, right)
 

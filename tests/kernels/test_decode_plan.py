@@ -1,4 +1,4 @@
-"""DecodePlan: every leaf in exactly one chunk, in order, whatever the lengths; room is checked by name.
+"""DecodePlan: every unit of work in exactly one chunk, in order, whatever the lengths; room is checked by name.
 
 Knows no attention. The plan kernel is plain Triton, so it runs in the interpreter and on a GPU; there is no torch
 version of it to test.
@@ -9,14 +9,14 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan import CHUNK_FIELDS, DRAWS, GROUP, HEADER_FIELDS, LEAF, SHARE
+from kernels.decode_attention.plan import CHUNK_FIELDS, GROUP, LEAF, WAVES
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case
 from tests.kernels.target import Target
 
 HEADS = 2
 PROGRAMS = 12
-MAX_CHUNKS = PROGRAMS * (1 + 2 * DRAWS)
+MAX_CHUNKS = 2 * WAVES * PROGRAMS
 
 LENGTHS = {
     "one": [1],
@@ -37,34 +37,26 @@ class Planned:
         from kernels.decode_attention.plan.kernel import launch
 
         counts = {"dtype": torch.int32, "device": device}
-        bases = torch.full((2 * len(lengths) + 1,), -1, **counts)
-        header = torch.full((HEADER_FIELDS,), -1, **counts)
+        bases = torch.full((len(lengths) + 1,), -1, **counts)
         chunks = torch.full((MAX_CHUNKS * CHUNK_FIELDS,), -1, **counts)
         launch(
             torch.tensor(lengths, **counts),
             bases,
-            header,
             chunks,
             kv_heads=HEADS,
             programs=PROGRAMS,
             leaf=LEAF,
             group=GROUP,
-            share=SHARE,
-            draws=DRAWS,
+            waves=WAVES,
         )
         self.bases: list[int] = bases.tolist()
-        self.large_count, self.large, self.small, self.total = header.tolist()
         self.chunks: list[list[int]] = chunks.view(-1, CHUNK_FIELDS).tolist()
-
-    def sizes(self) -> list[int]:
-        """Leaves of every chunk, by the header: what the kernels compute places from."""
-        large = [self.large] * self.large_count
-        rest = self.total - sum(large)
-        return large + [min(self.small, rest - start) for start in range(0, rest, self.small)]
+        self.count, self.unit, self.per = self.chunks[0][5:]
+        self.sizes = [chunk[3] for chunk in self.chunks[: self.count]]
 
 
-def leaves_of(length: int) -> int:
-    return max(1, -(-length // LEAF))
+def units_of(length: int, unit: int) -> int:
+    return max(1, -(-length // (LEAF * unit)))
 
 
 @pytest.fixture
@@ -75,49 +67,59 @@ def device(target: Target) -> str:
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_chunks_tile_all_leaves(device: str, name: str) -> None:
+def test_chunks_tile_all_units(device: str, name: str) -> None:
     lengths = LENGTHS[name]
     plan = Planned(lengths, device)
-    leaves = [
-        (seq, head, leaf)
+    assert plan.unit in (1, GROUP)
+    units = [
+        (seq, head, unit)
         for seq, length in enumerate(lengths)
         for head in range(HEADS)
-        for leaf in range(leaves_of(length))
+        for unit in range(units_of(length, plan.unit))
     ]
-    sizes = plan.sizes()
-    assert plan.total == len(leaves) == sum(sizes) and min(sizes) > 0
-    first = 0
-    for size, (*place, count, length, num_chunks) in zip(sizes, (chunk[:6] for chunk in plan.chunks), strict=False):
-        assert tuple(place) == leaves[first] and length == lengths[leaves[first][0]]
-        assert (count, num_chunks) == (size, len(sizes))
-        first += size
-    assert all(chunk[3] == 0 and chunk[5] == len(sizes) for chunk in plan.chunks[len(sizes) :])
+    assert plan.count == -(-len(units) // plan.per) <= MAX_CHUNKS
+    for number, (*place, count, length, _, _, _) in enumerate(plan.chunks[: plan.count]):
+        first = number * plan.per
+        assert tuple(place) == units[first] and length == lengths[place[0]]
+        assert count == min(plan.per, len(units) - first)
+    assert all(chunk[3] == 0 for chunk in plan.chunks[plan.count :])
+    assert {tuple(chunk[5:]) for chunk in plan.chunks} == {(plan.count, plan.unit, plan.per)}
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_bases_count_leaves_and_groups(device: str, name: str) -> None:
-    counts = [leaves_of(length) for length in LENGTHS[name]]
-    groups = [-(-count // GROUP) for count in counts]
-    wanted = [sum(part[:seq]) for seq in range(len(counts)) for part in (counts, groups)]
-    assert Planned(LENGTHS[name], device).bases == [*wanted, -1]
+def test_bases_count_units(device: str, name: str) -> None:
+    plan = Planned(LENGTHS[name], device)
+    counts = [units_of(length, plan.unit) for length in LENGTHS[name]]
+    assert plan.bases == [*(sum(counts[:seq]) for seq in range(len(counts))), -1]
 
 
 def test_few_leaves_are_dealt_out_one_by_one(device: str) -> None:
     plan = Planned([LEAF * 5], device)
-    assert plan.sizes() == [1] * 5 * HEADS
+    assert plan.unit == 1 and plan.sizes == [1] * 5 * HEADS
+
+
+def test_leaves_where_groups_are_too_few(device: str) -> None:
+    """Up to seven eighths of the programs: then no program gets more leaves than its share."""
+    plan = Planned([LEAF * GROUP * (PROGRAMS // HEADS - 1)], device)
+    assert plan.unit == 1 and max(plan.sizes) == -(-sum(plan.sizes) // PROGRAMS)
 
 
 def test_as_many_groups_as_programs_stay_whole(device: str) -> None:
     plan = Planned([LEAF * GROUP * PROGRAMS // HEADS], device)
-    assert plan.sizes() == [GROUP] * PROGRAMS
+    assert plan.unit == GROUP and plan.sizes == [1] * PROGRAMS
 
 
-def test_much_work_is_dealt_out_in_large_chunks_and_drawn_in_small_ones(device: str) -> None:
-    """Large chunks are equal and hold whole groups; what is left is cut fine enough to even programs out."""
-    plan = Planned([LEAF * 100 * PROGRAMS // HEADS], device)
-    assert plan.large_count == PROGRAMS and plan.large % GROUP == 0
-    assert 0.5 * plan.total < plan.large_count * plan.large < plan.total
-    assert plan.small * 4 <= plan.large
+def test_much_work_is_drawn_in_several_chunks_for_each_program(device: str) -> None:
+    plan = Planned([LEAF * GROUP * 50 * PROGRAMS // HEADS], device)
+    assert plan.unit == GROUP and (WAVES - 1) * PROGRAMS < plan.count <= WAVES * PROGRAMS
+
+
+def test_two_groups_at_a_time_where_that_takes_no_longer(device: str) -> None:
+    """Pairs of two groups, four rounds of one or two rounds of two: no pair is cut."""
+    plan = Planned([LEAF * GROUP * 2] * (2 * PROGRAMS // HEADS), device)
+    assert plan.unit == GROUP and plan.sizes == [2] * 2 * PROGRAMS
+    plan = Planned([LEAF * GROUP] * (5 * PROGRAMS // (2 * HEADS)), device)
+    assert plan.unit == GROUP and plan.sizes == [1] * (5 * PROGRAMS // 2)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.decode_attention.hopper.merge import cut_slot, merge_pair, store_partial
-from kernels.decode_attention.hopper.pieces import chunk_of, lowest_key, next_pair, query_span, read_chunk, take_chunk
+from kernels.decode_attention.hopper.merge import merge_pair, store_partial
+from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk, take_chunk
 from kernels.decode_attention.hopper.tree import BARRIER, add_sink, fold, nothing, store_rows, sum_leaf
 
 
@@ -30,38 +30,6 @@ def load_queries(
     token = (token_row + row // GROUP).to(gl.int64)
     at = token * strides_q[0] + (head * GROUP + row % GROUP) * strides_q[1]
     return gl.load(q_ptr + at[:, None] + d[None, :], mask=(row < rows)[:, None], other=0.0)
-
-
-@gluon.jit
-def write_rows(
-    peak,
-    total,
-    acc,
-    outputs,
-    strides,
-    token_row,
-    head,
-    column,
-    ok,
-    value_scale,
-    has_keys,
-    GROUP: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    WANTS_LSE: gl.constexpr,
-):
-    """What a pair's columns end as, straight from registers."""
-    out_ptr, lse_ptr, sinks_ptr = outputs
-    stride_out_token, stride_out_head, num_tokens = strides
-    D: gl.constexpr = acc.shape[0]
-    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
-    q_head = head * GROUP + column % GROUP
-    if HAS_SINKS:
-        peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & has_keys, 0)
-    row = token_row + column // GROUP
-    at = (row * stride_out_token + q_head * stride_out_head)[None, :] + d[:, None]
-    lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + row
-    store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
 
 
 @gluon.jit
@@ -95,26 +63,32 @@ def attend(
 ):
     """All pieces of this program's chunks; ROWS is the room that a partial has for rows."""
     q_smem = rings[0]
-    header_ptr, bases_ptr, chunks_ptr = plan
+    out_ptr, lse_ptr, sinks_ptr = outputs
+    stride_out_token, stride_out_head, num_tokens = strides_out
+    bases_ptr, chunks_ptr = plan
     seqlens_ptr, cu_seqlens_ptr = lengths
     scale, cap, value_scale = factors
     COLUMNS: gl.constexpr = q_smem.shape[0]
     D: gl.constexpr = q_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
+    BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
     tile = 0
     turn = 0
     chunk = gl.program_id(0)
-    seq, head, unread, rest, length, num_chunks = read_chunk(chunks_ptr, chunk)
+    own, common = read_chunk(chunks_ptr, chunk)
+    num_chunks, leaves_per_unit, per = common
+    unit_keys = leaves_per_unit * LEAF
     more = num_chunks > gl.num_programs(0)
-    sizes = (gl.load(header_ptr), gl.load(header_ptr + 1), gl.load(header_ptr + 2))
     while chunk < num_chunks:
+        seq, head, unit, rest, length = own
         start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
         q = load_queries(q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
         while rest > 0:
-            leaves = gl.maximum((length + LEAF - 1) // LEAF, 1)
-            held = gl.minimum(rest, leaves - unread)
+            units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
+            held = gl.minimum(rest, units - unit)
             BARRIER()
             q_smem.store(q)
             fence_async_shared()
@@ -125,57 +99,55 @@ def attend(
             start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS)
             row_next = start_next + token_first
             q = load_queries(q_ptr, strides_q, row_next, head_next, count_next * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
-            first_leaf = gl.load(bases_ptr + 2 * seq) * HEADS + head * leaves
-            groups = (leaves + LEAVES - 1) // LEAVES
-            first_group = gl.load(bases_ptr + 2 * seq + 1) * HEADS + head * groups
             first_position = length - tokens + token_first
             low = lowest_key(first_position, length, WINDOW)
-            skipped = low // LEAF
-            begin = gl.maximum(unread, skipped)
-            end = unread + held
-            whole = (unread <= skipped) & (end == leaves)
-            ok = column < count * GROUP
+            skipped = low // unit_keys
+            begin = gl.maximum(unit, skipped)
+            end = unit + held
+            whole = (unit <= skipped) & (end == units)
+            first = gl.load(bases_ptr + seq) * HEADS + head * units
+            rows = count * GROUP
+            ok = column < rows
             token = gl.minimum(column // GROUP, count - 1)
             token_row = (start + token_first).to(gl.int64)
+            step = gl.where(whole, LEAVES, leaves_per_unit)
+            leaves = gl.minimum(gl.maximum((length + LEAF - 1) // LEAF, 1), end * leaves_per_unit)
             peak, total, acc = nothing(D, COLUMNS, LAYOUT)
-            for group in range(begin // LEAVES, (end + LEAVES - 1) // LEAVES):
+            for group in range(begin * leaves_per_unit // step * step, leaves, step):
                 g_peak, g_total, g_acc = nothing(D, COLUMNS, LAYOUT)
-                begins = gl.maximum(group * LEAVES, skipped) >= begin
-                complete = begins & (gl.minimum(group * LEAVES + LEAVES, leaves) <= end)
-                for leaf in range(gl.maximum(group * LEAVES, begin), gl.minimum(group * LEAVES + LEAVES, end)):
+                for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
                     l_peak, l_total, l_acc, tile = sum_leaf(
                         rings, barriers, tile, leaf * LEAF, low, length, first_position, token, scale, cap,
                         LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
                     )  # fmt: skip
-                    if complete:
-                        g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
-                    else:
-                        slot = cut_slot(chunk, leaf, begins)
-                        store_partial(partials, slot, l_peak, l_total, l_acc, column, ok, ROWS, LAYOUT)
+                    g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
                 if whole:
                     peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
-                elif complete:
-                    slot = partials[3] + first_group + group
-                    store_partial(partials, slot, g_peak, g_total, g_acc, column, ok, ROWS, LAYOUT)
+                else:
+                    number = first + group // leaves_per_unit
+                    store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, LAYOUT)
             if whole:
-                write_rows(
-                    peak, total, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
-                    GROUP, LAYOUT, HAS_SINKS, WANTS_LSE,
-                )  # fmt: skip
+                q_head = head * GROUP + column % GROUP
+                if HAS_SINKS:
+                    peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & (length > 0), 0)
+                row = token_row + column // GROUP
+                at = (row * stride_out_token + q_head * stride_out_head)[None, :] + d[:, None]
+                lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + row
+                store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
             elif end > skipped:
-                others = chunk_of(first_leaf + leaves - 1, sizes) - chunk_of(first_leaf + skipped, sizes)
+                programs = (first + units - 1) // per - (first + skipped) // per
                 BARRIER()
                 arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
-                if arrived == others:  # the last of this pair's chunks
+                if arrived == programs:  # the last of this pair's chunks
                     gl.store(arrivals_ptr + seq * HEADS + head, 0)
                     merge_pair(
-                        partials, (first_leaf, first_group, skipped, leaves), sizes, count * GROUP, head, token_row,
-                        outputs, strides_out, value_scale, length > 0, ROWS, GROUP, D, 4, WANTS_LSE, HAS_SINKS,
+                        partials, first, skipped, units, leaves_per_unit, rows, head, token_row, outputs, strides_out,
+                        value_scale, length > 0, ROWS, GROUP, D, BLOCK, WANTS_LSE, HAS_SINKS,
                     )  # fmt: skip
             rest -= held
             seq = seq_next
             head = head_next
-            unread = 0
+            unit = 0
             length = length_next
             start = start_next
             tokens = tokens_next
@@ -185,5 +157,4 @@ def attend(
         else:
             chunk = num_chunks
         turn += 1
-        if chunk < num_chunks:
-            seq, head, unread, rest, length, num_chunks = read_chunk(chunks_ptr, chunk)
+        own, common = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))

@@ -10,9 +10,8 @@ Keys are the rows of both products and query heads their columns (K Q' and V' P'
 then cost a few columns instead of a padded tile of 64 rows, and three levels of the tree fit in registers.
 
 Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that lies
-within one chunk is finished in registers; otherwise a program leaves a partial for each group, or for each leaf of a
-group that its chunk's end cuts, and the program that arrives last merges them. Counters return to zero, so that a
-captured graph can replay.
+within one chunk is finished in registers; otherwise each unit leaves its partial in memory, and the program that
+arrives last merges them. Counters return to zero, so that a captured graph can replay.
 """
 
 import torch
@@ -61,8 +60,6 @@ def decode_pages(
     acc_ptr,
     peak_ptr,
     total_ptr,
-    cut_slots,
-    header_ptr,
     bases_ptr,
     chunks_ptr,
     arrivals_ptr,
@@ -115,8 +112,8 @@ def decode_pages(
     barriers = (k_full, k_empty, v_full, v_empty)
     outputs = (out_ptr, lse_ptr, sinks_ptr)
     strides_out = (stride_out_token, stride_out_head, num_tokens)
-    partials = (acc_ptr, peak_ptr, total_ptr, cut_slots)
-    plan = (header_ptr, bases_ptr, chunks_ptr)
+    partials = (acc_ptr, peak_ptr, total_ptr)
+    plan = (bases_ptr, chunks_ptr)
     lengths = (seqlens_ptr, cu_seqlens_ptr)
     factors = (scale, cap, value_scale)
     gl.warp_specialize(
@@ -193,8 +190,6 @@ def launch(
                 plan.acc,
                 plan.peak,
                 plan.total,
-                plan.cut_slots,
-                plan.header,
                 plan.bases,
                 plan.chunks,
                 plan.arrivals,

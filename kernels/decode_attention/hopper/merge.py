@@ -1,115 +1,101 @@
-"""Partials in memory: where groups and leaves wait, and the last program's fold over those of a pair.
+"""Partials in memory: where a pair's units lie, and the last program's fold over them.
 
-Knows no key. A group that lies in one chunk waits as a whole; of a group that a chunk's end cuts, each leaf waits by
-itself, in a place of its chunk's. Both ends of the wait compute the place from the plan's sizes.
-
-    slots     | chunk 0: leaves in front, leaves behind | chunk 1 ... | pair 0: group 0, group 1, ... | pair 1 ...
+Knows no key. A pair's units are folded as the tree says: leaves to their group first, groups in ascending order.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_attention.hopper.pieces import chunk_of
 from kernels.decode_attention.hopper.tree import NOTHING, add_sink, fold, store_rows
 
 
 @gluon.jit
-def cut_slot(chunk, leaf, begins):
-    """Slot of a leaf whose group is cut; `begins` says that the group begins in this chunk and is continued behind."""
-    return chunk * 8 + gl.where(begins, 4, 0) + leaf % 4
-
-
-@gluon.jit
-def store_partial(partials, slot, peak, total, acc, column, ok, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """State [COLUMNS] and acc [D, COLUMNS]."""
-    acc_ptr, peak_ptr, total_ptr, _ = partials
+def store_partial(partials, unit, peak, total, acc, column, ok, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """State [COLUMNS] and acc [D, COLUMNS] of one unit, of all pairs counted together."""
+    acc_ptr, peak_ptr, total_ptr = partials
     D: gl.constexpr = acc.shape[0]
-    at = slot.to(gl.int64) * ROWS
+    slot = unit.to(gl.int64) * ROWS
     d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
-    gl.store(acc_ptr + at * D + (column * D)[None, :] + d[:, None], acc, mask=ok[None, :])
-    gl.store(peak_ptr + at + column, peak, mask=ok)
-    gl.store(total_ptr + at + column, total, mask=ok)
+    gl.store(acc_ptr + slot * D + (column * D)[None, :] + d[:, None], acc, mask=ok[None, :])
+    gl.store(peak_ptr + slot + column, peak, mask=ok)
+    gl.store(total_ptr + slot + column, total, mask=ok)
 
 
 @gluon.jit
-def load_partial(partials, slot, row, ok, D: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """State [BLOCK] and acc [BLOCK, D], past the first cache. Nothing where it is not `ok`."""
-    acc_ptr, peak_ptr, total_ptr, _ = partials
-    at = slot.to(gl.int64) * ROWS
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    peak = gl.load(peak_ptr + at + row, mask=ok, other=NOTHING, cache_modifier=".cg")
-    total = gl.load(total_ptr + at + row, mask=ok, other=0.0, cache_modifier=".cg")
-    where = acc_ptr + at * D + (row * D)[:, None] + d[None, :]
-    acc = gl.load(where, mask=ok[:, None], other=0.0, cache_modifier=".cg")
+def load_partial(partials, unit, row, ok, at, ROWS: gl.constexpr, D: gl.constexpr):
+    """The state of a unit, past the first cache: another program has written it. Nothing where it is not `ok`."""
+    acc_ptr, peak_ptr, total_ptr = partials
+    slot = unit.to(gl.int64) * ROWS
+    peak = gl.load(peak_ptr + slot + row, mask=ok, other=NOTHING, cache_modifier=".cg")
+    total = gl.load(total_ptr + slot + row, mask=ok, other=0.0, cache_modifier=".cg")
+    acc = gl.load(acc_ptr + slot * D + at, mask=ok[:, None], other=0.0, cache_modifier=".cg")
     return peak, total, acc
 
 
 @gluon.jit
-def load_group(partials, pair, sizes, group, row, ok, D: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Four states whose fold is a group's: its leaves, or itself and three of nothing; all nothing behind the end."""
-    first_leaf, first_group, skipped, leaves = pair
-    low = gl.maximum(group * 4, skipped)
-    high = gl.minimum(group * 4 + 4, leaves)
-    begin = chunk_of(first_leaf + low, sizes)
-    whole = begin == chunk_of(first_leaf + high - 1, sizes)
-    group_slot = partials[3] + first_group + group
-    leaf = group * 4
-    chunk = chunk_of(first_leaf + leaf, sizes)
-    slot = gl.where(whole, group_slot, cut_slot(chunk, leaf, chunk == begin))
-    a = load_partial(partials, slot, row, ok & (low < high) & (whole | (leaf >= low)), D, ROWS, LAYOUT)
-    ok = ok & (begin < chunk_of(first_leaf + high - 1, sizes))
-    leaf = group * 4 + 1
-    chunk = chunk_of(first_leaf + leaf, sizes)
-    b = load_partial(
-        partials, cut_slot(chunk, leaf, chunk == begin), row, ok & (leaf >= low) & (leaf < high), D, ROWS, LAYOUT
-    )
-    leaf = group * 4 + 2
-    chunk = chunk_of(first_leaf + leaf, sizes)
-    c = load_partial(
-        partials, cut_slot(chunk, leaf, chunk == begin), row, ok & (leaf >= low) & (leaf < high), D, ROWS, LAYOUT
-    )
-    leaf = group * 4 + 3
-    chunk = chunk_of(first_leaf + leaf, sizes)
-    d = load_partial(
-        partials, cut_slot(chunk, leaf, chunk == begin), row, ok & (leaf >= low) & (leaf < high), D, ROWS, LAYOUT
-    )
-    return a, b, c, d
+def fold_four(a, b, c, d):
+    """Four states in ascending order."""
+    peak, total, acc = fold(a[0], a[1], a[2], b[0], b[1], b[2], 1)
+    peak, total, acc = fold(peak, total, acc, c[0], c[1], c[2], 1)
+    return fold(peak, total, acc, d[0], d[1], d[2], 1)
 
 
 @gluon.jit
-def fold_group(peak, total, acc, states):
-    """A running state and, behind it, one group's four states, which are folded among themselves before."""
-    a, b, c, d = states
-    p, t, x = fold(a[0], a[1], a[2], b[0], b[1], b[2], 1)
-    p, t, x = fold(p, t, x, c[0], c[1], c[2], 1)
-    p, t, x = fold(p, t, x, d[0], d[1], d[2], 1)
-    return fold(peak, total, acc, p, t, x, 1)
+def merge_rows(
+    partials,
+    first,
+    skipped,
+    units,
+    leaves_per_unit,
+    row,
+    ok,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """State of a block of rows over units skipped..units - 1 of a pair whose unit 0 has the number `first`.
 
-
-@gluon.jit
-def merge_rows(partials, pair, sizes, row, ok, D: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """State of a block of rows over all of a pair's groups; four groups are on their way at a time."""
+    Eight partials are in flight at a time; a group's leaves begin at a multiple of four, so neither four straddles one.
+    """
     BLOCK: gl.constexpr = row.shape[0]
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    at = (row * D)[:, None] + d[None, :]
     peak = gl.full([BLOCK], NOTHING, gl.float32, gl.SliceLayout(1, LAYOUT))
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.zeros([BLOCK, D], gl.float32, LAYOUT)
-    for group in range(pair[2] // 4, (pair[3] + 3) // 4, 4):
-        s0 = load_group(partials, pair, sizes, group, row, ok, D, ROWS, LAYOUT)
-        s1 = load_group(partials, pair, sizes, group + 1, row, ok, D, ROWS, LAYOUT)
-        s2 = load_group(partials, pair, sizes, group + 2, row, ok, D, ROWS, LAYOUT)
-        s3 = load_group(partials, pair, sizes, group + 3, row, ok, D, ROWS, LAYOUT)
-        peak, total, acc = fold_group(peak, total, acc, s0)
-        peak, total, acc = fold_group(peak, total, acc, s1)
-        peak, total, acc = fold_group(peak, total, acc, s2)
-        peak, total, acc = fold_group(peak, total, acc, s3)
+    for unit in range(skipped // 8 * 8, units, 8):
+        s0 = load_partial(partials, first + unit, row, ok & (unit >= skipped), at, ROWS, D)
+        s1 = load_partial(partials, first + unit + 1, row, ok & (unit + 1 >= skipped) & (unit + 1 < units), at, ROWS, D)
+        s2 = load_partial(partials, first + unit + 2, row, ok & (unit + 2 >= skipped) & (unit + 2 < units), at, ROWS, D)
+        s3 = load_partial(partials, first + unit + 3, row, ok & (unit + 3 >= skipped) & (unit + 3 < units), at, ROWS, D)
+        s4 = load_partial(partials, first + unit + 4, row, ok & (unit + 4 >= skipped) & (unit + 4 < units), at, ROWS, D)
+        s5 = load_partial(partials, first + unit + 5, row, ok & (unit + 5 >= skipped) & (unit + 5 < units), at, ROWS, D)
+        s6 = load_partial(partials, first + unit + 6, row, ok & (unit + 6 >= skipped) & (unit + 6 < units), at, ROWS, D)
+        s7 = load_partial(partials, first + unit + 7, row, ok & (unit + 7 >= skipped) & (unit + 7 < units), at, ROWS, D)
+        if leaves_per_unit == 1:
+            p, t, a = fold_four(s0, s1, s2, s3)
+            peak, total, acc = fold(peak, total, acc, p, t, a, 1)
+            p, t, a = fold_four(s4, s5, s6, s7)
+            peak, total, acc = fold(peak, total, acc, p, t, a, 1)
+        else:
+            peak, total, acc = fold(peak, total, acc, s0[0], s0[1], s0[2], 1)
+            peak, total, acc = fold(peak, total, acc, s1[0], s1[1], s1[2], 1)
+            peak, total, acc = fold(peak, total, acc, s2[0], s2[1], s2[2], 1)
+            peak, total, acc = fold(peak, total, acc, s3[0], s3[1], s3[2], 1)
+            peak, total, acc = fold(peak, total, acc, s4[0], s4[1], s4[2], 1)
+            peak, total, acc = fold(peak, total, acc, s5[0], s5[1], s5[2], 1)
+            peak, total, acc = fold(peak, total, acc, s6[0], s6[1], s6[2], 1)
+            peak, total, acc = fold(peak, total, acc, s7[0], s7[1], s7[2], 1)
     return peak, total, acc
 
 
 @gluon.jit
 def merge_pair(
     partials,
-    pair,
-    sizes,
+    first,
+    skipped,
+    units,
+    leaves_per_unit,
     rows,
     head,
     token_row,
@@ -127,12 +113,12 @@ def merge_pair(
     """Merges all rows of a pair, BLOCK rows at a time, and writes what they end as."""
     out_ptr, lse_ptr, sinks_ptr = outputs
     stride_out_token, stride_out_head, num_tokens = strides
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     for block in range(0, rows, BLOCK):
         row = block + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         ok = row < rows
-        peak, total, acc = merge_rows(partials, pair, sizes, row, ok, D, ROWS, LAYOUT)
+        peak, total, acc = merge_rows(partials, first, skipped, units, leaves_per_unit, row, ok, ROWS, D, LAYOUT)
         q_head = head * GROUP + row % GROUP
         if HAS_SINKS:
             peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & has_keys, 1)

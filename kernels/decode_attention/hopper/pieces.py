@@ -1,6 +1,6 @@
 """What all partitions of a program agree on: chunks, the pieces of pairs in them, and the keys of a piece.
 
-Knows no tensor of keys or queries. A chunk is a run of leaves over consecutive pairs (sequence, kv head); the part of a
+Knows no tensor of keys or queries. A chunk is a run of units over consecutive pairs (sequence, kv head); the part of a
 pair that lies in one chunk is a piece. Streams and consumers walk the same chunks in the same order by themselves.
 """
 
@@ -11,17 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def read_chunk(chunks_ptr, chunk):
-    """(sequence, kv head, first leaf, number of leaves, the sequence's length, number of chunks)."""
+    """((sequence, kv head, first unit, number of units, length), (chunks, leaves of a unit, units of a chunk))."""
     at = chunks_ptr + chunk * 8
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
-
-
-@gluon.jit
-def chunk_of(leaf, sizes):
-    """The chunk that a leaf is in, of all pairs counted together; sizes are the plan's header."""
-    large_count, large, small = sizes
-    behind = leaf - large_count * large
-    return gl.where(behind < 0, leaf // gl.maximum(large, 1), large_count + behind // small)
+    own = (gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4))
+    return own, (gl.load(at + 5), gl.load(at + 6), gl.load(at + 7))
 
 
 @gluon.jit

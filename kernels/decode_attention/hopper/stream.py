@@ -84,14 +84,17 @@ def stream_pages(
     tile = 0
     turn = 0
     chunk = gl.program_id(0)
-    seq, head, leaf, rest, length, num_chunks = read_chunk(chunks_ptr, chunk)
+    own, common = read_chunk(chunks_ptr, chunk)
+    num_chunks = common[0]
+    unit_keys = common[1] * LEAF
     more = num_chunks > gl.num_programs(0)
     while chunk < num_chunks:
+        seq, head, unit, rest, length = own
         drawn = num_chunks
         fetched = 0
         while rest > 0:
-            leaves = gl.maximum((length + LEAF - 1) // LEAF, 1)
-            count = gl.minimum(rest, leaves - leaf)
+            units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
+            count = gl.minimum(rest, units - unit)
             seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
             length_next = gl.load(seqlens_ptr + seq_next)
             row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
@@ -100,8 +103,8 @@ def stream_pages(
             if WINDOW > 0:
                 _, tokens, _ = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
                 low = lowest_key(length - tokens + token_first, length, WINDOW) // TILE * TILE
-            key = gl.maximum(leaf * LEAF, low)
-            stop = gl.minimum(length, (leaf + count) * LEAF)
+            key = gl.maximum(unit * unit_keys, low)
+            stop = gl.minimum(length, (unit + count) * unit_keys)
             ids = page_ids(row_ptr, key // PAGE, last, PAGES)
             while key < stop:
                 ids_next = page_ids(row_ptr, (key + TILE) // PAGE, last, PAGES)
@@ -118,7 +121,7 @@ def stream_pages(
             rest -= count
             seq = seq_next
             head = head_next
-            leaf = 0
+            unit = 0
             length = length_next
         if more:
             if DRAWS:
@@ -130,8 +133,7 @@ def stream_pages(
         else:
             chunk = num_chunks
         turn += 1
-        if chunk < num_chunks:
-            seq, head, leaf, rest, length, num_chunks = read_chunk(chunks_ptr, chunk)
+        own, common = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
     if DRAWS:  # noqa: SIM102 - as above
         if more:
             done = gl.atomic_add(work_ptr + 1, 1, sem="acq_rel", scope="gpu")

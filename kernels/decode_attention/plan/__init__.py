@@ -13,20 +13,14 @@ __all__ = ["GROUP", "LEAF", "DecodePlan"]
 # The summation tree: keys of a leaf, leaves of a group. These numbers are part of every result's bits.
 LEAF = 512
 GROUP = 4
-# Eighths of the work that are dealt out in large chunks; how many small ones a program then draws of the rest.
-SHARE = 6
-DRAWS = 4
-ALIGN = True
+# Chunks for each program where there is enough work: whoever is late takes fewer of them.
+WAVES = 4
 MAX_COLUMNS = 64
 # Up to so many (sequence, kv head) pairs, one program of four stages on each multiprocessor is faster than two of two.
 FEW_PAIRS = 16
-# Fields of a chunk: sequence, kv head, first leaf within the pair, number of leaves, the sequence's length, and how
-# many chunks there are in all.
+# Fields of a chunk: sequence, kv head, first unit within the pair, number of units, the sequence's length; then what is
+# the same for all, so that a program starts with one load: number of chunks, leaves of a unit, units of a chunk.
 CHUNK_FIELDS = 8
-# The header: large chunks, leaves of a large one, leaves of a small one, leaves in all.
-HEADER_FIELDS = 4
-# Leaves of a group that a chunk's end cuts wait one by one: at most three in front, three behind.
-CUT_LEAVES = 8
 
 
 class DecodePlan:
@@ -68,18 +62,17 @@ class DecodePlan:
     def _allocate(self) -> None:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         pairs = self.max_seqs * self.kv_heads
-        leaves = pairs * max(1, -(-self.max_seqlen_k // LEAF))
-        max_chunks = 2 * self.multiprocessors * (1 + 2 * DRAWS)
-        # Partials: cut leaves of each chunk, then all groups.
-        self.cut_slots = min(max_chunks, leaves) * CUT_LEAVES
-        slots = self.cut_slots + pairs * max(1, -(-self.max_seqlen_k // (LEAF * GROUP)))
+        groups = pairs * max(1, -(-self.max_seqlen_k // (LEAF * GROUP)))
+        # Leaves are the unit of work only where there are too few groups for the programs.
+        units = max(groups, min(GROUP * groups, 2 * GROUP * self.multiprocessors)) + pairs
         self.acc, self.peak, self.total = (
-            torch.empty(slots * self.rows * width, dtype=torch.float32, device=self.device)
+            torch.empty(units * self.rows * width, dtype=torch.float32, device=self.device)
             for width in (self.dim, 1, 1)
         )
-        self.bases, self.header, self.chunks = (
+        max_chunks = 2 * WAVES * 2 * self.multiprocessors
+        self.bases, self.chunks = (
             torch.empty(size, dtype=torch.int32, device=self.device)
-            for size in (2 * self.max_seqs, HEADER_FIELDS, max_chunks * CHUNK_FIELDS)
+            for size in (self.max_seqs, max_chunks * CHUNK_FIELDS)
         )
         # Drawn chunks, finished programs, and arrivals of each pair: all return to zero with every launch.
         counters = torch.zeros(2 + pairs, dtype=torch.int32, device=self.device)
@@ -98,14 +91,12 @@ class DecodePlan:
         launch(
             seqlens_k,
             self.bases,
-            self.header,
             self.chunks,
             kv_heads=self.kv_heads,
             programs=self.programs(num_seqs),
             leaf=LEAF,
             group=GROUP,
-            share=SHARE,
-            draws=DRAWS,
+            waves=WAVES,
         )
 
     def programs_per_multiprocessor(self, num_seqs: int) -> int:
