@@ -93,7 +93,7 @@ class KvPages:
             self._compile_moves()
 
     def _compile_moves(self) -> None:
-        """Moves a page of each group once, while all are empty, so that a serving worker's first spill compiles nothing."""
+        """Moves an empty page of each group once, so that a serving worker's first spill compiles nothing."""
         for group in range(len(self._groups)):
             self.write_pages(group, [1], self.read_pages(group, [1]))
 
