@@ -61,7 +61,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElementTree.Ele
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         check=False,
     )
     assert path.exists(), run.stdout + run.stderr
