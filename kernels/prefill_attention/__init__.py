@@ -122,23 +122,38 @@ def prefill_attention(
     lse = empty_lse(q) if return_lse else None
     if not (num_tokens and num_seqs and max_seqlen_q):
         return result if lse is None else (result, lse)
+    where = (q, k_pages, v_pages, block_tables)
     route = _route(backend, q, k_pages, v_pages, spec)
-    lengths = (cu_seqlens_q, cu_seqlens_k)
     if route is Backend.GLUON:
-        from kernels.prefill_attention.hopper.kernel import launch as launch_gluon
-
-        if plan is None:
-            plan = PrefillPlan(num_seqs, num_tokens, q_heads, spec.shape.heads, dim, device=q.device)
-            plan.prepare(*lengths)
-        launch_gluon(q, k_pages, v_pages, block_tables, plan.records, plan.count, spec, sinks, result, lse)
+        _launch_gluon(where, plan, cu_seqlens_q, cu_seqlens_k, spec, sinks, result, lse)
     elif route is Backend.TRITON:
         check_triton_attention(q, spec)
         from kernels.prefill_attention.kernel import launch
 
-        launch(q, k_pages, v_pages, block_tables, *lengths, max_seqlen_q, spec, sinks, result, lse)
+        launch(*where, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, sinks, result, lse)
     else:
-        reference.prefill_attention(q, k_pages, v_pages, block_tables, *lengths, max_seqlen_q, spec, sinks, result, lse)
+        reference.prefill_attention(*where, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, sinks, result, lse)
     return result if lse is None else (result, lse)
+
+
+def _launch_gluon(
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    plan: PrefillPlan | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Over queries, pages and tables, with the caller's plan or one of its own."""
+    from kernels.prefill_attention.hopper.kernel import launch
+
+    if plan is None:
+        num_tokens, q_heads, dim = out.shape
+        plan = PrefillPlan(cu_seqlens_q.shape[0] - 1, num_tokens, q_heads, spec.shape.heads, dim, device=out.device)
+        plan.prepare(cu_seqlens_q, cu_seqlens_k)
+    launch(*where, plan.records, plan.count, spec, sinks, out, lse)
 
 
 def prefill_route(

@@ -7,7 +7,7 @@ import torch
 
 from kernels.errors import KernelArgumentError
 from kernels.prefill_attention.hopper import TILE_ROWS, is_hopper, key_block
-from kernels.prefill_attention.work_list import RECORD, make_work_list
+from kernels.prefill_attention.work_list import RECORD
 
 
 class PrefillPlan:
@@ -42,6 +42,8 @@ class PrefillPlan:
         if num_seqs > self.max_seqs:
             raise KernelArgumentError(f"cu_seqlens_q: {num_seqs} sequences, the plan holds {self.max_seqs}")
         if self._is_used():
+            from kernels.prefill_attention.work_list.kernel import make_work_list
+
             key_tile = key_block(self.heads[2])
             make_work_list(cu_seqlens_q, cu_seqlens_k, self.records, self.count, self._tile_queries, key_tile)
 

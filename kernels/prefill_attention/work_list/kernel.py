@@ -7,8 +7,11 @@ sequence: they read the same keys at the same time.
     record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence, 0, 0, 0
 """
 
+import torch
 import triton
 import triton.language as tl
+
+SPLITS = 4
 
 
 @triton.jit
@@ -70,3 +73,29 @@ def list_tiles(
         tl.store(record + 2, start + tl.zeros([TILES], tl.int32), mask=ok)
         tl.store(record + 3, q_len + tl.zeros([TILES], tl.int32), mask=ok)
         tl.store(record + 4, kv_len + tl.zeros([TILES], tl.int32), mask=ok)
+
+
+def make_work_list(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    records: torch.Tensor,
+    count: torch.Tensor,
+    tile_queries: int,
+    tile_keys: int,
+) -> None:
+    """Fills records int32 [max_tiles, RECORD] and count int32 [1]; reads the lengths on the device only."""
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    with torch.cuda.device_of(records):
+        list_tiles[(max(num_seqs, 1), SPLITS)](
+            cu_seqlens_q,
+            cu_seqlens_k,
+            records,
+            count,
+            num_seqs,
+            records.shape[0],
+            QUERIES=tile_queries,
+            KEYS=tile_keys,
+            TILES=64,
+            SEQS=32,
+            num_warps=4,
+        )
