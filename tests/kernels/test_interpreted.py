@@ -20,6 +20,8 @@ FILES = (
     "append_kv",
     "copy_pages",
     "decode_attention",
+    "decode_plan",
+    "decode_tokens",
     "fp8_pages",
     "gather_pages",
     "latents",
