@@ -440,6 +440,6 @@ def attend_latents(
                         shared, bars, HEADS, PAGE, LEAF, TILE, STAGES, MULTI)),
         ],
         [4, 1],
-        [224, 32],
+        [208, 40],
     )
     # fmt: on

@@ -1,0 +1,104 @@
+"""Latent attention's kernels compile for Hopper on a machine without a GPU: wgmma, nothing serialised, few spills."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor
+from tests.kernels.test_compiles import assemble, compile_for_hopper
+
+triton = pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+SHARED_BYTES = 227 << 10
+# What a program may keep on its stack: numbers of an item, stored and read once for each of them, outside the loop over
+# its tiles.
+WORDS_OF_AN_ITEM = 128
+FLOATS = ("lse", "acc", "peak", "total", "sum")
+HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight")
+
+PREFILL = {
+    "HEADS": 128, "BLOCK": 128, "STAGES": 2, "MODE": 1, "RESUMES": False, "SUSPENDS": False, "WANTS_LSE": True,
+}  # fmt: skip
+DECODE = {
+    "HEADS": 128, "PAGE": 64, "LEAF": 1024, "TILE": 64, "STAGES": 2, "MULTI": True, "SLOT_ROWS": 64, "WANTS_LSE": True,
+}  # fmt: skip
+DECODES = {
+    "many heads": {},
+    "one query": {"MULTI": False},
+    "large pages": {"PAGE": 256},
+    "small pages": {"PAGE": 16},
+    "few heads": {"HEADS": 16, "TILE": 32, "STAGES": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def pointer(name: str) -> str:
+    stem = name.removesuffix("_ptr")
+    return "*fp32" if stem in FLOATS else "*bf16" if stem in HALVES else "*i32"
+
+
+def kinds(names: list[str], boxes: dict[str, list[int]]) -> dict[str, str]:
+    pointers = {name: pointer(name) for name in names if name.endswith("_ptr")}
+    return pointers | {name: descriptor("bf16", box) for name, box in boxes.items()} | {"scale_log2": "fp32"}
+
+
+def spilled_bytes(assembled: Assembled) -> int:
+    return max(int(size) for size in re.findall(r"(\d+) bytes spill stores", assembled.remarks))
+
+
+@pytest.mark.parametrize(("resumes", "suspends"), [(False, False), (False, True), (True, True), (True, False)])
+def test_prefill(tmp_path: Path, resumes: bool, suspends: bool) -> None:
+    from kernels.mla_prefill.hopper.kernel import attend_ragged
+
+    boxes = {"q_nope_desc": [64, 128], "q_rope_desc": [64, 64], "k_rope_desc": [128, 64]}
+    boxes |= {"k_nope_desc": [128, 128], "v_desc": [128, 128]}
+    constants = {**PREFILL, "RESUMES": resumes, "SUSPENDS": suspends}
+    got = compile_gluon(attend_ragged, constants, kinds(attend_ragged.arg_names, boxes), tmp_path)
+    assert "wgmma.mma_async" in got.ptx and not got.serialised
+    assert got.shared_bytes <= SHARED_BYTES
+    assert spilled_bytes(got) <= (WORDS_OF_AN_ITEM if resumes else 0)
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode(tmp_path: Path, name: str) -> None:
+    from kernels.mla_decode.hopper.kernel import attend_latents
+
+    constants = DECODE | DECODES[name]
+    height = min(int(constants["PAGE"]), int(constants["TILE"]))
+    boxes = {"q_half_desc": [64, 256], "q_rope_desc": [64, 64], "half_desc": [height, 256], "rope_desc": [height, 64]}
+    got = compile_gluon(attend_latents, constants, kinds(attend_latents.arg_names, boxes), tmp_path)
+    assert "wgmma.mma_async" in got.ptx and not got.serialised
+    assert got.shared_bytes <= SHARED_BYTES
+    assert spilled_bytes(got) <= WORDS_OF_AN_ITEM
+
+
+def test_the_plain_kernels_spill_nothing(tmp_path: Path) -> None:
+    from kernels.head_linear.kernel import multiply_heads
+    from kernels.mla_decode.kernel import attend_leaf, fold_leaves
+    from kernels.mla_decode.plan.kernel import list_items
+    from kernels.mla_prefill.kernel import attend_tile
+    from kernels.mla_prefill.plan.kernel import order_tiles
+
+    leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512}
+    fold = {**leaf, "SLOT_ROWS": 16, "PLANNED": True, "WANTS_LSE": True}
+    tile = {"HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False}
+    listed = {"HEADS": 16, "LEAF": 1024, "ROWS": 64, "MULTI": True, "SEQS": 256, "STEP": 64}
+    cases = (
+        (multiply_heads, {"K": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
+        (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64}, 8),
+        (fold_leaves, fold, 4),
+        (attend_tile, {**tile, "BLOCK_M": 64, "BLOCK_N": 128}, 8),
+        (list_items, listed, 4),
+        (order_tiles, {"MODE": 1, "BLOCK": 128, "SEQS": 256, "SLOTS": 16}, 8),
+    )
+    for function, constants, num_warps in cases:
+        ptx = compile_for_hopper(function, constants, num_warps, pointer)
+        assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path), function.__name__
