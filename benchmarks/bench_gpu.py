@@ -24,13 +24,13 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_attention, gpu_moves, gpu_ops
+from benchmarks import gpu_attention, gpu_mla, gpu_moves, gpu_ops
 from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
 from benchmarks.measurement import Measurement
 
 RESULTS = Path(__file__).parent / "results"
-AREAS = {**gpu_attention.AREAS, **gpu_ops.AREAS, **gpu_moves.AREAS}
+AREAS = {**gpu_attention.AREAS, **gpu_mla.AREAS, **gpu_ops.AREAS, **gpu_moves.AREAS}
 
 MODEL = "model"
 

@@ -10,10 +10,15 @@ reference that is the truth for the tests and what a worker without a GPU serves
     from kernels.decode_attention import decode_attention
     from kernels.gather_latent import gather_latent
     from kernels.gather_pages import gather_pages, scatter_pages
+    from kernels.head_linear import head_linear
     from kernels.layout import KvLayout, expand_block_tables
     from kernels.linear import linear
     from kernels.merge_attention_states import merge_attention_states
+    from kernels.mla import mla_absorbed, mla_extend, plan_extend
+    from kernels.mla_decode import mla_decode
+    from kernels.mla_prefill import mla_prefill
     from kernels.prefill_attention import prefill_attention
+    from kernels.project_latents import project_latents
     from kernels.rms_norm import rms_norm
     from kernels.silu_mul import silu_mul
     from kernels.skinny_linear import skinny_linear
