@@ -31,7 +31,7 @@ DECODES = {
     "one query": {"MULTI": False},
     "large pages": {"PAGE": 256},
     "small pages": {"PAGE": 16},
-    "few heads": {"HEADS": 16, "TILE": 32, "STAGES": 4},
+    "few heads": {"HEADS": 16},
 }
 
 

@@ -8,7 +8,7 @@ from kernels.errors import KernelArgumentError
 from kernels.head_linear import head_linear
 from kernels.linear import Route
 from kernels.mla import MlaPath, choose_path, mla_absorbed, mla_extend, plan_extend
-from kernels.mla.rule import MATERIALISED_FROM
+from kernels.mla.rule import MATERIALISED_FROM, MEASURED
 from kernels.mla_prefill import BLOCK
 from kernels.project_latents import project_latents
 from tests.kernels.compare import assert_output, assert_same_bits
@@ -73,6 +73,13 @@ def test_decode_has_the_bits_of_an_absorbed_extend(target: Target) -> None:
     last = torch.tensor([2, 4], device=target.device)
     got = mla_absorbed(case.q[last], case.pages, case.kv_b, case.block_tables, case.seqlens_k, backend=target.backend)
     assert_same_bits(got, wanted[last])
+
+
+def test_the_rule_never_costs_much_where_it_was_measured() -> None:
+    """The chosen path takes at most a quarter more time than the other one."""
+    for case in MEASURED:
+        times = {MlaPath.ABSORBED: case.absorbed, MlaPath.MATERIALISED: case.materialised}
+        assert times[choose_path(case.new)] <= 1.25 * min(times.values()), case
 
 
 def test_the_rule_looks_at_a_sequence_alone() -> None:

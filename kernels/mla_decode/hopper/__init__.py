@@ -15,10 +15,6 @@ __all__ = ["attend", "can_attend"]
 LOG2_E = 1.4426950408889634
 WIDTH = 576
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-# Few heads are bound by memory: more and smaller tiles keep more bytes under way. By heads alone, so that the bits do
-# not depend on the number of queries.
-FEW_HEADS = 16
-FEW_TILE, FEW_STAGES = 32, 4
 TILE, STAGES = 64, 2
 
 
@@ -50,8 +46,7 @@ def attend(
     """Attends over checked, non-empty arguments; shared-out sequences are left as partial results in the plan."""
     tokens, heads, _ = q.shape
     page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
-    tile, stages = (FEW_TILE, FEW_STAGES) if heads <= FEW_HEADS else (TILE, STAGES)
-    box = min(page_tokens, tile)
+    box = min(page_tokens, TILE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = (pages.shape[0] - 1) * page_rows + page_tokens
 
@@ -82,8 +77,8 @@ def attend(
             HEADS=heads,
             PAGE=page_tokens,
             LEAF=LEAF,
-            TILE=tile,
-            STAGES=stages,
+            TILE=TILE,
+            STAGES=STAGES,
             MULTI=cu_seqlens_q is not None,
             SLOT_ROWS=plan.slot_rows,
             WANTS_LSE=lse is not None,
