@@ -16,8 +16,6 @@ from kernels.addressing.kernel import key_offset, value_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.kernel import codes_of, stored_scale
 from kernels.layout import KvLayout, PageShape, pack_width
-from kernels.overlap import launch_options, overlaps
-from kernels.overlap.kernel import take_turn
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
 
 # Elements that one warp moves: 2 KiB, next to what its neighbours move, keep the memory system busiest.
@@ -195,10 +193,7 @@ def rotate_rows(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        take_turn()
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = Q_BLOCKS + 2 * KV_BLOCKS
@@ -277,7 +272,6 @@ def launch(
     blocks = triton.cdiv(q_heads, block_h) + 2 * triton.cdiv(shape.heads, block_h)
     half = rotary.dim // 2
     programs = triton.cdiv(tokens, per_program) * blocks
-    overlap = overlaps(qkv, programs)
     with torch.cuda.device_of(qkv):
         rotate_rows[(programs,)](
             qkv,
@@ -314,11 +308,9 @@ def launch(
             BLOCK_H=block_h,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(1, shape.dim - 2 * half)),
-            OVERLAP=overlap,
             # A product that is fused with a sum is rounded once less than torch's two operations.
             enable_fp_fusion=False,
             num_warps=max(1, elements // ELEMENTS),
-            **launch_options(overlap),
         )
 
 

@@ -4,11 +4,11 @@ Knows nothing of sequences.
 """
 
 import torch
+from torch.nn import functional
 
 from kernels.fp8 import Scales
 from kernels.fp8.reference import write_rows
 from kernels.layout import KvLayout, PageShape
-from kernels.rms_norm.reference import normalised
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
 
 
@@ -30,7 +30,8 @@ def rotate_append_kv(
     """Fills the slots, out and packed_out."""
     q, k, v = qkv[:, : -2 * shape.heads], qkv[:, -2 * shape.heads : -shape.heads], qkv[:, -shape.heads :]
     if norms is not None:
-        q, k = normalised(q, norms.q, norms.eps), normalised(k, norms.k, norms.eps)
+        q = functional.rms_norm(q, norms.q.shape, norms.q, norms.eps)
+        k = functional.rms_norm(k, norms.k.shape, norms.k, norms.eps)
     cos, sin = rotary.cos_sin[positions.long()].unsqueeze(2).unbind(1)
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     kept = slot_mapping >= 0
