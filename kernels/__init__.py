@@ -21,5 +21,4 @@ reference that is the truth for the tests and what a worker without a GPU serves
     from kernels.project_latents import project_latents
     from kernels.rms_norm import rms_norm
     from kernels.silu_mul import silu_mul
-    from kernels.skinny_linear import skinny_linear
 """

@@ -66,17 +66,11 @@ def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -
     Tried on random rows, which waits for the device: for the start of a process.
     """
     counts = sorted({rows for rows in ROWS_TO_TRY if rows < max_rows} | {max(max_rows, LEAST_ROWS)})
-    x = trial_rows(weight, counts[-1])
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn((counts[-1], weight.shape[1]), generator=generator, device=weight.device).to(weight.dtype)
     most = linear(x, weight, bias)
     return all(
         torch.equal(linear(x[:rows], weight, bias), most[:rows])
         and torch.equal(linear(x[:rows].flip(0), weight, bias).flip(0), most[:rows])
         for rows in counts
     )
-
-
-def trial_rows(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Random rows to try a weight with."""
-    generator = torch.Generator(weight.device).manual_seed(0)
-    shape = (num_rows, weight.shape[1])
-    return torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)

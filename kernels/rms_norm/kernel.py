@@ -7,9 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import launch_options, overlaps
-from kernels.overlap.kernel import take_turn
-
 # Elements that one warp sums: few enough that a short batch, bound by latency, has many loads in flight.
 WARP_ELEMENTS = 512
 MAX_WARPS = 16
@@ -29,10 +26,7 @@ def normalise_rows(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        take_turn()
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     ok = d < D
@@ -59,7 +53,6 @@ def launch(
     """Fills out and total; checked, non-empty arguments."""
     rows, dim = x.shape
     block = triton.next_power_of_2(dim)
-    overlap = overlaps(x, rows)
     with torch.cuda.device_of(x):
         normalise_rows[(rows,)](
             x,
@@ -73,7 +66,5 @@ def launch(
             D=dim,
             BLOCK_D=block,
             ADDS=residual is not None,
-            OVERLAP=overlap,
             num_warps=min(MAX_WARPS, max(1, block // WARP_ELEMENTS)),
-            **launch_options(overlap),
         )

@@ -7,17 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import launch_options, overlaps
-from kernels.overlap.kernel import take_turn
-
 # Columns of a program: 2 KiB of each half, written as one run.
 COLUMNS = 1024
 
 
 @triton.jit
-def gate_rows(gate_up_ptr, out_ptr, stride_row, D: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        take_turn()
+def gate_rows(gate_up_ptr, out_ptr, stride_row, D: tl.constexpr, COLUMNS: tl.constexpr):
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -34,7 +29,6 @@ def launch(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     rows, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
     programs = rows * triton.cdiv(dim, columns)
-    overlap = overlaps(gate_up, programs)
     with torch.cuda.device_of(gate_up):
         gate_rows[(programs,)](
             gate_up,
@@ -42,7 +36,5 @@ def launch(gate_up: torch.Tensor, out: torch.Tensor) -> None:
             gate_up.stride(0),
             D=dim,
             COLUMNS=columns,
-            OVERLAP=overlap,
             num_warps=4,
-            **launch_options(overlap),
         )

@@ -2,8 +2,7 @@
 
 Knows no layer, no sequence and no attention.
 
-    batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one; for a few rows the skinny
-                   one where it was seen to give the very same bits, as it reads the weights faster
+    batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one
     fast           the library's GEMM
     on a CPU       torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
 
@@ -20,15 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.linear import LEAST_ROWS, Route, keeps_rows, linear, trial_rows
-from kernels.skinny_linear import fits_skinny, skinny_linear
+from kernels.linear import LEAST_ROWS, Route, keeps_rows, linear
 from worker_service.model.llama import Linear
 
 # torch's GEMM on a CPU keeps a row's bits from this many rows on.
 LEAST_CPU_ROWS = 16
 MOST_PADDING = max(LEAST_ROWS, LEAST_CPU_ROWS)
-# Beyond so many rows the library's tiles read the weights as fast.
-MAX_SKINNY_ROWS = 32
 
 _log = logging.getLogger("worker_service")
 
@@ -60,31 +56,17 @@ class Products:
         is_stable = invariance is not Invariance.FAST
         self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
         self.tiled: frozenset[Kind] = frozenset()
-        self.skinny: frozenset[Kind] = frozenset()
         if on_cuda and is_stable:
             kinds = {_kind(entry): entry for entry in linears}
             self.tiled = frozenset(kind for kind, entry in kinds.items() if not keeps_rows(*entry, max_rows))
-            self.skinny = frozenset(kind for kind, entry in kinds.items() if self._is_same_skinny(kind, entry))
-            _log.info("products tried", extra={"tiled": sorted(self.tiled), "skinny": sorted(self.skinny)})
+            _log.info("products tried", extra={"kinds": len(kinds), "tiled": sorted(self.tiled)})
 
     def num_padding(self, num_rows: int) -> int:
         """Rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
         return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
-        kind = _kind(linear_)
-        if x.shape[0] <= MAX_SKINNY_ROWS and kind in self.skinny:
-            return skinny_linear(x, *linear_)
-        return linear(x, *linear_, route=Route.TILED if kind in self.tiled else Route.LIBRARY)
-
-    def _is_same_skinny(self, kind: Kind, entry: Linear) -> bool:
-        """Whether the skinny GEMM gives the bits that larger launches get."""
-        if kind in self.tiled or not fits_skinny(entry.weight):
-            return False
-        x = trial_rows(entry.weight, MAX_SKINNY_ROWS)
-        wanted = linear(x, *entry)
-        counts = [1 << power for power in range(MAX_SKINNY_ROWS.bit_length())]
-        return all(torch.equal(skinny_linear(x[:rows], *entry), wanted[:rows]) for rows in counts)
+        return linear(x, *linear_, route=Route.TILED if _kind(linear_) in self.tiled else Route.LIBRARY)
 
 
 def _kind(entry: Linear) -> Kind:
