@@ -34,8 +34,9 @@ RESULT = Path(__file__).parent / "results" / "llama-h200.json"
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)
 CONTEXT = 4096
-CASES = ("decode_1", "decode_16", "decode_64", "siblings", "long_prefix")
+CASES = ("decode_1", "decode_16", "decode_64", "siblings", "long_prefix", "mixed")
 SIBLINGS, SIBLING_TOKENS = 8, 512
+MIXED_DECODE = 16
 LONG_PREFIX, SHORT_PROMPT = 32_768, 64
 NUM_PAGES = 64 * (CONTEXT // 16 + 2) + 2_100
 STEPS = 15
@@ -157,6 +158,16 @@ class Bench:
             "attention_us": attention,
             "over_floor": warm / (short + attention),
         }
+
+    def mixed(self) -> Figures:
+        """A short prompt behind a prefix, beside sequences that decode, against the two launches one after the other."""
+        self.llama.free_pages()
+        decoding = [self.llama.sequence(CONTEXT + 1) for _ in range(MIXED_DECODE)]
+        prompt = self.llama.sequence(CONTEXT + SHORT_PROMPT)
+        batches = (self.llama.batch(decoding, CONTEXT), self.llama.batch([prompt], CONTEXT))
+        together = self.llama.batch([*decoding, prompt], CONTEXT)
+        mixed, *apart = (self.wall_us(lambda batch=batch: self.runner.run(batch)) for batch in (together, *batches))
+        return {"ttft_us": mixed, "decode_us": apart[0], "prompt_us": apart[1], "over_both": mixed / sum(apart)}
 
     def gemm_floor(self, num_rows: int, num_logits: int) -> float:
         """The launch's matrix products alone, by torch; one pass over all layers leaves nothing in the cache."""
