@@ -4,6 +4,7 @@ Knows no op.
 """
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,11 @@ class Assembled(NamedTuple):
     @property
     def spills(self) -> bool:
         return "0 bytes spill stores, 0 bytes spill loads" not in self.remarks
+
+    @property
+    def spill_bytes(self) -> int:
+        """What one thread stores to its stack for want of registers."""
+        return max(int(size) for size in re.findall(r"(\d+) bytes spill stores", self.remarks))
 
     @property
     def serialised(self) -> bool:

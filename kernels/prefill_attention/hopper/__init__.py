@@ -11,7 +11,17 @@ from kernels.attention import AttentionSpec
 from kernels.fp8 import ScaleKind
 from kernels.layout import KvLayout
 
-__all__ = ["TILE_ROWS", "is_hopper", "key_block", "padded_dim", "reason_against", "reason_against_case", "row_elements"]
+__all__ = [
+    "TILE_ROWS",
+    "holds_queries",
+    "is_hopper",
+    "key_block",
+    "num_stages",
+    "padded_dim",
+    "reason_against",
+    "reason_against_case",
+    "row_elements",
+]
 
 TILE_ROWS = 128
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -28,6 +38,19 @@ def key_block(dim: int) -> int:
 def padded_dim(dim: int) -> int:
     """The width of a tile: a power of two, zeros behind the head dim."""
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
+
+
+def num_stages(spec: AttentionSpec) -> int:
+    """Key tiles on their way at once: what shared memory holds beside the queries, and beside fp8 codes."""
+    return 3 if spec.shape.dim <= 128 and spec.scales is None else 2
+
+
+def holds_queries(spec: AttentionSpec) -> bool:
+    """Whether a consumer's registers have room for its queries, so that shared memory is read less.
+
+    Small pages leave them less: the producer needs more then. The products' bits are the same either way.
+    """
+    return spec.shape.dim <= 128 and spec.scales is None and spec.shape.page_tokens >= 16
 
 
 def row_elements(spec: AttentionSpec) -> int:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention import AttentionSpec
 from kernels.layout import KvLayout
-from kernels.prefill_attention.hopper import TILE_ROWS, key_block, padded_dim, row_elements
+from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim, row_elements
 from kernels.prefill_attention.hopper.consumer.kernel import consume
 from kernels.prefill_attention.hopper.producer.kernel import produce, widen
 
@@ -34,7 +34,7 @@ def attend_tiles(
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
     HND: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SCALES: gl.constexpr,
+    SCALES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocates what producer and consumers share, and starts them."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -94,12 +94,14 @@ def attend_tiles(
                     cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
                     k_empty, v_full, v_empty,
                     0, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                    Q_REGISTERS,
                 )),
                 (consume, (
                     out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2,
                     cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
                     k_empty, v_full, v_empty,
                     1, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                    Q_REGISTERS,
                 )),
                 (widen, (
                     records_ptr, count_ptr, k_tiles, v_tiles, k_code_full, k_code_empty, v_code_full, v_code_empty,
@@ -123,12 +125,14 @@ def attend_tiles(
                     cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
                     k_empty, v_full, v_empty,
                     0, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                    Q_REGISTERS,
                 )),
                 (consume, (
                     out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2,
                     cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
                     k_empty, v_full, v_empty,
                     1, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                    Q_REGISTERS,
                 )),
                 (produce, (
                     q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
@@ -191,8 +195,9 @@ def launch(
             WINDOW=spec.window,
             CAP=spec.softcap > 0.0,
             BN=block,
-            STAGES=2,
-            Q_STAGES=2 if block == 128 and spec.scales is None else 1,
+            STAGES=num_stages(spec),
+            Q_STAGES=1,
+            Q_REGISTERS=holds_queries(spec),
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,
             SCALES=spec.scales is not None,

@@ -79,7 +79,7 @@ def consume(
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
     PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr,
+    WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Half of a tile's rows: 64 of them in one warpgroup."""
     ROWS: gl.constexpr = 64
@@ -90,6 +90,7 @@ def consume(
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OL, k_width=2)
+    QL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SL, k_width=2)
     RS: gl.constexpr = gl.SliceLayout(1, SL)
     RO: gl.constexpr = gl.SliceLayout(1, OL)
     row_s = PART * ROWS + gl.arange(0, ROWS, RS)
@@ -104,6 +105,7 @@ def consume(
     step = 0
     head, _seq, first, token, q_len, kv_len = record(records_ptr, 0, total, HEADS)
     for turn in range(turns):
+        # The next tile's lengths are on their way while this one runs.
         nhead, _nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, turn + 1, total, HEADS)
         cached = kv_len - q_len
         lowest, start, stop = key_tiles(first, q_len, kv_len, QUERIES, WINDOW, BN)
@@ -115,8 +117,10 @@ def consume(
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
         acc = gl.zeros([ROWS, DV], gl.float32, OL)
         stage = turn % Q_STAGES
-        q = qs.index(stage * 2 + PART)
         mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
+        q = qs.index(stage * 2 + PART).load(QL) if Q_REGISTERS else qs.index(stage * 2 + PART)
+        if Q_REGISTERS:
+            mbarrier.arrive(q_empty.index(stage), count=1)
         # The first key tile: there is no earlier one whose values could be added meanwhile.
         slot = step % STAGES
         mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
@@ -147,7 +151,8 @@ def consume(
             mbarrier.arrive(v_empty.index(before), count=1)
             acc = acc * gl.convert_layout(decay, RO)[:, None]
             p = gl.convert_layout(weights.to(DTYPE), PL)
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        if not Q_REGISTERS:
+            mbarrier.arrive(q_empty.index(stage), count=1)
         before = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(v_full.index(before), phase)
