@@ -160,7 +160,7 @@ class Bench:
         }
 
     def mixed(self) -> Figures:
-        """A short prompt behind a prefix, beside sequences that decode, against the two launches one after the other."""
+        """A short prompt behind a prefix, beside sequences that decode, against one launch for each."""
         self.llama.free_pages()
         decoding = [self.llama.sequence(CONTEXT + 1) for _ in range(MIXED_DECODE)]
         prompt = self.llama.sequence(CONTEXT + SHORT_PROMPT)

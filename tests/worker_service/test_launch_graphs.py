@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, FakeSequence, Part, make_reference, random_tokens
 from worker_service.core.batch import Batch
+from worker_service.model.attention import LaunchInputs
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
-from worker_service.model.launch_graphs import PROMPT_SAMPLES, PROMPT_TOKENS, GraphLimits, batch_sizes, rungs
+from worker_service.model.launch_graphs import GraphLimits, LaunchGraphs, Step, batch_sizes, rungs
 from worker_service.model.products import Invariance
 from worker_service.model.runner import RunnerLimits
 
@@ -39,10 +42,40 @@ def test_batch_sizes_reach_their_end_in_bounded_steps(most: int) -> None:
 
 def test_prompts_are_captured_up_to_the_budget() -> None:
     limits = GraphLimits(4, 100, 512, PAGE, 1, 8, one_phase=False)
-    assert [rung.num_tokens for rung in rungs(limits) if rung.is_decode] == [1, 2, 4]
-    prompts = [rung for rung in rungs(limits) if not rung.is_decode]
-    assert [rung.num_tokens for rung in prompts] == [size for size in PROMPT_TOKENS if size <= 100]
-    assert {rung.num_seqs for rung in prompts} == {4}
+    assert [rung for rung in rungs(limits) if not rung.prompt_tokens] == [(1, 0, 0, 0), (2, 0, 0, 0), (4, 0, 0, 0)]
+    prompts = {(rung.num_decode, rung.prompt_tokens) for rung in rungs(limits) if rung.prompt_tokens}
+    assert prompts == {(0, 16), (0, 64), (4, 64)}
+    strict = rungs(limits._replace(one_phase=True))
+    assert {rung.num_decode for rung in strict} == {0}
+    assert [rung.prompt_tokens for rung in strict if not rung.num_logits] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("one_phase", [False, True])
+def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool, tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    bench = Bench(tmp_path)
+    graphs = LaunchGraphs(never, GraphLimits(4, 512, 256, PAGE, 1, 8, one_phase), torch.device("cpu"))
+    decoding = [bench.sequence(random_tokens(9, seed), [seed]) for seed in (1, 2, 3)]
+    prompt = bench.sequence(random_tokens(70, 4), range(4, 10))
+    rows = [Part(entry, 8, 9) for entry in decoding]
+
+    def sizes(*parts: Part) -> tuple[int, int] | None:
+        rung = graphs.rung_for(bench.batch(*parts))
+        return rung and (rung.num_decode, rung.prompt_tokens)
+
+    assert sizes(*rows) == ((0, 4) if one_phase else (4, 0))
+    assert sizes(rows[0]) == ((0, 1) if one_phase else (1, 0))
+    assert sizes(Part(prompt, 0, 70)) == (0, 128)
+    assert sizes(Part(prompt, 0, 16)) == (0, 16)  # a chunk that samples nothing
+    assert sizes(*rows, Part(prompt, 0, 60)) == ((0, 64) if one_phase else (4, 64))
+    assert sizes(*rows, *rows) is None  # more sequences than the tables have rows
+    every_logit = bench.batch(Part(prompt, 0, 70))
+    wanted = replace(every_logit, logits_rows=array("i", range(70)))
+    assert graphs.rung_for(wanted) is None
+
+
+def never(inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> Step:
+    raise AssertionError("nothing is captured here")
 
 
 class Twins:
@@ -150,18 +183,35 @@ def test_prompts_in_a_replay_have_the_bits_of_the_launch(twins: Twins, cut: int)
 @pytest.mark.gpu
 @needs_gpu
 def test_what_no_graph_holds_runs_uncaptured(twins: Twins) -> None:
-    """More sequences than there are rungs, more samples than a prompt's graph gives, decode rows beside a prompt."""
+    """More sequences than the static buffers have rows."""
     bench = twins.captured
     one, other = twins.decode([4] * (MAX_NUM_SEQS + 1))
     assert not is_captured(bench, one)
     assert bench.runner.run(one) == twins.plain.runner.run(other)
-    many = [bench.sequence(random_tokens(5, seed), [seed]) for seed in range(1, PROMPT_SAMPLES + 2)]
-    assert not is_captured(bench, bench.batch(*(Part(entry, 0, 5) for entry in many)))
-    decoding, chunk = bench.sequence(random_tokens(8, 1), [1]), bench.sequence(random_tokens(20, 2), [2, 3])
-    bench.all_logits(Part(decoding, 0, 7))
-    mixed = bench.batch(Part(decoding, 7, 8), Part(chunk, 0, 20))
-    assert is_captured(bench, mixed) is bench.runner._one_phase
-    assert len(bench.runner.run(mixed).token_ids) == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("cut", [0, 5, PAGE, 33])
+def test_prompts_beside_decode_rows_have_the_bits_of_the_launch(twins: Twins, cut: int) -> None:
+    results = []
+    for bench in (twins.captured, twins.plain):
+        decoding = [bench.sequence(random_tokens(length, length), [page]) for page, length in ((1, 8), (2, 15), (3, 2))]
+        long, short = bench.sequence(random_tokens(45, 1), [4, 5, 6]), bench.sequence(random_tokens(3, 2), [7])
+        for sequence, end in [(entry, len(entry.tokens) - 1) for entry in decoding] + ([(long, cut)] if cut else []):
+            bench.all_logits(Part(sequence, 0, end), num_decode=0)
+        rows = [Part(entry, len(entry.tokens) - 1, len(entry.tokens)) for entry in decoding]
+        batches = [
+            bench.batch(*rows, Part(long, cut, 45), Part(short, 0, 3)),
+            bench.batch(rows[1], Part(long, cut, 40)),
+        ]
+        assert all(is_captured(bench, batch) is (bench is twins.captured) for batch in batches)
+        results.append([torch.cat([bench.runner.logits(batch) for batch in batches]), *map(bench.runner.run, batches)])
+        for layer in range(bench.config.num_layers):
+            assert all(pages[0].count_nonzero() == 0 for pages in bench.pages.layer_pages(layer)[:2])
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
+    assert [len(result.token_ids) for result in results[0][1:]] == [5, 1]
 
 
 @pytest.mark.gpu

@@ -32,7 +32,6 @@ class LaunchInputs:
     decode_seqlens_k: torch.Tensor
     prefill_cu_q: torch.Tensor
     prefill_cu_k: torch.Tensor
-    num_tokens: int
     num_decode: int
     max_seqlen_q: int
     max_seqlen_k: int

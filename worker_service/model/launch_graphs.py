@@ -1,9 +1,9 @@
-"""Launches as CUDA graphs, captured before serving: decode steps by batch size, small prompts by number of tokens.
+"""Launches as CUDA graphs, captured before serving: decode steps, small prompts, and small prompts beside decode rows.
 
 Knows no layer and no sampling wish: what a launch computes is the `Forward` that it was given.
 
-    token ids, positions, slots    static, of one size whatever the launch; rows that no sequence has: slot -1
-    lengths and their sums         static; sequences that are not there have no tokens and no keys
+    token ids, positions, slots    static: the rung's decode rows, then its prompts' tokens; rows of nobody: slot -1
+    lengths and their sums         static: of decode rows, of prompts; sequences that are not there have no keys
     block tables                   static, as wide as the longest sequence; only the columns in use are copied
 """
 
@@ -30,7 +30,8 @@ WIDE_FROM = 64
 WIDE_STEP = 32
 # Prompts beyond the last keep the device busy for longer than their launch takes the host.
 PROMPT_TOKENS = (16, 64, 128, 256, 512)
-# Rows that may sample in a captured prompt launch; the head reads its weights once for that many.
+MIXED_TOKENS = (64, 256, 512)
+# Prompts that may sample in a captured launch; the head reads its weights once for that many.
 PROMPT_SAMPLES = 8
 
 _log = logging.getLogger("worker_service")
@@ -60,11 +61,26 @@ class GraphLimits(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """The shape of one graph."""
+    """The shape of one graph: decode rows, then the tokens of prompts. num_logits 0: every row's."""
 
-    num_tokens: int
-    num_seqs: int
-    is_decode: bool
+    num_decode: int
+    prompt_tokens: int
+    num_prompts: int
+    num_logits: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decode + self.prompt_tokens
+
+    def holds(self, batch: Batch, num_decode: int) -> bool:
+        """Whether a launch can be laid out in it whose first num_decode rows decode."""
+        samples = len(batch.logits_rows)
+        return (
+            self.num_decode >= num_decode
+            and self.prompt_tokens >= batch.num_tokens - num_decode
+            and self.num_prompts >= batch.num_seqs - num_decode
+            and (samples <= self.num_logits if self.num_logits else samples == batch.num_tokens)
+        )
 
 
 class Captured(NamedTuple):
@@ -80,10 +96,15 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def rungs(limits: GraphLimits) -> tuple[Rung, ...]:
-    """Every graph's shape; of those that fit a launch the first one is the smallest."""
-    decode = (Rung(size, size, True) for size in batch_sizes(limits.max_num_seqs))
-    prompts = (Rung(size, limits.max_num_seqs, False) for size in PROMPT_TOKENS if size <= limits.max_tokens)
-    return (*decode, *prompts)
+    """Every graph's shape, the smallest first."""
+    seqs, tokens = limits.max_num_seqs, limits.max_tokens
+    sizes = batch_sizes(seqs)
+    prompts = [Rung(0, size, seqs, PROMPT_SAMPLES) for size in PROMPT_TOKENS if size <= tokens]
+    if limits.one_phase:
+        return tuple(sorted([*(Rung(0, size, size, 0) for size in sizes), *prompts], key=lambda rung: rung.num_rows))
+    mixed = [Rung(seqs, size, seqs, seqs + PROMPT_SAMPLES) for size in MIXED_TOKENS if size <= tokens]
+    decode = [Rung(size, 0, 0, 0) for size in sizes]
+    return tuple(sorted([*decode, *prompts, *mixed], key=lambda rung: rung.num_rows))
 
 
 class LaunchGraphs:
@@ -93,13 +114,14 @@ class LaunchGraphs:
         self._forward = forward
         self._limits = limits
         self._rungs = rungs(limits)
-        self._num_tokens = max(*(rung.num_tokens for rung in self._rungs), limits.least_rows)
+        self._num_rows = max(*(rung.num_rows for rung in self._rungs), limits.least_rows)
         width = -(-limits.max_model_len // limits.page_tokens)
+        # Of decode rows and of as many prompts behind them.
         self._tables = [
-            torch.zeros((limits.max_num_seqs, width), dtype=torch.int32, device=device)
+            torch.zeros((2 * limits.max_num_seqs, width), dtype=torch.int32, device=device)
             for _ in range(limits.num_groups)
         ]
-        nothing = self._fixed(_no_rows(limits.num_groups))
+        nothing = self._fixed(_no_rows(limits.num_groups), 0, 0)
         sizes = [len(values) * values.itemsize for values in nothing] + [table.nbytes for table in self._tables]
         self._upload = Upload(device, packed_bytes(sizes))
         self._inputs = self._upload.send(nothing)
@@ -109,7 +131,7 @@ class LaunchGraphs:
         """All rungs, the largest first: the smaller ones then fit into its memory. Compiles what was never run."""
         start_s, free_bytes = time.monotonic(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
-        for rung in sorted(self._rungs, reverse=True):
+        for rung in reversed(self._rungs):
             inputs, logits_rows = self._launch_inputs(rung)
             self._forward(inputs, logits_rows)
             graph = torch.cuda.CUDAGraph()
@@ -126,32 +148,16 @@ class LaunchGraphs:
 
     def rung_for(self, batch: Batch) -> Rung | None:
         """The smallest graph that can stand in for the launch."""
-        samples, is_decode = len(batch.sampled), batch.num_decode_seqs == batch.num_seqs == len(batch.sampled)
-        if is_decode and 0 < batch.num_seqs <= self._limits.max_num_seqs:
-            return next(rung for rung in self._rungs if rung.num_seqs >= batch.num_seqs)
-        in_one_phase = self._limits.one_phase or batch.num_decode_seqs == 0
-        if not in_one_phase or samples > PROMPT_SAMPLES or not 0 < batch.num_seqs <= self._limits.max_num_seqs:
-            return None
-        prompts = (rung for rung in self._rungs if not rung.is_decode and rung.num_tokens >= batch.num_tokens)
-        return next(prompts, None)
+        num_decode = self._num_decode(batch)
+        return next((rung for rung in self._rungs if rung.holds(batch, num_decode)), None) if batch.num_seqs else None
 
     def replay(self, rung: Rung, batch: Batch) -> Step:
-        """One copy to the device, one copy per group's tables there, one graph; results live until the next call."""
-        lengths = array("i", (end - start for start, end in pairwise(batch.cu_seqlens_k)))
-        fixed = self._fixed(
-            _Rows(
-                batch.token_ids,
-                batch.positions,
-                lengths,
-                batch.logits_rows,
-                batch.cu_seqlens_q,
-                batch.cu_seqlens_k,
-                batch.slot_mapping,
-            )
-        )
+        """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""
+        num_decode = self._num_decode(batch)
+        fixed = self._fixed(_rows_of(batch, num_decode), num_decode, rung.num_decode)
         tensors = self._upload.send([*fixed, *batch.block_tables])
         for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
-            table[: batch.num_seqs, :width].copy_(sent.view(batch.num_seqs, width))
+            _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, rung.num_decode)
         graph, step = self._captured[rung]
         graph.replay()
         samples = len(batch.sampled)
@@ -160,43 +166,52 @@ class LaunchGraphs:
     def graph(self, rung: Rung) -> torch.cuda.CUDAGraph:
         return self._captured[rung].graph
 
-    def _fixed(self, rows: _Rows) -> list[HostArray]:
-        """Of one size whatever the launch, so that the upload puts each where the graphs look for it."""
-        tokens, seqs = self._num_tokens, self._limits.max_num_seqs
+    def _num_decode(self, batch: Batch) -> int:
+        return 0 if self._limits.one_phase else batch.num_decode_seqs
+
+    def _fixed(self, rows: _Rows, num_decode: int, decode_rows: int) -> list[HostArray]:
+        """Of one size whatever the launch, so that the upload puts each where the graphs look for it.
+
+        Prompts begin behind `decode_rows` rows, of which the launch fills the first num_decode.
+        """
+        size, seqs = self._num_rows, self._limits.max_num_seqs
         cu_q, cu_k = (padded(sums, seqs + 1, sums[-1]) for sums in (rows.cu_seqlens_q, rows.cu_seqlens_k))
+        shift = decode_rows - num_decode
+        logits_rows = array("i", (row if row < num_decode else row + shift for row in rows.logits_rows))
+
+        def laid_out(values: array[int], value: int) -> array[int]:
+            return padded(padded(values[:num_decode], decode_rows, value) + values[num_decode:], size, value)
+
         return [
-            padded(rows.token_ids, tokens, 0),
-            padded(rows.positions, tokens, 0),
+            laid_out(rows.token_ids, 0),
+            laid_out(rows.positions, 0),
             padded(rows.lengths, seqs, 0),
-            padded(rows.logits_rows, max(seqs, PROMPT_SAMPLES), 0),
+            padded(logits_rows, seqs + PROMPT_SAMPLES, 0),
             cu_q,
             cu_k,
-            *(padded(slots, tokens, PADDING_SLOT) for slots in rows.slots),
+            *(laid_out(slots, PADDING_SLOT) for slots in rows.slots),
         ]
 
     def _launch_inputs(self, rung: Rung) -> tuple[LaunchInputs, torch.Tensor | None]:
-        rows = max(rung.num_tokens, self._limits.least_rows)
+        rows = max(rung.num_rows, self._limits.least_rows)
         token_ids, positions, lengths, logits_rows, cu_q, cu_k, *slots = self._inputs
-        splits_off = rung.is_decode and not self._limits.one_phase
-        num_decode, num_others = (rung.num_seqs, 0) if splits_off else (0, rung.num_seqs)
         inputs = LaunchInputs(
             token_ids=token_ids[:rows],
             positions=positions[:rows],
             slot_mapping=[values[:rows] for values in slots],
-            block_tables=[table[: rung.num_seqs] for table in self._tables],
-            decode_seqlens_k=lengths[:num_decode],
-            prefill_cu_q=cu_q[: num_others + 1],
-            prefill_cu_k=cu_k[: num_others + 1],
-            num_tokens=rung.num_tokens,
-            num_decode=num_decode,
-            max_seqlen_q=1 if rung.is_decode else rung.num_tokens,
+            block_tables=[table[: rung.num_decode + rung.num_prompts] for table in self._tables],
+            decode_seqlens_k=lengths[: rung.num_decode],
+            prefill_cu_q=cu_q[: rung.num_prompts + 1],
+            prefill_cu_k=cu_k[: rung.num_prompts + 1],
+            num_decode=rung.num_decode,
+            max_seqlen_q=rung.prompt_tokens,
             max_seqlen_k=self._limits.max_model_len,
         )
-        return inputs, None if rung.is_decode else logits_rows[:PROMPT_SAMPLES]
+        return inputs, logits_rows[: rung.num_logits] if rung.num_logits else None
 
 
 class _Rows(NamedTuple):
-    """What the host knows of a launch, in the order of the upload."""
+    """What the host knows of a launch, in the order of the upload. Sums are of prompts alone, from 0 on."""
 
     token_ids: array[int]
     positions: array[int]
@@ -210,3 +225,26 @@ class _Rows(NamedTuple):
 def _no_rows(num_groups: int) -> _Rows:
     none, sums = array("i"), array("i", (0,))
     return _Rows(none, none, none, none, sums, sums, (array("q"),) * num_groups)
+
+
+def _rows_of(batch: Batch, num_decode: int) -> _Rows:
+    lengths, cu_q, cu_k = split_lengths(batch, num_decode)
+    return _Rows(batch.token_ids, batch.positions, lengths, batch.logits_rows, cu_q, cu_k, batch.slot_mapping)
+
+
+def _place(table: torch.Tensor, sent: torch.Tensor, num_decode: int, decode_rows: int) -> None:
+    """Rows of decoding sequences to the front, those of prompts behind the rung's decode rows."""
+    if num_decode:
+        table[:num_decode].copy_(sent[:num_decode])
+    if num_decode < sent.shape[0]:
+        table[decode_rows : decode_rows + sent.shape[0] - num_decode].copy_(sent[num_decode:])
+
+
+def split_lengths(batch: Batch, num_decode: int) -> tuple[array[int], array[int], array[int]]:
+    """Key lengths of the decode rows; running sums of the others, from 0 anew."""
+    cu_q, cu_k = batch.cu_seqlens_q, batch.cu_seqlens_k
+    return (
+        array("i", (end - start for start, end in pairwise(cu_k[: num_decode + 1]))),
+        array("i", (end - cu_q[num_decode] for end in cu_q[num_decode:])),
+        array("i", (end - cu_k[num_decode] for end in cu_k[num_decode:])),
+    )

@@ -5,9 +5,7 @@ Knows no queue, no lease and no stop condition; which pages hold what is in the 
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,11 +14,11 @@ from worker_service.core.batch import Batch
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
-from worker_service.model.launch_graphs import PADDING_SLOT, GraphLimits, LaunchGraphs, Step
+from worker_service.model.launch_graphs import PADDING_SLOT, GraphLimits, LaunchGraphs, Step, split_lengths
 from worker_service.model.llama import Llama
 from worker_service.model.products import MOST_PADDING, Invariance, Products
 from worker_service.model.sampler import Flags, RowWishes, Sampled, sample
-from worker_service.model.staging import Download, HostArray, Upload, padded
+from worker_service.model.staging import Download, Upload, padded
 from worker_service.model.wishes import HostWishes, host_wishes
 
 
@@ -144,7 +142,7 @@ class Runner:
                     padded(batch.token_ids, rows, 0),
                     padded(batch.positions, rows, 0),
                     padded(batch.logits_rows, logits_rows, 0),
-                    *_split_lengths(batch, num_decode),
+                    *split_lengths(batch, num_decode),
                     *slots,
                     *batch.block_tables,
                     *wishes.arrays,
@@ -160,7 +158,6 @@ class Runner:
             decode_seqlens_k=decode_seqlens_k,
             prefill_cu_q=cu_q,
             prefill_cu_k=cu_k,
-            num_tokens=batch.num_tokens,
             num_decode=num_decode,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
@@ -176,17 +173,6 @@ class _Staged(NamedTuple):
 
 def _only_likeliest(flags: Flags) -> bool:
     return not flags.any_random and not flags.any_penalty and flags.num_logprobs < 0
-
-
-def _split_lengths(batch: Batch, num_decode: int) -> tuple[HostArray, HostArray, HostArray]:
-    """Key lengths of the decode rows; running sums of the others, from 0 anew."""
-    cu_q, cu_k = batch.cu_seqlens_q, batch.cu_seqlens_k
-    decode_lengths = array("i", (end - start for start, end in pairwise(cu_k[: num_decode + 1])))
-    return (
-        decode_lengths,
-        array("i", (end - cu_q[num_decode] for end in cu_q[num_decode:])),
-        array("i", (end - cu_k[num_decode] for end in cu_k[num_decode:])),
-    )
 
 
 def _joined(sampled: Sampled) -> torch.Tensor:
