@@ -27,9 +27,9 @@ class Assembled(NamedTuple):
         return "0 bytes spill stores, 0 bytes spill loads" not in self.remarks
 
     @property
-    def spill_bytes(self) -> int:
-        """What one thread stores to its stack for want of registers."""
-        return max(int(size) for size in re.findall(r"(\d+) bytes spill stores", self.remarks))
+    def stack_bytes(self) -> int:
+        """What one thread keeps outside its registers."""
+        return max(int(size) for size in re.findall(r"(\d+) bytes stack frame", self.remarks))
 
     @property
     def serialised(self) -> bool:

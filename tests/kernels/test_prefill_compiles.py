@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 # A few addresses of a tile, kept from its start to its end; the loop over keys spills nothing.
-MAX_SPILL_BYTES = 24
+MAX_STACK_BYTES = 24
 TWIN = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON = {
     "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
@@ -73,5 +73,5 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
     dtype = "fp16" if name == "dim 64" else "bf16"
     built = compile_gluon(attend_tiles, constants, kinds(constants, dtype), tmp_path, enable_fp_fusion=False)
     assert built.ptx.count("wgmma.mma_async") and "cp.async.bulk.tensor" in built.ptx
-    assert built.spill_bytes <= MAX_SPILL_BYTES and not built.serialised, built.remarks
+    assert built.stack_bytes <= MAX_STACK_BYTES and not built.serialised, built.remarks
     assert built.shared_bytes <= 227 * 1024
