@@ -27,7 +27,7 @@ def _place(turn):
 @gluon.jit
 def record(records_ptr, turn, total, HEADS: gl.constexpr):
     """(kv head, seq, first query, first token, queries of the sequence, keys of the sequence) of a turn's tile."""
-    place = gl.minimum(_place(turn), total - 1)
+    place = gl.maximum(gl.minimum(_place(turn), total - 1), 0)
     at = records_ptr + (place // HEADS) * 8
     return place % HEADS, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
 
