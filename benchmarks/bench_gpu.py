@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,8 @@ def about_device() -> dict[str, str | None]:
     """What the figures were taken on, and with which commit; "unknown" outside a checkout."""
     name = torch.cuda.get_device_name()
     return {
-        "commit": _said_by("git", "rev-parse", "--short", "HEAD"),
+        # A copy of the sources without their history is told which commit it is.
+        "commit": os.environ.get("STEMCACHE_COMMIT") or _said_by("git", "rev-parse", "--short", "HEAD"),
         "device": name,
         "driver": _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
