@@ -181,7 +181,7 @@ def launch(
             COLUMNS=columns,
             LEVELS=search_levels(num_seqs),
             GATHER=gather,
-            num_warps=4,
+            num_warps=1,
         )
 
 
