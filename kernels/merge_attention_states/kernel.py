@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_H = 4
+BLOCK_H = 1
 BLOCK_T = 8
-NUM_WARPS = 4
+NUM_WARPS = 2
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.

@@ -90,15 +90,16 @@ def test_one_token_fits_registers(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "maxnreg", "most"),
+    ("case", "most"),
     [
-        (Case(TOKENS=8, COLUMNS=32, ROWS=32), 128, 2048),
-        (Case(TOKENS=8, GROUP=8, COLUMNS=64, ROWS=64, STAGES=4), 248, 3072),
-        (Case(D=256, STAGES=2), 248, 512),
+        (Case(TOKENS=8, COLUMNS=32, ROWS=32, STAGES=4), 512),
+        (Case(TOKENS=8, GROUP=8, COLUMNS=64, ROWS=64, STAGES=4), 2048),
+        (Case(D=256), 512),
     ],
     ids=["8 tokens of 4 heads", "8 tokens of 8 heads", "dim 256"],
 )
-def test_what_larger_cases_spill_is_known(case: Case, maxnreg: int, most: int, tmp_path: Path) -> None:
-    report = assemble(compile_for_hopper(case, maxnreg), tmp_path)
+def test_what_larger_cases_spill_is_known(case: Case, most: int, tmp_path: Path) -> None:
+    """These have a multiprocessor for themselves. Eight tokens of eight heads are 64 columns of three accumulators."""
+    report = assemble(compile_for_hopper(case, maxnreg=248), tmp_path)
     assert spilled_bytes(report) <= most
     assert "serializ" not in report

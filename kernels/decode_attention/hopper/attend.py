@@ -33,6 +33,38 @@ def load_queries(
 
 
 @gluon.jit
+def write_rows(
+    peak,
+    total,
+    acc,
+    outputs,
+    strides,
+    token_row,
+    head,
+    column,
+    ok,
+    value_scale,
+    has_keys,
+    GROUP: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    """What a pair's columns end as, straight from registers."""
+    out_ptr, lse_ptr, sinks_ptr = outputs
+    stride_out_token, stride_out_head, num_tokens = strides
+    D: gl.constexpr = acc.shape[0]
+    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
+    q_head = head * GROUP + column % GROUP
+    if HAS_SINKS:
+        peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & has_keys, 0)
+    row = token_row + column // GROUP
+    at = (row * stride_out_token + q_head * stride_out_head)[None, :] + d[:, None]
+    lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + row
+    store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
+
+
+@gluon.jit
 def attend(
     q_ptr,
     strides_q,
@@ -63,8 +95,6 @@ def attend(
 ):
     """All pieces of this program's chunks; ROWS is the room that a partial has for rows."""
     q_smem = rings[0]
-    out_ptr, lse_ptr, sinks_ptr = outputs
-    stride_out_token, stride_out_head, num_tokens = strides_out
     bases_ptr, chunks_ptr = plan
     seqlens_ptr, cu_seqlens_ptr = lengths
     scale, cap, value_scale = factors
@@ -72,9 +102,9 @@ def attend(
     D: gl.constexpr = q_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
+    KEEPS: gl.constexpr = COLUMNS * D <= 32 * 128
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
     tile = 0
     turn = 0
     chunk = gl.program_id(0)
@@ -104,7 +134,8 @@ def attend(
             skipped = low // unit_keys
             begin = gl.maximum(unit, skipped)
             end = unit + held
-            whole = (unit <= skipped) & (end == units)
+            # A third accumulator of many columns would not fit: then even a whole pair goes through memory.
+            whole = (unit <= skipped) & (end == units) & KEEPS
             first = gl.load(bases_ptr + seq) * HEADS + head * units
             rows = count * GROUP
             ok = column < rows
@@ -112,7 +143,8 @@ def attend(
             token_row = (start + token_first).to(gl.int64)
             step = gl.where(whole, LEAVES, leaves_per_unit)
             leaves = gl.minimum(gl.maximum((length + LEAF - 1) // LEAF, 1), end * leaves_per_unit)
-            peak, total, acc = nothing(D, COLUMNS, LAYOUT)
+            if KEEPS:
+                peak, total, acc = nothing(D, COLUMNS, LAYOUT)
             for group in range(begin * leaves_per_unit // step * step, leaves, step):
                 g_peak, g_total, g_acc = nothing(D, COLUMNS, LAYOUT)
                 for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
@@ -121,20 +153,19 @@ def attend(
                         LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
                     )  # fmt: skip
                     g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
-                if whole:
-                    peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
-                else:
+                if KEEPS:  # noqa: SIM102 - known at compile time, the other is not
+                    if whole:
+                        peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
+                if whole == 0:
                     number = first + group // leaves_per_unit
                     store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, LAYOUT)
-            if whole:
-                q_head = head * GROUP + column % GROUP
-                if HAS_SINKS:
-                    peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & (length > 0), 0)
-                row = token_row + column // GROUP
-                at = (row * stride_out_token + q_head * stride_out_head)[None, :] + d[:, None]
-                lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + row
-                store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
-            elif end > skipped:
+            if KEEPS:  # noqa: SIM102 - as above
+                if whole:
+                    write_rows(
+                        peak, total, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
+                        GROUP, LAYOUT, HAS_SINKS, WANTS_LSE,
+                    )  # fmt: skip
+            if (whole == 0) & (end > skipped):
                 programs = (first + units - 1) // per - (first + skipped) // per
                 BARRIER()
                 arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")

@@ -28,8 +28,9 @@ from kernels.decode_attention.plan import GROUP, LEAF, DecodePlan
 from kernels.layout import KvLayout
 
 LOG2_E = 1.4426950408889634
-# Bytes in flight of a multiprocessor: with more of them the queue to memory only gets longer.
-RING_BYTES = 128 << 10
+# Bytes of a program's ring, by the number of programs on a multiprocessor. With more in flight the queue to memory only
+# gets longer; one program alone is fastest with less than two together.
+RING_BYTES = {1: 96 << 10, 2: 64 << 10}
 
 
 @gluon.jit
@@ -97,6 +98,12 @@ def decode_pages(
     p_smem = gl.allocate_shared_memory(dtype, [TILE, COLUMNS], p_layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, D], v_desc.layout)
+    k_wide = p_smem
+    v_wide = p_smem
+    if k_desc.dtype != dtype:
+        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
+        k_wide = gl.allocate_shared_memory(dtype, [TILE, D], wide_layout)
+        v_wide = gl.allocate_shared_memory(dtype, [TILE, D], wide_layout)
     k_full = make_barriers(STAGES, 1)
     k_empty = make_barriers(STAGES, 1)
     v_full = make_barriers(STAGES, 1)
@@ -108,7 +115,7 @@ def decode_pages(
     if HAS_SCALES:
         scale = scale * gl.load(k_scale_ptr)
         value_scale = gl.load(v_scale_ptr)
-    rings = (q_smem, p_smem, k_ring, v_ring)
+    rings = (q_smem, p_smem, k_ring, v_ring, k_wide, v_wide)
     barriers = (k_full, k_empty, v_full, v_empty)
     outputs = (out_ptr, lse_ptr, sinks_ptr)
     strides_out = (stride_out_token, stride_out_head, num_tokens)
@@ -213,7 +220,7 @@ def launch(
                 TILE=TILE,
                 LEAF=LEAF,
                 LEAVES=GROUP,
-                STAGES=RING_BYTES // per_multiprocessor // stage_bytes,
+                STAGES=max(2, RING_BYTES[per_multiprocessor] // stage_bytes),
                 WINDOW=spec.window,
                 SOFTCAP=spec.softcap > 0.0,
                 HAS_SINKS=sinks is not None,

@@ -61,8 +61,11 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def score(q_smem, k_smem, free, LAYOUT: gl.constexpr):
-    """K Q' of a tile, fp32 [TILE, COLUMNS]; gives the slot back."""
+def score(q_smem, k_smem, k_wide, free, LAYOUT: gl.constexpr):
+    """K Q' of a tile, fp32 [TILE, COLUMNS]; gives the slot back. Codes go to k_wide as numbers of q's dtype before.
+
+    By way of fp32, which costs a few fast instructions where the direct conversion is a single slow one.
+    """
     TILE: gl.constexpr = k_smem.shape[0]
     COLUMNS: gl.constexpr = q_smem.shape[0]
     zero = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
@@ -71,15 +74,19 @@ def score(q_smem, k_smem, free, LAYOUT: gl.constexpr):
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(free, count=1)
     else:
-        codes = k_smem.load(gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+        rows_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        codes = k_smem.load(rows_layout)
         mbarrier.arrive(free, count=1)
-        product = warpgroup_mma(codes.to(q_smem.dtype), q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+        k_wide.store(codes.to(gl.float32).to(q_smem.dtype))
+        fence_async_shared()
+        BARRIER()
+        product = warpgroup_mma(k_wide, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
     return product
 
 
 @gluon.jit
-def gather_values(p_smem, v_smem, acc, first, start, stop, free, LAYOUT: gl.constexpr):
+def gather_values(p_smem, v_smem, v_wide, acc, first, start, stop, free):
     """acc + V' P' of a tile whose keys count from `first`. Rows outside start..stop may hold anything, even NaN."""
     TILE: gl.constexpr = v_smem.shape[0]
     partly = (first < start) | (first + TILE > stop)
@@ -95,15 +102,17 @@ def gather_values(p_smem, v_smem, acc, first, start, stop, free, LAYOUT: gl.cons
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free, count=1)
     else:
-        operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-        values = v_smem.permute((1, 0)).load(operand).to(p_smem.dtype)
+        codes_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        codes = v_smem.load(codes_layout)
         mbarrier.arrive(free, count=1)
+        values = codes.to(gl.float32).to(p_smem.dtype)
         if partly:
-            columns = first + gl.arange(0, TILE, gl.SliceLayout(0, operand))
-            values = gl.where(((columns >= start) & (columns < stop))[None, :], values, 0.0)
+            rows = first + gl.arange(0, TILE, gl.SliceLayout(1, codes_layout))
+            values = gl.where(((rows >= start) & (rows < stop))[:, None], values, 0.0)
+        v_wide.store(values)
         fence_async_shared()
         BARRIER()
-        acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+        acc = warpgroup_mma(v_wide.permute((1, 0)), p_smem, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc
 
@@ -127,7 +136,7 @@ def sum_leaf(
     LAYOUT: gl.constexpr,
 ):
     """State of a leaf's keys within key_start..key_stop; `token` is each column's token, at first_position + token."""
-    q_smem, p_smem, k_ring, v_ring = rings
+    q_smem, p_smem, k_ring, v_ring, k_wide, v_wide = rings
     k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_ring.shape[0]
     TILE: gl.constexpr = k_ring.shape[1]
@@ -142,7 +151,7 @@ def sum_leaf(
         at = tile % STAGES
         phase = (tile // STAGES) & 1
         mbarrier.wait(k_full.index(at), phase)
-        scored = score(q_smem, k_ring.index(at), k_empty.index(at), LAYOUT)
+        scored = score(q_smem, k_ring.index(at), k_wide, k_empty.index(at), LAYOUT)
         key = (first + row)[:, None]
         position = (first_position + token)[None, :]
         visible = key <= position
@@ -157,7 +166,7 @@ def sum_leaf(
         acc = acc * keep[None, :]
         p_smem.store(weights.to(p_smem.dtype))
         mbarrier.wait(v_full.index(at), phase)
-        acc = gather_values(p_smem, v_ring.index(at), acc, first, key_start, key_stop, v_empty.index(at), LAYOUT)
+        acc = gather_values(p_smem, v_ring.index(at), v_wide, acc, first, key_start, key_stop, v_empty.index(at))
         first += TILE
         tile += 1
     return peak, gl.sum(parts, 0), acc, tile

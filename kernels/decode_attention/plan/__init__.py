@@ -16,8 +16,8 @@ GROUP = 4
 # Chunks for each program where there is enough work: whoever is late takes fewer of them.
 WAVES = 4
 MAX_COLUMNS = 64
-# Up to so many (sequence, kv head) pairs, one program of four stages on each multiprocessor is faster than two of two.
-FEW_PAIRS = 16
+# Up to so many (sequence, kv head) pairs, one program of three stages on each multiprocessor is faster than two of two.
+FEW_PAIRS = 8
 # Fields of a chunk: sequence, kv head, first unit within the pair, number of units, the sequence's length; then what is
 # the same for all, so that a program starts with one load: number of chunks, leaves of a unit, units of a chunk.
 CHUNK_FIELDS = 8
@@ -102,7 +102,7 @@ class DecodePlan:
     def programs_per_multiprocessor(self, num_seqs: int) -> int:
         """Two, unless one needs the registers or memory of both, or there is little to do."""
         few = num_seqs * self.kv_heads <= FEW_PAIRS
-        return 1 if few or self.dim > 128 or self.rows > 32 else 2
+        return 1 if few or self.dim > 128 or self.rows > 16 else 2
 
     def programs(self, num_seqs: int) -> int:
         """How many programs a launch over so many sequences has."""
