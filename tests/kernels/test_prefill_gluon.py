@@ -112,6 +112,17 @@ class TestAgainstDenseAttention:
         )
         assert_same_bits(run(replace(case, k_pages=k_pages, v_pages=v_pages), GLUON)[0], run(case, GLUON)[0])
 
+    def test_tokens_of_no_sequence_are_left_alone(self) -> None:
+        case = make_case([(16, 40), (0, 9)], replace(SHAPE, q_heads=4, kv_heads=1))
+        wanted, _ = run(case, GLUON)
+        shorter = replace(case, cu_seqlens_q=running_sums([40, 0], "cuda"), cu_seqlens_k=running_sums([56, 0], "cuda"))
+        got, lse = run(shorter, GLUON)
+        assert_same_bits(got[:40], wanted[:40])
+        assert not got[40:].any() and bool((lse[:, 40:] == float("-inf")).all())
+        nobody = running_sums([0, 0], "cuda")
+        got, lse = run(replace(case, cu_seqlens_q=nobody, cu_seqlens_k=nobody), GLUON)
+        assert not got.any() and bool((lse == float("-inf")).all())
+
     def test_empty_batches(self) -> None:
         out, lse = run(make_case([(16, 0), (0, 0)], SHAPE), GLUON)
         assert out.shape == (0, 8, 128) and lse.shape == (8, 0)
