@@ -48,6 +48,8 @@ def test_prompts_are_captured_up_to_the_budget() -> None:
     strict = rungs(limits._replace(one_phase=True))
     assert {rung.num_decode for rung in strict} == {0}
     assert [rung.prompt_tokens for rung in strict if not rung.num_logits] == [1, 2, 4]
+    many = rungs(GraphLimits(32, 512, 512, PAGE, 1, 8, one_phase=True))
+    assert {rung.num_logits for rung in many} == {0, 32}
 
 
 @pytest.mark.parametrize("one_phase", [False, True])

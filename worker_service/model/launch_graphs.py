@@ -99,7 +99,9 @@ def rungs(limits: GraphLimits) -> tuple[Rung, ...]:
     """Every graph's shape, the smallest first."""
     seqs, tokens = limits.max_num_seqs, limits.max_tokens
     sizes = batch_sizes(seqs)
-    prompts = [Rung(0, size, seqs, PROMPT_SAMPLES) for size in PROMPT_TOKENS if size <= tokens]
+    # In one phase decode rows are among the prompts, and each of them samples.
+    samples = max(seqs, PROMPT_SAMPLES) if limits.one_phase else PROMPT_SAMPLES
+    prompts = [Rung(0, size, seqs, samples) for size in PROMPT_TOKENS if size <= tokens]
     if limits.one_phase:
         return tuple(sorted([*(Rung(0, size, size, 0) for size in sizes), *prompts], key=lambda rung: rung.num_rows))
     mixed = [Rung(seqs, size, seqs, seqs + PROMPT_SAMPLES) for size in MIXED_TOKENS if size <= tokens]
