@@ -29,6 +29,7 @@ FILES = (
     "merge_attention_states",
     "mla_decode",
     "mla_extend",
+    "mla_plans",
     "mla_prefill",
     "prefill_attention",
     "prefill_options",
