@@ -11,6 +11,7 @@ from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, Part
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
+from worker_service.model.products import kind_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -49,3 +50,16 @@ def test_chunks_and_hits_leave_the_logits_bit_for_bit(bench: Bench, cut: int) ->
     mate = bench.sequence(prompt(70, 5), range(21, 26))
     rest = bench.all_logits(Part(cut_up, cut, 150), Part(mate, 0, 70))[: 150 - cut]
     assert torch.equal(rest, whole[cut:])
+
+
+def test_a_model_on_the_tiled_gemm(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What serves shapes for which the library is not row-stable: near it, and row-stable from one row on."""
+    tokens = prompt(70, 6)
+    wanted = bench.all_logits(Part(bench.sequence(tokens, range(1, 6)), 0, 70))
+    everything = frozenset(map(kind_of, bench.runner._model.linears()))
+    monkeypatch.setattr(bench.runner._products, "tiled", everything)
+    whole = bench.all_logits(Part(bench.sequence(tokens, range(6, 11)), 0, 70))
+    assert (whole - wanted).abs().max() < 0.1 * wanted.std()
+    cut_up = bench.sequence(tokens, range(11, 16))
+    cut = torch.cat([bench.all_logits(Part(cut_up, *ends), num_decode=0) for ends in ((0, 33), (33, 34), (34, 70))])
+    assert torch.equal(cut, whole)

@@ -57,7 +57,7 @@ class Products:
         self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
         self.tiled: frozenset[Kind] = frozenset()
         if on_cuda and is_stable:
-            kinds = {_kind(entry): entry for entry in linears}
+            kinds = {kind_of(entry): entry for entry in linears}
             self.tiled = frozenset(kind for kind, entry in kinds.items() if not keeps_rows(*entry, max_rows))
             _log.info("products tried", extra={"kinds": len(kinds), "tiled": sorted(self.tiled)})
 
@@ -66,8 +66,8 @@ class Products:
         return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
-        return linear(x, *linear_, route=Route.TILED if _kind(linear_) in self.tiled else Route.LIBRARY)
+        return linear(x, *linear_, route=Route.TILED if kind_of(linear_) in self.tiled else Route.LIBRARY)
 
 
-def _kind(entry: Linear) -> Kind:
+def kind_of(entry: Linear) -> Kind:
     return Kind(entry.weight.shape[0], entry.weight.shape[1], entry.bias is not None)
