@@ -1,0 +1,140 @@
+"""The left consumer of mla_decode for Hopper: scores, softmax, and the first 256 numbers of the values.
+
+Knows its mate only through what it hands over: the weights of a tile, and how a leaf joins the total.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.mla_decode.hopper.pieces import clear_tail, fold, part_at, planned_item, thread_barrier
+
+
+@gluon.jit
+def attend_left(
+    plan,
+    results,
+    scale_log2,
+    num_tokens,
+    shared,
+    bars,
+    HEADS: gl.constexpr,
+    LEAF: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTI: gl.constexpr,
+    SLOT_ROWS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr = results
+    q_left, q_right, q_rope, left, right, rope = shared[0]
+    handed, decays, folds = shared[1]
+    q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
+    hand_full, hand_empty, fold_full, fold_empty = bars[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
+    SR: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OR: gl.constexpr = gl.SliceLayout(1, VALUES)
+    LN_2: gl.constexpr = 0.6931471805599453
+    row = gl.arange(0, 64, SR)
+    out_row = gl.arange(0, 64, OR)
+    column = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+    dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
+    zeros = gl.zeros([64, TILE], gl.float32, SCORES)
+    sum_at = gl.program_id(0) * (64 * 512) + part_at(out_row, dim, 64)
+    slot_at = part_at(out_row, dim, SLOT_ROWS)
+    items = gl.load(plan[1])
+    step = 0
+    turn = 0
+    folded = 0
+    index = gl.program_id(0)
+    while index < items:
+        _seq, q_start, q_len, tile, leaf, leaves, length, slot = planned_item(plan, index, HEADS, LEAF, MULTI)
+        live = row < q_len * HEADS - tile * 64
+        out_live = (out_row < q_len * HEADS - tile * 64)[:, None]
+        token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
+        last_seen = length - q_len + token
+        if length > 0:
+            mbarrier.wait(q_full, turn & 1)
+            turn += 1
+        sum_peak = gl.full([64], -1.0e20, gl.float32, SR)
+        sum_total = gl.full([64], 0.0, gl.float32, SR)
+        for n in range(leaves):
+            start = (leaf + n) * LEAF
+            count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
+            # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
+            peak = gl.full([64], -1.0e20, gl.float32, SR)
+            total = gl.full([64], 0.0, gl.float32, SR)
+            acc = gl.zeros([64, 256], gl.float32, VALUES)
+            for i in range(count):
+                s = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(left_full.index(s), phase)
+                part = warpgroup_mma(q_rope, rope.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                part = warpgroup_mma(q_left, left.index(s).permute((1, 0)), part, is_async=True)
+                mbarrier.wait(right_full.index(s), phase)
+                part = warpgroup_mma(q_right, right.index(s).permute((1, 0)), part, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[part])
+                first = start + i * TILE
+                if first + TILE > length - q_len + 1:
+                    scores = gl.where((first + column)[None, :] <= last_seen[:, None], scores, -1.0e30)
+                new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
+                weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
+                decay = gl.exp2(peak - new_peak)
+                peak = new_peak
+                half = weights.to(gl.bfloat16)
+                mbarrier.wait(hand_empty, (step & 1) ^ 1)
+                handed.store(half)
+                decays.store(decay)
+                thread_barrier()
+                mbarrier.arrive(hand_full, count=1)
+                total = gl.fma(total, decay, gl.sum(weights, 1))
+                acc = acc * gl.convert_layout(decay, OR)[:, None]
+                if first + TILE > length:
+                    clear_tail(left.index(s), length - first, TILE)
+                values = warpgroup_mma(gl.convert_layout(half, P), left.index(s), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(left_empty.index(s), count=1)
+                step += 1
+            if (n == leaves - 1) & (count > 0):
+                mbarrier.arrive(q_empty, count=1)
+            if slot >= 0:
+                at = slot.to(gl.int64) * SLOT_ROWS
+                gl.store(acc_ptr + at * 512 + slot_at, acc, mask=out_live)
+                gl.store(peak_ptr + at + row, peak, mask=live)
+                gl.store(total_ptr + at + row, total, mask=live)
+            else:
+                new_peak = gl.maximum(sum_peak, peak)
+                keep = gl.exp2(sum_peak - new_peak)
+                weight = gl.exp2(peak - new_peak)
+                sum_total = gl.where(n == 0, total, gl.fma(sum_total, keep, total * weight))
+                sum_peak = new_peak
+                share = 1.0 / gl.where(sum_total == 0.0, 1.0, sum_total)
+                mbarrier.wait(fold_empty, (folded & 1) ^ 1)
+                folds.index(0).store(keep)
+                folds.index(1).store(weight)
+                folds.index(2).store(share)
+                thread_barrier()
+                mbarrier.arrive(fold_full, count=1)
+                folded += 1
+                if n > 0:
+                    acc = fold(
+                        sum_ptr,
+                        sum_at,
+                        acc,
+                        gl.convert_layout(keep, OR)[:, None],
+                        gl.convert_layout(weight, OR)[:, None],
+                        out_live,
+                    )
+                if n < leaves - 1:
+                    gl.store(sum_ptr + sum_at, acc, mask=out_live)
+                else:
+                    at = (q_start * HEADS + tile * 64).to(gl.int64)
+                    result = (acc * gl.convert_layout(share, OR)[:, None]).to(gl.bfloat16)
+                    gl.store(out_ptr + (at + out_row)[:, None] * 512 + dim[None, :], result, mask=out_live)
+                    if WANTS_LSE:
+                        lse = gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
+                        lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
+                        gl.store(lse_ptr + lse_at, lse, mask=live)
+        index += gl.num_programs(0)

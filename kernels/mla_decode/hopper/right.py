@@ -1,0 +1,82 @@
+"""The right consumer of mla_decode for Hopper: the last 256 numbers of the values, with the left one's weights.
+
+Knows no scores.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.mla_decode.hopper.pieces import clear_tail, fold, part_at, planned_item, thread_barrier
+
+
+@gluon.jit
+def attend_right(
+    plan,
+    results,
+    shared,
+    bars,
+    HEADS: gl.constexpr,
+    LEAF: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTI: gl.constexpr,
+    SLOT_ROWS: gl.constexpr,
+):
+    out_ptr, _, acc_ptr, _, _, sum_ptr = results
+    _, _, _, _, right, _ = shared[0]
+    handed, decays, folds = shared[1]
+    _, _, _, _, _, right_empty = bars[0]
+    hand_full, hand_empty, fold_full, fold_empty = bars[1]
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
+    OR: gl.constexpr = gl.SliceLayout(1, VALUES)
+    row = gl.arange(0, 64, OR)
+    dim = 256 + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
+    sum_at = gl.program_id(0) * (64 * 512) + part_at(row, dim, 64)
+    slot_at = part_at(row, dim, SLOT_ROWS)
+    items = gl.load(plan[1])
+    step = 0
+    folded = 0
+    index = gl.program_id(0)
+    while index < items:
+        _seq, q_start, q_len, tile, leaf, leaves, length, slot = planned_item(plan, index, HEADS, LEAF, MULTI)
+        live = (row < q_len * HEADS - tile * 64)[:, None]
+        for n in range(leaves):
+            start = (leaf + n) * LEAF
+            count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
+            acc = gl.zeros([64, 256], gl.float32, VALUES)
+            for i in range(count):
+                s = step % STAGES
+                mbarrier.wait(hand_full, step & 1)
+                weights = handed.load(P)
+                decay = decays.load(OR)
+                thread_barrier()
+                mbarrier.arrive(hand_empty, count=1)
+                acc = acc * decay[:, None]
+                if start + (i + 1) * TILE > length:
+                    clear_tail(right.index(s), length - start - i * TILE, TILE)
+                values = warpgroup_mma(weights, right.index(s), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(right_empty.index(s), count=1)
+                step += 1
+            if slot >= 0:
+                at = slot.to(gl.int64) * SLOT_ROWS
+                gl.store(acc_ptr + at * 512 + slot_at, acc, mask=live)
+            else:
+                mbarrier.wait(fold_full, folded & 1)
+                keep = folds.index(0).load(OR)
+                weight = folds.index(1).load(OR)
+                share = folds.index(2).load(OR)
+                thread_barrier()
+                mbarrier.arrive(fold_empty, count=1)
+                folded += 1
+                if n > 0:
+                    acc = fold(sum_ptr, sum_at, acc, keep[:, None], weight[:, None], live)
+                if n < leaves - 1:
+                    gl.store(sum_ptr + sum_at, acc, mask=live)
+                else:
+                    at = (q_start * HEADS + tile * 64).to(gl.int64)
+                    result = (acc * share[:, None]).to(gl.bfloat16)
+                    gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live)
+        index += gl.num_programs(0)
