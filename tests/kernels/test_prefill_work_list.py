@@ -11,7 +11,7 @@ from tests.kernels.inputs import running_sums
 
 pytest.importorskip("triton")
 
-from kernels.prefill_attention.work_list.kernel import make_work_list
+from kernels.prefill_attention.work_list.kernel import CLASSES, make_work_list
 
 CASES = [
     [(0, 33), (16, 5), (48, 16), (37, 70), (0, 1), (130, 1), (16, 0)],
@@ -30,9 +30,15 @@ def tiles(lengths: list[tuple[int, int]], queries: int, keys: int) -> list[tuple
     for seq, (cached, new) in enumerate(lengths):
         for first in range(0, new, queries):
             cost = -(-min(cached + first + queries, cached + new) // keys)
-            found.append((-cost, seq, first, token, new, cached + new))
+            found.append((-cost_class(cost), seq, -first, token, new, cached + new))
         token += new
-    return [record[1:] for record in sorted(found)]
+    return [(seq, -first, *rest) for _, seq, first, *rest in sorted(found)]
+
+
+def cost_class(cost: int) -> int:
+    """The cost with all but its leading bits cleared."""
+    cleared = max(cost.bit_length() - CLASSES.bit_length(), 0)
+    return cost >> cleared << cleared
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -63,4 +69,4 @@ def test_a_list_that_is_too_short_is_filled_and_not_left(device: str) -> None:
     sums = running_sums([640], device)
     make_work_list(sums, sums, records[:5], count, 64, 128)
     assert count.tolist() == [5] and bool((records[5:] == -1).all())
-    assert [row[1] for row in records[:5].tolist()] == [512, 576, 384, 448, 256]
+    assert [row[1] for row in records[:5].tolist()] == [576, 512, 448, 384, 320]

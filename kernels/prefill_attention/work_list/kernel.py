@@ -1,8 +1,9 @@
 """The work list of a prefill step, made on the device: every tile of query rows once, the long ones first.
 
-Knows neither heads nor pages. A tile's place is counted, not sorted: within a sequence a later tile costs at least as
-much, so how many tiles of a sequence come before a given one has a closed form. Tiles of one cost stay together by
-sequence: they read the same keys at the same time.
+Knows neither heads nor pages. Tiles of nearly the same cost are one class: the longest class comes first, and within a
+class sequence after sequence, so that tiles which read the same keys run at the same time. A tile's place is counted,
+not sorted: within a sequence a later tile costs at least as much, so how many tiles of a sequence come before a given
+one has a closed form.
 
     record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence, 0, 0, 0
 """
@@ -12,6 +13,18 @@ import triton
 import triton.language as tl
 
 SPLITS = 4
+# Cost classes for each doubling of a tile's cost, a power of two.
+CLASSES = 16
+
+
+@triton.jit
+def _cost_class(cost, CLASSES: tl.constexpr):
+    """(least, largest) cost of a cost's class."""
+    width = tl.full(cost.shape, 1, tl.int32)
+    for power in tl.static_range(1, 24):
+        width = tl.where(cost >= CLASSES << power, 1 << power, width)
+    least = cost // width * width
+    return least, least + width - 1
 
 
 @triton.jit
@@ -41,6 +54,7 @@ def list_tiles(
     max_tiles,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    CLASSES: tl.constexpr,
     TILES: tl.constexpr,
     SEQS: tl.constexpr,
 ):
@@ -57,13 +71,15 @@ def list_tiles(
     for block in range(tl.program_id(1) * TILES, num_tiles, tl.num_programs(1) * TILES):
         tile = block + tl.arange(0, TILES)
         cost = (tl.minimum(kv_len, cached + (tile + 1) * QUERIES) + KEYS - 1) // KEYS
-        place = tile - _tiles_up_to((cost - 1) * KEYS, cached, kv_len, num_tiles, QUERIES)
+        least, largest = _cost_class(cost, CLASSES)
+        # Of the own sequence: the later tiles of the class come first.
+        place = _tiles_up_to(largest * KEYS, cached, kv_len, num_tiles, QUERIES) - 1 - tile
         for first in range(0, num_seqs, SEQS):
             seq = first + tl.arange(0, SEQS)
             _, _, other_kv, other_cached, others = _lengths(cu_q_ptr, cu_k_ptr, seq, num_seqs, QUERIES)
             args = (other_cached[None, :], other_kv[None, :], others[None, :], QUERIES)
-            upto = _tiles_up_to((cost * KEYS)[:, None], *args)
-            below = _tiles_up_to(((cost - 1) * KEYS)[:, None], *args)
+            upto = _tiles_up_to((largest * KEYS)[:, None], *args)
+            below = _tiles_up_to(((least - 1) * KEYS)[:, None], *args)
             earlier = tl.where((seq < own)[None, :], upto - below, 0)
             place += tl.sum(others[None, :] - upto + earlier, 1)
         ok = (tile < num_tiles) & (place < max_tiles)
@@ -95,6 +111,7 @@ def make_work_list(
             records.shape[0],
             QUERIES=tile_queries,
             KEYS=tile_keys,
+            CLASSES=CLASSES,
             TILES=64,
             SEQS=32,
             num_warps=4,
