@@ -93,13 +93,13 @@ def test_one_token_fits_registers(case: Case, tmp_path: Path) -> None:
     ("case", "most"),
     [
         (Case(TOKENS=8, COLUMNS=32, ROWS=32, STAGES=4), 512),
-        (Case(TOKENS=8, GROUP=8, COLUMNS=64, ROWS=64, STAGES=4), 2048),
+        (Case(TOKENS=4, GROUP=8, D=256, COLUMNS=32, ROWS=32), 2048),
         (Case(D=256), 512),
     ],
-    ids=["8 tokens of 4 heads", "8 tokens of 8 heads", "dim 256"],
+    ids=["8 tokens of 4 heads", "4 tokens of 8 heads, dim 256", "dim 256"],
 )
 def test_what_larger_cases_spill_is_known(case: Case, most: int, tmp_path: Path) -> None:
-    """These have a multiprocessor for themselves. Eight tokens of eight heads are 64 columns of three accumulators."""
+    """These have a multiprocessor for themselves."""
     report = assemble(compile_for_hopper(case, maxnreg=248), tmp_path)
     assert spilled_bytes(report) <= most
     assert "serializ" not in report

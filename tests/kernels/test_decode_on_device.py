@@ -160,7 +160,7 @@ def test_a_second_run_has_the_same_bits() -> None:
 @pytest.mark.parametrize("window", [0, 600])
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_tokens_computed_together_have_the_bits_of_tokens_alone(heads: int, window: int) -> None:
-    """With 16 heads of a group, 8 tokens take two launches."""
+    """32 columns are one launch: 8 tokens of 4 heads; of 8 heads they take two launches, of 16 four."""
     spans = [(0, 1), (0, 8), (508, 8), (2044, 8), (600, 3), (9000, 2), (63, 1)]
     case = make_case(spans, CaseShape(dim=128, q_heads=heads, kv_heads=2, window=window, device="cuda"))
     pages = (case.k_pages, case.v_pages, case.block_tables)

@@ -31,6 +31,7 @@ LOG2_E = 1.4426950408889634
 # Bytes of a program's ring, by the number of programs on a multiprocessor. With more in flight the queue to memory only
 # gets longer; one program alone is fastest with less than two together.
 RING_BYTES = {1: 96 << 10, 2: 64 << 10}
+MAX_REGISTERS = {1: 248, 2: 128}
 
 
 @gluon.jit
@@ -227,7 +228,7 @@ def launch(
                 HAS_SCALES=scales is not None,
                 WANTS_LSE=lse is not None,
                 num_warps=4,
-                maxnreg=128 if per_multiprocessor == 2 else 248,
+                maxnreg=MAX_REGISTERS[per_multiprocessor],
             )
 
 

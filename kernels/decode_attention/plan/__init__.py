@@ -15,7 +15,8 @@ LEAF = 512
 GROUP = 4
 # Chunks for each program where there is enough work: whoever is late takes fewer of them.
 WAVES = 4
-MAX_COLUMNS = 64
+# Columns of one launch: with 64 of them registers spill, and reading the keys twice takes less time than that.
+MAX_COLUMNS = 32
 # Up to so many (sequence, kv head) pairs, one program of three stages on each multiprocessor is faster than two of two.
 FEW_PAIRS = 8
 # Fields of a chunk: sequence, kv head, first unit within the pair, number of units, the sequence's length; then what is
@@ -53,7 +54,7 @@ class DecodePlan:
         self.q_heads, self.kv_heads, self.dim = q_heads, kv_heads, dim
         self.device = torch.device(device)
         group = q_heads // kv_heads
-        # Tokens of a launch: as many as 64 columns of a product hold.
+        # Tokens of a launch: as many as the columns of a product hold.
         self.tokens = max(1, min(max_q_tokens, MAX_COLUMNS // group))
         self.rows = self.tokens * group
         if self.device.type == "cuda":
