@@ -75,3 +75,11 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
     assert built.ptx.count("wgmma.mma_async") and "cp.async.bulk.tensor" in built.ptx
     assert built.stack_bytes <= MAX_STACK_BYTES and not built.serialised, built.remarks
     assert built.shared_bytes <= 227 * 1024
+
+
+def test_the_work_list_compiles_and_spills_nothing(tmp_path: Path) -> None:
+    from kernels.prefill_attention.work_list.kernel import CLASSES, list_tiles
+
+    constants: dict[str, object] = {"QUERIES": 32, "KEYS": 128, "CLASSES": CLASSES, "TILES": 64, "SEQS": 32}
+    ptx = compile_for_hopper(list_tiles, constants, num_warps=4, pointer=lambda name: "*i32")
+    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
