@@ -12,8 +12,9 @@ triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
-# A few addresses of a tile, kept from its start to its end; the loop over keys spills nothing.
-MAX_STACK_BYTES = 24
+# Addresses and lengths of a tile, kept from its start to its end. The widest head dim fills all other registers.
+MAX_STACK_BYTES = 16
+MAX_STACK_BYTES_AT_256 = 64
 TWIN = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON = {
     "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "DV": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
@@ -73,7 +74,8 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
     dtype = "fp16" if name == "dim 64" else "bf16"
     built = compile_gluon(attend_tiles, constants, kinds(constants, dtype), tmp_path, enable_fp_fusion=False)
     assert built.ptx.count("wgmma.mma_async") and "cp.async.bulk.tensor" in built.ptx
-    assert built.stack_bytes <= MAX_STACK_BYTES and not built.serialised, built.remarks
+    limit = MAX_STACK_BYTES_AT_256 if constants["D"] == 256 else MAX_STACK_BYTES
+    assert built.stack_bytes <= limit and not built.serialised, built.remarks
     assert built.shared_bytes <= 227 * 1024
 
 
