@@ -1,6 +1,6 @@
 """Times launches of a Llama-3-8B-shaped model on a CUDA device, in process: decode steps and prompts behind a prefix.
 
-    python -m benchmarks.bench_llama_gpu [--invariance strict batch fast] [--out benchmarks/results/llama-h200.json]
+    python -m benchmarks.bench_llama_gpu [--invariance strict batch fast] --out model.json
 
 Each `invariance` gets a process of its own: cuBLAS reads its settings once. Knows no service; the floors that the times
 are held against are measured in the same process. Nothing is timed before the captured launch gave the tokens of the
@@ -30,7 +30,6 @@ from worker_service.model.products import Invariance
 from worker_service.model.runner import LaunchResult, RunnerLimits
 from worker_service.model.wishes import host_wishes
 
-RESULT = Path(__file__).parent / "results" / "llama-h200.json"
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)
 CONTEXT = 4096
@@ -236,13 +235,15 @@ def main() -> None:
     parser.add_argument("--invariance", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_llama_gpu needs a CUDA device")
     if arguments.only:
         print(json.dumps(rounded(measure(Invariance(arguments.only), arguments.cases))))
         return
+    if arguments.out is None:
+        parser.error("--out: where the figures are to go")
     from benchmarks.bench_gpu import about_device
 
     report: dict[str, Any] = {

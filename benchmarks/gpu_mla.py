@@ -181,12 +181,12 @@ def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measuremen
         return partial(mla_extend, q, pages, kv_b, plan_extend(tables, *lengths, heads, path=path))
 
     fixed = {path: work(path) for path in (MlaPath.ABSORBED, MlaPath.MATERIALISED)}
-    amount = 1e-6 * sequences * new
+    amount = 1e-3 * sequences * new
     return [
         Measurement(
             op="mla_extend",
             case=f"{heads} heads, {sequences} x ({cached} + {new})",
-            unit="Mtoken/s",
+            unit="ktoken/s",
             amount=amount,
             run=work(MlaPath.AUTO),
             error=lambda: difference(*(run() for run in fixed.values())),
