@@ -15,6 +15,7 @@ from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.layout import KvLayout
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention
+from kernels.rms_norm import rms_norm
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
 
@@ -205,3 +206,10 @@ def test_a_layout_is_told_never_guessed() -> None:
     other = replace(case, layout=KvLayout.NHD)
     keys, _ = gather_pages(other.k_pages, other.v_pages, other.block_tables, other.cu_seqlens_k, 9, layout=KvLayout.NHD)
     assert not torch.equal(keys, case.keys[0])
+
+
+def test_an_op_without_a_gluon_kernel_says_so() -> None:
+    """Rather than to compute with something else in silence."""
+    x = torch.zeros(2, 16)
+    with pytest.raises(KernelArgumentError, match="backend GLUON: this op has no such kernel"):
+        rms_norm(x, torch.ones(16), 1e-5, backend=Backend.GLUON)
