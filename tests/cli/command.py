@@ -61,6 +61,11 @@ def children(pid: int) -> set[Process]:
     return set()
 
 
+def _heed_interrupts() -> None:
+    """A shell's background job ignores Ctrl-C, and so would every process that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def environment(state: Path, **more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("STEMCACHE_")}
     return {**kept, "STEMCACHE_STATE_DIR": str(state), "OMP_NUM_THREADS": "1", **more}
@@ -106,6 +111,7 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
+                preexec_fn=_heed_interrupts,
             )
 
     def look(self) -> set[Process]:
