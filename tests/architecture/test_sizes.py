@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to be read at one sitting, and say what they are."""
+"""Files and functions stay small enough to be read in one go, and say what they are."""
 
 from __future__ import annotations
 
