@@ -24,7 +24,7 @@ class Backend(Enum):
 
 
 def uses_triton(backend: Backend, tensor: torch.Tensor) -> bool:
-    """Whether an op on this tensor launches its Triton kernel. GLUON is for ops that ask for it before they ask here."""
+    """Whether an op on this tensor launches its Triton kernel; ops that know GLUON look for it before they ask here."""
     if backend is Backend.GLUON:
         raise KernelArgumentError("backend GLUON: this op has no such kernel to be asked for; AUTO takes what fits")
     if backend is not Backend.TRITON:
