@@ -1,4 +1,4 @@
-"""Acceptance cases 5, 33-37, E25 and the host tier's rules: spill, fetch, missing pages, aborts, quota, breaker.
+"""Acceptance cases 5, 33-37, E6, E25 and fetches around them: spill, fetch, missing pages, aborts, failures.
 
 Knows nothing beyond the driver, whose mover works only when told and whose store the tests may damage.
 """
@@ -10,55 +10,17 @@ from typing import Any
 import pytest
 
 from cache_service.core.errors import LeasesInScope, UnknownTicket
-from cache_service.core.host_key import HostKey, build_key
-from cache_service.core.page_hash import namespace_digest, page_hashes
 from cache_service.core.types import (
     Ack,
-    FetchPolicy,
-    GroupSpec,
     HostTierKind,
     Namespace,
-    PageHash,
-    Rates,
-    SpillPolicy,
     TicketId,
 )
 from tests.core.driver import FakeWorker
+from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
-from tests.core.world import ABORTED, DONE, FAILED, FINGERPRINT, MISSING, NS, World, full, ids, pack, state, window
-
-
-def stage(**config: Any) -> World:
-    options = {"spill": SpillPolicy.WRITE_THROUGH, "fetch": FetchPolicy.ALWAYS, "watch": True}
-    return World(**(options | config))
-
-
-def join(world: World, *groups: GroupSpec, page: int = 2, name: str = "w0", tier: str = "redis") -> FakeWorker:
-    return FakeWorker(world, groups, page, name, host_tier=HostTierKind.SHARED, host_tier_id=tier)
-
-
-def spill(worker: FakeWorker) -> None:
-    worker.world.tick()
-    worker.spill_all()
-
-
-def churn(worker: FakeWorker) -> None:
-    """Push everything that is not held off the device, and let nothing of it reach the host tier."""
-    pages = min(spec.num_pages for spec in worker.groups if spec.kind != 3)
-    live = worker.start([7000 + i for i in range(pages * worker.page_tokens)])
-    worker.launch(live)
-    worker.release(live, ABORTED)
-
-
-def warm(world: World, *groups: GroupSpec, tokens: list[int] | None = None) -> FakeWorker:
-    """One prompt of eight tokens in the host tier and nothing on the device."""
-    worker = join(world, *groups)
-    worker.run(tokens or span(1, 8))
-    spill(worker)
-    churn(worker)
-    assert world.tokens_cached([*span(1, 8), 9, 10]) == 0
-    return worker
+from tests.core.world import ABORTED, DONE, FAILED, MISSING, NS, full, ids, pack, state, window
 
 
 def test_case_33_a_host_hit_brings_what_the_rules_need() -> None:
@@ -295,162 +257,3 @@ def test_private_rows_serve_their_worker_only() -> None:
     assert live.fetch is not None
     first.fetch_all(live)
     first.prefill(live)
-
-
-def test_selective_spills_after_the_second_use() -> None:
-    world = stage(spill=SpillPolicy.SELECTIVE)
-    worker = join(world, full(8))
-    worker.run(span(1, 8))
-    world.tick()
-    assert not worker.spills
-    worker.run([*span(1, 8), 9])
-    world.tick()
-    assert worker.spills
-    worker.spill_all()
-    assert len(worker.store) >= 4
-
-
-def test_auto_fetch_weighs_measured_rates() -> None:
-    world = stage(fetch=FetchPolicy.AUTO)
-    first, second = join(world, full(16)), join(world, full(16), name="w1")
-    first.run(span(1, 8))
-    spill(first)
-    unknown = second.start(span(1, 10))
-    assert unknown.fetch is not None, "until rates are known a fetch is granted"
-    second.release(unknown, ABORTED)
-    second.ack_orphan(next(iter(second.orphans)))
-    world.manager.clear(None, True, world.now_ms)
-    world.settle()
-    first.run([*span(1, 8), 1])
-    spill(first)
-    second.rates = Rates(prefill_tokens_per_s=1e9, fetch_bytes_per_s=1.0)
-    quick = second.start(span(1, 10))
-    assert quick.fetch is None
-    second.release(quick, ABORTED)
-    second.rates = Rates(prefill_tokens_per_s=1.0, fetch_bytes_per_s=1e12)
-    assert second.start(span(1, 10)).fetch is not None
-
-
-def test_quota_drops_the_least_recent_rows_and_deletes_their_keys() -> None:
-    world = stage(host_quota_bytes=64 * 6)
-    worker = join(world, full(32))
-    for first in (100, 200, 300):
-        worker.run(span(first, first + 7))
-        spill(worker)
-    tier = world.manager.stats().host_tier
-    assert tier.num_bytes <= 64 * 6 and tier.num_rows == 6
-    assert len(worker.store) == 6
-    world.manager.clear(None, True, world.now_ms)
-    world.settle()
-
-
-def test_lost_tier_drops_its_rows_at_once() -> None:
-    world = stage()
-    worker = warm(world, full(6))
-    world.manager.host_lost("redis", world.now_ms)
-    worker.store.clear()
-    world.settle()
-    assert worker.start(span(1, 10)).fetch is None
-    assert world.manager.stats().host_tier.num_rows == 0
-
-
-def test_breaker_stops_fetches_and_lets_them_again() -> None:
-    world = stage(breaker_failures=2, breaker_ms=1000)
-    worker = warm(world, full(6))
-    for _ in range(2):
-        world.manager.report_host_failure("redis", world.now_ms)
-    world.settle()
-    live = worker.start(span(1, 10))
-    assert live.fetch is None
-    worker.release(live, ABORTED)
-    world.manager.report_host_ok("redis", world.now_ms)
-    world.tick(2000)
-    assert worker.start(span(1, 10)).fetch is not None
-
-
-def test_rows_found_after_a_restart_are_adopted() -> None:
-    world = stage()
-    worker = warm(world, full(6))
-    keys = tuple(worker.store)
-    world.new_manager()
-    worker.restart("i1")
-    before = world.snapshot()
-    assert world.manager.host_adopted("redis", FINGERPRINT, (b"nonsense", b""), world.now_ms) == 0
-    assert world.snapshot() == before
-    assert world.manager.host_adopted("redis", FINGERPRINT, keys, world.now_ms) == 4
-    live = worker.start(span(1, 10))
-    assert live.fetch is not None and live.fetch.num_pages == 4
-    worker.fetch_all(live)
-    worker.prefill(live)
-
-
-def test_a_use_during_a_spill_counts() -> None:
-    """The copy itself is no use, but a request that came and went meanwhile is."""
-    world = stage()
-    worker = join(world, full(6))
-    worker.run([1, 2, 3, 4])
-    world.tick()
-    assert worker.spills
-    worker.run([5, 6])
-    worker.run([1, 2, 3, 4, 5])
-    spill(worker)
-    take = worker.start(span(70, 77))
-    worker.release(take, ABORTED)
-    assert world.tokens_cached([1, 2, 3, 4, 0]) == 4
-    assert world.tokens_cached([5, 6, 0]) == 0
-
-
-def test_the_copy_itself_is_no_use() -> None:
-    world = stage()
-    worker = join(world, full(4))
-    worker.run([1, 2])
-    worker.run([5, 6])
-    spill(worker)
-    worker.release(worker.start(span(70, 75)), ABORTED)
-    assert (world.tokens_cached([1, 2, 0]), world.tokens_cached([5, 6, 0])) == (0, 2)
-
-
-def test_a_row_of_several_ranks_is_whole_or_absent() -> None:
-    """A scan may find the keys of some ranks only."""
-    world = stage()
-    worker = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.SHARED, host_tier_id="redis", num_ranks=2)
-    page_hash = page_hashes(namespace_digest(NS), b"", pack([1, 2]), 8)
-    keys = [build_key(b"stemcache:1:", HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
-    adopt = world.manager.host_adopted
-    assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
-    assert worker.start([1, 2, 3]).fetch is None
-    assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
-    assert adopt("redis", FINGERPRINT, keys[2:], world.now_ms) == 0
-    assert adopt("redis", FINGERPRINT, keys[1:2], world.now_ms) == 1
-    assert worker.start([1, 2, 3]).fetch is not None
-
-
-def test_a_long_spill_comes_in_orders_of_limited_size() -> None:
-    world = stage(transfer_pages=3)
-    worker = join(world, full(16))
-    worker.run(span(1, 20))
-    sizes = []
-    for _ in range(10):
-        world.tick()
-        if not worker.spills:
-            break
-        sizes.append(worker.spills[0][0].num_pages)
-        worker.do_spill()
-    assert sum(sizes) == 10 and max(sizes) <= 3
-    assert len(worker.store) == 10
-
-
-def test_write_back_spills_the_cold_end_before_it_is_needed() -> None:
-    world = stage(spill=SpillPolicy.WRITE_BACK, write_back_low_water=0.5)
-    worker = join(world, full(8))
-    worker.run([1, 2, 3, 4])
-    world.tick()
-    assert not worker.spills, "there is room enough"
-    worker.run([5, 6, 7, 8, 9, 10])
-    spill(worker)
-    assert len(worker.store) >= 2
-    churn(worker)
-    live = worker.start([1, 2, 3, 4, 5])
-    assert live.fetch is not None
-    worker.fetch_all(live)
-    worker.prefill(live)

@@ -23,8 +23,8 @@ from cache_service.core.types import (
     TicketId,
 )
 from tests.core.driver import FakeWorker
+from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
-from tests.core.test_cases_host import churn, join, spill, stage, warm
 from tests.core.test_cases_pages import span, spare
 from tests.core.world import ABORTED, DONE, FAILED, MISSING, NS, PREEMPTED, Live, full, ids, pack, state, window
 
