@@ -52,7 +52,7 @@ class WorkerConfig:
         "batch: a token's bits depend on no other request; strict: nor on what was decoded before; fast: on whatever.",
         choices=INVARIANCES,
     )
-    cuda_graphs: bool = setting(True, "Whether launches that only decode are captured at the start.")
+    cuda_graphs: bool = setting(True, "Whether decode steps and small prompts are captured when the worker starts.")
     threads: int = setting(0, "CPU threads of the model; 0: all cores.", minimum=0)
     mover_threads: int = setting(2, "Transfers that run at once.", minimum=1)
     max_queued_transfers: int = setting(256, "Transfers that may wait.", minimum=1)

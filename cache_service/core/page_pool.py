@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from array import array
 
-from cache_service.core.types import PAGE_ID_BYTES
-
 
 class PagePool:
     """Page ids 1 to num_pages; page 0 is reserved."""
@@ -78,7 +76,3 @@ def unpack(page_ids: bytes | bytearray) -> list[int]:
     ids = array("I")
     ids.frombytes(page_ids)
     return ids.tolist()
-
-
-def num_packed(page_ids: bytes | bytearray) -> int:
-    return len(page_ids) // PAGE_ID_BYTES

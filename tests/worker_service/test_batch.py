@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker_service.scheduler_machine import full_group, packed, window_group
-from worker_service.core.batch import Batch, build_batch, token_rows
+from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.ports import GroupKind, GroupSpec, Namespace, SequenceId
 from worker_service.core.sequence import Rank, Request, SamplingParams, Sequence
@@ -35,6 +36,14 @@ def row(cached: int, new: int, page_tokens: int = 4, first_page: int = 1, more: 
 
 def batch_of(*rows: Row, num_decode: int = 0, page_tokens: int = 4) -> Batch:
     return build_batch(rows, num_decode, GROUPS, page_tokens)
+
+
+def token_rows(cu_seqlens: Seq[int]) -> array[int]:
+    """The row of each token: of each new one for cu_seqlens_q, of each key (as a gather needs it) for cu_seqlens_k."""
+    rows = array("i")
+    for row, (start, end) in enumerate(pairwise(cu_seqlens)):
+        rows.extend(array("i", (row,)) * (end - start))
+    return rows
 
 
 def test_positions_start_at_the_cached_length() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from worker_service.core.launch_plan import Row
@@ -62,14 +62,6 @@ class Batch:
     @property
     def total_keys(self) -> int:
         return self.cu_seqlens_k[-1]
-
-
-def token_rows(cu_seqlens: Seq[int]) -> array[int]:
-    """The row of each token: of each new one for cu_seqlens_q, of each key (as a gather needs it) for cu_seqlens_k."""
-    rows = array("i")
-    for row, (start, end) in enumerate(pairwise(cu_seqlens)):
-        rows.extend(array("i", (row,)) * (end - start))
-    return rows
 
 
 def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], page_tokens: int) -> Batch:
