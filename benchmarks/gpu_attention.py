@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_peers import flashinfer_decode, flashinfer_prefill, flex_causal
+from benchmarks.gpu_peers import flashinfer_decode, flashinfer_merge, flashinfer_prefill, flex_causal
 from benchmarks.measurement import (
     GEMM,
     OUT_TOLERANCE,
@@ -116,7 +116,7 @@ def decode(sequences: int, length: int) -> list[Measurement]:
 
 
 def merge() -> list[Measurement]:
-    """GB/s read plus written; the peer is the reference in torch."""
+    """GB/s read plus written; a peer is the reference in torch."""
     tokens, heads, dim = 8192, 32, 128
     outs = [torch.randn(tokens, heads, dim, dtype=SHAPE.dtype, device="cuda") for _ in range(2)]
     lses = [torch.randn(heads, tokens, device="cuda") for _ in range(2)]
@@ -131,7 +131,10 @@ def merge() -> list[Measurement]:
             run=call,
             error=lambda: difference(call()[0], call(backend=Backend.REFERENCE)[0]),
             tolerance=OUT_TOLERANCE,
-            peers=(Peer("torch", partial(call, backend=Backend.REFERENCE), amount),),
+            peers=(
+                Peer("torch", partial(call, backend=Backend.REFERENCE), amount),
+                *flashinfer_merge(outs, lses, amount),
+            ),
         )
     ]
 

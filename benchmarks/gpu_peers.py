@@ -17,6 +17,7 @@ from benchmarks.measurement import Peer, Work
 from tests.kernels.inputs import PagedCase
 
 WORKSPACE_BYTES = 256 << 20
+BACKENDS = ("fa3", "fa2")
 
 
 def flex_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, amount: float) -> Peer:
@@ -28,24 +29,44 @@ def flex_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, amount: float
 
 
 def flashinfer_prefill(case: PagedCase, amount: float) -> tuple[Peer, ...]:
-    """FlashInfer's paged prefill, planned beforehand as an engine does once a step; none where it is not installed."""
+    """FlashInfer's two paged prefills, planned beforehand as once a step; none where it is not installed."""
     if find_spec("flashinfer") is None:
         return ()
-    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD")
-    heads = (case.q.shape[1], case.k_pages.shape[2], case.q.shape[2])
-    pages = _page_lists(case)
-    wrapper.plan(case.cu_seqlens_q, *pages, *heads, case.page_tokens, causal=True, q_data_type=case.q.dtype)
-    return (Peer("flashinfer", _call(wrapper, case), amount),)
+    make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    return tuple(
+        _prefill_peer(make(_workspace(), "NHD", backend=backend), backend, case, amount) for backend in BACKENDS
+    )
+
+
+def _prefill_peer(wrapper: Any, backend: str, case: PagedCase, amount: float) -> Peer:
+    sizes = (*_heads(case), case.page_tokens)
+    wrapper.plan(case.cu_seqlens_q, *_page_lists(case), *sizes, causal=True, q_data_type=case.q.dtype)
+    return Peer(f"flashinfer_{backend}", _call(wrapper, case), amount)
 
 
 def flashinfer_decode(case: PagedCase, amount: float) -> tuple[Peer, ...]:
-    """FlashInfer's paged decode, likewise."""
+    """FlashInfer's paged decode on tensor cores, its faster way for several query heads to a KV head, likewise."""
     if find_spec("flashinfer") is None:
         return ()
-    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD")
-    heads = (case.q.shape[1], case.k_pages.shape[2], case.q.shape[2])
-    wrapper.plan(*_page_lists(case), *heads, case.page_tokens, q_data_type=case.q.dtype)
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
+    wrapper.plan(*_page_lists(case), *_heads(case), case.page_tokens, q_data_type=case.q.dtype)
     return (Peer("flashinfer", _call(wrapper, case), amount),)
+
+
+def flashinfer_merge(outs: list[torch.Tensor], lses: list[torch.Tensor], amount: float) -> tuple[Peer, ...]:
+    """FlashInfer's merge of two states; it takes the sums as [tokens, heads]."""
+    if find_spec("flashinfer") is None:
+        return ()
+    sums = [lse.T.contiguous() for lse in lses]
+    return (
+        Peer(
+            "flashinfer", partial(import_module("flashinfer").merge_state, outs[0], sums[0], outs[1], sums[1]), amount
+        ),
+    )
+
+
+def _heads(case: PagedCase) -> tuple[int, int, int]:
+    return case.q.shape[1], case.k_pages.shape[2], case.q.shape[2]
 
 
 def _workspace() -> torch.Tensor:
