@@ -1,0 +1,48 @@
+"""The small real model in the box, and its task: questions about a register, which is nothing but reading the prefix.
+
+Knows no service: a register is a text, a question is a suffix, and the model is a folder.
+"""
+
+from pathlib import Path
+
+from register_qa.conversation import Turn, prompt_of, written_turn
+from register_qa.facts import Attribute, Fact, Split, split_of
+from register_qa.marking import is_correct
+from register_qa.questions import ONE_FACT_KINDS, AskedFact, Kind, Question, draw_questions
+from register_qa.register import (
+    MAX_HOLDINGS,
+    MIN_HOLDINGS,
+    Holding,
+    Place,
+    Register,
+    RoomKey,
+    Span,
+    draw_register,
+)
+
+MODEL_FOLDER = Path(__file__).parent / "model"
+
+__all__ = [
+    "MAX_HOLDINGS",
+    "MIN_HOLDINGS",
+    "MODEL_FOLDER",
+    "ONE_FACT_KINDS",
+    "AskedFact",
+    "Attribute",
+    "Fact",
+    "Holding",
+    "Kind",
+    "Place",
+    "Question",
+    "Register",
+    "RoomKey",
+    "Span",
+    "Split",
+    "Turn",
+    "draw_questions",
+    "draw_register",
+    "is_correct",
+    "prompt_of",
+    "split_of",
+    "written_turn",
+]

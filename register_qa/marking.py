@@ -1,0 +1,13 @@
+"""Whether a generated text answers a question: word for word, or it does not.
+
+Knows no register and no model.
+"""
+
+from __future__ import annotations
+
+from register_qa.questions import Question
+
+
+def is_correct(question: Question, text: str) -> bool:
+    """`text` is what was generated behind the question, special tokens left out; white space around it is forgiven."""
+    return text.strip() == question.answer
