@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu_engine_peers import engine_peers
 from benchmarks.gpu_peers import flashinfer_decode, flashinfer_merge, flashinfer_prefill, flex_causal
 from benchmarks.measurement import (
     GEMM,
@@ -81,7 +82,7 @@ def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
             run=call,
             error=lambda: difference(call(), call(Backend.REFERENCE)),
             tolerance=OUT_TOLERANCE,
-            peers=(*flashinfer_prefill(case, amount), *dense),
+            peers=(*flashinfer_prefill(case, amount), *engine_peers(case, amount), *dense),
             ceiling=GEMM,
         )
     ]
@@ -100,6 +101,7 @@ def decode(sequences: int, length: int) -> list[Measurement]:
             return decode_attention(case.q, *pages, lengths, max_seqlen_k=length, backend=backend)
         return decode_attention(case.q, *pages, lengths, max_seqlen_k=length, plan=plan)
 
+    dense = dense_peers(sequences, 1, length, causal=False, amount=amount)
     return [
         Measurement(
             op="decode_attention",
@@ -109,7 +111,7 @@ def decode(sequences: int, length: int) -> list[Measurement]:
             run=call,
             error=lambda: difference(call(), call(Backend.REFERENCE)),
             tolerance=OUT_TOLERANCE,
-            peers=(*flashinfer_decode(case, amount), *dense_peers(sequences, 1, length, False, amount)),
+            peers=(*flashinfer_decode(case, amount), *engine_peers(case, amount), *dense),
             ceiling=READ,
         )
     ]
