@@ -52,6 +52,9 @@ class StemcacheClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     async def generate(
@@ -61,10 +64,11 @@ class StemcacheClient:
         sampling: worker_pb2.SamplingParams,
         *,
         salt: str = "",
+        priority: int = 0,
         on_answer: Callable[[Answer], None] = lambda _: None,
     ) -> Answer:
         """One request on one worker. `on_answer` sees the growing answer after each message; raises grpc.RpcError."""
-        request = worker_pb2.GenerateRequest(sampling=sampling, salt=salt)
+        request = worker_pb2.GenerateRequest(sampling=sampling, salt=salt, priority=priority)
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -156,6 +160,11 @@ class StemcacheClient:
 def greedy(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
     """The most likely token each time, exactly `max_tokens` of them."""
     return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+
+
+def sentence(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
+    """The most likely token each time, until the model ends its answer; `max_tokens` at the most."""
+    return worker_pb2.SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
 
 
 async def wait_serving(address: str) -> None:

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from cli.client import wait_serving
 from cli.devices import count_gpus, placements
 from cli.redis_server import RedisServer, find_redis_binary
-from cli.run_file import state_dir
 from cli.supervisor import Child, ChildSpec, Supervisor
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +23,7 @@ HOST_TIERS = ("auto", "redis", "memory", "none")
 MAX_PORT = 65_535
 # Below the supervisor's own grace, so that what was drained ends by itself.
 DRAIN_TIMEOUT_S = 5
+WORKER_START_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +43,11 @@ class ClusterOptions:
     page_tokens: int = 16
     device: str = "auto"
     policy: str = "lru"
-    worker_env: dict[str, str] = field(default_factory=dict)
+    cache_env: dict[str, str] = field(default_factory=dict)
 
 
 class CannotStart(Exception):
     """What was asked for is not possible here; the text names the option."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Addresses of what runs, and the kind of the host tier."""
-
-    cache: str
-    workers: tuple[str, ...]
-    worker_names: tuple[str, ...]
-    cache_metrics: str
-    host_tier: str
-
-    @property
-    def shared_tier(self) -> bool:
-        """Whether the workers reach each other's spilled pages."""
-        return self.host_tier == "redis"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +56,26 @@ class HostTier:
 
     kind: str
     redis_url: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Addresses of what runs, and where its workers spill to."""
+
+    cache: str
+    workers: tuple[str, ...]
+    worker_names: tuple[str, ...]
+    cache_metrics: str
+    tier: HostTier
+
+    @property
+    def host_tier(self) -> str:
+        return self.tier.kind
+
+    @property
+    def shared_tier(self) -> bool:
+        """Whether the workers reach each other's spilled pages."""
+        return self.tier.kind == "redis"
 
 
 async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report: Callable[[str], None]) -> Cluster:
@@ -96,10 +97,22 @@ async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report:
     placed = placements(options.num_workers, gpus, os.environ)
     report(f"starting {len(names)} worker{'s' * (len(names) > 1)} and loading the model")
     await _all_or_none(
-        supervisor.start(_worker_child(name, address, cache, tier, options, env), ready_timeout_s=300.0)
+        supervisor.start(_worker_child(name, address, cache, tier, options, env), ready_timeout_s=WORKER_START_S)
         for name, address, env in zip(names, workers, placed, strict=True)
     )
-    return Cluster(cache, workers, names, metrics, tier.kind)
+    return Cluster(cache, workers, names, metrics, tier)
+
+
+async def start_worker(
+    supervisor: Supervisor, cluster: Cluster, options: ClusterOptions, name: str, env: Mapping[str, str]
+) -> str:
+    """One more worker of a running cluster, with settings of its own, on a CPU or the first GPU; its address."""
+    address = f"{LOOPBACK}:{free_port()}"
+    gpus = await asyncio.to_thread(count_gpus, options.device)
+    placement = placements(1, gpus, os.environ)[0]
+    spec = _worker_child(name, address, cluster.cache, cluster.tier, options, {**placement, **env})
+    await supervisor.start(spec, ready_timeout_s=WORKER_START_S)
+    return address
 
 
 async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Child]]) -> None:
@@ -155,12 +168,13 @@ def _cache_child(address: str, metrics: str, tier: HostTier, options: ClusterOpt
         "STEMCACHE_CACHE_POLICY": options.policy,
         "STEMCACHE_CACHE_HOST_QUOTA_MB": str(options.host_mb),
         "STEMCACHE_CACHE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
+        **options.cache_env,
     }
     return ChildSpec("cache", (sys.executable, "-m", "cache_service"), lambda: wait_serving(address), env)
 
 
 def _worker_child(
-    name: str, address: str, cache: str, tier: HostTier, options: ClusterOptions, placement: Mapping[str, str]
+    name: str, address: str, cache: str, tier: HostTier, options: ClusterOptions, more: Mapping[str, str]
 ) -> ChildSpec:
     threads = max(1, (os.cpu_count() or 1) // options.num_workers)
     env = {
@@ -176,8 +190,7 @@ def _worker_child(
         "STEMCACHE_WORKER_THREADS": str(threads),
         "STEMCACHE_WORKER_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
         "OMP_NUM_THREADS": str(threads),
-        **placement,
-        **options.worker_env,
+        **more,
     }
     return ChildSpec(name, (sys.executable, "-m", "worker_service"), lambda: wait_serving(address), env)
 
@@ -204,21 +217,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def demo_model_folder(seed: int) -> Path:
-    """Named by our version too: another version may make another model of the same seed."""
-    return state_dir() / "models" / f"demo-{version('stemcache')}-{seed}"
-
-
-def make_demo_model_folder(folder: Path, seed: int) -> None:
-    """Whole or not at all: Ctrl-C may come at any moment, and another process may be making it, too."""
-    from worker_service.model.demo_model import make_demo_model
-
-    fresh = folder.with_name(f"{folder.name}.{os.getpid()}")
-    try:
-        make_demo_model(fresh, seed)
-        if not folder.exists():
-            fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)

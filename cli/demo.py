@@ -14,7 +14,8 @@ from cli.client import StemcacheClient
 from cli.cluster import Cluster, ClusterOptions, start_cluster
 from cli.output import Output
 from cli.run_file import state_dir
-from cli.scenes import SCENES, Scene, SceneResult, Stage
+from cli.scenes import SCENES, Scene
+from cli.stage import SceneResult, Stage
 from cli.supervisor import Supervisor
 
 SCENE_TIMEOUT_S = 300.0

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 # A pipe or a log has no width of its own; tables should not be squeezed for it.
@@ -57,6 +58,18 @@ class Output:
             return
         with stderr.status(escape(text)):
             yield
+
+    @contextmanager
+    def counting(self, text: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal, one line elsewhere; to be called for each of `total` things that are done."""
+        if not stderr.is_terminal:
+            self.progress(text)
+            yield lambda: None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as progress:
+            task = progress.add_task(escape(text), total=total)
+            yield lambda: progress.advance(task)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> RenderableType:

@@ -1,4 +1,4 @@
-"""The demo's table: what each scene reused, how long the first token took, and whether the answers agree.
+"""The demo's tables: what each scene reused, how soon the first token came, whether answers agree, what they say.
 
 Knows results only. Nothing is cut on a terminal of 80 columns: there the titles move below the numbers.
 """
@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from cli.output import milliseconds, plain, stacked, table
-from cli.scenes import SceneResult
+from cli.stage import SceneResult, Shown
 
 NUMBERS = ("requests", "prompt", "cached", "fetched", "computed", "TTFT\ncold", "TTFT\nwarm", "same\nanswer")
 # From here on the titles have a column, of 20 and more.
@@ -25,7 +25,8 @@ def scene_table(results: Sequence[SceneResult], num_columns: int) -> RenderableT
     head = ("", "scene") if titled else ("",)
     rows = [[result.number, *([plain(result.title)] if titled else []), *_numbers(result)] for result in results]
     numbers = table("", (*head, *NUMBERS), rows, left=len(head))
-    return stacked((numbers, _remarks(results, titles=not titled)))
+    sentences = [_sentences(results)] if any(result.shown for result in results) else []
+    return stacked((numbers, *sentences, _remarks(results, titles=not titled)))
 
 
 def _numbers(result: SceneResult) -> tuple[str, ...]:
@@ -49,3 +50,18 @@ def _remarks(results: Sequence[SceneResult], *, titles: bool) -> RenderableType:
         for at, line in enumerate(lines):
             remarks.add_row(f" {result.number}" if at == 0 else "", line)
     return remarks
+
+
+def _sentences(results: Sequence[SceneResult]) -> RenderableType:
+    """Question, answer and saved tokens side by side."""
+    rows = [
+        (result.number if at == 0 else "", *_sentence(shown))
+        for result in results
+        for at, shown in enumerate(result.shown)
+    ]
+    return table("", ("", "question", "answer", "saved"), rows, left=3)
+
+
+def _sentence(shown: Shown) -> tuple[str, str, str]:
+    mark = "" if shown.right else " [red](wrong)[/red]"
+    return plain(shown.question), plain(shown.answer) + mark, f"{shown.saved:,} of {shown.prompt:,}"

@@ -21,11 +21,10 @@ from cli.cluster import (
     CannotStart,
     Cluster,
     ClusterOptions,
-    demo_model_folder,
-    make_demo_model_folder,
     start_cluster,
 )
 from cli.demo import as_json, passed, play
+from cli.models import RANDOM, model_to_serve
 from cli.output import Output, plain, table
 from cli.run_file import AlreadyRunning, RunRecord, claim_state_dir, is_claimed, read_record, state_dir, write_record
 from cli.scene_table import scene_table
@@ -38,11 +37,14 @@ DEMO_POOL_MB = 512
 PREVIEW = "Once upon a time"
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help="Folder or hub id of a Hugging Face checkpoint; default: a small seeded model.")
+    str,
+    typer.Option(
+        "--model", help=f"Folder or hub id of a checkpoint, or {RANDOM}: random weights; default: the one in the box."
+    ),
 ]
 TierOption = Annotated[str, typer.Option("--host-tier", help=f"Where pages spill to: {', '.join(HOST_TIERS)}.")]
 DeviceOption = Annotated[str, typer.Option("--device", help=f"Where the model runs: {', '.join(DEVICES)}.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the small model and of the traffic.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of what is asked, and of a random model.")]
 
 
 @app.command()
@@ -82,7 +84,7 @@ def up(
     try:
         with claim_state_dir():
             options = ClusterOptions(
-                _model(model, seed, output),
+                model_to_serve(model, seed, output),
                 workers,
                 cache_port,
                 worker_port,
@@ -139,7 +141,7 @@ def demo(
     check_choice("--host-tier", host_tier, HOST_TIERS)
     check_choice("--device", device, DEVICES)
     output = Output(as_json=json_)
-    folder = _model(model, seed, output)
+    folder = model_to_serve(model, seed, output)
     options = ClusterOptions(folder, host_tier=host_tier, device=device, pool_mb=DEMO_POOL_MB)
     numbers = sorted(set(scene or range(1, len(SCENES) + 1)))
     # As Ctrl-C: every child is ended before we are.
@@ -197,13 +199,3 @@ def _welcome(cluster: Cluster) -> RenderableType:
         f'  stemcache explain "{PREVIEW} ..."   what is cached where, and why the rest is not',
         "  stemcache top   pools, hit rates and leases, live",
     )
-
-
-def _model(given: str, seed: int, output: Output) -> str:
-    if given:
-        return given
-    folder = demo_model_folder(seed)
-    if not folder.exists():
-        with output.working("making a small seeded model"):
-            make_demo_model_folder(folder, seed)
-    return str(folder)

@@ -25,10 +25,10 @@ class Service(NamedTuple):
 
 
 def start_service(folder: Path, *options: str, **variables: str) -> Service:
-    """`stemcache up --json` on free ports, serving."""
+    """`stemcache up --json` on free ports, serving: random weights, and a token for each byte of a prompt."""
     state = folder / "state"
-    ports = ("--cache-port", "0", "--worker-port", "0")
-    running = Running(folder, state, "up", "--json", *ports, *options, **variables)
+    fixed = ("--cache-port", "0", "--worker-port", "0", "--model", "random")
+    running = Running(folder, state, "up", "--json", *fixed, *options, **variables)
     try:
         running.wait_for_stdout("\n")
     except BaseException:

@@ -17,10 +17,11 @@ from cli.client import Answer
 from cli.demo import passed, play_scenes
 from cli.output import Output
 from cli.redis_server import find_redis_binary
-from cli.scenes import SceneResult, Stage
-from cli.traffic import system_prompt
+from cli.stage import HOLDINGS, SceneResult, Stage
 from protos.v1.worker_pb2 import TokenLogprobs, Usage
+from register_qa import Split, draw_register
 from tests.cli.command import Running, one_object, pauses
+from worker_service.model.tokenizer import Tokenizer
 
 PAGE = 16
 
@@ -59,10 +60,17 @@ def test_every_scene_is_played_and_holds(demo: Demo) -> None:
             assert scene["warm_s"] > 0
 
 
-def test_eight_at_once_cost_one_prefill(demo: Demo) -> None:
+def prefix_tokens(demo: Demo, number: int) -> int:
+    """Tokens of the register with this number, in whole pages."""
+    register = draw_register(number, split=Split.EVAL, holdings=HOLDINGS)
+    tokenizer = Tokenizer(Path(demo.report["model"]) / "tokenizer.json")
+    return len(tokenizer.encode(register.text)) // PAGE * PAGE
+
+
+def test_eight_users_cost_one_prefill(demo: Demo) -> None:
     scene = demo.scenes[1]
-    # One token for each byte; the prompts part at the user's number.
-    shared = len((system_prompt(0, 24) + "User ").encode()) // PAGE * PAGE
+    shared = prefix_tokens(demo, 1)
+    assert shared > 1000
     assert scene["requests"] == 8
     assert scene["cached"] >= 7 * shared
     assert scene["computed"] <= scene["prompt"] - 7 * shared
@@ -70,12 +78,15 @@ def test_eight_at_once_cost_one_prefill(demo: Demo) -> None:
 
 def test_the_sibling_of_a_request_that_still_decodes(demo: Demo) -> None:
     scene = demo.scenes[2]
-    assert (scene["prompt"], scene["cached"], scene["computed"]) == (338, 336, 2)
+    assert scene["requests"] == 1
+    assert scene["cached"] >= prefix_tokens(demo, 2)
+    assert 0 < scene["computed"] < 3 * PAGE
 
 
 def test_the_second_turn_hits_what_the_first_one_generated(demo: Demo) -> None:
-    first_prompt = len((system_prompt(2, 10) + "Which tool comes first?\n").encode())
-    assert demo.scenes[3]["cached"] == (first_prompt + 40 - 1) // PAGE * PAGE
+    scene = demo.scenes[3]
+    assert scene["cached"] > prefix_tokens(demo, 3)
+    assert int(scene["note"].split()[0]) >= PAGE, scene["note"]
 
 
 def test_the_other_worker_fetches(demo: Demo) -> None:
@@ -83,17 +94,25 @@ def test_the_other_worker_fetches(demo: Demo) -> None:
     if find_redis_binary() is None:
         assert scene["skipped"]
         return
-    prompt = len(system_prompt(3, 30).encode())
-    usable = (prompt - 1) // PAGE * PAGE
-    assert (scene["prompt"], scene["cached"], scene["fetched"]) == (prompt, 0, usable)
+    assert scene["cached"] == 0
+    assert scene["fetched"] >= prefix_tokens(demo, 4)
 
 
 def test_the_killed_worker_came_back_and_traffic_saved_tokens(demo: Demo) -> None:
     assert "worker-1 is back after 1 restart" in demo.scenes[5]["note"]
     assert "worker-1 ended with code -9" in demo.stderr
     traffic = demo.scenes[6]
-    assert traffic["requests"] > 20
+    assert traffic["requests"] == 20
     assert traffic["cached"] + traffic["fetched"] > traffic["prompt"] // 2
+
+
+def test_the_answers_are_sentences_that_the_register_bears_out(demo: Demo) -> None:
+    shown = [sentence for scene in demo.scenes.values() for sentence in scene["shown"]]
+    assert len(shown) >= 12
+    assert all(sentence["question"].endswith("?") for sentence in shown)
+    assert all(sentence["saved"] <= sentence["prompt"] for sentence in shown)
+    wrong = [sentence for sentence in shown if not sentence["right"]]
+    assert len(wrong) <= 1, wrong
 
 
 def test_progress_goes_to_stderr_and_no_child_is_left(demo: Demo) -> None:

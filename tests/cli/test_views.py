@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from cli.output import table
 from cli.scene_table import scene_table
-from cli.scenes import SceneResult
+from cli.stage import SceneResult, Shown
 from cli.views import explanation_view, live_view, stats_view
 from protos.v1 import cache_pb2, types_pb2
 
@@ -27,11 +27,19 @@ def drawn(renderable: RenderableType, width: int) -> str:
     return text
 
 
+def sentences() -> list[Shown]:
+    answer = "The copper compass is kept in the north gallery, whose key hangs on hook 14."
+    return [
+        Shown("Which hook holds the key to the room of the copper compass?", answer, True, 98_765, 98_999),
+        Shown("Where is [it]?", "Nowhere.", False, 0, 12),
+    ]
+
+
 def scenes() -> list[SceneResult]:
     numbers = {"requests": 8, "prompt": 98_765, "cached": 91_234, "fetched": 12_345, "computed": 23_456}
     title = "sibling of a request that still decodes"
     return [
-        SceneResult(title, number=1, **numbers, cold_s=12.345, warm_s=0.0123, note=LONG_NOTE),
+        SceneResult(title, number=1, **numbers, cold_s=12.345, warm_s=0.0123, note=LONG_NOTE, shown=sentences()),
         SceneResult(title, number=2, skipped="no shared host tier"),
         SceneResult(title, number=3, same_answer=False, failures=["expected [16, 16], got 0"]),
     ]
@@ -46,6 +54,9 @@ def test_the_scene_table_is_whole(width: int) -> None:
     assert words.count("sibling") == words.count("decodes") == 3
     assert "skipped: no shared host tier" in text
     assert "failed: expected [16, 16], got 0" in text
+    for word in ("98,765 of 98,999", "0 of 12", "Where is [it]?", "Nowhere. (wrong)"):
+        assert word in text
+    assert words.count("gallery,") == words.count("14.") == 1
 
 
 def stats() -> cache_pb2.StatsResponse:

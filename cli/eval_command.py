@@ -1,0 +1,94 @@
+"""`stemcache eval`: its options, and where its table, its JSON and its plot go.
+
+Knows no way of reuse; evaluation.py plays them.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.app import JsonOption, app, check_choice, fail, run
+from cli.cluster import CannotStart, ClusterOptions
+from cli.eval_plot import eval_plot
+from cli.eval_sheets import SheetPlan
+from cli.eval_table import eval_table
+from cli.eval_ways import WAYS
+from cli.evaluation import Evaluation, LeastAccuracy, as_json, evaluate
+from cli.models import model_name, model_to_serve
+from cli.output import Output
+from cli.serve import DEVICES, DeviceOption, ModelOption, SeedOption
+from cli.supervisor import ChildFailed
+from register_qa import Kind
+
+POOL_MB = 512
+# Fetch whatever is there: an evaluation of fetched pages must not depend on whether that is worth its while.
+CACHE_ENV = {"STEMCACHE_CACHE_FETCH": "always"}
+KINDS = tuple(kind.value for kind in Kind)
+# Of the model in the box, over enough questions to tell.
+BOXED = LeastAccuracy(one_fact=0.97, two_facts=0.90)
+ENOUGH_QUESTIONS = 100
+# A sibling needs an elder, and a small pool drops a register only for another one.
+LEAST_REGISTERS = 2
+
+
+@app.command("eval")
+def eval_command(
+    questions: Annotated[int, typer.Option("--questions", min=4, help="Questions in all, asked in every way.")] = 200,
+    registers: Annotated[
+        int, typer.Option("--registers", min=LEAST_REGISTERS, help="Held-out registers that they share.")
+    ] = 20,
+    tokens: Annotated[int, typer.Option("--tokens", min=200, help="Tokens of a register, about.")] = 3000,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--kind", help=f"Only questions of this kind, of {', '.join(KINDS)}; may be given several times."),
+    ] = None,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option("--way", help=f"Only this way, of {', '.join(WAYS)}, and cold; may be given several times."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write accuracy and times as an SVG.")] = None,
+    model: ModelOption = "",
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    json_: JsonOption = False,
+) -> None:
+    """Ask the same questions by every way in which a prefix can be obtained: accuracy, hits, times, same text as cold.
+
+    Exit code 1 when a row is not what its title says, hits too little, or answers otherwise than the cold run.
+    """
+    for option, given, known in (("--kind", kinds, KINDS), ("--way", ways, tuple(WAYS))):
+        for value in given or ():
+            check_choice(option, value, known)
+    check_choice("--device", device, DEVICES)
+    if questions < 2 * registers:
+        raise typer.BadParameter(f"needs two for each of {registers} registers", param_hint="--questions")
+    if plot is not None and not plot.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
+    output = Output(as_json=json_)
+    folder = model_to_serve(model, seed, output)
+    options = ClusterOptions(folder, device=device, pool_mb=POOL_MB, cache_env=CACHE_ENV)
+    plan = SheetPlan(questions, registers, tokens, tuple(map(Kind, kinds or KINDS)), seed)
+    least = BOXED if not model and questions >= ENOUGH_QUESTIONS else LeastAccuracy()
+    found = _evaluated(options, plan, tuple(ways or WAYS), least, output)
+    report = as_json(found, model_name(model))
+    output.show(eval_table(found.results, output.console.width))
+    output.emit(report)
+    if plot is not None:
+        plot.write_text(eval_plot(report), encoding="utf-8")
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _evaluated(
+    options: ClusterOptions, plan: SheetPlan, ways: tuple[str, ...], least: LeastAccuracy, output: Output
+) -> Evaluation:
+    # As Ctrl-C: every child is ended before we are.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(evaluate(options, plan, ways, least, output))
+    except (ChildFailed, CannotStart, ValueError) as error:
+        fail(str(error))

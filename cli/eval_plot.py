@@ -1,0 +1,77 @@
+"""The evaluation as a drawing: for each way two bars of accuracy and one of the time to the first token, as SVG text.
+
+Knows a report's JSON only, and no drawing library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+WIDTH = 860
+LEFT, GAP, RIGHT = 210, 60, 70
+TOP, ROW, BAR = 64, 40, 13
+FOOT = 34
+# Light enough for a dark page, dark enough for a light one.
+INK, FAINT = "#6b7280", "#9ca3af"
+ONE_FACT, TWO_FACTS, TIME = "#3b82f6", "#14b8a6", "#f59e0b"
+FONT = "font-family='system-ui, sans-serif' font-size='12'"
+
+
+class Panel(NamedTuple):
+    """A horizontal scale: values 0..`most` from `left` on, `width` wide."""
+
+    left: float
+    width: float
+    most: float
+
+    def length(self, value: float) -> float:
+        return self.width * value / self.most if self.most else 0.0
+
+
+def eval_plot(report: Mapping[str, Any]) -> str:
+    """The same report gives the same text."""
+    ways: Sequence[Mapping[str, Any]] = [way for way in report["ways"] if way["questions"]]
+    half = (WIDTH - LEFT - GAP - 2 * RIGHT) / 2
+    accuracy = Panel(LEFT, half, 1.0)
+    times = Panel(LEFT + half + RIGHT + GAP, half, max((way["first_token_s"] for way in ways), default=0.0))
+    height = TOP + ROW * len(ways) + FOOT
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' "
+        f"{FONT} fill='{INK}'>",
+        f"<title>{escape(_title(report))}</title>",
+        *_heads(report, accuracy, times),
+    ]
+    for number, way in enumerate(ways):
+        parts += _row(way, TOP + ROW * number, accuracy, times)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    return (
+        f"{report['questions']} questions over {report['registers']} registers, {report['dtype']} on {report['device']}"
+    )
+
+
+def _heads(report: Mapping[str, Any], accuracy: Panel, times: Panel) -> Iterator[str]:
+    yield f"<text x='0' y='16' font-weight='bold'>{escape(_title(report))}</text>"
+    yield f"<text x='{accuracy.left}' y='42'>accuracy, exact match:</text>"
+    yield f"<text x='{accuracy.left + 128}' y='42' fill='{ONE_FACT}'>one fact</text>"
+    yield f"<text x='{accuracy.left + 184}' y='42' fill='{TWO_FACTS}'>two facts</text>"
+    yield f"<text x='{times.left:g}' y='42' fill='{TIME}'>time to first token, median</text>"
+
+
+def _row(way: Mapping[str, Any], y: float, accuracy: Panel, times: Panel) -> Iterator[str]:
+    middle = y + BAR + 4
+    yield f"<text x='{LEFT - 12}' y='{middle}' text-anchor='end'>{escape(str(way['title']))}</text>"
+    for offset, key, colour in ((0, "one_fact_accuracy", ONE_FACT), (BAR + 1, "two_facts_accuracy", TWO_FACTS)):
+        if way[key] is not None:
+            yield from _bar(accuracy, y + offset, way[key], colour, f"{way[key]:.1%}")
+    yield from _bar(times, y + BAR / 2, way["first_token_s"], TIME, f"{way['first_token_s'] * 1e3:,.0f} ms")
+
+
+def _bar(panel: Panel, y: float, value: float, colour: str, label: str) -> Iterator[str]:
+    length = panel.length(value)
+    yield f"<rect x='{panel.left:g}' y='{y:g}' width='{length:.1f}' height='{BAR}' fill='{colour}'/>"
+    yield f"<text x='{panel.left + length + 6:.1f}' y='{y + BAR - 2:g}' fill='{FAINT}'>{escape(label)}</text>"

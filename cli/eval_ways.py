@@ -1,0 +1,214 @@
+"""The ways in which a request can come by its prefix, each with what proves that it came about like that.
+
+Knows the services through the desk; not how results are summed and shown. Each way has salts of its own, so none finds
+what another one left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import zip_longest
+
+from cli.client import Answer, greedy
+from cli.eval_desk import SMALL_BUDGET, Desk, SpecialWorker, fresh_salt
+from cli.eval_result import LEAST_HIT_SHARE, Reply, WayResult
+from cli.eval_sheets import Asked, Sheet
+from cli.supervisor import Child
+from cli.whereabouts import wait_restarted
+
+RESTART_WAIT_S = 120.0
+# Attempts to have a request preempted: each leaves it one page more, as how far it gets is a matter of timing.
+MAX_ATTEMPTS = 6
+# The neighbour that takes the pages away decodes so many tokens, and reaches its next page after so many.
+NEIGHBOUR_TOKENS = 40
+NEIGHBOUR_LEAD = 10
+
+Way = Callable[[Desk, WayResult], Awaitable[list[Reply]]]
+
+
+async def cold(desk: Desk, result: WayResult) -> list[Reply]:
+    """computed, nothing reused"""
+
+    async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
+        return [await desk.ask(worker, sheet, asked, fresh_salt("cold"), reuses=False) for asked in sheet.asked]
+
+    replies = await desk.on_both(one_sheet)
+    warm = sum(reply.answer.usage.computed_tokens != len(reply.asked.prompt) for reply in replies)
+    result.expect(not warm, f"{warm} cold requests reused something")
+    return replies
+
+
+async def device(desk: Desk, result: WayResult) -> list[Reply]:
+    """cached on the device"""
+    salt = fresh_salt("device")
+
+    async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
+        await desk.prime(worker, sheet, salt)
+        return [await desk.ask(worker, sheet, asked, salt) for asked in sheet.asked]
+
+    replies = await desk.on_both(one_sheet)
+    elsewhere = sum(reply.answer.usage.fetched_tokens > 0 for reply in replies)
+    result.expect(not elsewhere, f"{elsewhere} requests fetched something")
+    return replies
+
+
+async def sibling(desk: Desk, result: WayResult) -> list[Reply]:
+    """from a sibling that still runs"""
+    salt = fresh_salt("sibling")
+
+    async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
+        together = await asyncio.gather(*(desk.ask(worker, sheet, asked, salt) for asked in sheet.asked))
+        elder = max(together, key=lambda reply: reply.answer.usage.computed_tokens)
+        ended_s = elder.sent_s + elder.answer.total_s
+        younger = [reply for reply in together if reply is not elder]
+        in_time = sum(reply.sent_s + reply.answer.first_token_s < ended_s for reply in younger)
+        result.proof["answered while the elder ran"] = result.proof.get("answered while the elder ran", 0) + in_time
+        result.expect(in_time == len(younger), f"{len(younger) - in_time} siblings came after the first one's end")
+        return [elder._replace(reuses=False), *younger]
+
+    return await desk.on_both(one_sheet)
+
+
+async def fetched(desk: Desk, result: WayResult) -> list[Reply]:
+    """fetched by another worker"""
+    if not _has_shared_tier(desk, result):
+        return []
+    salt, reader = fresh_salt("fetched"), await desk.tight_worker()
+    replies: list[Reply] = []
+    for sheets in desk.in_turn():
+        for sheet in sheets:
+            await desk.spill(sheet, salt)
+        # One question of each register in turn: the small pool has dropped a register when its next question comes.
+        for column in zip_longest(*(sheet.asked for sheet in sheets)):
+            for sheet, asked in zip(sheets, column, strict=True):
+                if asked is not None:
+                    replies.append(await desk.ask(reader.address, sheet, asked, salt))
+    _expect_fetched(result, replies)
+    return replies
+
+
+async def chunked(desk: Desk, result: WayResult) -> list[Reply]:
+    """computed in chunks of 128 tokens"""
+    salt, worker = fresh_salt("chunked"), await desk.chunking_worker()
+    replies: list[Reply] = []
+    for sheet in desk.sheets:
+        before = await worker.num_launches()
+        first, *others = sheet.asked
+        elder = await desk.ask(worker.address, sheet, first, salt, reuses=False)
+        launches = await worker.num_launches() - before
+        # Each launch behind the prompt's last one computed one token of the answer.
+        chunks = launches - (elder.answer.usage.generated_tokens - 1)
+        result.proof["chunks"] = result.proof.get("chunks", 0) + chunks
+        least = -(-len(first.prompt) // SMALL_BUDGET)
+        result.expect(chunks >= least, f"a prompt of {len(first.prompt)} tokens took {chunks} launches only")
+        computed = elder.answer.usage.computed_tokens
+        result.expect(computed == len(first.prompt), f"the first request computed {computed} tokens only")
+        replies += [elder, *[await desk.ask(worker.address, sheet, asked, salt) for asked in others]]
+    return replies
+
+
+async def preempted(desk: Desk, result: WayResult) -> list[Reply]:
+    """resumed after a preemption"""
+    salt, worker = fresh_salt("preempted"), await desk.tight_worker()
+    replies: list[Reply] = []
+    for sheet in desk.sheets:
+        await desk.prime(worker.address, sheet, salt)
+        for asked in sheet.asked:
+            replies.append(await _ask_preempted(desk, worker, sheet, asked, salt))
+    spared = sum(reply.answer.usage.num_preemptions == 0 for reply in replies)
+    result.proof["preemptions"] = sum(reply.answer.usage.num_preemptions for reply in replies)
+    result.expect(not spared, f"{spared} requests were never preempted")
+    return replies
+
+
+async def restarted(desk: Desk, result: WayResult) -> list[Reply]:
+    """after the worker was killed"""
+    if not _has_shared_tier(desk, result):
+        return []
+    salt = fresh_salt("restarted")
+    victim = desk.supervisor.children[desk.cluster.worker_names[0]]
+    replies: list[Reply] = []
+    for sheets in desk.in_turn():
+        for sheet in sheets:
+            await desk.spill(sheet, salt)
+        await _restart(desk, victim, result)
+        for sheet in sheets:
+            mine = [await desk.ask(desk.first, sheet, asked, salt) for asked in sheet.asked]
+            _expect_fetched(result, mine[:1])
+            replies += mine
+    return replies
+
+
+# In the order of the table's rows. The first one is what the others are compared with.
+WAYS: dict[str, Way] = {
+    "cold": cold,
+    "device": device,
+    "sibling": sibling,
+    "fetched": fetched,
+    "chunked": chunked,
+    "preempted": preempted,
+    "restarted": restarted,
+}
+
+
+def title_of(name: str) -> str:
+    """What a person reads in the way's row."""
+    return (WAYS[name].__doc__ or name).strip()
+
+
+def _has_shared_tier(desk: Desk, result: WayResult) -> bool:
+    result.expect(desk.cluster.shared_tier, "no host tier that the workers share: there is no redis-server")
+    return desk.cluster.shared_tier
+
+
+def _expect_fetched(result: WayResult, replies: list[Reply]) -> None:
+    few = [reply for reply in replies if reply.answer.usage.fetched_tokens < LEAST_HIT_SHARE * len(reply.sheet.prefix)]
+    if few:
+        tokens = f"{few[0].answer.usage.fetched_tokens} of {len(few[0].sheet.prefix)} tokens"
+        result.expect(False, f"{len(few)} requests fetched too little of their register, the first one {tokens}")
+
+
+async def _ask_preempted(desk: Desk, worker: SpecialWorker, sheet: Sheet, asked: Asked, salt: str) -> Reply:
+    """The question beside a neighbour of higher priority, for whose next page there is no room but the asker's."""
+    page, prompt_pages = desk.page_tokens, -(-len(asked.prompt) // desk.page_tokens)
+    own_pages = prompt_pages - len(sheet.prefix) // page
+    for attempt in range(MAX_ATTEMPTS):
+        length = (desk.tight_pages - own_pages - attempt % 3) * page - NEIGHBOUR_LEAD
+        # Never shorter than the register itself, whose pages both share.
+        beside = (sheet.prefix * 2)[: max(length, len(sheet.prefix) + 1)]
+        async with _neighbour(worker, beside, salt):
+            reply = await desk.try_asking(worker.address, sheet, asked, salt)
+        if reply.answer.usage.num_preemptions:
+            break
+    desk.advance()
+    return reply
+
+
+@asynccontextmanager
+async def _neighbour(worker: SpecialWorker, prompt: Sequence[int], salt: str) -> AsyncIterator[None]:
+    """A request of higher priority that decodes already, and has ended on exit."""
+    decodes = asyncio.Event()
+
+    def on_answer(_: Answer) -> None:
+        decodes.set()
+
+    sampling = greedy(NEIGHBOUR_TOKENS)
+    call = worker.client.generate(worker.address, prompt, sampling, salt=salt, priority=1, on_answer=on_answer)
+    neighbour, waiting = asyncio.create_task(call), asyncio.create_task(decodes.wait())
+    await asyncio.wait({neighbour, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    yield
+    await neighbour
+
+
+async def _restart(desk: Desk, victim: Child, result: WayResult) -> None:
+    """kill -9, and wait until the worker serves again, as another incarnation."""
+    old, restarts = (await desk.client.describe(desk.first)).incarnation, victim.restarts
+    victim.kill()
+    async with asyncio.timeout(RESTART_WAIT_S):
+        await wait_restarted(desk.client, desk.first, victim, restarts)
+    new = (await desk.client.describe(desk.first)).incarnation
+    result.expect(new != old, "the worker is still the one that was to be killed")
+    result.proof["restarts"] = result.proof.get("restarts", 0) + 1

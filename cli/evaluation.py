@@ -1,0 +1,142 @@
+"""`stemcache eval`: asks the same questions by every way in which a prefix can be obtained, and compares with cold.
+
+Knows the order of things only; the ways know what they do, eval_table.py shows what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+from cli.client import Answer, StemcacheClient
+from cli.cluster import ClusterOptions, start_cluster
+from cli.eval_desk import Desk
+from cli.eval_result import WayResult
+from cli.eval_sheets import Asked, SheetPlan, draw_sheets
+from cli.eval_ways import WAYS, title_of
+from cli.output import Output
+from cli.run_file import state_dir
+from cli.supervisor import Supervisor
+from protos.v1 import worker_pb2
+
+WAY_TIMEOUT_S = 3600.0
+COLD = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class LeastAccuracy:
+    """What the cold run has to reach; the other rows must give the same texts. Zero asks for nothing."""
+
+    one_fact: float = 0.0
+    two_facts: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was asked of which model, and what came of it."""
+
+    plan: SheetPlan
+    worker: worker_pb2.DescribeResponse
+    tokens_of_registers: tuple[int, ...]
+    results: tuple[WayResult, ...]
+    took_s: float
+
+    @property
+    def passed(self) -> bool:
+        return not any(result.failures for result in self.results)
+
+
+async def evaluate(
+    options: ClusterOptions, plan: SheetPlan, ways: Sequence[str], least: LeastAccuracy, output: Output
+) -> Evaluation:
+    """On services of its own, which are gone on return. The cold run comes first, whatever `ways` names.
+
+    Raises ValueError when the registers cannot hold the plan's questions.
+    """
+    start = time.perf_counter()
+    async with Supervisor(state_dir() / "logs" / "eval", output.progress) as supervisor:
+        cluster = await start_cluster(supervisor, options, output.progress)
+        async with StemcacheClient(cluster.cache, cluster.workers) as client:
+            with output.working("drawing registers and questions"):
+                sheets = await draw_sheets(client, cluster.workers[0], plan)
+            desk = Desk(client, supervisor, cluster, options, sheets)
+            try:
+                results = await play_ways(desk, [COLD, *(way for way in WAYS if way in ways and way != COLD)], output)
+                expect_accuracy(results[0], least)
+                described = await client.describe(cluster.workers[0])
+            finally:
+                await desk.close()
+    sizes = tuple(len(sheet.prefix) for sheet in sheets)
+    return Evaluation(plan, described, sizes, tuple(results), time.perf_counter() - start)
+
+
+async def play_ways(desk: Desk, ways: Sequence[str], output: Output) -> list[WayResult]:
+    """One after the other; a way that raises is a failed row, and the next one is tried."""
+    results: list[WayResult] = []
+    cold: dict[Asked, Answer] = {}
+    for name in ways:
+        start = time.perf_counter()
+        result = WayResult(name, title_of(name))
+        with output.counting(f"{result.title}", sum(len(sheet.asked) for sheet in desk.sheets)) as desk.advance:
+            try:
+                async with asyncio.timeout(WAY_TIMEOUT_S):
+                    await _play_one(desk, name, result, cold)
+            except Exception as error:
+                result.failures.append(f"{type(error).__name__}: {error}")
+        results.append(result)
+        output.progress(f"{result.title}: {time.perf_counter() - start:.1f} s")
+    return results
+
+
+async def _play_one(desk: Desk, name: str, result: WayResult, cold: dict[Asked, Answer]) -> None:
+    replies = await WAYS[name](desk, result)
+    if not replies:
+        result.expect(False, "nothing was asked")
+        return
+    if name == COLD:
+        cold.update((reply.asked, reply.answer) for reply in replies)
+    else:
+        result.expect_hits(replies)
+    result.count(replies, cold)
+
+
+def expect_accuracy(cold: WayResult, least: LeastAccuracy) -> None:
+    """A figure below what the model is known for is a failure, too."""
+    for what, marks, wanted in (
+        ("one-fact", cold.one_fact, least.one_fact),
+        ("two-fact", cold.two_facts, least.two_facts),
+    ):
+        found = marks.accuracy
+        cold.expect(
+            found is None or found >= wanted, f"{what} accuracy is {found or 0.0:.1%}, at least {wanted:.0%} is wanted"
+        )
+
+
+def as_json(evaluation: Evaluation, model: str) -> dict[str, object]:
+    """Everything that the table and the plot show; `model` is its name for people."""
+    plan, worker = evaluation.plan, evaluation.worker
+    return {
+        "passed": evaluation.passed,
+        "stemcache": version("stemcache"),
+        "model": model,
+        "device": worker.device,
+        "dtype": worker.dtype,
+        "cpus": os.cpu_count() or 0,
+        "page_tokens": worker.page_tokens,
+        "questions": plan.questions,
+        "registers": plan.registers,
+        "register_tokens": list(evaluation.tokens_of_registers),
+        "kinds": [kind.value for kind in plan.kinds],
+        "seed": plan.seed,
+        "took_s": round(evaluation.took_s, 1),
+        "ways": [_way_json(result) for result in evaluation.results],
+    }
+
+
+def _way_json(result: WayResult) -> Mapping[str, object]:
+    accuracy = {"one_fact_accuracy": result.one_fact.accuracy, "two_facts_accuracy": result.two_facts.accuracy}
+    return {**asdict(result), **accuracy}
