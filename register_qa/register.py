@@ -13,7 +13,7 @@ from types import MappingProxyType
 from register_qa.facts import Attribute, Fact, Split, draw_value
 from register_qa.words import CONDITIONS, HOOKS, MATERIALS, ROOMS, SHELVES, THINGS, YEARS
 
-MIN_HOLDINGS = 8
+MIN_HOLDINGS = 4
 MAX_HOLDINGS = 200
 HOLDINGS_PER_ROOM = 5
 MIN_ROOMS = 4

@@ -1,0 +1,112 @@
+"""`python -m register_qa.training --architecture llama-7m --out FOLDER`: train, evaluate, write the folder.
+
+Knows no service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from register_qa.questions import Kind
+from register_qa.training.architectures import ARCHITECTURES
+from register_qa.training.curriculum import CURRICULA
+from register_qa.training.evaluate import Score, Trial, evaluate
+from register_qa.training.folder import read_tokenizer, read_weights, write_folder
+from register_qa.training.tokenizer import Encoder, train_tokenizer
+from register_qa.training.train import Plan, Progress, Trainer
+
+# Seeds that no report during training has seen.
+FINAL_FIRST_SEED = 1000
+FINAL_QUESTIONS_PER_KIND = 10
+
+
+def main(arguments: list[str]) -> None:
+    options = _options(arguments)
+    device = torch.device(options.device)
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    tokenizer = read_tokenizer(options.start_from) if options.start_from else train_tokenizer()
+    architecture = ARCHITECTURES[options.architecture]
+    model = architecture.build()
+    if options.start_from:
+        read_weights(options.start_from, model)
+    _say(f"{options.architecture}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+    plan = Plan(
+        curriculum=options.curriculum,
+        steps=options.steps,
+        rate=options.rate,
+        seed=options.seed,
+        workers=options.workers,
+        seconds=options.seconds,
+        report_every=options.report_every,
+        compiled=options.compile,
+    )
+    trainer = Trainer(model, tokenizer, plan, device)
+    if options.checkpoint and options.checkpoint.is_file():
+        trainer.load(options.checkpoint)
+    trainer.run(_report)
+    if options.checkpoint:
+        trainer.save(options.checkpoint)
+    write_folder(options.out, architecture, model, tokenizer)
+    started = time.monotonic()
+    finished = architecture.build().to(device, torch.bfloat16)
+    read_weights(options.out, finished)
+    trial = Trial(options.final_registers, options.final_holdings, FINAL_QUESTIONS_PER_KIND, FINAL_FIRST_SEED)
+    score = evaluate(finished, Encoder(tokenizer), trial, device)
+    _say(f"final, bf16: {score.register_tokens:.0f} tokens: {score.line()} ({time.monotonic() - started:.1f} s)")
+    figures = _figures(score, trial, trainer.step, options)
+    (options.out / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _figures(score: Score, trial: Trial, steps: int, options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "architecture": options.architecture,
+        "seed": options.seed,
+        "steps": steps,
+        "registers": trial.registers,
+        "mean_register_tokens": round(score.register_tokens),
+        "questions_per_kind": trial.registers * trial.questions_per_kind,
+        "exact_match": {kind.value: round(score.accuracy(kind), 4) for kind in Kind},
+    }
+
+
+def _report(progress: Progress) -> None:
+    _say(
+        f"step {progress.step} {progress.stage.length}x{progress.stage.sequences} loss {progress.answer_loss:.3f} "
+        f"register {progress.register_loss:.2f} {progress.tokens_per_s / 1000:.0f}k tok/s {progress.elapsed_s:.0f} s "
+        f"| {progress.score.line()}"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m register_qa.training", description=__doc__)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama-7m")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--curriculum", choices=CURRICULA, default="full")
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=12, help="processes that make batches")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0 = after the last step")
+    parser.add_argument("--report-every", type=int, default=250)
+    parser.add_argument("--start-from", type=Path, help="a model folder whose weights and tokenizer to begin with")
+    parser.add_argument("--checkpoint", type=Path, help="go on from this file if it is there, and write it at the end")
+    parser.add_argument("--final-registers", type=int, default=25, help="held-out registers of the last evaluation")
+    parser.add_argument("--final-holdings", type=int, default=115, help="what each holds; 115 are 3,000 tokens")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""What can be trained on the task, by name.
+
+Knows no data and no training: an architecture builds a module from token ids to logits, and says its config.json. A new
+kind of layer is a class with the same two methods and a line in the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from register_qa.training.llama import LlamaArchitecture
+
+
+class Architecture(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def build(self) -> nn.Module:
+        """Fresh weights by torch's present seed. Token ids [batch, length] to logits; `blocks` may be compiled."""
+        ...
+
+    def config(self, begin: int, end: int) -> dict[str, Any]:
+        """config.json's fields, with the tokenizer's begin and end token."""
+        ...
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama-7m": LlamaArchitecture(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=768,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=4096,
+        rope_theta=10000.0,
+    ),
+    "llama-7m-wide": LlamaArchitecture(
+        vocab_size=2048,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=4096,
+        rope_theta=10000.0,
+    ),
+    "llama-tiny": LlamaArchitecture(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=4096,
+        rope_theta=10000.0,
+    ),
+}
