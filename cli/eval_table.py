@@ -1,6 +1,6 @@
 """The evaluation's table: one row for each way, with accuracy, tokens, hits, time to the first token, same text.
 
-Knows results only. Titles stand below the numbers, so that nothing is cut on a terminal of 80 columns.
+Knows results only. Nothing is cut on a terminal of 80 columns: there titles and questions move below the numbers.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from cli.output import milliseconds, plain, stacked, table
 
 # From here on the titles have a column.
 TITLES_FROM_COLUMNS = 110
-COLUMNS = ("one\nfact", "two\nfacts", "asked", "prompt", "cached", "fetched", "computed", "hits", "TTFT", "same\ntext")
+COLUMNS = ("one\nfact", "two\nfacts", "prompt", "cached", "fetched", "computed", "hits", "TTFT", "same\ntext")
 
 
 def eval_table(results: Sequence[WayResult], num_columns: int) -> RenderableType:
     """For a terminal of `num_columns`."""
     titled = num_columns >= TITLES_FROM_COLUMNS
-    head = ("", "the prefix") if titled else ("",)
+    head = ("", "the prefix", "asked") if titled else ("",)
     rows = [
-        [number, *([plain(result.title)] if titled else []), *numbers(result)]
+        [number, *([plain(result.title), result.questions] if titled else []), *_numbers(result)]
         for number, result in enumerate(results, start=1)
     ]
-    return stacked((table("", (*head, *COLUMNS), rows, left=len(head)), _remarks(results, titles=not titled)))
+    numbers = table("", (*head, *COLUMNS), rows, left=2 if titled else 1)
+    return stacked((numbers, _remarks(results, titles=not titled)))
 
 
-def numbers(result: WayResult) -> tuple[str, ...]:
+def _numbers(result: WayResult) -> tuple[str, ...]:
     """A row's cells behind its title."""
     if not result.questions:
         return ("[red]failed[/red]", *[""] * (len(COLUMNS) - 1))
-    counts = (f"{n:,}" for n in (result.questions, result.prompt, result.cached, result.fetched, result.computed))
+    counts = (f"{n:,}" for n in (result.prompt, result.cached, result.fetched, result.computed))
     hits = f"{result.hit_share:.1%}" if result.warm else "-"
     same = "yes" if result.same_text == result.questions else f"[red]{result.same_text}[/red]"
     return (_share(result.one_fact), _share(result.two_facts), *counts, hits, milliseconds(result.first_token_s), same)
@@ -46,7 +47,7 @@ def _share(marks: Marks) -> str:
 def _remarks(results: Sequence[WayResult], *, titles: bool) -> RenderableType:
     remarks = Table.grid(padding=(0, 2))
     for number, result in enumerate(results, start=1):
-        lines = [f"[bold]{plain(result.title)}[/bold]"] if titles else []
+        lines = [f"[bold]{plain(result.title)}[/bold], {result.questions} questions"] if titles else []
         lines += [plain(f"{what}: {count:,}") for what, count in result.proof.items()]
         lines += [f"[red]failed: {plain(failure)}[/red]" for failure in result.failures]
         for at, line in enumerate(lines):

@@ -80,7 +80,7 @@ def test_the_sibling_of_a_request_that_still_decodes(demo: Demo) -> None:
     scene = demo.scenes[2]
     assert scene["requests"] == 1
     assert scene["cached"] >= prefix_tokens(demo, 2)
-    assert 0 < scene["computed"] < 3 * PAGE
+    assert 0 < scene["computed"] < 4 * PAGE
 
 
 def test_the_second_turn_hits_what_the_first_one_generated(demo: Demo) -> None:

@@ -64,11 +64,12 @@ class Client:
         max_tokens: int = 8,
         *,
         salt: str = "",
+        ignore_eos: bool = True,
         on_token: Callable[[int], None] = lambda count: None,
     ) -> Answer:
-        """Greedy, without an early end; `on_token` hears how many tokens there are so far."""
+        """Greedy, without an early end unless asked for; `on_token` hears how many tokens there are so far."""
         tokens, text, usage = array("i"), "", worker_pb2.Usage()
-        async for response in self.stream(worker, prompt, max_tokens, salt=salt):
+        async for response in self.stream(worker, prompt, max_tokens, salt=salt, ignore_eos=ignore_eos):
             tokens.frombytes(response.token_ids)
             text += response.text
             if response.finish_reason:
@@ -77,11 +78,11 @@ class Client:
         return Answer(tokens.tolist(), text, usage)
 
     def stream(
-        self, worker: str, prompt: Sequence[int], max_tokens: int, *, salt: str = ""
+        self, worker: str, prompt: Sequence[int], max_tokens: int, *, salt: str = "", ignore_eos: bool = True
     ) -> grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]:
         request = worker_pb2.GenerateRequest(
             token_ids=worker_pb2.TokenIds(ids=array("i", prompt).tobytes()),
-            sampling=worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            sampling=worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
             salt=salt,
         )
         return self.worker(worker).Generate(request, timeout=CALL_S)

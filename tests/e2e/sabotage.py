@@ -1,0 +1,98 @@
+"""A worker in this process, served over gRPC like any other, whose pages a test can reach behind everybody's back.
+
+Knows no kind of damage: it says which pages hold what, and asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import tokenizers
+
+from register_qa import Question, Register
+from tests.e2e.client import Answer, Client
+from worker_service import bootstrap
+from worker_service.config import WorkerConfig
+from worker_service.core.batch import Batch
+from worker_service.gpu.kv_pages import KvPages
+from worker_service.model.runner import LaunchResult, Runner
+from worker_service.model.tokenizer import TOKENIZER
+
+PAGE = 16
+FULL = 0
+MAX_ANSWER_TOKENS = 48
+
+
+class WatchedRunner:
+    """The worker's runner; it remembers in which pages the last launch found its only sequence."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.last_table: list[int] = []
+
+    def run(self, batch: Batch) -> LaunchResult:
+        assert batch.num_seqs == 1, "one request at a time, or nobody knows whose pages these are"
+        self.last_table = batch.block_tables[FULL][: math.ceil(batch.max_seqlen_k / PAGE)].tolist()
+        return self._runner.run(batch)
+
+
+class Cached(NamedTuple):
+    """A register whose whole pages are on the device, under one tenant's salt."""
+
+    register: Register
+    prefix: list[int]
+    page_ids: list[int]
+    salt: str
+
+
+class Stand(NamedTuple):
+    """The worker's pages, and the client that asks it."""
+
+    client: Client
+    address: str
+    pages: KvPages
+    tokenizer: tokenizers.Tokenizer
+    runner: WatchedRunner
+
+    async def cache(self, register: Register, salt: str) -> Cached:
+        """Have the register computed and kept."""
+        prefix = self.tokenizer.encode(register.text).ids
+        await self.client.generate(self.address, prefix, 1, salt=salt)
+        return Cached(register, prefix, self.runner.last_table[: len(prefix) // PAGE], salt)
+
+    async def ask(self, cached: Cached, question: Question) -> Answer:
+        """The register must really come from its pages, all of them."""
+        prompt = self.tokenizer.encode(cached.register.text + question.text).ids
+        answer = await self.client.generate(self.address, prompt, MAX_ANSWER_TOKENS, salt=cached.salt, ignore_eos=False)
+        num_pages = len(cached.page_ids)
+        assert answer.usage.cached_tokens >= num_pages * PAGE, answer.usage
+        assert self.runner.last_table[:num_pages] == cached.page_ids
+        return answer
+
+    def pages_of(self, cached: Cached, question: Question) -> list[int]:
+        """Where, in the register, the pages stand that tell what is asked; empty when one of them is not whole."""
+        offsets = self.tokenizer.encode(cached.register.text).offsets
+        numbers: set[int] = set()
+        for asked in question.facts:
+            line = asked.place.line
+            tokens = [at for at, (start, end) in enumerate(offsets) if start < line.end and end > line.start]
+            numbers |= set(range(tokens[0] // PAGE, tokens[-1] // PAGE + 1))
+        return sorted(numbers) if max(numbers) < len(cached.page_ids) else []
+
+
+@asynccontextmanager
+async def open_stand(client: Client, cache: str, model: Path) -> AsyncIterator[Stand]:
+    """A worker of this cache service, alone on its pages."""
+    config = WorkerConfig(
+        model=str(model), cache=cache, listen="127.0.0.1:0", device="cpu", threads=1, pool_mb=256, page_tokens=PAGE
+    )
+    compute = bootstrap.prepare(config)
+    watched = WatchedRunner(compute.runner)
+    async with bootstrap.running(config, compute._replace(runner=cast(Runner, watched))) as service:
+        await service.engine.connected.wait()
+        tokenizer = tokenizers.Tokenizer.from_file(str(model / TOKENIZER))
+        yield Stand(client, str(service.address), compute.pages, tokenizer, watched)
