@@ -19,11 +19,10 @@ from cli.supervisor import Child
 from cli.whereabouts import wait_restarted
 
 RESTART_WAIT_S = 120.0
-# Attempts to have a request preempted: each leaves it one page more, as how far it gets is a matter of timing.
-MAX_ATTEMPTS = 6
-# The neighbour that takes the pages away decodes so many tokens, and reaches its next page after so many.
-NEIGHBOUR_TOKENS = 40
-NEIGHBOUR_LEAD = 10
+# The neighbour that takes the pages away decodes so many tokens, and reaches its next page after so many of them: one
+# number for each attempt, as how far the asker has come by then is a matter of timing.
+NEIGHBOUR_TOKENS = 24
+NEIGHBOUR_LEADS = (6, 5, 7, 4, 9, 12, 6, 8)
 
 Way = Callable[[Desk, WayResult], Awaitable[list[Reply]]]
 
@@ -174,8 +173,8 @@ async def _ask_preempted(desk: Desk, worker: SpecialWorker, sheet: Sheet, asked:
     """The question beside a neighbour of higher priority, for whose next page there is no room but the asker's."""
     page, prompt_pages = desk.page_tokens, -(-len(asked.prompt) // desk.page_tokens)
     own_pages = prompt_pages - len(sheet.prefix) // page
-    for attempt in range(MAX_ATTEMPTS):
-        length = (desk.tight_pages - own_pages - attempt % 3) * page - NEIGHBOUR_LEAD
+    for lead in NEIGHBOUR_LEADS:
+        length = (desk.tight_pages - own_pages) * page - lead
         # Never shorter than the register itself, whose pages both share.
         beside = (sheet.prefix * 2)[: max(length, len(sheet.prefix) + 1)]
         async with _neighbour(worker, beside, salt):

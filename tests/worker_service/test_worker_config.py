@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from register_qa import MODEL_FOLDER
 from rpc.settings import SettingsError, describe
 from worker_service.config import load_config
 
@@ -17,7 +18,7 @@ def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "named"),
     [
-        ([], {}, "model"),
+        ([], {"STEMCACHE_WORKER_MODEL": ""}, "model"),
         (["--model", "m", "--no-such", "1"], {}, "--no-such"),
         ([], {"STEMCACHE_WORKER_MODLE": "m"}, "STEMCACHE_WORKER_MODLE"),
         (["--model", "m", "--page-tokens", "0"], {}, "--page-tokens"),
@@ -38,6 +39,10 @@ def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, s
     with pytest.raises(SettingsError) as error:
         load_config(arguments, environment)
     assert named in str(error.value)
+
+
+def test_the_model_in_the_box_is_the_default() -> None:
+    assert load_config([], {}).model == str(MODEL_FOLDER)
 
 
 def test_bits_depend_on_no_mate_unless_speed_is_asked_for() -> None:
