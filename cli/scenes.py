@@ -84,7 +84,7 @@ async def conversation(stage: Stage) -> SceneResult:
     desk = await _desk(stage, 3, 2, (Kind.TWO_FACTS, Kind.YEAR))
     first = await stage.ask(stage.first, desk.prompts[0])
     history = desk.prompts[0] + spoken_tokens(first)
-    prompt = history + await stage.token_ids(desk.questions[1].text)
+    prompt = history + await stage.further_ids(desk.questions[1].text)
     cold = await stage.all_cold(stage.first, [prompt])
     second = await stage.ask(stage.first, prompt)
     result.count([second])
@@ -171,7 +171,7 @@ async def traffic(stage: Stage) -> SceneResult:
         talk, worker = talks[number], stage.client.workers[number // 2 % 2]
         question = talk.questions[asked[number]]
         asked[number] += 1
-        talk.tokens.extend(await stage.token_ids(question.text))
+        talk.tokens.extend(await stage.further_ids(question.text))
         answer = await stage.ask(worker, talk.tokens)
         warm.append(answer)
         if len(warm) % 4 == 0:

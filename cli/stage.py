@@ -117,6 +117,10 @@ class Stage:
     async def token_ids(self, text: str) -> list[int]:
         return array("i", (await self.client.tokenize(self.first, text)).token_ids).tolist()
 
+    async def further_ids(self, text: str) -> list[int]:
+        """Of a text that goes on from another one: without what the tokenizer puts before a prompt."""
+        return (await self.token_ids(text))[len(await self.token_ids("")) :]
+
     async def cold(self, worker: str, prompt: Sequence[int], sampling: worker_pb2.SamplingParams) -> Answer:
         """The same under a salt that nobody used."""
         rated = worker_pb2.SamplingParams()

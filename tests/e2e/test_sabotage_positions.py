@@ -21,7 +21,7 @@ from worker_service.model.tokenizer import TOKENIZER
 REGISTER = draw_register(77, split=Split.EVAL, holdings=12)
 QUESTION = draw_questions(REGISTER, 1, 1)[0]
 # What other sums of the same numbers differ by, and what a wrong position does at the least.
-ROUNDING, NOTICED = 1e-2, 0.1
+ROUNDING, NOTICED = 1e-3, 0.02
 
 
 @pytest.fixture(scope="module")

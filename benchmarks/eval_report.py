@@ -1,0 +1,80 @@
+"""Puts an evaluation into the README: the table between two markers, and its plot beside the documents.
+
+    stemcache eval --questions 200 --registers 20 --json > benchmarks/results/eval-cpu.json
+    python -m benchmarks.eval_report
+
+Knows a report's JSON only. Figures come from the report, never from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cli.eval_plot import eval_plot
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "benchmarks/results/eval-cpu.json"
+README = ROOT / "README.md"
+PLOT = ROOT / "docs/eval-cpu.svg"
+BEGIN, END = "<!-- eval -->\n", "<!-- end of eval -->\n"
+HEAD = ("the prefix is", "one fact", "two facts", "cached", "fetched", "computed", "hits", "TTFT", "same text")
+
+
+def readme_block(report: Mapping[str, Any]) -> str:
+    """Markdown, markers included."""
+    lines = [_what(report), "", _line(HEAD), _line(["---"] * len(HEAD))]
+    lines += [_line(_cells(way)) for way in report["ways"]]
+    plot = f"![Accuracy and time to the first token, by the way the prefix was obtained]({PLOT.relative_to(ROOT)})"
+    return BEGIN + "\n".join([*lines, "", _proof(report), "", plot]) + "\n" + END
+
+
+def _what(report: Mapping[str, Any]) -> str:
+    sizes = report["register_tokens"]
+    device = f"{report['cpus']} CPU cores" if report["device"] == "cpu" else report["device"]
+    return (
+        f"{report['questions']} questions over {report['registers']} held-out registers of {min(sizes):,} to "
+        f"{max(sizes):,} tokens, {report['dtype']} on {device}; one run, {report['took_s'] / 60:.0f} minutes:"
+    )
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(way: Mapping[str, Any]) -> list[str]:
+    tokens = [f"{way[key]:,}" for key in ("cached", "fetched", "computed")]
+    hits = f"{way['hit_share']:.1%}" if way["warm"] else ""
+    same = "yes" if way["same_text"] == way["questions"] else f"{way['same_text']} of {way['questions']}"
+    marks = [_percent(way["one_fact_accuracy"]), _percent(way["two_facts_accuracy"])]
+    return [way["title"], *marks, *tokens, hits, f"{way['first_token_s'] * 1e3:,.0f} ms", same]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _proof(report: Mapping[str, Any]) -> str:
+    said = [f"{what}: {count:,}" for way in report["ways"] for what, count in way["proof"].items()]
+    return f"What shows that the rows are what they say: {'; '.join(said)}."
+
+
+def inserted(readme: str, block: str) -> str:
+    """The README with this block in the place of the one that it has."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md: has no {BEGIN.strip()} and {END.strip()}")
+    return before + block + after
+
+
+def main() -> None:
+    report = json.loads(REPORT.read_text())
+    README.write_text(inserted(README.read_text(), readme_block(report)))
+    PLOT.write_text(eval_plot(report))
+
+
+if __name__ == "__main__":
+    main()
