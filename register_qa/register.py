@@ -13,7 +13,7 @@ from types import MappingProxyType
 from register_qa.facts import Attribute, Fact, Split, draw_value
 from register_qa.words import CONDITIONS, HOOKS, MATERIALS, ROOMS, SHELVES, THINGS, YEARS
 
-MIN_HOLDINGS = 4
+MIN_HOLDINGS = 2
 MAX_HOLDINGS = 200
 HOLDINGS_PER_ROOM = 5
 MIN_ROOMS = 4
@@ -103,7 +103,7 @@ def draw_register(seed: int, *, split: Split, holdings: int) -> Register:
     if not MIN_HOLDINGS <= holdings <= MAX_HOLDINGS:
         raise ValueError(f"holdings: must be {MIN_HOLDINGS} to {MAX_HOLDINGS}, not {holdings}")
     rng = random.Random(f"register {split.value} {seed}")
-    keys = _draw_keys(rng, split, max(MIN_ROOMS, min(MAX_ROOMS, holdings // HOLDINGS_PER_ROOM)))
+    keys = _draw_keys(rng, split, _room_count(holdings))
     drawn = _draw_holdings(rng, split, holdings, [key.room for key in keys])
     lines: list[Holding | RoomKey] = [*drawn, *keys]
     rng.shuffle(lines)
@@ -111,6 +111,10 @@ def draw_register(seed: int, *, split: Split, holdings: int) -> Register:
     in_order = tuple(line for line in lines if isinstance(line, Holding))
     keys_in_order = tuple(line for line in lines if isinstance(line, RoomKey))
     return Register(split, seed, text, in_order, keys_in_order, MappingProxyType(places))
+
+
+def _room_count(holdings: int) -> int:
+    return min(holdings, max(MIN_ROOMS, min(MAX_ROOMS, holdings // HOLDINGS_PER_ROOM)))
 
 
 def _draw_keys(rng: random.Random, split: Split, count: int) -> list[RoomKey]:

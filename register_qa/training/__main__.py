@@ -46,11 +46,13 @@ def main(arguments: list[str]) -> None:
         seconds=options.seconds,
         report_every=options.report_every,
         compiled=options.compile,
+        muon=options.muon,
     )
     trainer = Trainer(model, tokenizer, plan, device)
     if options.checkpoint and options.checkpoint.is_file():
         trainer.load(options.checkpoint)
-    trainer.run(_report)
+    started = time.monotonic()
+    trainer.run(lambda progress: _report(progress, time.monotonic() - started))
     if options.checkpoint:
         trainer.save(options.checkpoint)
     write_folder(options.out, architecture, model, tokenizer)
@@ -76,10 +78,10 @@ def _figures(score: Score, trial: Trial, steps: int, options: argparse.Namespace
     }
 
 
-def _report(progress: Progress) -> None:
+def _report(progress: Progress, elapsed_s: float) -> None:
     _say(
         f"step {progress.step} {progress.stage.length}x{progress.stage.sequences} loss {progress.answer_loss:.3f} "
-        f"register {progress.register_loss:.2f} {progress.tokens_per_s / 1000:.0f}k tok/s {progress.elapsed_s:.0f} s "
+        f"register {progress.register_loss:.2f} {progress.tokens_per_s / 1000:.0f}k tok/s {elapsed_s:.0f} s "
         f"| {progress.score.line()}"
     )
 
@@ -105,6 +107,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--final-holdings", type=int, default=115, help="what each holds; 115 are 3,000 tokens")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(arguments)
 
 

@@ -1,11 +1,12 @@
 """Packed training sequences: one register, and as many question and answer pairs behind it as there is room for.
 
-Knows no model. A batch is a pure function of seed and step, so workers may make them in any order.
+Knows no model. A batch is a pure function of seed, stage and step, so workers may make them in any order.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from register_qa.training.tokenizer import Encoder
 NO_LABEL = -100
 TOKENS_PER_HOLDING = 27
 TOKENS_PER_PAIR = 22
+# Small registers have more keys for each holding.
+TOKENS_TO_SPARE = 60
 # The register takes this share of a sequence, the pairs the rest.
 REGISTER_SHARES = (0.35, 0.87)
 
@@ -37,38 +40,34 @@ class Batch(NamedTuple):
 
 
 class PackedBatches(torch.utils.data.Dataset[Batch]):
-    """Item `step` is that step's batch."""
+    """Item `step` is that step's batch, if it is of this stage."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, stages: list[Stage]) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, stage: Stage) -> None:
         self._tokenizer_json = tokenizer.to_str()
         self._seed = seed
-        self._stages = stages
+        self._stage = stage
         self._encoder: Encoder | None = None
 
-    def __len__(self) -> int:
-        return len(self._stages)
-
     def __getitem__(self, step: int) -> Batch:
-        stage = self._stages[step]
         if self._encoder is None:
             self._encoder = Encoder(Tokenizer.from_str(self._tokenizer_json))
         rows = [
-            packed_row(self._encoder, random.Random(f"row {self._seed} {step} {row}"), stage.length)
-            for row in range(stage.sequences)
+            packed_row(self._encoder, random.Random(f"row {self._seed} {step} {row}"), self._stage)
+            for row in range(self._stage.sequences)
         ]
         return Batch(*(torch.tensor(column) for column in zip(*rows, strict=True)))
 
 
-def packed_row(encoder: Encoder, rng: random.Random, length: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, register labels and answer labels of one sequence, each `length` long."""
+def packed_row(encoder: Encoder, rng: random.Random, stage: Stage) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, register labels and answer labels of one sequence, each as long as the stage says."""
+    length = stage.length
     budget = int(length * rng.uniform(*REGISTER_SHARES))
-    holdings = max(MIN_HOLDINGS, budget // TOKENS_PER_HOLDING)
+    holdings = max(MIN_HOLDINGS, (budget - TOKENS_TO_SPARE) // TOKENS_PER_HOLDING)
     register = draw_register(rng.getrandbits(62), split=Split.TRAIN, holdings=holdings)
     tokens = encoder.register(register)
     register_labels = [*tokens[1:], NO_LABEL]
     answer_labels = [NO_LABEL] * len(tokens)
-    for question in _questions(register, rng, (length - len(tokens)) // TOKENS_PER_PAIR + 1):
-        asked, answer = encoder.question(question), encoder.answer(question)
+    for asked, answer in _pairs(encoder, register, rng, (length - len(tokens)) // TOKENS_PER_PAIR + 1, stage.recited):
         if len(tokens) + len(asked) + len(answer) > length:
             break
         tokens += asked + answer
@@ -78,6 +77,21 @@ def packed_row(encoder: Encoder, rng: random.Random, length: int) -> tuple[list[
     register_labels += [NO_LABEL] * (length - len(register_labels))
     answer_labels += [NO_LABEL] * (length - len(answer_labels))
     return tokens, register_labels, answer_labels
+
+
+def _pairs(
+    encoder: Encoder, register: Register, rng: random.Random, count: int, recited: float
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Questions and answers, and among them lines of the register: a line's subject asks for the rest of it."""
+    subjects = rng.sample(list(register.places), len(register.places))
+    for question in _questions(register, rng, count):
+        if rng.random() < recited:
+            fact = subjects.pop()
+            line = register.places[fact].line
+            start, subject, rest = register.text[line.start : line.end].partition(fact.subject)
+            yield encoder.text(start + subject), encoder.text(rest)
+        else:
+            yield encoder.question(question), encoder.answer(question)
 
 
 def _questions(register: Register, rng: random.Random, count: int) -> list[Question]:

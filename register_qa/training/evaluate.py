@@ -43,6 +43,10 @@ class Score:
     def accuracy(self, kind: Kind) -> float:
         return self.right[kind] / self.asked[kind]
 
+    def mean(self) -> float:
+        """Of the kinds' accuracies."""
+        return sum(map(self.accuracy, Kind)) / len(Kind)
+
     def line(self) -> str:
         return " ".join(f"{kind.value}={self.accuracy(kind):.3f}" for kind in Kind)
 

@@ -70,16 +70,17 @@ class Encoder:
 
     def register(self, register: Register) -> list[int]:
         """With the begin token before it."""
-        return [self.begin, *self._ids(register.text)]
+        return [self.begin, *self.text(register.text)]
 
     def question(self, question: Question) -> list[int]:
-        return self._ids(question.text)
+        return self.text(question.text)
 
     def answer(self, question: Question) -> list[int]:
         """The space before it included, the end token not."""
-        return self._ids(f" {question.answer}")
+        return self.text(f" {question.answer}")
 
-    def _ids(self, text: str) -> list[int]:
+    def text(self, text: str) -> list[int]:
+        """A part of a longer text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 

@@ -5,6 +5,7 @@ Knows no command line and no service.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +18,13 @@ from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
 
-from register_qa.training.curriculum import Stage, rate_share, stages_of
+from register_qa.training.curriculum import CURRICULA, Stage, rate_share
 from register_qa.training.data import NO_LABEL, TOKENS_PER_HOLDING, Batch, PackedBatches
 from register_qa.training.evaluate import Score, Trial, evaluate
+from register_qa.training.muon import Muon
 from register_qa.training.tokenizer import Encoder
 
-REGISTER_WEIGHT = 0.1
+REGISTER_WEIGHT = 0.03
 WEIGHT_DECAY = 0.05
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
@@ -41,6 +43,7 @@ class Plan:
     seconds: float = 0.0
     report_every: int = 250
     compiled: bool = True
+    muon: bool = True
 
 
 class Progress(NamedTuple):
@@ -49,7 +52,6 @@ class Progress(NamedTuple):
     answer_loss: float
     register_loss: float
     tokens_per_s: float
-    elapsed_s: float
     score: Score
 
 
@@ -58,61 +60,74 @@ class Report(Protocol):
 
 
 class Trainer:
-    """One model, its optimizer and the step that they are at."""
+    """One model, its optimizers, and the step and the stage of the curriculum that they are at."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
         self.model = model.to(device)
         self.step = 0
+        self._stage_number = 0
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._plan = plan
         self._device = device
-        self._stages = stages_of(plan.curriculum, plan.steps)
-        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-        vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=BETAS, fused=device.type == "cuda")
+        self._stages = CURRICULA[plan.curriculum]
+        self._optimizers = _optimizers(model, plan, fused=device.type == "cuda")
         if plan.compiled:
             for block in model.blocks:  # type: ignore[union-attr]
                 # One compilation for every layer and every stage.
                 block.compile(dynamic=True)
 
-    def run(self, report: Report) -> None:
-        """To the last step, or until the time is out."""
-        started = time.monotonic()
-        since, tokens = started, 0
-        for batch in self._batches():
+    def run(self, report: Report, until: int | None = None) -> None:
+        """To the last step, or to the step `until`, or until the time is out."""
+        deadline = time.monotonic() + (self._plan.seconds - SECONDS_TO_END if self._plan.seconds else math.inf)
+        last_step = min(self._plan.steps, until or self._plan.steps)
+        while self.step < last_step and time.monotonic() < deadline:
+            self._run_stage(report, last_step, deadline)
+
+    def _run_stage(self, report: Report, last_step: int, deadline: float) -> None:
+        """Until the stage is passed, or one of the bounds is reached."""
+        stage = self._stages[self._stage_number]
+        since, tokens = time.monotonic(), 0
+        for batch in self._batches(stage, last_step):
             losses = self._learn(batch)
             tokens += batch.tokens.numel()
             self.step += 1
             now = time.monotonic()
-            out_of_time = bool(self._plan.seconds) and now - started > self._plan.seconds - SECONDS_TO_END
-            last = self.step == len(self._stages) or out_of_time
+            last = self.step == last_step or now > deadline
             if last or self.step % self._plan.report_every == 0:
                 answer, register = (loss.item() for loss in losses)
                 rate = tokens / (time.monotonic() - since)
-                score = self._score(self._stages[self.step - 1])
-                report(Progress(self.step, self._stages[self.step - 1], answer, register, rate, now - started, score))
+                score = self._score(stage)
+                report(Progress(self.step, stage, answer, register, rate, score))
                 since, tokens = time.monotonic(), 0
+                if score.mean() >= stage.pass_mark:
+                    self._stage_number += 1
+                    return
             if last:
                 return
 
     def save(self, path: Path) -> None:
         """Everything that a later run needs to go on as if it had never stopped."""
-        state = {"step": self.step, "model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = {
+            "step": self.step,
+            "stage": self._stage_number,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, path)
 
     def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self._device, weights_only=True)
-        self.step = int(state["step"])
+        self.step, self._stage_number = int(state["step"]), int(state["stage"])
         self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, stage: Stage, last_step: int) -> Iterator[Batch]:
         loader = torch.utils.data.DataLoader(
-            PackedBatches(self._tokenizer, self._plan.seed, self._stages),
-            sampler=range(self.step, len(self._stages)),
+            PackedBatches(self._tokenizer, self._plan.seed, stage),
+            sampler=range(self.step, last_step),
             batch_size=None,
             num_workers=self._plan.workers,
             prefetch_factor=8 if self._plan.workers else None,
@@ -121,16 +136,19 @@ class Trainer:
         yield from loader
 
     def _learn(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._plan.rate * rate_share(self.step, len(self._stages))
+        rate = self._plan.rate * rate_share(self.step, self._plan.steps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         tokens, register_labels, answer_labels = (column.to(self._device, non_blocking=True) for column in batch)
         with self._precision():
             logits = self.model(tokens)
         answer, register = _mean_losses(logits, answer_labels, register_labels)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         (answer + REGISTER_WEIGHT * register).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         return answer.detach(), register.detach()
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -138,9 +156,21 @@ class Trainer:
 
     def _score(self, stage: Stage) -> Score:
         """Held-out registers as long as the stage's longest, a few questions of each kind."""
-        holdings = int(stage.length * 0.8) // TOKENS_PER_HOLDING
+        holdings = max(5, int(stage.length * 0.8) // TOKENS_PER_HOLDING)
         with self._precision(), torch.compiler.set_stance("force_eager"):
             return evaluate(self.model, self._encoder, Trial(4, holdings, 4), self._device)
+
+
+def _optimizers(model: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, if the plan wants it; AdamW for all else."""
+    layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() > 1 and plan.muon]  # type: ignore[union-attr]
+    others = [parameter for parameter in model.parameters() if not any(parameter is layer for layer in layers)]
+    groups = [
+        {"params": [parameter for parameter in others if parameter.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [parameter for parameter in others if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=plan.rate, betas=BETAS, fused=fused)
+    return [adam, Muon(layers, plan.rate, weight_decay=WEIGHT_DECAY)] if layers else [adam]
 
 
 def _mean_losses(
