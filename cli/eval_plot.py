@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 WIDTH = 860
-LEFT, GAP, RIGHT = 210, 60, 70
+LEFT, GAP, RIGHT = 230, 40, 70
 TOP, ROW, BAR = 64, 40, 13
 FOOT = 34
 # Light enough for a dark page, dark enough for a light one.
@@ -56,9 +56,10 @@ def _title(report: Mapping[str, Any]) -> str:
 
 def _heads(report: Mapping[str, Any], accuracy: Panel, times: Panel) -> Iterator[str]:
     yield f"<text x='0' y='16' font-weight='bold'>{escape(_title(report))}</text>"
-    yield f"<text x='{accuracy.left}' y='42'>accuracy, exact match:</text>"
-    yield f"<text x='{accuracy.left + 128}' y='42' fill='{ONE_FACT}'>one fact</text>"
-    yield f"<text x='{accuracy.left + 184}' y='42' fill='{TWO_FACTS}'>two facts</text>"
+    yield (
+        f"<text x='{accuracy.left}' y='42'>exact matches: <tspan fill='{ONE_FACT}'>one fact</tspan>, "
+        f"<tspan fill='{TWO_FACTS}'>two facts</tspan></text>"
+    )
     yield f"<text x='{times.left:g}' y='42' fill='{TIME}'>time to first token, median</text>"
 
 
