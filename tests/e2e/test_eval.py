@@ -13,8 +13,8 @@ from cli.eval_ways import SMALL_BUDGET, WAYS
 from cli.redis_server import find_redis_binary
 from tests.cli.command import Running, one_object
 
-QUESTIONS, REGISTERS, TOKENS = 24, 3, 700
-# Over so few questions a single wrong answer weighs four percent.
+QUESTIONS, REGISTERS, TOKENS = 18, 3, 700
+# Over so few questions a single wrong answer weighs five percent.
 LEAST_ACCURACY = 0.9
 REUSE = [way for way in WAYS if way != "cold"]
 
