@@ -6,18 +6,20 @@ Knows no service.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from torch import nn
 
 from register_qa.questions import Kind
-from register_qa.training.architectures import ARCHITECTURES
+from register_qa.training.architectures import ARCHITECTURES, Architecture
 from register_qa.training.curriculum import CURRICULA
-from register_qa.training.evaluate import Score, Trial, evaluate
-from register_qa.training.folder import read_tokenizer, read_weights, write_folder
+from register_qa.training.evaluate import Trial, evaluate
+from register_qa.training.folder import read_evaluation, read_tokenizer, read_weights, write_evaluation, write_folder
 from register_qa.training.tokenizer import Encoder, train_tokenizer
 from register_qa.training.train import Plan, Progress, Trainer
 
@@ -36,8 +38,27 @@ def main(arguments: list[str]) -> None:
     model = architecture.build()
     if options.start_from:
         read_weights(options.start_from, model)
-    _say(f"{options.architecture}: {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
-    plan = Plan(
+    _say(f"{options.architecture}: {_size(model):,} parameters on {device}")
+    trainer = Trainer(model, tokenizer, _plan(options), device)
+    if options.checkpoint and options.checkpoint.is_file():
+        trainer.load(options.checkpoint)
+    started = time.monotonic()
+    trainer.run(lambda progress: _report(progress, time.monotonic() - started))
+    seconds = time.monotonic() - started
+    if options.checkpoint:
+        trainer.save(options.checkpoint)
+    write_folder(options.out, architecture, model, tokenizer)
+    figures = {
+        "architecture": options.architecture,
+        "parameters": _size(model),
+        **_final_figures(options, architecture, tokenizer, device),
+        "runs": [*_earlier_runs(options), _run(arguments, trainer.step, seconds, device)],
+    }
+    write_evaluation(options.out, figures)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    return Plan(
         curriculum=options.curriculum,
         steps=options.steps,
         rate=options.rate,
@@ -48,34 +69,44 @@ def main(arguments: list[str]) -> None:
         compiled=options.compile,
         muon=options.muon,
     )
-    trainer = Trainer(model, tokenizer, plan, device)
-    if options.checkpoint and options.checkpoint.is_file():
-        trainer.load(options.checkpoint)
+
+
+def _final_figures(
+    options: argparse.Namespace, architecture: Architecture, tokenizer: Tokenizer, device: torch.device
+) -> dict[str, Any]:
+    """Of the weights as they were written: in bf16 throughout."""
     started = time.monotonic()
-    trainer.run(lambda progress: _report(progress, time.monotonic() - started))
-    if options.checkpoint:
-        trainer.save(options.checkpoint)
-    write_folder(options.out, architecture, model, tokenizer)
-    started = time.monotonic()
-    finished = architecture.build().to(device, torch.bfloat16)
-    read_weights(options.out, finished)
+    model = architecture.build().to(device, torch.bfloat16)
+    read_weights(options.out, model)
     trial = Trial(options.final_registers, options.final_holdings, FINAL_QUESTIONS_PER_KIND, FINAL_FIRST_SEED)
-    score = evaluate(finished, Encoder(tokenizer), trial, device)
+    score = evaluate(model, Encoder(tokenizer), trial, device)
     _say(f"final, bf16: {score.register_tokens:.0f} tokens: {score.line()} ({time.monotonic() - started:.1f} s)")
-    figures = _figures(score, trial, trainer.step, options)
-    (options.out / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def _figures(score: Score, trial: Trial, steps: int, options: argparse.Namespace) -> dict[str, object]:
     return {
-        "architecture": options.architecture,
-        "seed": options.seed,
-        "steps": steps,
         "registers": trial.registers,
         "mean_register_tokens": round(score.register_tokens),
         "questions_per_kind": trial.registers * trial.questions_per_kind,
         "exact_match": {kind.value: round(score.accuracy(kind), 4) for kind in Kind},
     }
+
+
+def _earlier_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of the folder that this run began with."""
+    return list(read_evaluation(options.start_from)["runs"]) if options.start_from else []
+
+
+def _run(arguments: list[str], steps: int, seconds: float, device: torch.device) -> dict[str, Any]:
+    """What somebody else would type: names of folders are theirs to choose."""
+    named = [
+        "FOLDER" if before in ("--out", "--start-from", "--checkpoint") else argument
+        for before, argument in zip(["", *arguments], arguments, strict=False)
+    ]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    command = " ".join(["python -m register_qa.training", *named])
+    return {"command": command, "steps": steps, "seconds": round(seconds), "device": name}
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _report(progress: Progress, elapsed_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A model as the folder that serving reads: config.json, generation_config.json, tokenizer.json, model.safetensors.
+"""A model as the folder that serving reads, with its evaluation and its card.
 
 Knows no training.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,11 +16,14 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from register_qa.training.architectures import Architecture
+from register_qa.training.card import card
 from register_qa.training.tokenizer import TOKENIZER, Encoder
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
+EVALUATION = "evaluation.json"
+CARD = "README.md"
 
 
 def write_folder(folder: Path, architecture: Architecture, model: nn.Module, tokenizer: Tokenizer) -> None:
@@ -43,5 +47,16 @@ def read_weights(folder: Path, model: nn.Module) -> None:
     model.load_state_dict(load_file(folder / WEIGHTS))
 
 
-def _write_json(path: Path, fields: Mapping[str, object]) -> None:
+def write_evaluation(folder: Path, figures: Mapping[str, Any]) -> None:
+    """The figures, and the model card that tells them."""
+    _write_json(folder / EVALUATION, figures)
+    (folder / CARD).write_text(card(figures), encoding="utf-8")
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((folder / EVALUATION).read_text(encoding="utf-8"))
+    return figures
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n")
