@@ -54,20 +54,24 @@ def value_offset(
 
 
 @triton.jit
-def narrowed(seq, row, cu_k_ptr, num_seqs, STRIDE: tl.constexpr):
-    """`seq` moved on over as many of the next PROBES strides as still start at or before each row."""
+def narrowed(seq, begin, row, cu_k_ptr, num_seqs, STRIDE: tl.constexpr):
+    """`seq` moved on over as many of the next PROBES strides as still start at or before each row, and its start."""
     probe = seq[:, None] + (tl.arange(0, _PROBES)[None, :] + 1) * STRIDE
     start = tl.load(cu_k_ptr + probe, mask=probe < num_seqs, other=2147483647)
-    return seq + tl.sum((start <= row[:, None]).to(tl.int32), 1) * STRIDE
+    reached = start <= row[:, None]
+    begin = tl.maximum(begin, tl.max(tl.where(reached, start, 0), 1))
+    return seq + tl.sum(reached.to(tl.int32), 1) * STRIDE, begin
 
 
 @triton.jit
 def sequence_of(row, cu_k_ptr, num_seqs, LEVELS: tl.constexpr):
-    """The last sequence that starts at or before each row: empty ones start there too, so they are stepped over.
+    """The last sequence that starts at or before each row, and its start; empty ones start there too and are passed.
 
-    PROBES starts at a time: two dependent loads, rather than ten, find one of a thousand sequences.
+    PROBES starts at a time: two dependent loads, rather than ten, find one of a thousand sequences. The start is among
+    the probed, so nobody has to wait for it once more.
     """
     seq = tl.zeros_like(row)
+    begin = tl.zeros_like(row)
     for level in tl.static_range(LEVELS):
-        seq = narrowed(seq, row, cu_k_ptr, num_seqs, _PROBES ** (LEVELS - 1 - level))
-    return seq
+        seq, begin = narrowed(seq, begin, row, cu_k_ptr, num_seqs, _PROBES ** (LEVELS - 1 - level))
+    return seq, begin

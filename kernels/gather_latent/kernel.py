@@ -11,16 +11,8 @@ import triton.language as tl
 from kernels.addressing import search_levels
 from kernels.addressing.kernel import sequence_of
 
-# A row of 576 is 1152 bytes: four of them are 36 registers of each lane.
-ROWS = 4
-
-
-@triton.jit
-def move_part(out_row, source_row, live, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements [START, START + SIZE) of each row."""
-    d = tl.arange(0, BLOCK)[None, :]
-    ok = live[:, None] & (d < SIZE)
-    tl.store(out_row[:, None] + START + d, tl.load(source_row[:, None] + START + d, mask=ok), mask=ok)
+# A row of 576 is 1152 bytes: two need so few registers of a lane that a multiprocessor holds all programs that it may.
+ROWS = 2
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -48,8 +40,8 @@ def gather_rows(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < tl.load(cu_k_ptr + num_seqs)
-    seq = sequence_of(row, cu_k_ptr, num_seqs, LEVELS)
-    position = row - tl.load(cu_k_ptr + seq)
+    seq, begin = sequence_of(row, cu_k_ptr, num_seqs, LEVELS)
+    position = row - begin
     cached = live
     if HAS_NEW:
         # New rows are counted from the sequence's end, which needs its cached length nowhere.
@@ -65,9 +57,15 @@ def gather_rows(
         new_row = new_ptr + (stop_q - left).to(tl.int64) * stride_new_token
         source_row = tl.where(cached, source_row, new_row)
     out_row = out_ptr + row.to(tl.int64) * WIDTH
-    move_part(out_row, source_row, live, 0, MAIN, MAIN)
-    if WIDTH > MAIN:
-        move_part(out_row, source_row, live, MAIN, WIDTH - MAIN, BLOCK_REST)
+    d = tl.arange(0, MAIN)[None, :]
+    rest = MAIN + tl.arange(0, BLOCK_REST)[None, :]
+    has_main = live[:, None]
+    has_rest = live[:, None] & (rest < WIDTH)
+    # Both loads are under way before either store waits.
+    main_part = tl.load(source_row[:, None] + d, mask=has_main)
+    rest_part = tl.load(source_row[:, None] + rest, mask=has_rest)
+    tl.store(out_row[:, None] + d, main_part, mask=has_main)
+    tl.store(out_row[:, None] + rest, rest_part, mask=has_rest)
 
 
 def launch(

@@ -21,8 +21,8 @@ ELEMENTS = 1024
 def locate(token, tables_ptr, cu_k_ptr, num_seqs, stride_tables_seq, PAGE: tl.constexpr, LEVELS: tl.constexpr):
     """Whether each dense token exists, its page id (64 bits) and its slot there."""
     live = token < tl.load(cu_k_ptr + num_seqs)
-    seq = sequence_of(token, cu_k_ptr, num_seqs, LEVELS)
-    position = token - tl.load(cu_k_ptr + seq)
+    seq, begin = sequence_of(token, cu_k_ptr, num_seqs, LEVELS)
+    position = token - begin
     page = tl.load(tables_ptr + seq.to(tl.int64) * stride_tables_seq + position // PAGE, mask=live, other=0)
     return live, page.to(tl.int64), position % PAGE
 
