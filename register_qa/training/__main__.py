@@ -110,10 +110,10 @@ def _size(model: nn.Module) -> int:
 
 
 def _report(progress: Progress, elapsed_s: float) -> None:
+    losses = f"{progress.answer_loss:.3f} register {progress.register_loss:.2f} guidance {progress.guidance_loss:.2f}"
     _say(
-        f"step {progress.step} {progress.stage.length}x{progress.stage.sequences} loss {progress.answer_loss:.3f} "
-        f"register {progress.register_loss:.2f} {progress.tokens_per_s / 1000:.0f}k tok/s {elapsed_s:.0f} s "
-        f"| {progress.score.line()}"
+        f"step {progress.step} {progress.stage.length}x{progress.stage.sequences} loss {losses} "
+        f"{progress.tokens_per_s / 1000:.0f}k tok/s {elapsed_s:.0f} s | {progress.score.line()}"
     )
 
 

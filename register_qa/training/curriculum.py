@@ -19,6 +19,7 @@ class Stage(NamedTuple):
 
     `length` is the tokens of a sequence, `sequences` those of a batch, `recited` the share of recited lines in what
     follows a register, and `pass_mark` the accuracy on held-out registers, mean of all kinds, that ends the stage.
+    `guidance` is the weight of the losses that ask inside the model.
 
     To recite is to write a line again, given its subject. It takes what answers take, finding a line by its subject,
     and every word of it teaches, where an answer has one or two words that must be found.
@@ -28,23 +29,24 @@ class Stage(NamedTuple):
     sequences: int
     recited: float = 0.0
     pass_mark: float = 2.0
+    guidance: float = 0.0
 
 
 # The last stage of each goes on to the last step: no accuracy passes it.
 CURRICULA: dict[str, tuple[Stage, ...]] = {
     # From nothing to registers of 3,500 tokens.
     "full": (
-        Stage(160, 96, recited=0.5, pass_mark=0.8),
-        Stage(320, 64, recited=0.5, pass_mark=0.8),
-        Stage(640, 40, recited=0.3, pass_mark=0.8),
-        Stage(1280, 24, recited=0.2, pass_mark=0.8),
-        Stage(2560, 16, recited=0.1, pass_mark=0.8),
+        Stage(160, 96, recited=0.5, pass_mark=0.8, guidance=0.3),
+        Stage(320, 64, recited=0.5, pass_mark=0.8, guidance=0.3),
+        Stage(640, 40, recited=0.3, pass_mark=0.8, guidance=0.3),
+        Stage(1280, 24, recited=0.2, pass_mark=0.8, guidance=0.2),
+        Stage(2560, 16, recited=0.1, pass_mark=0.8, guidance=0.1),
         Stage(4096, 16),
     ),
     # For a model that can do long ones already, to do them better.
     "long": (Stage(4096, 16),),
     # To watch accuracy rise on a CPU.
-    "short": (Stage(160, 16, recited=0.5),),
+    "short": (Stage(160, 16, recited=0.5, guidance=0.3),),
 }
 
 

@@ -6,7 +6,8 @@ Knows no model. A batch is a pure function of seed, stage and step, so workers m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 
 from register_qa.facts import Split
 from register_qa.questions import Kind, Question, draw_questions
-from register_qa.register import MIN_HOLDINGS, Register, draw_register
+from register_qa.register import MIN_HOLDINGS, Register, Span, draw_register
 from register_qa.training.curriculum import Stage
 from register_qa.training.tokenizer import Encoder
 
@@ -28,15 +29,20 @@ REGISTER_SHARES = (0.35, 0.87)
 
 
 class Batch(NamedTuple):
-    """Int64 [sequences, length] each: the tokens, and what follows them within the register or within an answer.
+    """Int64 [sequences, length] each: the tokens, and labels, NO_LABEL where there is none.
 
-    An answer's last label is the end token, which never stands in `tokens`: as in a conversation, the next question
-    follows the full stop.
+    `register` and `answers` are what follows a token, within the register or within an answer. An answer's last label
+    is the end token, which never stands in `tokens`: as in a conversation, the next question follows the full stop.
+    `first_words` and `last_words` are the two words of the subject that a token tells of. `sources` is the place in the
+    register of the token that must be copied next.
     """
 
     tokens: torch.Tensor
-    register_labels: torch.Tensor
-    answer_labels: torch.Tensor
+    register: torch.Tensor
+    answers: torch.Tensor
+    first_words: torch.Tensor
+    last_words: torch.Tensor
+    sources: torch.Tensor
 
 
 class PackedBatches(torch.utils.data.Dataset[Batch]):
@@ -58,40 +64,153 @@ class PackedBatches(torch.utils.data.Dataset[Batch]):
         return Batch(*(torch.tensor(column) for column in zip(*rows, strict=True)))
 
 
-def packed_row(encoder: Encoder, rng: random.Random, stage: Stage) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, register labels and answer labels of one sequence, each as long as the stage says."""
-    length = stage.length
-    budget = int(length * rng.uniform(*REGISTER_SHARES))
+# From which character on which subject is told of; the last word of the subject's name is the first token that knows.
+Subjects = Sequence[tuple[int, str | None]]
+
+
+class Copied(NamedTuple):
+    """The value that stands at `start` of an answer is copied from `source`, a span of the register."""
+
+    start: int
+    source: Span
+
+
+class Pair(NamedTuple):
+    """What is given and what is to be written behind it, of which subjects they tell, and what is copied."""
+
+    asked: str
+    asked_subjects: Subjects
+    answer: str
+    answer_subjects: Subjects
+    copied: Sequence[Copied]
+
+
+class Row:
+    """One sequence in the making: the columns of a batch, as lists that are always equally long."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self.tokens = [encoder.begin]
+        self.register = [NO_LABEL]
+        self.answers = [NO_LABEL]
+        self.first_words = [NO_LABEL]
+        self.last_words = [NO_LABEL]
+        self.sources = [NO_LABEL]
+        self._register_ends: list[int] = []
+
+    def columns(self) -> tuple[list[int], ...]:
+        return self.tokens, self.register, self.answers, self.first_words, self.last_words, self.sources
+
+    def add_register(self, register: Register) -> None:
+        ids, self._register_ends = self._add(register.text, _subjects_of_lines(register))
+        self.register[:-1] = ids
+        self.register.append(NO_LABEL)
+        self.answers += [NO_LABEL] * len(ids)
+
+    def add_pair(self, pair: Pair, length: int) -> bool:
+        """False, and nothing is added, if the row would become longer than `length`."""
+        before = len(self.tokens)
+        asked, _ = self._add(pair.asked, pair.asked_subjects)
+        answer, ends = self._add(pair.answer, pair.answer_subjects)
+        self.register += [NO_LABEL] * (len(asked) + len(answer))
+        self.answers += [NO_LABEL] * (len(asked) - 1) + [*answer, self._encoder.end]
+        for copied in pair.copied:
+            self._add_sources(copied, before + len(asked), ends)
+        fits = len(self.tokens) <= length
+        if not fits:
+            for column in self.columns():
+                del column[before:]
+        return fits
+
+    def pad(self, length: int) -> None:
+        missing = length - len(self.tokens)
+        self.tokens += [self._encoder.end] * missing
+        for column in self.columns()[1:]:
+            column += [NO_LABEL] * missing
+
+    def _add_sources(self, copied: Copied, answer_start: int, ends: list[int]) -> None:
+        """A token is copied at the place before it."""
+        span = copied.source
+        source = bisect_right(self._register_ends, span.start) + 1
+        first = answer_start + bisect_right(ends, copied.start)
+        last = answer_start + bisect_right(ends, copied.start + span.end - span.start)
+        for offset in range(last - first):
+            self.sources[first + offset - 1] = source + offset
+
+    def _add(self, text: str, subjects: Subjects) -> tuple[list[int], list[int]]:
+        """The tokens, and where in the text each ends."""
+        ids, ends = self._encoder.ids_and_ends(text)
+        coming = iter([*subjects, (len(text) + 1, None)])
+        words: tuple[int, int] = (NO_LABEL, NO_LABEL)
+        start, following = next(coming)
+        for end in ends:
+            while end >= start:
+                words = self._words(following)
+                start, following = next(coming)
+            self.first_words.append(words[0])
+            self.last_words.append(words[1])
+        self.tokens += ids
+        self.sources += [NO_LABEL] * len(ids)
+        return ids, ends
+
+    def _words(self, subject: str | None) -> tuple[int, int]:
+        if subject is None:
+            return NO_LABEL, NO_LABEL
+        ids = self._encoder.text(f" {subject}")
+        return ids[0], ids[-1]
+
+
+def packed_row(encoder: Encoder, rng: random.Random, stage: Stage) -> tuple[list[int], ...]:
+    """The columns of one sequence, each as long as the stage says."""
+    budget = int(stage.length * rng.uniform(*REGISTER_SHARES))
     holdings = max(MIN_HOLDINGS, (budget - TOKENS_TO_SPARE) // TOKENS_PER_HOLDING)
     register = draw_register(rng.getrandbits(62), split=Split.TRAIN, holdings=holdings)
-    tokens = encoder.register(register)
-    register_labels = [*tokens[1:], NO_LABEL]
-    answer_labels = [NO_LABEL] * len(tokens)
-    for asked, answer in _pairs(encoder, register, rng, (length - len(tokens)) // TOKENS_PER_PAIR + 1, stage.recited):
-        if len(tokens) + len(asked) + len(answer) > length:
+    row = Row(encoder)
+    row.add_register(register)
+    for pair in _pairs(register, rng, (stage.length - len(row.tokens)) // TOKENS_PER_PAIR + 1, stage.recited):
+        if not row.add_pair(pair, stage.length):
             break
-        tokens += asked + answer
-        answer_labels += [NO_LABEL] * (len(asked) - 1) + [*answer, encoder.end]
-    padding = length - len(tokens)
-    tokens += [encoder.end] * padding
-    register_labels += [NO_LABEL] * (length - len(register_labels))
-    answer_labels += [NO_LABEL] * (length - len(answer_labels))
-    return tokens, register_labels, answer_labels
+    row.pad(stage.length)
+    return row.columns()
 
 
-def _pairs(
-    encoder: Encoder, register: Register, rng: random.Random, count: int, recited: float
-) -> Iterator[tuple[list[int], list[int]]]:
+def _subjects_of_lines(register: Register) -> Subjects:
+    lines = {place.line.start: (place.line, fact.subject) for fact, place in register.places.items()}
+    subjects: list[tuple[int, str | None]] = []
+    for start, (line, subject) in sorted(lines.items()):
+        name_end = register.text.index(subject, start, line.end) + len(subject)
+        subjects += [(start + 1, None), (name_end, subject)]
+    return subjects
+
+
+def _pairs(register: Register, rng: random.Random, count: int, recited: float) -> Iterator[Pair]:
     """Questions and answers, and among them lines of the register: a line's subject asks for the rest of it."""
-    subjects = rng.sample(list(register.places), len(register.places))
+    lines = rng.sample([(fact.subject, place.line) for fact, place in register.places.items()], len(register.places))
+    values: dict[int, list[Span]] = {}
+    for place in register.places.values():
+        values.setdefault(place.line.start, []).append(place.value)
     for question in _questions(register, rng, count):
         if rng.random() < recited:
-            fact = subjects.pop()
-            line = register.places[fact].line
-            start, subject, rest = register.text[line.start : line.end].partition(fact.subject)
-            yield encoder.text(start + subject), encoder.text(rest)
+            subject, line = lines.pop()
+            start, _, rest = register.text[line.start : line.end].partition(subject)
+            skipped = line.start + len(start + subject)
+            copied = [Copied(value.start - skipped, value) for value in values[line.start]]
+            yield Pair(start + subject, [(len(start + subject), subject)], rest, [(0, subject)], copied)
         else:
-            yield encoder.question(question), encoder.answer(question)
+            yield _pair_of(question)
+
+
+def _pair_of(question: Question) -> Pair:
+    """The answer tells of the first fact's subject; behind the name of the room, of the room."""
+    answer = f" {question.answer}"
+    subject = question.facts[0].fact.subject
+    known: Subjects = [(question.text.index(subject) + len(subject), subject)]
+    told: list[tuple[int, str | None]] = [(0, subject)]
+    for later in question.facts[1:]:
+        room = later.fact.subject
+        told.append((answer.index(room) + len(room), room))
+    copied = [Copied(answer.index(f" {asked.fact.value}") + 1, asked.place.value) for asked in question.facts]
+    return Pair(question.text, known, answer, told, copied)
 
 
 def _questions(register: Register, rng: random.Random, count: int) -> list[Question]:

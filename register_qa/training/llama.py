@@ -6,7 +6,7 @@ Knows no page and no cache; serving the same weights is the worker's, which read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,6 +57,16 @@ class LlamaArchitecture:
         }
 
 
+class Inside(NamedTuple):
+    """`middle` is the hidden states half-way up, [batch, length, hidden_size]; `pointing` the scores of one head in the
+    layer above, from the places asked for to every place of the sequence: [batch, places, length], float32.
+    """
+
+    logits: torch.Tensor
+    middle: torch.Tensor
+    pointing: torch.Tensor
+
+
 class Llama(nn.Module):
     """Token ids to logits. `state_dict` has a Hugging Face Llama's names."""
 
@@ -65,6 +75,7 @@ class Llama(nn.Module):
 
     def __init__(self, shape: LlamaArchitecture) -> None:
         super().__init__()
+        self.embedding_shape = (shape.vocab_size, shape.hidden_size)
         self.model = _Body(shape)
         cos, sin = _rotary_table(shape)
         self.register_buffer("cos", cos, persistent=False)
@@ -82,14 +93,32 @@ class Llama(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[batch, length] to logits [batch, length, vocab_size], causal."""
+        return self._logits_and_middle(token_ids)[0]
+
+    def inside(self, token_ids: torch.Tensor, asking: torch.Tensor) -> Inside:
+        """The forward pass, and what guidance needs of it; `asking` is places in the sequences, [batch, places]."""
+        logits, middle = self._logits_and_middle(token_ids)
+        block = self.model.layers[self._num_lower()]
+        assert isinstance(block, _Block)
+        x = block.input_layernorm(middle)
+        length = token_ids.shape[1]
+        return Inside(logits, middle, block.self_attn.first_head(x, self.cos[:length], self.sin[:length], asking))
+
+    def _num_lower(self) -> int:
+        return (len(self.model.layers) + 1) // 2
+
+    def _logits_and_middle(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         length = token_ids.shape[1]
         hidden = self.model.embed_tokens(token_ids)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         cos, sin = self.cos[:length], self.sin[:length]
-        for block in self.model.layers:
+        middle = hidden
+        for number, block in enumerate(self.model.layers, start=1):
             hidden = block(hidden, cos, sin)
-        return functional.linear(self.model.norm(hidden), self.model.embed_tokens.weight)
+            if number == self._num_lower():
+                middle = hidden
+        return functional.linear(self.model.norm(hidden), self.model.embed_tokens.weight), middle
 
 
 class _Body(nn.Module):
@@ -148,6 +177,17 @@ class _Attention(nn.Module):
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         attended: torch.Tensor = self.o_proj(seen.transpose(1, 2).reshape(batch, length, -1))
         return attended
+
+    def first_head(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, asking: torch.Tensor) -> torch.Tensor:
+        """What the first query head would look at from some places: scores [batch, places, length], float32."""
+        head_dim = self._shape.head_dim
+        q = _rotated(functional.linear(x, self.q_proj.weight[:head_dim]), cos, sin)
+        k = _rotated(functional.linear(x, self.k_proj.weight[:head_dim]), cos, sin)
+        q = q.gather(1, asking.unsqueeze(-1).expand(-1, -1, head_dim))
+        scores = (q @ k.transpose(1, 2)).float() * head_dim**-0.5
+        later = torch.arange(x.shape[1], device=x.device) > asking.unsqueeze(-1)
+        masked: torch.Tensor = scores.masked_fill(later, -torch.inf)
+        return masked
 
 
 class _Mlp(nn.Module):

@@ -79,6 +79,11 @@ class Encoder:
         """The space before it included, the end token not."""
         return self.text(f" {question.answer}")
 
+    def ids_and_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Of a part of a longer text; where in it each token ends, in characters."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [end for _, end in encoding.offsets]
+
     def text(self, text: str) -> list[int]:
         """A part of a longer text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

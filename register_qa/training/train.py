@@ -21,6 +21,7 @@ from torch.nn import functional
 from register_qa.training.curriculum import CURRICULA, Stage, rate_share
 from register_qa.training.data import NO_LABEL, TOKENS_PER_HOLDING, Batch, PackedBatches
 from register_qa.training.evaluate import Score, Trial, evaluate
+from register_qa.training.guidance import SubjectProbe, asking_places, pointing_loss
 from register_qa.training.muon import Muon
 from register_qa.training.tokenizer import Encoder
 
@@ -46,11 +47,21 @@ class Plan:
     muon: bool = True
 
 
+class Losses(NamedTuple):
+    """Means over answers and register; `subject` and `pointing` are guidance's."""
+
+    answer: torch.Tensor
+    register: torch.Tensor
+    subject: torch.Tensor
+    pointing: torch.Tensor
+
+
 class Progress(NamedTuple):
     step: int
     stage: Stage
     answer_loss: float
     register_loss: float
+    guidance_loss: float
     tokens_per_s: float
     score: Score
 
@@ -71,7 +82,8 @@ class Trainer:
         self._plan = plan
         self._device = device
         self._stages = CURRICULA[plan.curriculum]
-        self._optimizers = _optimizers(model, plan, fused=device.type == "cuda")
+        self._probe = SubjectProbe(model).to(device)
+        self._optimizers = _optimizers(model, self._probe, plan, fused=device.type == "cuda")
         if plan.compiled:
             for block in model.blocks:  # type: ignore[union-attr]
                 # One compilation for every layer and every stage.
@@ -89,16 +101,16 @@ class Trainer:
         stage = self._stages[self._stage_number]
         since, tokens = time.monotonic(), 0
         for batch in self._batches(stage, last_step):
-            losses = self._learn(batch)
+            losses = self._learn(batch, stage)
             tokens += batch.tokens.numel()
             self.step += 1
             now = time.monotonic()
             last = self.step == last_step or now > deadline
             if last or self.step % self._plan.report_every == 0:
-                answer, register = (loss.item() for loss in losses)
+                answer, register, subject, pointing = (loss.item() for loss in losses)
                 rate = tokens / (time.monotonic() - since)
                 score = self._score(stage)
-                report(Progress(self.step, stage, answer, register, rate, score))
+                report(Progress(self.step, stage, answer, register, subject + pointing, rate, score))
                 since, tokens = time.monotonic(), 0
                 if score.mean() >= stage.pass_mark:
                     self._stage_number += 1
@@ -112,6 +124,7 @@ class Trainer:
             "step": self.step,
             "stage": self._stage_number,
             "model": self.model.state_dict(),
+            "probe": self._probe.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,6 +134,7 @@ class Trainer:
         state = torch.load(path, map_location=self._device, weights_only=True)
         self.step, self._stage_number = int(state["step"]), int(state["stage"])
         self.model.load_state_dict(state["model"])
+        self._probe.load_state_dict(state["probe"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
@@ -135,21 +149,32 @@ class Trainer:
         )
         yield from loader
 
-    def _learn(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _learn(self, batch: Batch, stage: Stage) -> Losses:
         rate = self._plan.rate * rate_share(self.step, self._plan.steps)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        tokens, register_labels, answer_labels = (column.to(self._device, non_blocking=True) for column in batch)
+        batch = Batch(*(column.to(self._device, non_blocking=True) for column in batch))
         with self._precision():
-            logits = self.model(tokens)
-        answer, register = _mean_losses(logits, answer_labels, register_labels)
+            losses = self._losses(batch, stage)
+        guidance = stage.guidance * (losses.subject + losses.pointing)
         self.model.zero_grad(set_to_none=True)
-        (answer + REGISTER_WEIGHT * register).backward()  # type: ignore[no-untyped-call]
+        self._probe.zero_grad(set_to_none=True)
+        (losses.answer + REGISTER_WEIGHT * losses.register + guidance).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         for optimizer in self._optimizers:
             optimizer.step()
-        return answer.detach(), register.detach()
+        return losses
+
+    def _losses(self, batch: Batch, stage: Stage) -> Losses:
+        if not stage.guidance:
+            logits = self.model(batch.tokens)
+            none = logits.new_zeros(())
+            return Losses(*_mean_losses(logits, batch), none, none)
+        asking = asking_places(batch)
+        inside = self.model.inside(batch.tokens, asking)  # type: ignore[operator]
+        subject, pointing = self._probe(inside.middle, batch), pointing_loss(inside.pointing, asking, batch)
+        return Losses(*_mean_losses(inside.logits, batch), subject, pointing)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else nullcontext()
@@ -161,23 +186,22 @@ class Trainer:
             return evaluate(self.model, self._encoder, Trial(4, holdings, 4), self._device)
 
 
-def _optimizers(model: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
+def _optimizers(model: nn.Module, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, if the plan wants it; AdamW for all else."""
     layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() > 1 and plan.muon]  # type: ignore[union-attr]
     others = [parameter for parameter in model.parameters() if not any(parameter is layer for layer in layers)]
+    wide = [parameter for parameter in others if parameter.dim() > 1]
     groups = [
-        {"params": [parameter for parameter in others if parameter.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [*wide, *probe.parameters()], "weight_decay": WEIGHT_DECAY},
         {"params": [parameter for parameter in others if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=plan.rate, betas=BETAS, fused=fused)
     return [adam, Muon(layers, plan.rate, weight_decay=WEIGHT_DECAY)] if layers else [adam]
 
 
-def _mean_losses(
-    logits: torch.Tensor, answer_labels: torch.Tensor, register_labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mean_losses(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Over the answers' tokens and over the register's. Masks rather than indices: those would wait for the device."""
-    answer, register = answer_labels.flatten(), register_labels.flatten()
+    answer, register = batch.answers.flatten(), batch.register.flatten()
     labels = torch.where(answer == NO_LABEL, register, answer)
     losses = functional.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=NO_LABEL, reduction="none")
     of_answers, of_register = (column != NO_LABEL for column in (answer, register))

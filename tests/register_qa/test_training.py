@@ -59,25 +59,46 @@ def silent(progress: Progress) -> None:
     del progress
 
 
-@pytest.mark.parametrize("length", [320, 1000, 4096])
-def test_a_row_is_one_register_and_its_answers(tokenizer: Tokenizer, length: int) -> None:
+@pytest.mark.parametrize("length", [160, 1000, 4096])
+@pytest.mark.parametrize("recited", [0.0, 0.5])
+def test_a_row_is_one_register_and_its_answers(tokenizer: Tokenizer, length: int, recited: float) -> None:
     encoder = Encoder(tokenizer)
-    tokens, register_labels, answer_labels = packed_row(encoder, random.Random(1), Stage(length, 1))
-    assert len(tokens) == len(register_labels) == len(answer_labels) == length
+    columns = packed_row(encoder, random.Random(1), Stage(length, 1, recited))
+    assert {len(column) for column in columns} == {length}
+    tokens, register_labels, answer_labels = columns[:3]
     text = tokenizer.decode(tokens)
-    answers, answer = [], []
+    answers: list[str] = []
+    answer: list[int] = []
     for token, label in zip(tokens, answer_labels, strict=True):
         if label == encoder.end:
             answers.append(tokenizer.decode(answer))
-            assert text.count(f"Answer:{answers[-1]}") >= 1
             answer = []
         elif label != NO_LABEL:
             answer.append(label)
         assert token != encoder.end or label == NO_LABEL
-    assert len(answers) == text.count("Answer:") >= 3
+    assert len(answers) >= 3
+    assert all(answer in text for answer in answers)
+    if not recited:
+        assert len(answers) == text.count("Answer:")
+        assert all(f"Answer:{answer}" in text for answer in answers)
     for place, label in enumerate(register_labels):
         assert label in (NO_LABEL, tokens[place + 1] if place + 1 < length else NO_LABEL)
         assert label == NO_LABEL or answer_labels[place] == NO_LABEL
+
+
+@pytest.mark.parametrize("length", [160, 1000, 4096])
+def test_guidance_points_at_what_is_copied_and_names_its_subject(tokenizer: Tokenizer, length: int) -> None:
+    columns = packed_row(Encoder(tokenizer), random.Random(2), Stage(length, 1, 0.5))
+    tokens, _, answers, first_words, last_words, sources = columns
+    asking = [place for place in range(length) if sources[place] != NO_LABEL]
+    assert len(asking) >= 3
+    for place in asking:
+        source = sources[place]
+        assert source < place
+        assert answers[place] == tokens[source] == tokens[place + 1]
+        # Who asks tells of the subject of which the source tells.
+        assert (first_words[place], last_words[place]) == (first_words[source], last_words[source])
+        assert first_words[place] != NO_LABEL
 
 
 @pytest.mark.parametrize("recited", [0.0, 0.5])

@@ -1,0 +1,69 @@
+"""The model in the box: what its card says, what its table of architectures says, and that it answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from register_qa import MODEL_FOLDER, ONE_FACT_KINDS, Kind
+from register_qa.training.architectures import ARCHITECTURES
+from register_qa.training.card import card
+from register_qa.training.evaluate import Trial, evaluate
+from register_qa.training.folder import CARD, CONFIG, WEIGHTS, read_evaluation, read_tokenizer, read_weights
+from register_qa.training.tokenizer import Encoder, train_tokenizer
+from worker_service.model.load import load_model
+
+CPU = torch.device("cpu")
+MAX_BYTES = 16_000_000
+
+
+def test_the_card_tells_the_evaluation() -> None:
+    assert (MODEL_FOLDER / CARD).read_text(encoding="utf-8") == card(read_evaluation(MODEL_FOLDER))
+
+
+def test_the_evaluation_is_what_was_promised() -> None:
+    figures = read_evaluation(MODEL_FOLDER)
+    assert 2900 <= figures["mean_register_tokens"] <= 3100
+    assert figures["questions_per_kind"] >= 200
+    assert set(figures["exact_match"]) == {kind.value for kind in Kind}
+    assert all(figures["exact_match"][kind.value] >= 0.97 for kind in ONE_FACT_KINDS)
+    assert figures["exact_match"][Kind.TWO_FACTS.value] >= 0.90
+
+
+def test_the_folder_is_small_and_of_its_architecture() -> None:
+    figures = read_evaluation(MODEL_FOLDER)
+    tokenizer = read_tokenizer(MODEL_FOLDER)
+    encoder = Encoder(tokenizer)
+    architecture = ARCHITECTURES[figures["architecture"]]
+    config = json.loads((MODEL_FOLDER / CONFIG).read_text(encoding="utf-8"))
+    assert config == architecture.config(encoder.begin, encoder.end)
+    assert tokenizer.to_str() == train_tokenizer().to_str()
+    assert sum(path.stat().st_size for path in MODEL_FOLDER.iterdir()) <= MAX_BYTES
+    with safe_open(MODEL_FOLDER / WEIGHTS, framework="pt") as weights:
+        tensors = [weights.get_tensor(name) for name in weights.keys()]  # noqa: SIM118
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    count = sum(tensor.numel() for tensor in tensors)
+    assert count == figures["parameters"]
+    assert 5_000_000 <= count <= 8_000_000
+
+
+def test_the_worker_loads_it() -> None:
+    loaded = load_model(str(MODEL_FOLDER), CPU)
+    encoder = Encoder(read_tokenizer(MODEL_FOLDER))
+    assert loaded.config.eos_token_ids == (encoder.end,)
+    assert loaded.config.max_model_len == 4096
+    assert loaded.tokenizer.encode("\n")[0] == encoder.begin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_answers_questions_about_a_short_register(dtype: torch.dtype) -> None:
+    """Held-out seeds that neither training nor the card has seen."""
+    model = ARCHITECTURES[read_evaluation(MODEL_FOLDER)["architecture"]].build().to(dtype)
+    read_weights(MODEL_FOLDER, model)
+    trial = Trial(registers=1, holdings=25, questions_per_kind=3, first_seed=7000)
+    score = evaluate(model, Encoder(read_tokenizer(MODEL_FOLDER)), trial, CPU)
+    assert sum(score.asked.values()) == 18
+    assert sum(score.right.values()) >= 17, score.line()
