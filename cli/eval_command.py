@@ -74,8 +74,8 @@ def eval_command(
     plan = SheetPlan(questions, registers, tokens, tuple(map(Kind, kinds or KINDS)), seed)
     least = BOXED if not model and questions >= ENOUGH_QUESTIONS else LeastAccuracy()
     found = _evaluated(options, plan, tuple(ways or WAYS), least, output)
-    report = as_json(found, model_name(model))
     output.show(eval_table(found.results, output.console.width))
+    report = as_json(found, model_name(model))
     output.emit(report)
     if plot is not None:
         plot.write_text(eval_plot(report), encoding="utf-8")
