@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from types import MappingProxyType
 
 from register_qa.facts import Attribute, Fact, Split, draw_value
@@ -134,12 +135,14 @@ def _draw_keys(rng: random.Random, split: Split, count: int) -> list[RoomKey]:
 def _draw_holdings(rng: random.Random, split: Split, count: int, rooms: list[str]) -> list[Holding]:
     """Fewer materials and things than holdings, so that neither word alone says which one is meant."""
     variety = max(4, round(2 * count**0.5))
-    materials = rng.sample(MATERIALS, min(variety, len(MATERIALS)))
-    things = rng.sample(THINGS, min(variety, len(THINGS)))
-    names = [(material, thing) for material in materials for thing in things]
+    materials = rng.sample(MATERIALS, len(MATERIALS))
+    things = rng.sample(THINGS, len(THINGS))
+    names = [(material, thing) for material in materials[:variety] for thing in things[:variety]]
     rng.shuffle(names)
-    drawn = (holding for name in names if (holding := _draw_holding(rng, split, *name, rooms)) is not None)
-    return [holding for _, holding in zip(range(count), drawn, strict=False)]
+    # Not every subject has a held-out value among so few rooms: others stand by.
+    others = ((material, thing) for thing in things[variety:] for material in materials)
+    drawn = (_draw_holding(rng, split, *name, rooms) for name in chain(names, others))
+    return list(islice((holding for holding in drawn if holding is not None), count))
 
 
 def _draw_holding(rng: random.Random, split: Split, material: str, thing: str, rooms: list[str]) -> Holding | None:

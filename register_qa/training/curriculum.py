@@ -36,17 +36,18 @@ class Stage(NamedTuple):
 CURRICULA: dict[str, tuple[Stage, ...]] = {
     # From nothing to registers of 3,500 tokens.
     "full": (
-        Stage(160, 96, recited=0.5, pass_mark=0.8, guidance=0.3),
-        Stage(320, 64, recited=0.5, pass_mark=0.8, guidance=0.3),
-        Stage(640, 40, recited=0.3, pass_mark=0.8, guidance=0.3),
-        Stage(1280, 24, recited=0.2, pass_mark=0.8, guidance=0.2),
-        Stage(2560, 16, recited=0.1, pass_mark=0.8, guidance=0.1),
+        Stage(160, 96, recited=0.5, pass_mark=0.85, guidance=0.5),
+        Stage(320, 64, recited=0.5, pass_mark=0.85, guidance=0.5),
+        Stage(640, 40, recited=0.3, pass_mark=0.85, guidance=0.5),
+        Stage(1280, 24, recited=0.2, pass_mark=0.85, guidance=0.3),
+        Stage(2560, 16, recited=0.1, pass_mark=0.85, guidance=0.2),
+        Stage(4096, 16, recited=0.1, pass_mark=0.95, guidance=0.1),
         Stage(4096, 16),
     ),
     # For a model that can do long ones already, to do them better.
     "long": (Stage(4096, 16),),
     # To watch accuracy rise on a CPU.
-    "short": (Stage(160, 16, recited=0.5, guidance=0.3),),
+    "short": (Stage(160, 16, recited=0.5, guidance=0.5),),
 }
 
 

@@ -27,8 +27,8 @@ from tests.architecture.sources import ROOT
 SIZES = (MIN_HOLDINGS, 16, 60, 115, MAX_HOLDINGS)
 # A register of this seed is part of every published figure: a change of the generator must be meant.
 GOLDEN = {
-    (0, Split.EVAL, 115): "a89b0dbd015df02c",
-    (7, Split.TRAIN, 20): "fadcfcc7172bd319",
+    (0, Split.EVAL, 115): "21b875c5f4e7b1a2",
+    (7, Split.TRAIN, 20): "ce3f8cb25f2b5e41",
 }
 
 
@@ -140,7 +140,7 @@ def test_a_register_tells_facts_of_its_own_split_only(split: Split) -> None:
 def test_a_fact_belongs_to_one_split_for_ever() -> None:
     facts = [Fact(f"copper {thing}", Attribute.SHELF, shelf) for thing in THINGS for shelf in SHELVES]
     of_eval = sum(split_of(fact) is Split.EVAL for fact in facts)
-    assert 0.45 < of_eval / len(facts) < 0.55
+    assert 0.11 < of_eval / len(facts) < 0.14
     assert split_of(Fact("copper compass", Attribute.ROOM, "northern gallery")) is Split.TRAIN
 
 
