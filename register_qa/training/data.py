@@ -103,8 +103,7 @@ class Row:
 
     def add_register(self, register: Register) -> None:
         ids, self._register_ends = self._add(register.text, _subjects_of_lines(register))
-        self.register[:-1] = ids
-        self.register.append(NO_LABEL)
+        self.register = [*ids, NO_LABEL]
         self.answers += [NO_LABEL] * len(ids)
 
     def add_pair(self, pair: Pair, length: int) -> bool:
@@ -190,7 +189,7 @@ def _pairs(register: Register, rng: random.Random, count: int, recited: float) -
     for place in register.places.values():
         values.setdefault(place.line.start, []).append(place.value)
     for question in _questions(register, rng, count):
-        if rng.random() < recited:
+        if lines and rng.random() < recited:
             subject, line = lines.pop()
             start, _, rest = register.text[line.start : line.end].partition(subject)
             skipped = line.start + len(start + subject)
