@@ -86,6 +86,13 @@ def test_a_row_is_one_register_and_its_answers(tokenizer: Tokenizer, length: int
         assert label == NO_LABEL or answer_labels[place] == NO_LABEL
 
 
+@pytest.mark.parametrize("stage", dict.fromkeys(stage for stages in CURRICULA.values() for stage in stages))
+def test_rows_of_every_stage_are_as_long_as_it_says(tokenizer: Tokenizer, stage: Stage) -> None:
+    encoder = Encoder(tokenizer)
+    for seed in range(max(5, 60_000 // stage.length)):
+        assert {len(column) for column in packed_row(encoder, random.Random(seed), stage)} == {stage.length}
+
+
 @pytest.mark.parametrize("length", [160, 1000, 4096])
 def test_guidance_points_at_what_is_copied_and_names_its_subject(tokenizer: Tokenizer, length: int) -> None:
     columns = packed_row(Encoder(tokenizer), random.Random(2), Stage(length, 1, 0.5))
