@@ -155,8 +155,7 @@ class Row:
     def _words(self, subject: str | None) -> tuple[int, int]:
         if subject is None:
             return NO_LABEL, NO_LABEL
-        ids = self._encoder.text(f" {subject}")
-        return ids[0], ids[-1]
+        return self._encoder.name(subject)
 
 
 def packed_row(encoder: Encoder, rng: random.Random, stage: Stage) -> tuple[list[int], ...]:

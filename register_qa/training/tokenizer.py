@@ -62,6 +62,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._names: dict[str, tuple[int, int]] = {}
         self.begin, self.end = _special_id(tokenizer, BEGIN), _special_id(tokenizer, END)
 
     @classmethod
@@ -83,6 +84,13 @@ class Encoder:
         """Of a part of a longer text; where in it each token ends, in characters."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return list(encoding.ids), [end for _, end in encoding.offsets]
+
+    def name(self, subject: str) -> tuple[int, int]:
+        """The first and the last token of a subject's name within a text."""
+        if subject not in self._names:
+            ids = self.text(f" {subject}")
+            self._names[subject] = (ids[0], ids[-1])
+        return self._names[subject]
 
     def text(self, text: str) -> list[int]:
         """A part of a longer text."""
