@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cli import doctor, eval_command, inspect, replay, serve
+from cli import ask, doctor, eval_command, inspect, replay, serve
 from cli.app import app
 
-__all__ = ["doctor", "eval_command", "inspect", "main", "replay", "serve"]
+__all__ = ["ask", "doctor", "eval_command", "inspect", "main", "replay", "serve"]
 
 
 def main() -> None:

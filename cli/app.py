@@ -22,7 +22,21 @@ from rpc.address import parse_address
 T = TypeVar("T")
 
 # As a person needs them.
-ORDER = ("up", "down", "demo", "eval", "generate", "status", "top", "explain", "pin", "clear", "replay", "doctor")
+ORDER = (
+    "up",
+    "down",
+    "demo",
+    "eval",
+    "ask",
+    "generate",
+    "status",
+    "top",
+    "explain",
+    "pin",
+    "clear",
+    "replay",
+    "doctor",
+)
 
 
 class _Commands(TyperGroup):

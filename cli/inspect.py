@@ -17,7 +17,7 @@ from rich.live import Live
 from cli.app import CacheOption, JsonOption, SaltOption, WorkerOption, app, find_cache, find_workers, run
 from cli.client import Answer, StemcacheClient, to_dict
 from cli.output import Output
-from cli.views import explanation_view, live_view, stats_view, words
+from cli.views import counts_line, explanation_view, live_view, stats_view, words
 from protos.v1 import cache_pb2, types_pb2, worker_pb2
 
 TOKEN_BYTES = 4
@@ -188,11 +188,7 @@ def generate(
             return await client.generate(await client.healthy_worker(), text, sampling, salt=salt, on_answer=stream)
 
     answer = run(ask())
-    usage = answer.usage
-    output.show(
-        f"\n[dim]{usage.prompt_tokens} prompt tokens: {usage.cached_tokens} cached, {usage.fetched_tokens} fetched, "
-        f"{usage.computed_tokens} computed; first token after {answer.first_token_s * 1e3:.0f} ms[/dim]"
-    )
+    output.show("\n" + counts_line(answer))
     output.emit(
         {
             "worker": answer.worker,
@@ -200,7 +196,7 @@ def generate(
             "token_ids": answer.token_ids,
             "finish_reason": words(worker_pb2.FinishReason.Name(answer.finish_reason), "FINISH_REASON_"),
             "first_token_s": answer.first_token_s,
-            "usage": to_dict(usage),
+            "usage": to_dict(answer.usage),
         }
     )
 

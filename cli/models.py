@@ -19,7 +19,7 @@ RANDOM = "random"
 
 def model_to_serve(given: str, seed: int, output: Output) -> str:
     """A folder or a hub id. `random` is made when it is first asked for."""
-    if given != RANDOM and (given or MODEL_FOLDER.is_dir()):
+    if given != RANDOM:
         return given or str(MODEL_FOLDER)
     folder = _random_folder(seed)
     if not folder.exists():

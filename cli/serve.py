@@ -34,7 +34,6 @@ from cli.supervisor import ChildFailed, Supervisor
 DEVICES = ("auto", "cpu", "cuda")
 DOWN_WAIT_S = 60.0
 DEMO_POOL_MB = 512
-PREVIEW = "Once upon a time"
 
 ModelOption = Annotated[
     str,
@@ -195,7 +194,7 @@ def _welcome(cluster: Cluster) -> RenderableType:
         table("Stemcache is running; Ctrl-C stops it", ("what", "where"), rows, left=2),
         "",
         "In another terminal, in the same folder:",
-        f'  stemcache generate "{PREVIEW}"   and the same again: it is cached now',
-        f'  stemcache explain "{PREVIEW} ..."   what is cached where, and why the rest is not',
+        "  stemcache ask   a question about a register, and another one: the register is cached now",
+        '  stemcache explain "..."   what of a prompt is cached where, and why the rest is not',
         "  stemcache top   pools, hit rates and leases, live",
     )

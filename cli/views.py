@@ -9,6 +9,7 @@ import time
 
 from rich.console import Console, Group, RenderableType
 
+from cli.client import Answer
 from cli.output import binary_size, plain, stacked, table
 from protos.v1 import cache_pb2, types_pb2
 
@@ -158,3 +159,13 @@ def _reason(reason: types_pb2.MissReason.ValueType) -> str:
 def words(name: str, prefix: str) -> str:
     """An enum's value as words: MISS_REASON_PAGE_TAIL is "page tail"."""
     return name.removeprefix(prefix).lower().replace("_", " ")
+
+
+def counts_line(answer: Answer) -> str:
+    """Where the prompt's tokens came from, and how soon the first new one was there."""
+    usage = answer.usage
+    return (
+        f"[dim]{usage.prompt_tokens:,} prompt tokens: {usage.cached_tokens:,} cached, "
+        f"{usage.fetched_tokens:,} fetched, {usage.computed_tokens:,} computed; "
+        f"first token after {answer.first_token_s * 1e3:.0f} ms[/dim]"
+    )
