@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import zip_longest
+from typing import NamedTuple
 
 from cli.client import Answer, greedy
 from cli.eval_desk import SMALL_BUDGET, Desk, SpecialWorker, fresh_salt
@@ -24,11 +25,18 @@ RESTART_WAIT_S = 120.0
 NEIGHBOUR_TOKENS = 24
 NEIGHBOUR_LEADS = (6, 5, 7, 4, 9, 12, 6, 8)
 
-Way = Callable[[Desk, WayResult], Awaitable[list[Reply]]]
+Play = Callable[[Desk, WayResult], Awaitable[list[Reply]]]
+
+
+class Way(NamedTuple):
+    """What a person reads in the row, and what is done for it."""
+
+    title: str
+    play: Play
 
 
 async def cold(desk: Desk, result: WayResult) -> list[Reply]:
-    """computed, nothing reused"""
+    """Each question under a salt that nobody used."""
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
         return [await desk.ask(worker, sheet, asked, fresh_salt("cold"), reuses=False) for asked in sheet.asked]
@@ -40,7 +48,7 @@ async def cold(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def device(desk: Desk, result: WayResult) -> list[Reply]:
-    """cached on the device"""
+    """Each register computed beforehand, on the worker that is asked."""
     salt = fresh_salt("device")
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
@@ -54,7 +62,7 @@ async def device(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def sibling(desk: Desk, result: WayResult) -> list[Reply]:
-    """from a sibling that still runs"""
+    """All questions about a register at once: the first one computes it while the others wait for what it publishes."""
     salt = fresh_salt("sibling")
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
@@ -71,7 +79,7 @@ async def sibling(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def fetched(desk: Desk, result: WayResult) -> list[Reply]:
-    """fetched by another worker"""
+    """Computed and spilled by one worker, asked about on another, which has to fetch it for every question."""
     if not _has_shared_tier(desk, result):
         return []
     salt, reader = fresh_salt("fetched"), await desk.tight_worker()
@@ -89,7 +97,7 @@ async def fetched(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def chunked(desk: Desk, result: WayResult) -> list[Reply]:
-    """computed in chunks of 128 tokens"""
+    """Computed by a worker with a small token budget; what the first question's chunks left serves the others."""
     salt, worker = fresh_salt("chunked"), await desk.chunking_worker()
     replies: list[Reply] = []
     for sheet in desk.sheets:
@@ -109,7 +117,7 @@ async def chunked(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def preempted(desk: Desk, result: WayResult) -> list[Reply]:
-    """resumed after a preemption"""
+    """Each request loses its pages while it decodes, and takes up again where it was."""
     salt, worker = fresh_salt("preempted"), await desk.tight_worker()
     replies: list[Reply] = []
     for sheet in desk.sheets:
@@ -123,7 +131,7 @@ async def preempted(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def restarted(desk: Desk, result: WayResult) -> list[Reply]:
-    """after the worker was killed"""
+    """Spilled, then the worker is killed; what came back in its place fetches what it needs."""
     if not _has_shared_tier(desk, result):
         return []
     salt = fresh_salt("restarted")
@@ -142,19 +150,14 @@ async def restarted(desk: Desk, result: WayResult) -> list[Reply]:
 
 # In the order of the table's rows. The first one is what the others are compared with.
 WAYS: dict[str, Way] = {
-    "cold": cold,
-    "device": device,
-    "sibling": sibling,
-    "fetched": fetched,
-    "chunked": chunked,
-    "preempted": preempted,
-    "restarted": restarted,
+    "cold": Way("computed, nothing reused", cold),
+    "device": Way("cached on the device", device),
+    "sibling": Way("from a sibling that still runs", sibling),
+    "fetched": Way("fetched by another worker", fetched),
+    "chunked": Way(f"computed in chunks of {SMALL_BUDGET} tokens", chunked),
+    "preempted": Way("resumed after a preemption", preempted),
+    "restarted": Way("after the worker was killed", restarted),
 }
-
-
-def title_of(name: str) -> str:
-    """What a person reads in the way's row."""
-    return (WAYS[name].__doc__ or name).strip()
 
 
 def _has_shared_tier(desk: Desk, result: WayResult) -> bool:

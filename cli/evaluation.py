@@ -17,7 +17,7 @@ from cli.cluster import ClusterOptions, start_cluster
 from cli.eval_desk import Desk
 from cli.eval_result import WayResult
 from cli.eval_sheets import Asked, SheetPlan, draw_sheets
-from cli.eval_ways import WAYS, title_of
+from cli.eval_ways import WAYS
 from cli.output import Output
 from cli.run_file import state_dir
 from cli.supervisor import Supervisor
@@ -80,7 +80,7 @@ async def play_ways(desk: Desk, ways: Sequence[str], output: Output) -> list[Way
     cold: dict[Asked, Answer] = {}
     for name in ways:
         start = time.perf_counter()
-        result = WayResult(name, title_of(name))
+        result = WayResult(name, WAYS[name].title)
         with output.counting(f"{result.title}", sum(len(sheet.asked) for sheet in desk.sheets)) as desk.advance:
             try:
                 async with asyncio.timeout(WAY_TIMEOUT_S):
@@ -93,7 +93,7 @@ async def play_ways(desk: Desk, ways: Sequence[str], output: Output) -> list[Way
 
 
 async def _play_one(desk: Desk, name: str, result: WayResult, cold: dict[Asked, Answer]) -> None:
-    replies = await WAYS[name](desk, result)
+    replies = await WAYS[name].play(desk, result)
     if not replies:
         result.expect(False, "nothing was asked")
         return

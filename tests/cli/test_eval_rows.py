@@ -13,7 +13,7 @@ from cli.eval_plot import eval_plot
 from cli.eval_result import Marks, Reply, WayResult
 from cli.eval_sheets import Asked, Sheet, SheetPlan
 from cli.eval_table import eval_table
-from cli.eval_ways import WAYS
+from cli.eval_ways import WAYS, Way
 from cli.evaluation import LeastAccuracy, expect_accuracy, play_ways
 from cli.output import Output
 from protos.v1.worker_pb2 import Usage
@@ -103,8 +103,8 @@ async def test_a_way_that_breaks_off_is_a_failed_row_and_the_next_one_is_played(
     async def fine(desk: Desk, result: WayResult) -> list[Reply]:
         return [reply(at, reuses=False) for at in range(6)]
 
-    for name, way in {"cold": fine, "device": breaking, "sibling": empty}.items():
-        monkeypatch.setitem(WAYS, name, way)
+    for name, play in {"cold": fine, "device": breaking, "sibling": empty}.items():
+        monkeypatch.setitem(WAYS, name, Way(name, play))
     desk = cast(Desk, Desk(*[cast(Any, None)] * 4, [SHEET]))
     results = await play_ways(desk, ["cold", "device", "sibling"], Output(as_json=True))
     assert [result.failures for result in results] == [
@@ -117,7 +117,7 @@ async def test_a_way_that_breaks_off_is_a_failed_row_and_the_next_one_is_played(
 def rows() -> list[WayResult]:
     counts = {"prompt": 604_123, "cached": 598_400, "fetched": 12_345, "computed": 604_123}
     made = [
-        WayResult(name, way.__doc__ or name, 200, Marks(167, 166), Marks(33, 32), **counts, same_text=200)
+        WayResult(name, way.title, 200, Marks(167, 166), Marks(33, 32), **counts, same_text=200)
         for name, way in WAYS.items()
     ]
     made[1].warm, made[1].hit_share, made[1].first_token_s = 200, 0.9973, 12.3456
