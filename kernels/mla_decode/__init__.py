@@ -1,7 +1,8 @@
 """mla_decode: absorbed latent attention; queries in the latents' own space attend to paged latents.
 
 Does not know the projections: what turned a query into a latent one, and what turns the result back. How a sequence is
-cut is a function of positions alone, so its bits never depend on its mates, nor on how many queries a call has.
+cut is a function of positions alone, so its bits never depend on its mates, nor, among calls with cu_seqlens_q, on how
+many queries they have. Without it, up to 16 heads take a kernel of their own, whose last bits are its own as well.
 """
 
 from typing import Literal, overload
@@ -20,9 +21,9 @@ from kernels._checks import (
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import reference
-from kernels.mla_decode.plan import LEAF, MlaDecodePlan
+from kernels.mla_decode.plan import MlaDecodePlan, Tree, tree_of
 
-__all__ = ["LATENT", "LEAF", "WIDTH", "MlaDecodePlan", "mla_decode"]
+__all__ = ["LATENT", "WIDTH", "MlaDecodePlan", "Tree", "mla_decode", "tree_of"]
 
 LATENT = 512
 WIDTH = 576
@@ -82,8 +83,9 @@ def mla_decode(
     """Attention of q [num_tokens, heads, 512 + 64] over pages [num_pages, page_tokens, 576], read as keys and values.
 
     seqlens_k int32 [num_seqs] counts the new tokens, whose latents were appended before; 0 marks a padding row (out 0,
-    lse -inf). cu_seqlens_q int32 [num_seqs + 1] and the bound max_q_tokens where a sequence has more than one query;
-    its last query sees all latents, the one before it one less. max_seqlen_k is a bound (None: what a row of the
+    lse -inf). cu_seqlens_q int32 [num_seqs + 1] and the bound max_q_tokens where a sequence has more than one query, or
+    where its one is to have the bits that it has among several; a sequence's last query sees all latents, the one
+    before it one less. max_seqlen_k is a bound (None: what a row of the
     block table holds); it sizes the launch, never the result. `scale` belongs to the unabsorbed head, so it has no
     default. Returns out [num_tokens, heads, 512], still latent, and with return_lse also the natural log-sum-exp, fp32
     [heads, num_tokens].
@@ -135,10 +137,11 @@ def _launch(
 
         if hopper.can_attend(q, pages):
             num_seqs, heads = seqlens_k.shape[0], q.shape[1]
+            most = None if cu_seqlens_q is None else max_q_tokens
             if plan is None:
-                plan = MlaDecodePlan(num_seqs, bound, heads, max_q_tokens=max_q_tokens, device=q.device)
+                plan = MlaDecodePlan(num_seqs, bound, heads, max_q_tokens=most, device=q.device)
                 plan.prepare(seqlens_k, cu_seqlens_q)
-            plan.check(num_seqs, bound, heads, max_q_tokens)
+            plan.check(num_seqs, bound, heads, most)
             hopper.attend(q, pages, *where, plan, scale, out, lse)
             kernel.fold(plan, seqlens_k, cu_seqlens_q, out, lse)
             return

@@ -1,17 +1,19 @@
 """mla_decode in Triton: one program for one leaf of a sequence's latents and a tile of its rows, then one to fold them.
 
 Knows nothing of the batch: leaves are LEAF latents long, start at absolute multiples of LEAF and are folded in
-ascending order, so a row's sum is the same whoever computes which part and whoever else is in the batch.
+ascending order, GROUP of them and then the groups, so a row's sum is the same whoever computes which part and whoever
+else is in the batch.
 
-    latents    0 ........ LEAF ........ 2 LEAF .... length
-    partials   |   0      |      1      |     2     |        acc, peak, total of each
+    latents    0 .... LEAF .... 2 LEAF .... 3 LEAF .... length
+    partials   |   0    |   1     |    2      |    3      |       acc, peak, total of each (or of each group)
+    groups     |      0           |           1           |       where GROUP is 2
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.mla_decode.plan import LEAF, MlaDecodePlan
+from kernels.mla_decode.plan import MlaDecodePlan, tree_of
 
 LOG2_E = 1.4426950408889634
 LATENT = 512
@@ -92,6 +94,24 @@ def attend_leaf(
     tl.store(total_ptr + slot, total, mask=live)
 
 
+@triton.jit
+def folded(acc, peak, total, part_acc, part_peak, part_total):
+    """A sum and one more part of it: what both become."""
+    new_peak = tl.maximum(peak, part_peak)
+    keep = tl.exp2(peak - new_peak)
+    weight = tl.exp2(part_peak - new_peak)
+    return tl.fma(acc, tl.zeros_like(acc) + keep, part_acc * weight), new_peak, tl.fma(total, keep, part_total * weight)
+
+
+@triton.jit
+def joined(acc, peak, total, partials, slot, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+    """A sum and the partial result of a slot."""
+    acc_ptr, peak_ptr, total_ptr = partials
+    part_acc = tl.load(acc_ptr + slot * (ROWS * LATENT) + at)
+    part_peak = tl.load(peak_ptr + slot * ROWS + row)
+    return folded(acc, peak, total, part_acc, part_peak, tl.load(total_ptr + slot * ROWS + row))
+
+
 @triton.jit(do_not_specialize=["num_tokens", "max_leaves"])
 def fold_leaves(
     out_ptr,
@@ -100,12 +120,14 @@ def fold_leaves(
     peak_ptr,
     total_ptr,
     bases_ptr,
+    counts_ptr,
     lengths_ptr,
     cu_q_ptr,
     num_tokens,
     max_leaves,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
+    GROUP: tl.constexpr,
     MULTI: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -125,13 +147,18 @@ def fold_leaves(
         q_len = tl.load(cu_q_ptr + seq + 1) - q_start.to(tl.int32)
     if row >= q_len * HEADS:
         return
-    leaves = tl.cdiv(length, LEAF)
+    parts = tl.cdiv(length, LEAF)
+    per_group = GROUP
     tile = row // ROWS
     if PLANNED:
         base = tl.load(bases_ptr + seq)
+        # Loaded together, not one after the other.
+        step = tl.load(counts_ptr + 1)
         if base < 0:
             return
-        first = base.to(tl.int64) + tile * leaves
+        parts = tl.cdiv(parts, step)
+        per_group = GROUP // step
+        first = base.to(tl.int64) + tile * parts
     else:
         first = (seq * TILES + tile) * max_leaves
     d = tl.arange(0, LATENT)
@@ -140,21 +167,18 @@ def fold_leaves(
     peak = -1.0e20
     total = 0.0
     acc = tl.zeros([LATENT], tl.float32)
-    if leaves > 0:
-        part = first * SLOT_ROWS + row % ROWS
-        peak = tl.load(peak_ptr + part)
-        total = tl.load(total_ptr + part)
-        acc = tl.load(acc_ptr + first * (SLOT_ROWS * LATENT) + at)
-    for leaf in tl.range(1, leaves):
-        part = (first + leaf) * SLOT_ROWS + row % ROWS
-        part_peak = tl.load(peak_ptr + part)
-        part_acc = tl.load(acc_ptr + (first + leaf) * (SLOT_ROWS * LATENT) + at)
-        new_peak = tl.maximum(peak, part_peak)
-        keep = tl.exp2(peak - new_peak)
-        weight = tl.exp2(part_peak - new_peak)
-        total = tl.fma(total, keep, tl.load(total_ptr + part) * weight)
-        acc = tl.fma(acc, tl.zeros([LATENT], tl.float32) + keep, part_acc * weight)
-        peak = new_peak
+    partials = (acc_ptr, peak_ptr, total_ptr)
+    if GROUP == 1:
+        for part in tl.range(0, parts):
+            acc, peak, total = joined(acc, peak, total, partials, first + part, at, row % ROWS, SLOT_ROWS, LATENT)
+    else:
+        for start in tl.range(0, parts, per_group):
+            group_acc, group_peak, group_total = tl.zeros([LATENT], tl.float32), -1.0e20, 0.0
+            for part in tl.range(start, tl.minimum(start + per_group, parts)):
+                group_acc, group_peak, group_total = joined(
+                    group_acc, group_peak, group_total, partials, first + part, at, row % ROWS, SLOT_ROWS, LATENT
+                )
+            acc, peak, total = folded(acc, peak, total, group_acc, group_peak, group_total)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))
     if WANTS_LSE:
@@ -178,15 +202,17 @@ def fold(
             plan.peak,
             plan.total,
             plan.bases,
+            plan.counts,
             seqlens_k,
             cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
             out.shape[0],
             0,
             HEADS=plan.heads,
-            LEAF=LEAF,
+            LEAF=plan.tree.leaf,
+            GROUP=plan.tree.group,
             MULTI=cu_seqlens_q is not None,
             TILES=1,
-            ROWS=64,
+            ROWS=plan.rows,
             SLOT_ROWS=plan.slot_rows,
             PLANNED=True,
             LATENT=LATENT,
@@ -211,7 +237,8 @@ def launch(
     (tokens, heads, _), num_seqs = q.shape, seqlens_k.shape[0]
     rows = 16
     tiles = triton.cdiv(heads * max_q_tokens, rows)
-    leaves = max(triton.cdiv(max_seqlen_k, LEAF), 1)
+    tree = tree_of(heads, cu_seqlens_q is None)
+    leaves = max(triton.cdiv(max_seqlen_k, tree.leaf), 1)
     slots = num_seqs * tiles * leaves
     acc = torch.empty((slots, rows, LATENT), dtype=torch.float32, device=q.device)
     peak, total = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
@@ -233,7 +260,7 @@ def launch(
             block_tables.stride(0),
             HEADS=heads,
             PAGE=pages.shape[1],
-            LEAF=LEAF,
+            LEAF=tree.leaf,
             MULTI=multi,
             TILES=tiles,
             ROWS=rows,
@@ -250,11 +277,13 @@ def launch(
             total,
             seqlens_k,
             seqlens_k,
+            seqlens_k,
             sums,
             tokens,
             leaves,
             HEADS=heads,
-            LEAF=LEAF,
+            LEAF=tree.leaf,
+            GROUP=tree.group,
             MULTI=multi,
             TILES=tiles,
             ROWS=rows,

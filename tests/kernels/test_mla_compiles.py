@@ -1,4 +1,4 @@
-"""Latent attention's kernels compile for Hopper on a machine without a GPU: wgmma, nothing serialised, few spills."""
+"""Latent attention's kernels compile for Hopper without a GPU: wgmma, nothing serialised, hardly a spill."""
 
 import re
 from pathlib import Path
@@ -14,9 +14,9 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 SHARED_BYTES = 227 << 10
-# What a program may keep on its stack: numbers of an item, stored and read once for each of them, outside the loop over
-# its tiles.
-WORDS_OF_AN_ITEM = 128
+# Where registers are one short: what a program may keep on its stack are numbers of an item, stored and read once for
+# each of them, outside the loop over its tiles.
+WORDS_OF_AN_ITEM = 32
 FLOATS = ("lse", "acc", "peak", "total", "sum")
 HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight")
 
@@ -31,8 +31,9 @@ DECODES = {
     "one query": {"MULTI": False},
     "large pages": {"PAGE": 256},
     "small pages": {"PAGE": 16},
-    "few heads": {"HEADS": 16},
 }
+FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}
+FEWS = {"16 heads": {}, "8 heads": {"HEADS": 8}, "small pages": {"PAGE": 16}}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def test_prefill(tmp_path: Path, resumes: bool, suspends: bool) -> None:
     got = compile_gluon(attend_ragged, constants, kinds(attend_ragged.arg_names, boxes), tmp_path)
     assert "wgmma.mma_async" in got.ptx and not got.serialised
     assert got.shared_bytes <= SHARED_BYTES
-    assert spilled_bytes(got) <= (WORDS_OF_AN_ITEM if resumes else 0)
+    assert not got.spills
 
 
 @pytest.mark.parametrize("name", DECODES)
@@ -77,7 +78,23 @@ def test_decode(tmp_path: Path, name: str) -> None:
     got = compile_gluon(attend_latents, constants, kinds(attend_latents.arg_names, boxes), tmp_path)
     assert "wgmma.mma_async" in got.ptx and not got.serialised
     assert got.shared_bytes <= SHARED_BYTES
-    assert spilled_bytes(got) <= WORDS_OF_AN_ITEM
+    # Small pages: a tile's boxes are several, and the producer knows where each begins.
+    assert spilled_bytes(got) <= (WORDS_OF_AN_ITEM if name == "small pages" else 0)
+
+
+@pytest.mark.parametrize("name", FEWS)
+def test_decode_of_few_heads(tmp_path: Path, name: str) -> None:
+    from kernels.mla_decode.hopper import ENTRY_REGISTERS
+    from kernels.mla_decode.hopper.few_kernel import attend_latents_few
+
+    constants = FEW | FEWS[name]
+    height = min(int(constants["PAGE"]), int(constants["TILE"]))
+    boxes = {"q_half_desc": [16, 256], "q_rope_desc": [16, 64], "half_desc": [height, 256], "rope_desc": [height, 64]}
+    types = kinds(attend_latents_few.arg_names, boxes)
+    got = compile_gluon(attend_latents_few, constants, types, tmp_path, maxnreg=ENTRY_REGISTERS)
+    assert "wgmma.mma_async" in got.ptx and not got.serialised
+    assert got.shared_bytes <= SHARED_BYTES
+    assert not got.spills
 
 
 def test_the_plain_kernels_spill_nothing(tmp_path: Path) -> None:
@@ -88,9 +105,9 @@ def test_the_plain_kernels_spill_nothing(tmp_path: Path) -> None:
     from kernels.mla_prefill.plan.kernel import order_tiles
 
     leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512}
-    fold = {**leaf, "SLOT_ROWS": 16, "PLANNED": True, "WANTS_LSE": True}
+    fold = {**leaf, "GROUP": 8, "SLOT_ROWS": 16, "PLANNED": True, "WANTS_LSE": True}
     tile = {"HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False}
-    listed = {"HEADS": 16, "LEAF": 1024, "ROWS": 64, "MULTI": True, "SEQS": 256, "STEP": 64}
+    listed = {"HEADS": 16, "LEAF": 512, "GROUP": 8, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
     cases = (
         (multiply_heads, {"K": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64}, 8),

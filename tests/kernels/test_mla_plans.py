@@ -5,13 +5,12 @@ import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode import LEAF, MlaDecodePlan
-from kernels.mla_decode.plan import ROWS
+from kernels.mla_decode import MlaDecodePlan
 from kernels.mla_prefill import BLOCK, MlaPrefillPlan
 from tests.kernels.inputs import running_sums
 from tests.kernels.target import Target
 
-LENGTHS = [5 * LEAF + 1, 0, 3, LEAF, 2 * LEAF + 7]
+LENGTHS = [9217, 0, 3, 1024, 2055]
 QUERIES = [1, 2, 1, 4, 3]
 
 
@@ -21,33 +20,46 @@ def planner(target: Target) -> str:
     return target.device
 
 
-@pytest.mark.parametrize("programs", [1, 4, 500])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_decode_attends_to_every_leaf_of_every_tile_once(target: Target, heads: int, programs: int) -> None:
+@pytest.mark.parametrize("programs", [1, 4, 12, 500])
+@pytest.mark.parametrize(("heads", "several"), [(16, False), (16, True), (128, True)])
+def test_decode_attends_to_every_leaf_of_every_tile_once(
+    target: Target, heads: int, several: bool, programs: int
+) -> None:
     device = planner(target)
-    plan = MlaDecodePlan(5, 6 * LEAF, heads, max_q_tokens=4, programs=programs, device=device)
-    plan.prepare(torch.tensor(LENGTHS, dtype=torch.int32, device=device), running_sums(QUERIES, device))
-    items = plan.items[: int(plan.counts)].tolist()
+    queries = QUERIES if several else [1] * len(LENGTHS)
+    plan = MlaDecodePlan(5, max(LENGTHS), heads, max_q_tokens=4 if several else None, programs=programs, device=device)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    plan.prepare(lengths, running_sums(queries, device) if several else None)
+    count, step = plan.counts.tolist()
+    leaves_of = [max(-(-length // plan.tree.leaf), 1) for length in LENGTHS]
     done, slots = [], []
-    for seq, tile, leaf, leaves, slot in items:
+    for seq, tile, leaf, leaves, slot in plan.items[:count].tolist():
         done += [(seq, tile, leaf + i) for i in range(leaves)]
         slots += [slot] if slot >= 0 else []
-        assert slot < 0 or leaves == 1
+        assert slot < 0 or (leaf % step == 0 and leaves == min(step, leaves_of[seq] - leaf))
         # A shared-out tile's slots follow each other: that is where the fold looks.
         first = int(plan.bases[seq])
-        assert slot == (-1 if first < 0 else first + tile * max(-(-LENGTHS[seq] // LEAF), 1) + leaf)
+        assert slot == (-1 if first < 0 else first + tile * -(-leaves_of[seq] // step) + leaf // step)
     wanted = [
         (seq, tile, leaf)
-        for seq, (length, new) in enumerate(zip(LENGTHS, QUERIES, strict=True))
-        for tile in range(-(-new * heads // ROWS))
-        for leaf in range(max(-(-length // LEAF), 1))
+        for seq, new in enumerate(queries)
+        for tile in range(-(-new * heads // plan.rows))
+        for leaf in range(leaves_of[seq])
     ]
     assert sorted(done) == wanted
     assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.acc.shape[0]
-    whole = [leaves for *_, leaves, slot in items if slot < 0]
-    assert whole == sorted(whole, reverse=True)
+    sizes = [leaves if slot < 0 else step for *_, leaves, slot in plan.items[:count].tolist()]
+    assert sizes == sorted(sizes, reverse=True)
     # One program has no one to share with; of 500 most would have nothing to do.
     assert bool(slots) == (programs > 1) or programs == 4
+
+
+def test_decode_shares_out_whole_groups_where_that_keeps_the_programs_busy(target: Target) -> None:
+    device = planner(target)
+    for sequences, step in ((8, 8), (5, 1)):
+        plan = MlaDecodePlan(8, 8192, 16, programs=16, device=device)
+        plan.prepare(torch.full((sequences,), 8192, dtype=torch.int32, device=device))
+        assert plan.counts.tolist() == [sequences * 16 // step, step]
 
 
 @pytest.mark.parametrize("mode", ["aligned", "offsets", "all"])
@@ -77,6 +89,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(KernelArgumentError, match="seqlens_k: the plan holds 1"):
         plan.prepare(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(KernelArgumentError, match="plan: holds"):
-        plan.check(1, 11, 16, 1)
+        plan.check(1, 11, 16, None)
     with pytest.raises(KernelArgumentError, match="plan: made for 16 heads"):
-        plan.check(1, 10, 128, 1)
+        plan.check(1, 10, 128, None)
+    with pytest.raises(KernelArgumentError, match="plan: made for calls without cu_seqlens_q"):
+        plan.check(1, 10, 16, 1)

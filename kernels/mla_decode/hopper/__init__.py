@@ -7,8 +7,9 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.mla_decode.hopper.few_kernel import attend_latents_few
 from kernels.mla_decode.hopper.kernel import attend_latents
-from kernels.mla_decode.plan import LEAF, MlaDecodePlan
+from kernels.mla_decode.plan import MlaDecodePlan
 
 __all__ = ["attend", "can_attend"]
 
@@ -16,6 +17,8 @@ LOG2_E = 1.4426950408889634
 WIDTH = 576
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 TILE, STAGES = 64, 2
+# With two groups of warps the compiler would give a thread 256 at entry, one more than there are.
+ENTRY_REGISTERS = 168
 
 
 def can_attend(q: torch.Tensor, pages: torch.Tensor) -> bool:
@@ -53,10 +56,14 @@ def attend(
     def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
         return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
 
+    if plan.few:
+        kernel, options = attend_latents_few, {"GROUP": plan.tree.group, "maxnreg": ENTRY_REGISTERS}
+    else:
+        kernel, options = attend_latents, {"MULTI": cu_seqlens_q is not None, "SLOT_ROWS": plan.slot_rows}
     with torch.cuda.device(q.device):
-        attend_latents[(plan.programs,)](
-            boxes(q, tokens * heads, 64, 256),
-            boxes(q, tokens * heads, 64, 64),
+        kernel[(plan.programs,)](
+            boxes(q, tokens * heads, plan.rows, 256),
+            boxes(q, tokens * heads, plan.rows, 64),
             boxes(pages, rows, box, 256),
             boxes(pages, rows, box, 64),
             out,
@@ -76,11 +83,10 @@ def attend(
             block_tables.stride(0),
             HEADS=heads,
             PAGE=page_tokens,
-            LEAF=LEAF,
+            LEAF=plan.tree.leaf,
             TILE=TILE,
             STAGES=STAGES,
-            MULTI=cu_seqlens_q is not None,
-            SLOT_ROWS=plan.slot_rows,
             WANTS_LSE=lse is not None,
             num_warps=4,
+            **options,
         )

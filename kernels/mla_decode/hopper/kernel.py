@@ -72,6 +72,13 @@ def attend_latents(
     hand_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     fold_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     fold_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mail = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
+    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for s in gl.static_range(2):
+        mbarrier.init(mail_full.index(s), count=1)
+        mbarrier.init(mail_empty.index(s), count=2)
+    mailbox = (mail, mail_full, mail_empty)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
     mbarrier.init(hand_full, count=1)
@@ -93,11 +100,11 @@ def attend_latents(
     # fmt: off
     gl.warp_specialize(
         [
-            (attend_left, (plan, results, scale_log2, num_tokens, shared, bars,
+            (attend_left, (results, scale_log2, num_tokens, shared, bars, mailbox,
                             HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
-            (attend_right, (plan, results, shared, bars, HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS)),
+            (attend_right, (results, shared, bars, mailbox, HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS)),
             (stream, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                        shared, bars, HEADS, PAGE, LEAF, TILE, STAGES, MULTI)),
+                        shared, bars, mailbox, HEADS, PAGE, LEAF, TILE, STAGES, MULTI, 64)),
         ],
         [4, 1],
         [208, 40],

@@ -7,17 +7,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.mla_decode.hopper.pieces import clear_tail, fold, part_at, planned_item, thread_barrier
+from kernels.mla_decode.hopper.pieces import afresh, clear_tail, fold, part_at, take, thread_barrier
 
 
 @gluon.jit
 def attend_left(
-    plan,
     results,
     scale_log2,
     num_tokens,
     shared,
     bars,
+    mailbox,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
@@ -42,22 +42,16 @@ def attend_left(
     column = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([64, TILE], gl.float32, SCORES)
-    sum_at = gl.program_id(0) * (64 * 512) + part_at(out_row, dim, 64)
-    slot_at = part_at(out_row, dim, SLOT_ROWS)
-    items = gl.load(plan[1])
     step = 0
-    turn = 0
-    folded = 0
-    index = gl.program_id(0)
-    while index < items:
-        _seq, q_start, q_len, tile, leaf, leaves, length, slot = planned_item(plan, index, HEADS, LEAF, MULTI)
+    # One register for two counts: items below, leaves that joined a total from bit 16 on.
+    turns = 0
+    q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
+    while leaves >= 0:
         live = row < q_len * HEADS - tile * 64
         out_live = (out_row < q_len * HEADS - tile * 64)[:, None]
         token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
         last_seen = length - q_len + token
-        if length > 0:
-            mbarrier.wait(q_full, turn & 1)
-            turn += 1
+        mbarrier.wait(q_full, turns & 1)
         sum_peak = gl.full([64], -1.0e20, gl.float32, SR)
         sum_total = gl.full([64], 0.0, gl.float32, SR)
         for n in range(leaves):
@@ -97,11 +91,11 @@ def attend_left(
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(left_empty.index(s), count=1)
                 step += 1
-            if (n == leaves - 1) & (count > 0):
+            if n == leaves - 1:
                 mbarrier.arrive(q_empty, count=1)
             if slot >= 0:
                 at = slot.to(gl.int64) * SLOT_ROWS
-                gl.store(acc_ptr + at * 512 + slot_at, acc, mask=out_live)
+                gl.store(acc_ptr + at * 512 + part_at(out_row, dim, SLOT_ROWS), acc, mask=out_live)
                 gl.store(peak_ptr + at + row, peak, mask=live)
                 gl.store(total_ptr + at + row, total, mask=live)
             else:
@@ -111,13 +105,14 @@ def attend_left(
                 sum_total = gl.where(n == 0, total, gl.fma(sum_total, keep, total * weight))
                 sum_peak = new_peak
                 share = 1.0 / gl.where(sum_total == 0.0, 1.0, sum_total)
-                mbarrier.wait(fold_empty, (folded & 1) ^ 1)
+                mbarrier.wait(fold_empty, ((turns >> 16) & 1) ^ 1)
                 folds.index(0).store(keep)
                 folds.index(1).store(weight)
                 folds.index(2).store(share)
                 thread_barrier()
                 mbarrier.arrive(fold_full, count=1)
-                folded += 1
+                turns ^= 65536
+                sum_at = afresh(gl.program_id(0)) * (64 * 512) + part_at(out_row, dim, 64)
                 if n > 0:
                     acc = fold(
                         sum_ptr,
@@ -137,4 +132,5 @@ def attend_left(
                         lse = gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
                         lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
                         gl.store(lse_ptr + lse_at, lse, mask=live)
-        index += gl.num_programs(0)
+        turns = (turns & 65536) | ((turns + 1) & 3)
+        q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)

@@ -7,15 +7,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.mla_decode.hopper.pieces import clear_tail, fold, part_at, planned_item, thread_barrier
+from kernels.mla_decode.hopper.pieces import clear_tail, fold, part_at, take, thread_barrier
 
 
 @gluon.jit
 def attend_right(
-    plan,
     results,
     shared,
     bars,
+    mailbox,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
@@ -33,14 +33,11 @@ def attend_right(
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     row = gl.arange(0, 64, OR)
     dim = 256 + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
-    sum_at = gl.program_id(0) * (64 * 512) + part_at(row, dim, 64)
-    slot_at = part_at(row, dim, SLOT_ROWS)
-    items = gl.load(plan[1])
     step = 0
-    folded = 0
-    index = gl.program_id(0)
-    while index < items:
-        _seq, q_start, q_len, tile, leaf, leaves, length, slot = planned_item(plan, index, HEADS, LEAF, MULTI)
+    # One register for two counts: items below, leaves that joined a total from bit 16 on.
+    turns = 0
+    q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
+    while leaves >= 0:
         live = (row < q_len * HEADS - tile * 64)[:, None]
         for n in range(leaves):
             start = (leaf + n) * LEAF
@@ -62,15 +59,16 @@ def attend_right(
                 step += 1
             if slot >= 0:
                 at = slot.to(gl.int64) * SLOT_ROWS
-                gl.store(acc_ptr + at * 512 + slot_at, acc, mask=live)
+                gl.store(acc_ptr + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live)
             else:
-                mbarrier.wait(fold_full, folded & 1)
+                mbarrier.wait(fold_full, (turns >> 16) & 1)
                 keep = folds.index(0).load(OR)
                 weight = folds.index(1).load(OR)
                 share = folds.index(2).load(OR)
                 thread_barrier()
                 mbarrier.arrive(fold_empty, count=1)
-                folded += 1
+                turns ^= 65536
+                sum_at = gl.program_id(0) * (64 * 512) + part_at(row, dim, 64)
                 if n > 0:
                     acc = fold(sum_ptr, sum_at, acc, keep[:, None], weight[:, None], live)
                 if n < leaves - 1:
@@ -79,4 +77,5 @@ def attend_right(
                     at = (q_start * HEADS + tile * 64).to(gl.int64)
                     result = (acc * share[:, None]).to(gl.bfloat16)
                     gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live)
-        index += gl.num_programs(0)
+        turns = (turns & 65536) | ((turns + 1) & 3)
+        q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)

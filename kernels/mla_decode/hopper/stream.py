@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.mla_decode.hopper.pieces import planned_item
+from kernels.mla_decode.hopper.pieces import planned_item, publish
 
 
 @gluon.jit
@@ -21,15 +21,17 @@ def stream(
     stride_tables_seq,
     shared,
     bars,
+    mailbox,
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
-    q_left, q_right, q_rope, left, right, rope = shared[0]
-    q_full, q_empty, left_full, left_empty, right_full, right_empty = bars[0]
+    _, _, _, left, right, rope = shared[0]
+    _, _, left_full, left_empty, right_full, right_empty = bars[0]
     BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
     BOXES: gl.constexpr = TILE // BOX
     tables_ptr = plan[4]
@@ -38,13 +40,15 @@ def stream(
     turn = 0
     index = gl.program_id(0)
     while index < items:
-        seq, q_start, _q_len, tile, leaf, leaves, length, _slot = planned_item(plan, index, HEADS, LEAF, MULTI)
+        seq, q_start, q_len, tile, leaf, leaves, length, part = planned_item(plan, index, HEADS, LEAF, MULTI)
+        publish(mailbox[0], mailbox[1], mailbox[2], turn, (q_start, q_len, tile, leaf, leaves, length, part))
+        q_row = q_start * HEADS + tile * ROWS
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         last = gl.maximum((length - 1) // PAGE, 0)
-        count = (gl.minimum(length - leaf * LEAF, leaves * LEAF) + TILE - 1) // TILE
-        rows = box_rows(row_ptr, leaf * LEAF, last, page_rows, PAGE, BOX, BOXES)
-        for i in range(count):
-            ahead = box_rows(row_ptr, leaf * LEAF + (i + 1) * TILE, last, page_rows, PAGE, BOX, BOXES)
+        first = leaf * LEAF
+        stop = gl.minimum(length, first + leaves * LEAF)
+        rows = box_rows(row_ptr, first, last, page_rows, PAGE, BOX, BOXES)
+        for key in range(first, stop, TILE):
             s = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(left_empty.index(s), phase)
@@ -62,18 +66,29 @@ def stream(
                 tma.async_copy_global_to_shared(
                     half_desc, [rows[j], 256], right_full.index(s), right.index(s).slice(j * BOX, BOX, 0)
                 )
-            if i == 0:
+            if key == first:
                 # Behind the first latents: these have room before the last item's queries are done with.
-                q_row = q_start * HEADS + tile * 64
-                mbarrier.wait(q_empty, (turn & 1) ^ 1)
-                mbarrier.expect(q_full, 64 * 576 * 2)
-                tma.async_copy_global_to_shared(q_half_desc, [q_row, 0], q_full, q_left)
-                tma.async_copy_global_to_shared(q_half_desc, [q_row, 256], q_full, q_right)
-                tma.async_copy_global_to_shared(q_rope_desc, [q_row, 512], q_full, q_rope)
-                turn += 1
-            rows = ahead
+                load_queries(q_half_desc, q_rope_desc, q_row, turn, shared[0], bars[0], ROWS)
+            # Read behind this tile's copies, while there is no room for the next.
+            rows = box_rows(row_ptr, key + TILE, last, page_rows, PAGE, BOX, BOXES)
             step += 1
+        if first >= stop:
+            load_queries(q_half_desc, q_rope_desc, q_row, turn, shared[0], bars[0], ROWS)
+        turn += 1
         index += gl.num_programs(0)
+    publish(mailbox[0], mailbox[1], mailbox[2], turn, (0, 0, 0, 0, -1, 0, 0))
+
+
+@gluon.jit
+def load_queries(q_half_desc, q_rope_desc, row, turn, tiles, bars, ROWS: gl.constexpr):
+    """A tile of queries, once the last one is done with."""
+    q_left, q_right, q_rope, _, _, _ = tiles
+    q_full, q_empty, _, _, _, _ = bars
+    mbarrier.wait(q_empty, (turn & 1) ^ 1)
+    mbarrier.expect(q_full, ROWS * 576 * 2)
+    tma.async_copy_global_to_shared(q_half_desc, [row, 0], q_full, q_left)
+    tma.async_copy_global_to_shared(q_half_desc, [row, 256], q_full, q_right)
+    tma.async_copy_global_to_shared(q_rope_desc, [row, 512], q_full, q_rope)
 
 
 @gluon.jit

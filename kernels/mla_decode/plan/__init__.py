@@ -3,23 +3,47 @@
 Knows neither queries nor latents. What it decides changes speed only: the sums are the same whoever computes them.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
 
-__all__ = ["LEAF", "ROWS", "MlaDecodePlan"]
+__all__ = ["FEW_HEADS", "MlaDecodePlan", "Tree", "is_few", "tree_of"]
 
-ROWS = 64
-LEAF = 1024
 MAX_SEQS = 1024
+# Up to this many heads a query's rows are the narrow side of the products: see the Hopper kernels.
+FEW_HEADS = 16
+
+
+class Tree(NamedTuple):
+    """How a sequence's sums are made: leaves of `leaf` latents, `group` of them folded in order, groups in order."""
+
+    leaf: int
+    group: int
+
+
+def is_few(heads: int, one_query: bool) -> bool:
+    """Whether a call is one for the kernel of few rows: by heads and by the form of the call, never by a length."""
+    return one_query and heads <= FEW_HEADS
+
+
+def tree_of(heads: int, one_query: bool) -> Tree:
+    """The tree that no batch, no length and no number of queries changes.
+
+    Few rows leave a partial result small enough for short leaves, which small batches need to fill a card, and for
+    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 128 KB.
+    """
+    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 1)
 
 
 class MlaDecodePlan:
     """Static buffers for one batch shape: prepared once per step, read by every layer and by a captured graph.
 
-    A sequence's rows (query tokens times heads) are cut into tiles of 64; a tile is attended by one program, or leaf by
-    leaf of its keys by several, whose partial results a second launch folds.
+    A sequence's rows (query tokens times heads) are cut into tiles; a tile is attended by one program, or group by
+    group or leaf by leaf of its keys by several, whose partial results a second launch folds. Without max_q_tokens it
+    serves calls without cu_seqlens_q: one query for each sequence.
     """
 
     def __init__(
@@ -28,19 +52,22 @@ class MlaDecodePlan:
         max_seqlen_k: int,
         heads: int,
         *,
-        max_q_tokens: int = 1,
+        max_q_tokens: int | None = None,
         programs: int | None = None,
         device: torch.device | str = "cuda",
     ) -> None:
         if not 0 <= max_seqs <= MAX_SEQS:
             raise KernelArgumentError(f"max_seqs: must be in 0..{MAX_SEQS}, got {max_seqs}")
+        self.one_query, self.few = max_q_tokens is None, is_few(heads, max_q_tokens is None)
+        max_q_tokens = max_q_tokens or 1
         self.max_seqs, self.max_seqlen_k, self.heads, self.max_q_tokens = max_seqs, max_seqlen_k, heads, max_q_tokens
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.programs = programs
-        self.slot_rows = min(ROWS, heads * max_q_tokens)
-        tiles = -(-heads * max_q_tokens // ROWS)
-        leaves = max(-(-max_seqlen_k // LEAF), 1)
+        self.tree, self.rows = tree_of(heads, self.one_query), 16 if self.few else 64
+        self.slot_rows = min(self.rows, heads * max_q_tokens)
+        tiles = -(-heads * max_q_tokens // self.rows)
+        leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
         self.max_items = max(max_seqs * tiles * leaves, 1)
         # A sequence is shared out only if it is longer than a program's part of the batch: see the kernel's limit.
         slots = max(min(max_seqs * tiles, programs) * leaves, 1)
@@ -49,15 +76,20 @@ class MlaDecodePlan:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.items = buffer(self.max_items, 5, dtype=torch.int32)
-        self.counts = buffer(1, dtype=torch.int32)
+        # Items, and leaves in an item of a sequence that is shared out.
+        self.counts = buffer(2, dtype=torch.int32)
         self.bases = buffer(max(max_seqs, 1), dtype=torch.int32)
         self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
         self.peak = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         self.total = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
-        self.sums = torch.empty((programs, ROWS, 512), dtype=torch.float32, device=device)
+        self.sums = torch.empty((programs, self.rows, 512), dtype=torch.float32, device=device)
 
-    def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int) -> None:
-        """Refuses a batch that the buffers do not hold."""
+    def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
+        """Refuses a batch that the buffers do not hold; None stands for a call without cu_seqlens_q."""
+        if (max_q_tokens is None) != self.one_query:
+            form = "without" if self.one_query else "with"
+            raise KernelArgumentError(f"plan: made for calls {form} cu_seqlens_q")
+        max_q_tokens = max_q_tokens or 1
         held = (self.max_seqs, self.max_seqlen_k, self.max_q_tokens)
         if any(has < needs for has, needs in zip(held, (num_seqs, max_seqlen_k, max_q_tokens), strict=True)):
             raise KernelArgumentError(

@@ -1,6 +1,7 @@
 """The plan of mla_decode in Triton: one program lists one sequence's items.
 
-Knows only lengths. Whole sequences come first, the longest ahead; then the leaves of those that are shared out.
+Knows only lengths. Items come longest first. What is too long for one program is shared out by groups of leaves where
+that keeps the programs as busy as leaves would: fewer partial results to write and to fold.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +12,6 @@ import triton.language as tl
 
 if TYPE_CHECKING:
     from kernels.mla_decode.plan import MlaDecodePlan
-
-LEAF = 1024
-ROWS = 64
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -27,6 +25,7 @@ def list_items(
     programs,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MULTI: tl.constexpr,
     SEQS: tl.constexpr,
@@ -43,35 +42,41 @@ def list_items(
     leaves = tl.maximum((length + LEAF - 1) // LEAF, 1)
     share = (tl.sum(tiles * leaves, 0) + programs - 1) // programs
     # A tile that takes a program hardly longer than its share of the batch needs nobody's help, and no fold.
-    whole = leaves <= share + share // 8
-    items = tiles * tl.where(whole, 1, leaves)
+    enough = share + share // 8
+    whole = leaves <= enough
+    groups = tl.sum(tl.where(whole, 0, tiles * ((leaves + GROUP - 1) // GROUP)), 0)
+    step = tl.where((groups + programs - 1) // programs * GROUP <= enough, GROUP, 1)
+    parts = tl.where(whole, 1, (leaves + step - 1) // step)
+    items = tiles * parts
     slots = tl.where(whole, 0, items)
-    key = tl.where(whole, leaves, 0)
+    key = tl.where(whole, leaves, step)
 
     seq = tl.program_id(0)
     mine = seqs == seq
     own_key = tl.sum(tl.where(mine, key, 0), 0)
     own_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
     own_leaves = tl.sum(tl.where(mine, leaves, 0), 0)
-    own_items = tl.sum(tl.where(mine, items, 0), 0)
+    own_parts = tl.sum(tl.where(mine, parts, 0), 0)
+    own_items = own_tiles * own_parts
     ahead = (key > own_key) | ((key == own_key) & (seqs < seq))
     base = tl.sum(tl.where(ahead, items, 0), 0)
     slot_base = tl.sum(tl.where(seqs < seq, slots, 0), 0)
-    shared = own_key == 0
+    shared = tl.sum(tl.where(mine, slots, 0), 0) > 0
     tl.store(bases_ptr + seq, tl.where(shared, slot_base, -1))
     if seq == 0:
         tl.store(counts_ptr, tl.sum(items, 0))
+        tl.store(counts_ptr + 1, step)
     for first in range(0, own_items, STEP):
         item = first + tl.arange(0, STEP)
-        leaf = item // tl.maximum(own_tiles, 1)
+        part = item // tl.maximum(own_tiles, 1)
         tile = item % tl.maximum(own_tiles, 1)
         at = items_ptr + (base + item) * 5
         inside = item < own_items
         tl.store(at, tl.zeros([STEP], tl.int32) + seq, mask=inside)
         tl.store(at + 1, tile, mask=inside)
-        tl.store(at + 2, tl.where(shared, leaf, 0), mask=inside)
-        tl.store(at + 3, tl.where(shared, 1, own_leaves), mask=inside)
-        tl.store(at + 4, tl.where(shared, slot_base + tile * own_leaves + leaf, -1), mask=inside)
+        tl.store(at + 2, part * step, mask=inside)
+        tl.store(at + 3, tl.where(shared, tl.minimum(step, own_leaves - part * step), own_leaves), mask=inside)
+        tl.store(at + 4, tl.where(shared, slot_base + tile * own_parts + part, -1), mask=inside)
 
 
 def launch(plan: "MlaDecodePlan", seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> None:
@@ -89,8 +94,9 @@ def launch(plan: "MlaDecodePlan", seqlens_k: torch.Tensor, cu_seqlens_q: torch.T
             num_seqs,
             plan.programs,
             HEADS=plan.heads,
-            LEAF=LEAF,
-            ROWS=ROWS,
+            LEAF=plan.tree.leaf,
+            GROUP=plan.tree.group,
+            ROWS=plan.rows,
             MULTI=cu_seqlens_q is not None,
             SEQS=max(triton.next_power_of_2(num_seqs), 16),
             STEP=64,

@@ -174,6 +174,12 @@ def _clear_tail(v, live, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _afresh(x):
+    """The same number, made here as far as the compiler knows: what follows from it costs no registers before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _places(
     q_start,
     q_len,
@@ -290,7 +296,15 @@ def _consume(
         step += count
         # Not kept over the loop, which needs the registers.
         stat_at, live, out_at, out_live = _places(
-            q_start, q_len, head, tile * BLOCK + PART * ROWS, num_tokens, HEADS, ROWS, SR, VALUES
+            _afresh(q_start),
+            q_len,
+            _afresh(head),
+            _afresh(tile) * BLOCK + PART * ROWS,
+            num_tokens,
+            HEADS,
+            ROWS,
+            SR,
+            VALUES,
         )
         if SUSPENDS:
             gl.store(acc_ptr + out_at, acc, mask=out_live)
