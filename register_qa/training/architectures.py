@@ -1,16 +1,15 @@
 """What can be trained on the task, by name.
 
-Knows no data and no training: an architecture builds a module from token ids to logits, and says its config.json. A new
-kind of layer is a class with the same two methods and a line in the table.
+Knows no data and no training: an architecture builds a model, and says its config.json. A new kind of layer is a class
+with the same two methods and a line in the table.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torch import nn
-
 from register_qa.training.llama import LlamaArchitecture
+from register_qa.training.trainable import Trainable
 
 
 class Architecture(Protocol):
@@ -20,8 +19,8 @@ class Architecture(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    def build(self) -> nn.Module:
-        """Fresh weights by torch's present seed. Token ids [batch, length] to logits; `blocks` may be compiled."""
+    def build(self) -> Trainable:
+        """Fresh weights by torch's present seed."""
         ...
 
     def config(self, begin: int, end: int) -> dict[str, Any]:

@@ -32,9 +32,8 @@ def pointing_loss(scores: torch.Tensor, asking: torch.Tensor, batch: Batch) -> t
 class SubjectProbe(nn.Module):
     """Two linear maps, for the two words of a subject's name, from hidden states to tokens of the vocabulary."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        vocab_size, hidden_size = model.embedding_shape  # type: ignore[misc]
         self._norm = nn.RMSNorm(hidden_size, elementwise_affine=False)
         self.first = nn.Linear(hidden_size, vocab_size, bias=False)
         self.last = nn.Linear(hidden_size, vocab_size, bias=False)

@@ -6,11 +6,13 @@ Knows no page and no cache; serving the same weights is the worker's, which read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from register_qa.training.trainable import Inside, Trainable
 
 INIT_STD = 0.02
 
@@ -57,25 +59,14 @@ class LlamaArchitecture:
         }
 
 
-class Inside(NamedTuple):
-    """`middle` is the hidden states half-way up, [batch, length, hidden_size]; `pointing` the scores of one head in the
-    layer above, from the places asked for to every place of the sequence: [batch, places, length], float32.
-    """
-
-    logits: torch.Tensor
-    middle: torch.Tensor
-    pointing: torch.Tensor
-
-
-class Llama(nn.Module):
+class Llama(Trainable):
     """Token ids to logits. `state_dict` has a Hugging Face Llama's names."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def __init__(self, shape: LlamaArchitecture) -> None:
-        super().__init__()
-        self.embedding_shape = (shape.vocab_size, shape.hidden_size)
+        super().__init__(shape.vocab_size, shape.hidden_size)
         self.model = _Body(shape)
         cos, sin = _rotary_table(shape)
         self.register_buffer("cos", cos, persistent=False)
@@ -88,15 +79,12 @@ class Llama(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What is compiled: the layers are alike, so one compilation serves all."""
         return self.model.layers
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[batch, length] to logits [batch, length, vocab_size], causal."""
         return self._logits_and_middle(token_ids)[0]
 
     def inside(self, token_ids: torch.Tensor, asking: torch.Tensor) -> Inside:
-        """The forward pass, and what guidance needs of it; `asking` is places in the sequences, [batch, places]."""
         logits, middle = self._logits_and_middle(token_ids)
         block = self.model.layers[self._num_lower()]
         assert isinstance(block, _Block)

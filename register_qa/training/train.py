@@ -24,11 +24,14 @@ from register_qa.training.evaluate import Score, Trial, evaluate
 from register_qa.training.guidance import SubjectProbe, asking_places, pointing_loss
 from register_qa.training.muon import Muon
 from register_qa.training.tokenizer import Encoder
+from register_qa.training.trainable import Trainable
 
+# Most of a register cannot be foretold: it teaches what words there are, and should drown nothing else.
 REGISTER_WEIGHT = 0.03
 WEIGHT_DECAY = 0.05
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
+# Kept back from a run's time for the last report and the last batches.
 SECONDS_TO_END = 12.0
 
 
@@ -42,7 +45,7 @@ class Plan:
     seed: int = 0
     workers: int = 0
     seconds: float = 0.0
-    report_every: int = 250
+    report_every: int = 100
     compiled: bool = True
     muon: bool = True
 
@@ -57,6 +60,8 @@ class Losses(NamedTuple):
 
 
 class Progress(NamedTuple):
+    """Where a run is: losses of the last step, tokens a second since the last report, a score on held-out registers."""
+
     step: int
     stage: Stage
     answer_loss: float
@@ -73,7 +78,7 @@ class Report(Protocol):
 class Trainer:
     """One model, its optimizers, and the step and the stage of the curriculum that they are at."""
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
+    def __init__(self, model: Trainable, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
         self.model = model.to(device)
         self.step = 0
         self._stage_number = 0
@@ -82,10 +87,10 @@ class Trainer:
         self._plan = plan
         self._device = device
         self._stages = CURRICULA[plan.curriculum]
-        self._probe = SubjectProbe(model).to(device)
+        self._probe = SubjectProbe(model.hidden_size, model.vocab_size).to(device)
         self._optimizers = _optimizers(model, self._probe, plan, fused=device.type == "cuda")
         if plan.compiled:
-            for block in model.blocks:  # type: ignore[union-attr]
+            for block in model.blocks:
                 # One compilation for every layer and every stage.
                 block.compile(dynamic=True)
 
@@ -172,7 +177,7 @@ class Trainer:
             none = logits.new_zeros(())
             return Losses(*_mean_losses(logits, batch), none, none)
         asking = asking_places(batch)
-        inside = self.model.inside(batch.tokens, asking)  # type: ignore[operator]
+        inside = self.model.inside(batch.tokens, asking)
         subject, pointing = self._probe(inside.middle, batch), pointing_loss(inside.pointing, asking, batch)
         return Losses(*_mean_losses(inside.logits, batch), subject, pointing)
 
@@ -186,9 +191,9 @@ class Trainer:
             return evaluate(self.model, self._encoder, Trial(4, holdings, 4), self._device)
 
 
-def _optimizers(model: nn.Module, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Trainable, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, if the plan wants it; AdamW for all else."""
-    layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() > 1 and plan.muon]  # type: ignore[union-attr]
+    layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() > 1 and plan.muon]
     others = [parameter for parameter in model.parameters() if not any(parameter is layer for layer in layers)]
     wide = [parameter for parameter in others if parameter.dim() > 1]
     groups = [
