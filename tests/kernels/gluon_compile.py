@@ -52,20 +52,24 @@ def compile_gluon(
     folder: Path,
     *,
     num_warps: int = 4,
+    aligned: tuple[str, ...] = ("stride_out",),
     **options: object,
 ) -> Assembled:
-    """A jit function whose pointers and output strides are multiples of 16; `kinds` gives types other than i32."""
+    """A jit function whose pointers, and what begins with an `aligned` word, are multiples of 16.
+
+    `kinds` gives types other than i32.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith("stride_out")]
+    multiples = [i for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith(aligned)]
     source = GluonASTSource(
         function,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
+        {(i,): [["tt.divisibility", 16]] for i in multiples},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps, **options})
     ptx = str(compiled.asm["ptx"])

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
 from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk, take_chunk
-from kernels.decode_attention.hopper.tree import BARRIER, add_sink, fold, nothing, store_rows, sum_leaf
+from kernels.decode_attention.hopper.tree import BARRIER, add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
 
 
 @gluon.jit
@@ -82,12 +82,14 @@ def attend(
     board,
     board_full,
     board_empty,
+    parked,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     TOKENS: gl.constexpr,
     ROWS: gl.constexpr,
     LEAF: gl.constexpr,
     LEAVES: gl.constexpr,
+    PARKED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
@@ -102,7 +104,8 @@ def attend(
     D: gl.constexpr = q_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
-    KEEPS: gl.constexpr = COLUMNS * D <= 32 * 128
+    # The next pair's queries wait in registers, if that leaves enough of them.
+    AHEAD: gl.constexpr = PARKED < 2
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
@@ -115,10 +118,15 @@ def attend(
     while chunk < num_chunks:
         seq, head, unit, rest, length = own
         start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
-        q = load_queries(q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
+        if AHEAD:
+            q = load_queries(q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
         while rest > 0:
             units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
             held = gl.minimum(rest, units - unit)
+            if not AHEAD:
+                q = load_queries(
+                    q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT
+                )
             BARRIER()
             q_smem.store(q)
             fence_async_shared()
@@ -128,14 +136,14 @@ def attend(
             length_next = gl.load(seqlens_ptr + seq_next)
             start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS)
             row_next = start_next + token_first
-            q = load_queries(q_ptr, strides_q, row_next, head_next, count_next * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
+            if AHEAD:
+                q = load_queries(q_ptr, strides_q, row_next, head_next, count_next * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
             first_position = length - tokens + token_first
             low = lowest_key(first_position, length, WINDOW)
             skipped = low // unit_keys
             begin = gl.maximum(unit, skipped)
             end = unit + held
-            # A third accumulator of many columns would not fit: then even a whole pair goes through memory.
-            whole = (unit <= skipped) & (end == units) & KEEPS
+            whole = (unit <= skipped) & (end == units)
             first = gl.load(bases_ptr + seq) * HEADS + head * units
             rows = count * GROUP
             ok = column < rows
@@ -143,28 +151,41 @@ def attend(
             token_row = (start + token_first).to(gl.int64)
             step = gl.where(whole, LEAVES, leaves_per_unit)
             leaves = gl.minimum(gl.maximum((length + LEAF - 1) // LEAF, 1), end * leaves_per_unit)
-            if KEEPS:
-                peak, total, acc = nothing(D, COLUMNS, LAYOUT)
+            peak, total, acc = nothing(D, COLUMNS, LAYOUT)
+            if PARKED > 0:
+                parked.index(0).store(acc)
             for group in range(begin * leaves_per_unit // step * step, leaves, step):
                 g_peak, g_total, g_acc = nothing(D, COLUMNS, LAYOUT)
+                if PARKED > 1:
+                    parked.index(1).store(g_acc)
                 for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
                     l_peak, l_total, l_acc, tile = sum_leaf(
                         rings, barriers, tile, leaf * LEAF, low, length, first_position, token, scale, cap,
                         LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
                     )  # fmt: skip
-                    g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
-                if KEEPS:  # noqa: SIM102 - known at compile time, the other is not
-                    if whole:
+                    if PARKED > 1:
+                        g_peak, g_total = fold_parked(
+                            g_peak, g_total, parked.index(1), l_peak, l_total, l_acc, LAYOUT
+                        )  # fmt: skip
+                    else:
+                        g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
+                if PARKED > 1:
+                    g_acc = parked.index(1).load(LAYOUT)
+                if whole:
+                    if PARKED > 0:
+                        peak, total = fold_parked(peak, total, parked.index(0), g_peak, g_total, g_acc, LAYOUT)
+                    else:
                         peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
-                if whole == 0:
+                else:
                     number = first + group // leaves_per_unit
                     store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, LAYOUT)
-            if KEEPS:  # noqa: SIM102 - as above
-                if whole:
-                    write_rows(
-                        peak, total, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
-                        GROUP, LAYOUT, HAS_SINKS, WANTS_LSE,
-                    )  # fmt: skip
+            if whole:
+                if PARKED > 0:
+                    acc = parked.index(0).load(LAYOUT)
+                write_rows(
+                    peak, total, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
+                    GROUP, LAYOUT, HAS_SINKS, WANTS_LSE,
+                )  # fmt: skip
             if (whole == 0) & (end > skipped):
                 programs = (first + units - 1) // per - (first + skipped) // per
                 BARRIER()

@@ -7,7 +7,8 @@ which part, and whether a part waits in memory or in registers, cannot change a 
                         folded in fp32, in ascending order, by one formula at every level
 
 Keys are the rows of both products and query heads their columns (K Q' and V' P'): the few heads that share a kv head
-then cost a few columns instead of a padded tile of 64 rows, and three levels of the tree fit in registers.
+then cost a few columns instead of a padded tile of 64 rows, and three levels of the tree fit in registers. Where there
+are more columns, the upper levels' accumulators wait in shared memory between folds.
 
 Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that lies
 within one chunk is finished in registers; otherwise each unit leaves its partial in memory, and the program that
@@ -32,6 +33,8 @@ LOG2_E = 1.4426950408889634
 # gets longer; one program alone is fastest with less than two together.
 RING_BYTES = {1: 96 << 10, 2: 64 << 10}
 MAX_REGISTERS = {1: 248, 2: 128}
+# What one program may take of a multiprocessor's shared memory, less a reserve for barriers.
+SHARED_BYTES = (227 << 10) - 1024
 
 
 @gluon.jit
@@ -86,6 +89,7 @@ def decode_pages(
     LEAF: gl.constexpr,
     LEAVES: gl.constexpr,
     STAGES: gl.constexpr,
+    PARKED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
@@ -105,6 +109,11 @@ def decode_pages(
         wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
         k_wide = gl.allocate_shared_memory(dtype, [TILE, D], wide_layout)
         v_wide = gl.allocate_shared_memory(dtype, [TILE, D], wide_layout)
+    parked = p_smem
+    if PARKED > 0:
+        # Eight columns are what a product's registers hold of a row: so swizzled, a warp's rows lie in different banks.
+        parked_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // COLUMNS, COLUMNS // 8, [1, 0])
+        parked = gl.allocate_shared_memory(gl.float32, [PARKED, D, COLUMNS], parked_layout)
     k_full = make_barriers(STAGES, 1)
     k_empty = make_barriers(STAGES, 1)
     v_full = make_barriers(STAGES, 1)
@@ -130,8 +139,8 @@ def decode_pages(
                 attend,
                 (
                     q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, plan, arrivals_ptr, lengths,
-                    token_first, num_seqs, factors, rings, barriers, board, board_full, board_empty, HEADS, GROUP,
-                    TOKENS, ROWS, LEAF, LEAVES, WINDOW, SOFTCAP, HAS_SINKS, WANTS_LSE,
+                    token_first, num_seqs, factors, rings, barriers, board, board_full, board_empty, parked, HEADS,
+                    GROUP, TOKENS, ROWS, LEAF, LEAVES, PARKED, WINDOW, SOFTCAP, HAS_SINKS, WANTS_LSE,
                 ),
             ),
             (
@@ -152,8 +161,21 @@ def decode_pages(
             ),
         ],
         [1, 1],
-        [40, 40],
+        # Boxes of wider rows take more addresses.
+        [48, 48] if D > 128 else [40, 40],
     )  # fmt: skip
+
+
+def parked_levels(columns: int, dim: int) -> int:
+    """How many upper levels of the tree registers have no room for."""
+    return 0 if columns <= 16 or dim <= 64 else 1 if dim <= 128 else 2
+
+
+def num_stages(ring_bytes: int, columns: int, dim: int, element_size: int) -> int:
+    """Tiles of K and of V on their way at once: a ring's worth, or what the rest leaves of shared memory."""
+    widened = 2 * TILE * dim * 2 if element_size == 1 else 0
+    rest = 4 * parked_levels(columns, dim) * columns * dim + 2 * columns * (dim + TILE) + widened
+    return max(2, min(ring_bytes, SHARED_BYTES - rest) // (2 * TILE * dim * element_size))
 
 
 def launch(
@@ -174,7 +196,7 @@ def launch(
     shape, group, num_seqs = spec.shape, spec.group, seqlens_k.shape[0]
     tokens = min(max_q_tokens, plan.tokens)
     per_multiprocessor = plan.programs_per_multiprocessor(num_seqs)
-    stage_bytes = 2 * TILE * shape.dim * k_pages.element_size()
+    columns = max(16, 1 << (tokens * group - 1).bit_length())
     scales = spec.scales
     by_head = spec.layout is KvLayout.HND
     with torch.cuda.device_of(q):
@@ -213,7 +235,7 @@ def launch(
                 HEADS=shape.heads,
                 GROUP=group,
                 TOKENS=tokens,
-                COLUMNS=max(16, 1 << (tokens * group - 1).bit_length()),
+                COLUMNS=columns,
                 ROWS=plan.rows,
                 D=shape.dim,
                 PAGE=shape.page_tokens,
@@ -221,7 +243,8 @@ def launch(
                 TILE=TILE,
                 LEAF=LEAF,
                 LEAVES=GROUP,
-                STAGES=max(2, RING_BYTES[per_multiprocessor] // stage_bytes),
+                STAGES=num_stages(RING_BYTES[per_multiprocessor], columns, shape.dim, k_pages.element_size()),
+                PARKED=parked_levels(columns, shape.dim),
                 WINDOW=spec.window,
                 SOFTCAP=spec.softcap > 0.0,
                 HAS_SINKS=sinks is not None,

@@ -43,6 +43,14 @@ def nothing(D: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def fold_parked(peak, total, parked, other_peak, other_total, other_acc, LAYOUT: gl.constexpr):
+    """fold where the first state's acc waits in shared memory, and goes back there."""
+    peak, total, acc = fold(peak, total, parked.load(LAYOUT), other_peak, other_total, other_acc, 0)
+    parked.store(acc)
+    return peak, total
+
+
+@gluon.jit
 def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
     """(new peak, weights [TILE, COLUMNS]) of a tile's raw scores; where `masked`, only `visible` ones count."""
     wide = gl.zeros_like(scored)
@@ -61,23 +69,47 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def score(q_smem, k_smem, k_wide, free, LAYOUT: gl.constexpr):
-    """K Q' of a tile, fp32 [TILE, COLUMNS]; gives the slot back. Codes go to k_wide as numbers of q's dtype before.
+def widen(codes, numbers, free, ROWS: gl.constexpr):
+    """Codes as numbers of a wider dtype, ROWS at a time; gives the codes' slot back.
 
     By way of fp32, which costs a few fast instructions where the direct conversion is a single slow one.
     """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    for part in gl.static_range(codes.shape[0] // ROWS):
+        some = codes.slice(part * ROWS, ROWS, 0).load(LAYOUT)
+        if part == codes.shape[0] // ROWS - 1:
+            mbarrier.arrive(free, count=1)
+        numbers.slice(part * ROWS, ROWS, 0).store(some.to(gl.float32).to(numbers.dtype))
+
+
+@gluon.jit
+def clear_rows(values, first, start, stop):
+    """Zeros in the rows of a tile whose keys, counted from `first`, are outside start..stop; a few rows at a time."""
+    ROWS: gl.constexpr = 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    for part in gl.static_range(values.shape[0] // ROWS):
+        lowest = first + part * ROWS
+        # A branch of its own keeps the compiler from loading all parts before it stores the first.
+        if (lowest < start) | (lowest + ROWS > stop):
+            key = lowest + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            some = values.slice(part * ROWS, ROWS, 0)
+            some.store(gl.where(((key >= start) & (key < stop))[:, None], some.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def score(q_smem, k_smem, k_wide, free, LAYOUT: gl.constexpr):
+    """K Q' of a tile, fp32 [TILE, COLUMNS]; gives the slot back. Codes go to k_wide as numbers of q's dtype before."""
     TILE: gl.constexpr = k_smem.shape[0]
     COLUMNS: gl.constexpr = q_smem.shape[0]
+    # Few accumulators leave registers room for a whole tile of codes.
+    WIDENED_ROWS: gl.constexpr = TILE if COLUMNS <= 16 and k_smem.shape[1] <= 128 else 16
     zero = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
     if k_smem.dtype == q_smem.dtype:
         product = warpgroup_mma(k_smem, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(free, count=1)
     else:
-        rows_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        codes = k_smem.load(rows_layout)
-        mbarrier.arrive(free, count=1)
-        k_wide.store(codes.to(gl.float32).to(q_smem.dtype))
+        widen(k_smem, k_wide, free, WIDENED_ROWS)
         fence_async_shared()
         BARRIER()
         product = warpgroup_mma(k_wide, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -89,27 +121,20 @@ def score(q_smem, k_smem, k_wide, free, LAYOUT: gl.constexpr):
 def gather_values(p_smem, v_smem, v_wide, acc, first, start, stop, free):
     """acc + V' P' of a tile whose keys count from `first`. Rows outside start..stop may hold anything, even NaN."""
     TILE: gl.constexpr = v_smem.shape[0]
+    WIDENED_ROWS: gl.constexpr = TILE if p_smem.shape[1] <= 16 and v_smem.shape[1] <= 128 else 16
     partly = (first < start) | (first + TILE > stop)
     if v_smem.dtype == p_smem.dtype:
         if partly:
-            rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-            rows = first + gl.arange(0, TILE, gl.SliceLayout(1, rows_layout))
-            held = ((rows >= start) & (rows < stop))[:, None]
-            v_smem.store(gl.where(held, v_smem.load(rows_layout), 0.0))
+            clear_rows(v_smem, first, start, stop)
         fence_async_shared()
         BARRIER()
         acc = warpgroup_mma(v_smem.permute((1, 0)), p_smem, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free, count=1)
     else:
-        codes_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        codes = v_smem.load(codes_layout)
-        mbarrier.arrive(free, count=1)
-        values = codes.to(gl.float32).to(p_smem.dtype)
+        widen(v_smem, v_wide, free, WIDENED_ROWS)
         if partly:
-            rows = first + gl.arange(0, TILE, gl.SliceLayout(1, codes_layout))
-            values = gl.where(((rows >= start) & (rows < stop))[:, None], values, 0.0)
-        v_wide.store(values)
+            clear_rows(v_wide, first, start, stop)
         fence_async_shared()
         BARRIER()
         acc = warpgroup_mma(v_wide.permute((1, 0)), p_smem, acc, is_async=True)
