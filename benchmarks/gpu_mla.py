@@ -171,7 +171,7 @@ def project(count: int, heads: int) -> list[Measurement]:
 
 
 def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measurement]:
-    """Microseconds' worth of one layer's attention by the rule's path; the peers are both paths."""
+    """Thousands of new tokens per second through one layer's attention by the rule's path; the peers are both paths."""
     pages, tables = paged(sequences, cached + new)
     kv_b = random(heads * (NOPE + VALUE), LATENT) * LATENT**-0.5
     q = random(sequences * new, heads, NOPE + ROPE)
