@@ -17,9 +17,11 @@ from cli.eval_desk import SMALL_BUDGET, Desk, SpecialWorker, fresh_salt
 from cli.eval_result import LEAST_HIT_SHARE, Reply, WayResult
 from cli.eval_sheets import Asked, Sheet
 from cli.supervisor import Child
-from cli.whereabouts import wait_restarted
+from cli.whereabouts import wait_restarted, wait_running
 
 RESTART_WAIT_S = 120.0
+# The elder request goes on for longer than its siblings' answers take; it is cancelled when they are there.
+ELDER_TOKENS = 400
 # The neighbour that takes the pages away decodes so many tokens, and reaches its next page after so many of them: one
 # number for each attempt, as how far the asker has come by then is a matter of timing.
 NEIGHBOUR_TOKENS = 24
@@ -62,18 +64,19 @@ async def device(desk: Desk, result: WayResult) -> list[Reply]:
 
 
 async def sibling(desk: Desk, result: WayResult) -> list[Reply]:
-    """All questions about a register at once: the first one computes it while the others wait for what it publishes."""
+    """All questions about a register at once, while an elder request computes it, and goes on after that."""
     salt = fresh_salt("sibling")
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
-        together = await asyncio.gather(*(desk.ask(worker, sheet, asked, salt) for asked in sheet.asked))
-        elder = max(together, key=lambda reply: reply.answer.usage.computed_tokens)
-        ended_s = elder.sent_s + elder.answer.total_s
-        younger = [reply for reply in together if reply is not elder]
-        in_time = sum(reply.sent_s + reply.answer.first_token_s < ended_s for reply in younger)
-        result.proof["answered while the elder ran"] = result.proof.get("answered while the elder ran", 0) + in_time
-        result.expect(in_time == len(younger), f"{len(younger) - in_time} siblings came after the first one's end")
-        return [elder._replace(reuses=False), *younger]
+        elder = asyncio.create_task(desk.client.generate(worker, sheet.prefix, greedy(ELDER_TOKENS), salt=salt))
+        await wait_running(desk.client, worker)
+        replies = await asyncio.gather(*(desk.ask(worker, sheet, asked, salt) for asked in sheet.asked))
+        result.expect(not elder.done(), "an elder request ended before its siblings were answered")
+        _add(result, "answered while an elder request ran", 0 if elder.done() else len(replies))
+        elder.cancel()
+        await asyncio.gather(elder, return_exceptions=True)
+        await wait_running(desk.client, worker, idle=True)
+        return replies
 
     return await desk.on_both(one_sheet)
 
@@ -107,7 +110,7 @@ async def chunked(desk: Desk, result: WayResult) -> list[Reply]:
         launches = await worker.num_launches() - before
         # Each launch behind the prompt's last one computed one token of the answer.
         chunks = launches - (elder.answer.usage.generated_tokens - 1)
-        result.proof["chunks"] = result.proof.get("chunks", 0) + chunks
+        _add(result, "chunks", chunks)
         least = -(-len(first.prompt) // SMALL_BUDGET)
         result.expect(chunks >= least, f"a prompt of {len(first.prompt)} tokens took {chunks} launches only")
         computed = elder.answer.usage.computed_tokens
@@ -158,6 +161,10 @@ WAYS: dict[str, Way] = {
     "preempted": Way("resumed after a preemption", preempted),
     "restarted": Way("after the worker was killed", restarted),
 }
+
+
+def _add(result: WayResult, what: str, count: int) -> None:
+    result.proof[what] = result.proof.get(what, 0) + count
 
 
 def _has_shared_tier(desk: Desk, result: WayResult) -> bool:
@@ -213,4 +220,4 @@ async def _restart(desk: Desk, victim: Child, result: WayResult) -> None:
         await wait_restarted(desk.client, desk.first, victim, restarts)
     new = (await desk.client.describe(desk.first)).incarnation
     result.expect(new != old, "the worker is still the one that was to be killed")
-    result.proof["restarts"] = result.proof.get("restarts", 0) + 1
+    _add(result, "restarts", 1)

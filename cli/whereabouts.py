@@ -27,6 +27,14 @@ async def wait_restarted(client: StemcacheClient, worker: str, child: Child, res
         await asyncio.sleep(PAUSE_S)
 
 
+async def wait_running(client: StemcacheClient, worker: str, *, idle: bool = False) -> None:
+    """Return once the worker holds pages for a request, or with `idle` for none; for ever if that never comes."""
+    while True:
+        if bool((await client.describe(worker)).num_running) != idle:
+            return
+        await asyncio.sleep(PAUSE_S)
+
+
 async def wait_for_host_tokens(
     client: StemcacheClient, reader: str, prompt: Sequence[int], wanted: int, salt: str = ""
 ) -> int:
