@@ -36,7 +36,8 @@ def _what(report: Mapping[str, Any]) -> str:
     device = f"{report['cpus']} CPU cores" if report["device"] == "cpu" else report["device"]
     return (
         f"{report['questions']} questions over {report['registers']} held-out registers of {min(sizes):,} to "
-        f"{max(sizes):,} tokens, {report['dtype']} on {device}; one run, {report['took_s'] / 60:.0f} minutes:"
+        f"{max(sizes):,} tokens, {report['ways'][0]['prompt']:,} prompt tokens in each row, {report['dtype']} on "
+        f"{device}; one run, {report['took_s'] / 60:.0f} minutes:"
     )
 
 
