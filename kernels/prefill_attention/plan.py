@@ -7,7 +7,7 @@ import torch
 
 from kernels.errors import KernelArgumentError
 from kernels.prefill_attention.hopper import TILE_ROWS, is_hopper, key_block
-from kernels.prefill_attention.work_list import RECORD
+from kernels.prefill_attention.work_list import COUNTERS, RECORD
 
 
 class PrefillPlan:
@@ -34,7 +34,7 @@ class PrefillPlan:
         self._tile_queries = max(TILE_ROWS // (q_heads // kv_heads), 1)
         max_tiles = max_tokens // self._tile_queries + max_seqs if self._is_used() else 0
         self.records = torch.empty(max_tiles, RECORD, dtype=torch.int32, device=self.device)
-        self.count = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.count = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
     def prepare(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
         """Lists the tiles of these lengths, int32 [num_seqs + 1] each; on the device, without waiting for it."""

@@ -41,6 +41,12 @@ def cost_class(cost: int) -> int:
     return cost >> cleared << cleared
 
 
+def runs(records: list[tuple[int, ...]], queries: int, keys: int) -> list[list[int]]:
+    """First place and length of each record's run: its neighbours of one sequence and class."""
+    names = [(seq, cost_class(-(-min(kv - new + first + queries, kv) // keys))) for seq, first, _, new, kv in records]
+    return [[names.index(name), names.count(name)] for name in names]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("queries", [32, 42])
 @pytest.mark.parametrize("case", range(len(CASES) + 2))
@@ -56,7 +62,9 @@ def test_every_tile_is_listed_once_and_the_long_ones_come_first(case: int, queri
     new, total = [n for _, n in lengths], [c + n for c, n in lengths]
     make_work_list(running_sums(new, device), running_sums(total, device), records, count, queries, 128)
     assert count.tolist() == [len(wanted)]
-    assert [tuple(row[:5]) for row in records.tolist()[: len(wanted)]] == wanted
+    listed = records.tolist()[: len(wanted)]
+    assert [tuple(row[:5]) for row in listed] == wanted
+    assert [row[5:7] for row in listed] == runs(wanted, queries, 128)
     assert bool((records[len(wanted) :] == -1).all())
 
 

@@ -27,123 +27,90 @@ from kernels.prefill_attention.hopper.producer.kernel import produce, widen
 LOG2_E = 1.4426950408889634
 
 
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
 @gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])
 def attend_tiles(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, records_ptr, count_ptr,
     scale_log2, cap_log2, num_tokens, stride_tables_seq, stride_out_token, stride_out_head, k_page_rows, v_page_rows,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     HND: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SCALES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr,
+    Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Allocates what producer and consumers share, and starts them."""
     DTYPE: gl.constexpr = q_desc.dtype
+    PAGE_DTYPE: gl.constexpr = k_desc.dtype
     rows: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
     if PACKED:
-        q_in = gl.allocate_shared_memory(DTYPE, [2 * Q_STAGES, 64, D], q_desc.layout)
+        q_in = gl.allocate_shared_memory(DTYPE, [2, 64, D], q_desc.layout)
     else:
-        q_in = gl.allocate_shared_memory(DTYPE, [2 * Q_STAGES, 64 // GROUP, GROUP, D], q_desc.layout)
-    qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2 * Q_STAGES, 64, D], rows)
+        q_in = gl.allocate_shared_memory(DTYPE, [2, 64 // GROUP, GROUP, D], q_desc.layout)
+    qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2, 64, D], rows)
     if DIM < D:
-        k_in = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, 1, D], k_desc.layout)
-        v_in = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, 1, DV], v_desc.layout)
+        k_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, 1, D], k_desc.layout)
+        v_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, 1, D], v_desc.layout)
     else:
-        k_in = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], k_desc.layout)
-        v_in = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DV], v_desc.layout)
+        k_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, D], k_desc.layout)
+        v_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, D], v_desc.layout)
     tiles: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=k_desc.dtype.primitive_bitwidth, rank=2
+        swizzle_byte_width=128, element_bitwidth=PAGE_DTYPE.primitive_bitwidth, rank=2
     )
-    k_tiles = k_in._reinterpret(k_desc.dtype, [STAGES, BN, D], tiles)
-    v_tiles = v_in._reinterpret(v_desc.dtype, [STAGES, BN, DV], tiles)
+    ks = k_in._reinterpret(PAGE_DTYPE, [STAGES, BN, D], tiles)
+    vs = v_in._reinterpret(PAGE_DTYPE, [STAGES, BN, D], tiles)
+    k_codes = ks
+    v_codes = vs
+    board = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # The queries are there when the copy engine says so, and with them the board, by its writer.
+    q_full = make_barriers(1, 2)
+    q_empty = make_barriers(1, 3 if SCALES else 2)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, 2)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, 2)
+    k_in_full = k_full
+    k_in_empty = k_empty
+    v_in_full = v_full
+    v_in_empty = v_empty
     if SCALES:
         ks = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], rows)
-        vs = gl.allocate_shared_memory(DTYPE, [STAGES, BN, DV], rows)
-    else:
-        ks = k_tiles
-        vs = v_tiles
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bars)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    # Spelled out each time: a tuple that passes through a variable loses its compile-time constants.
-    if SCALES:
-        k_code_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        k_code_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        v_code_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        v_code_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(k_code_full.index(i), count=1)
-            mbarrier.init(k_code_empty.index(i), count=1)
-            mbarrier.init(v_code_full.index(i), count=1)
-            mbarrier.init(v_code_empty.index(i), count=1)
-        gl.warp_specialize(
-            [
-                (consume, (
-                    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2,
-                    cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty,
-                    0, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
-                    Q_REGISTERS,
-                )),
-                (consume, (
-                    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2,
-                    cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty,
-                    1, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
-                    Q_REGISTERS,
-                )),
-                (widen, (
-                    records_ptr, count_ptr, k_tiles, v_tiles, k_code_full, k_code_empty, v_code_full, v_code_empty,
-                    ks, vs, k_full, k_empty, v_full, v_empty, HEADS, GROUP, D, DV, WINDOW, BN, STAGES,
-                )),
-                (produce, (
-                    q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
-                    k_page_rows, v_page_rows, q_in, k_in, v_in, q_full, q_empty,
-                    k_code_full, k_code_empty, v_code_full, v_code_empty,
-                    HEADS, GROUP, D, DV, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES, Q_STAGES,
-                )),
-            ],
-            [4, 4, 1],
-            [216, 48, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (
-                    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2,
-                    cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty,
-                    0, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
-                    Q_REGISTERS,
-                )),
-                (consume, (
-                    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2,
-                    cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty,
-                    1, HEADS, GROUP, DIM, D, DV, WINDOW, CAP, BN, STAGES, Q_STAGES, WANTS_LSE, HAS_SINKS, SCALES,
-                    Q_REGISTERS,
-                )),
-                (produce, (
-                    q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
-                    k_page_rows, v_page_rows, q_in, k_in, v_in, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    HEADS, GROUP, D, DV, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES, Q_STAGES,
-                )),
-            ],
-            [4, 1],
-            # Many small pages, or a window's bounds, take more of the producer.
-            [240, 24] if PAGE >= 16 and WINDOW == 0 else [232, 40],
-        )  # fmt: skip
+        vs = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], rows)
+        k_in_full = make_barriers(STAGES, 1)
+        k_in_empty = make_barriers(STAGES, 1)
+        v_in_full = make_barriers(STAGES, 1)
+        v_in_empty = make_barriers(STAGES, 1)
+    # One expression: what passes through a variable loses its compile-time constants.
+    gl.warp_specialize(
+        [
+            (consume, (
+                out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
+                stride_out_token, stride_out_head, qs, ks, vs, board, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                gl.constexpr(role), HEADS, GROUP, DIM, D, WINDOW, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                Q_REGISTERS,
+            ))
+            if role < 2
+            else (widen, (
+                board, q_full, q_empty, k_codes, v_codes, k_in_full, k_in_empty, v_in_full, v_in_empty,
+                ks, vs, k_full, k_empty, v_full, v_empty, GROUP, D, WINDOW, BN, STAGES,
+            ))
+            if role == 2
+            else (produce, (
+                q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
+                k_page_rows, v_page_rows, q_in, k_in, v_in, board, q_full, q_empty,
+                k_in_full, k_in_empty, v_in_full, v_in_empty,
+                HEADS, GROUP, D, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES,
+            ))
+            for role in ((0, 1, 2, 3) if SCALES else (0, 1, 3))
+        ],
+        [4, 4, 1] if SCALES else [4, 1],
+        [208, 48, 40] if SCALES else [224, 56] if PAGE < 16 else [232, 40] if DIM < D or D > 128 else [240, 32],
+    )  # fmt: skip
 
 
 def launch(
@@ -188,7 +155,6 @@ def launch(
             GROUP=group,
             DIM=shape.dim,
             D=padded_dim(shape.dim),
-            DV=padded_dim(shape.dim),
             PAGE=shape.page_tokens,
             HND=spec.layout is KvLayout.HND,
             PACKED=q.dim() == 4,
@@ -196,7 +162,6 @@ def launch(
             CAP=spec.softcap > 0.0,
             BN=block,
             STAGES=num_stages(spec),
-            Q_STAGES=1,
             Q_REGISTERS=holds_queries(spec),
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,

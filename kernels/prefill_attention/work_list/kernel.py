@@ -5,7 +5,8 @@ class sequence after sequence, so that tiles which read the same keys run at the
 not sorted: within a sequence a later tile costs at least as much, so how many tiles of a sequence come before a given
 one has a closed form.
 
-    record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence, 0, 0, 0
+    record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence,
+                        first place and length of the run of tiles that are of its class and sequence, 0
 """
 
 import torch
@@ -13,8 +14,9 @@ import triton
 import triton.language as tl
 
 SPLITS = 4
-# Cost classes for each doubling of a tile's cost, a power of two.
-CLASSES = 16
+# Cost classes for each doubling of a tile's cost, a power of two. Programs draw tiles one by one, so the order within a
+# class need not even out their work.
+CLASSES = 1
 
 
 @triton.jit
@@ -73,7 +75,10 @@ def list_tiles(
         cost = (tl.minimum(kv_len, cached + (tile + 1) * QUERIES) + KEYS - 1) // KEYS
         least, largest = _cost_class(cost, CLASSES)
         # Of the own sequence: the later tiles of the class come first.
-        place = _tiles_up_to(largest * KEYS, cached, kv_len, num_tiles, QUERIES) - 1 - tile
+        behind = _tiles_up_to(largest * KEYS, cached, kv_len, num_tiles, QUERIES)
+        run = behind - _tiles_up_to((least - 1) * KEYS, cached, kv_len, num_tiles, QUERIES)
+        within = behind - 1 - tile
+        place = within
         for first in range(0, num_seqs, SEQS):
             seq = first + tl.arange(0, SEQS)
             _, _, other_kv, other_cached, others = _lengths(cu_q_ptr, cu_k_ptr, seq, num_seqs, QUERIES)
@@ -89,6 +94,8 @@ def list_tiles(
         tl.store(record + 2, start + tl.zeros([TILES], tl.int32), mask=ok)
         tl.store(record + 3, q_len + tl.zeros([TILES], tl.int32), mask=ok)
         tl.store(record + 4, kv_len + tl.zeros([TILES], tl.int32), mask=ok)
+        tl.store(record + 5, place - within, mask=ok)
+        tl.store(record + 6, run, mask=ok)
 
 
 def make_work_list(
@@ -99,7 +106,10 @@ def make_work_list(
     tile_queries: int,
     tile_keys: int,
 ) -> None:
-    """Fills records int32 [max_tiles, RECORD] and count int32 [1]; reads the lengths on the device only."""
+    """Fills records int32 [max_tiles, RECORD] and the first of count int32 [COUNTERS].
+
+    Reads the lengths on the device only.
+    """
     num_seqs = cu_seqlens_q.shape[0] - 1
     with torch.cuda.device_of(records):
         list_tiles[(max(num_seqs, 1), SPLITS)](

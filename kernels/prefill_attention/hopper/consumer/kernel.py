@@ -1,7 +1,7 @@
 """A consumer warpgroup: 64 rows of a tile, its products on the tensor cores, softmax, and the store.
 
 Knows no page: key tiles arrive in shared memory, values with garbage where no key is. QK of a tile is issued before PV
-of the one before it, so that the tensor cores work while softmax does. D and DV are the widths of keys and values.
+of the one before it, so that the tensor cores work while softmax does.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.prefill_attention.hopper.turns.kernel import key_tiles, record, rounds
+from kernels.prefill_attention.hopper.turns.kernel import key_tiles, read_board
 
 # Renamed between Triton 3.6 and 3.7.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -56,29 +56,34 @@ def _capped(scores, cap_log2, CAP: gl.constexpr):
 
 
 @gluon.jit
-def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.constexpr):
+def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.constexpr, D: gl.constexpr):
     """Zeros in rows that hold no key of the sequence: their weight is 0, and 0 * NaN would not be.
 
     Only a sequence's last tile has such rows, and the first one of a window. Both consumers clear them, each before its
     own product; they write the same numbers.
     """
     if ((tile + 1) * BN > kv_len) | (tile * BN < lowest):
-        CL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        key = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, CL))
-        ok = (key >= lowest) & (key < kv_len)
+        # A few rows at a time, in branches that keep the compiler from loading them all: they would fill the registers.
+        ROWS: gl.constexpr = 8 if D > 128 else 16
+        CL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         mbarrier.wait(full, phase)
-        values.store(gl.where(ok[:, None], values.load(CL), 0.0))
+        for part in gl.static_range(BN // ROWS):
+            first = tile * BN + part * ROWS
+            if (first + ROWS > kv_len) | (first < lowest):
+                key = first + gl.arange(0, ROWS, gl.SliceLayout(1, CL))
+                some = values.slice(part * ROWS, ROWS, 0)
+                some.store(gl.where(((key >= lowest) & (key < kv_len))[:, None], some.load(CL), 0.0))
         fence_async_shared()
         _barrier()
 
 
 @gluon.jit
 def consume(
-    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, records_ptr, count_ptr, scale_log2, cap_log2, num_tokens,
-    stride_out_token, stride_out_head, qs, ks, vs,
+    out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
+    stride_out_token, stride_out_head, qs, ks, vs, board,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    PART: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr,
+    WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Half of a tile's rows: 64 of them in one warpgroup."""
@@ -88,7 +93,7 @@ def consume(
     LN_2: gl.constexpr = 0.6931471805599453
     DTYPE: gl.constexpr = qs.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OL, k_width=2)
     QL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SL, k_width=2)
     RS: gl.constexpr = gl.SliceLayout(1, SL)
@@ -101,12 +106,11 @@ def consume(
             cap_log2 = cap_log2 * gl.load(k_scales_ptr)
         else:
             scale_log2 = scale_log2 * gl.load(k_scales_ptr)
-    turns, total = rounds(count_ptr, HEADS)
     step = 0
-    head, _seq, first, token, q_len, kv_len = record(records_ptr, 0, total, HEADS)
-    for turn in range(turns):
-        # The next tile's lengths are on their way while this one runs.
-        nhead, _nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, turn + 1, total, HEADS)
+    turn = 0
+    mbarrier.wait(q_full.index(0), 0)
+    head, first, token, q_len, kv_len = read_board(board)
+    while head >= 0:
         cached = kv_len - q_len
         lowest, start, stop = key_tiles(first, q_len, kv_len, QUERIES, WINDOW, BN)
         nfull = (cached + first + 1) // BN
@@ -115,12 +119,12 @@ def consume(
         peak = gl.full([ROWS], -1.0e20, gl.float32, RS)
         base = gl.zeros([ROWS], gl.float32, RS)
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
-        acc = gl.zeros([ROWS, DV], gl.float32, OL)
-        stage = turn % Q_STAGES
-        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
-        q = qs.index(stage * 2 + PART).load(QL) if Q_REGISTERS else qs.index(stage * 2 + PART)
+        acc = gl.zeros([ROWS, D], gl.float32, OL)
+        q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
         if Q_REGISTERS:
-            mbarrier.arrive(q_empty.index(stage), count=1)
+            # One thread arrives for all: not before the others have read queries and board.
+            _barrier()
+            mbarrier.arrive(q_empty.index(0), count=1)
         # The first key tile: there is no earlier one whose values could be added meanwhile.
         slot = step % STAGES
         mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
@@ -132,7 +136,7 @@ def consume(
         sums = gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(DTYPE), PL)
         if WINDOW > 0:
-            _clear_hidden_values(vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN)
+            _clear_hidden_values(vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN, D)
         for tile in range(start + 1, stop):
             before = step % STAGES
             before_phase = (step // STAGES) & 1
@@ -152,11 +156,11 @@ def consume(
             acc = acc * gl.convert_layout(decay, RO)[:, None]
             p = gl.convert_layout(weights.to(DTYPE), PL)
         if not Q_REGISTERS:
-            mbarrier.arrive(q_empty.index(stage), count=1)
+            mbarrier.arrive(q_empty.index(0), count=1)
         before = step % STAGES
         phase = (step // STAGES) & 1
         mbarrier.wait(v_full.index(before), phase)
-        _clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, lowest, kv_len, BN)
+        _clear_hidden_values(vs.index(before), v_full.index(before), phase, stop - 1, lowest, kv_len, BN, D)
         acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -178,11 +182,13 @@ def consume(
         query = first + row // GROUP
         live = (row < QUERIES * GROUP) & (query < q_len)
         at = (token + query).to(gl.int64) * stride_out_token + (head * GROUP + row % GROUP) * stride_out_head
-        d = gl.arange(0, DV, gl.SliceLayout(0, OL))
+        d = gl.arange(0, D, gl.SliceLayout(0, OL))
         gl.store(out_ptr + at[:, None] + d[None, :], acc.to(DTYPE), mask=live[:, None] & (d < DIM)[None, :])
         if WANTS_LSE:
             query_s = first + row_s // GROUP
             live_s = (row_s < QUERIES * GROUP) & (query_s < q_len)
             at_s = (head * GROUP + row_s % GROUP).to(gl.int64) * num_tokens + token + query_s
             gl.store(lse_ptr + at_s, (base + gl.log2(sums)) * LN_2, mask=live_s)
-        head, first, token, q_len, kv_len = nhead, nfirst, ntoken, nq_len, nkv_len
+        turn += 1
+        mbarrier.wait(q_full.index(0), turn & 1)
+        head, first, token, q_len, kv_len = read_board(board)

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.prefill_attention.hopper.turns.kernel import key_tiles, record, rounds
+from kernels.prefill_attention.hopper.turns.kernel import draw, key_tiles, leave, read_board, record, write_board
 
 # Renamed between Triton 3.6 and 3.7.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -36,38 +36,43 @@ def _copy_tile(
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens, k_page_rows, v_page_rows,
-    qs, ks, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
+    qs, ks, vs, board, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     PACKED: gl.constexpr, PADDED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Streams Q, K and V of all tiles of this program, as far ahead as the stages allow."""
     SIZE: gl.constexpr = ks.dtype.primitive_bitwidth // 8
     if not PACKED:
         gl.static_assert(64 % GROUP == 0)
-    turns, total = rounds(count_ptr, HEADS)
+    total = gl.load(count_ptr) * HEADS
     step = 0
-    for turn in range(turns):
-        head, seq, first, token, q_len, kv_len = record(records_ptr, turn, total, HEADS)
+    turn = 0
+    place = gl.program_id(0)
+    head, seq, first, token, q_len, kv_len = record(records_ptr, place, total, HEADS)
+    while place < total:
         lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
-        stage = turn % Q_STAGES
-        mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(stage), 128 * D * 2)
+        mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
+        write_board(board, head, first, token, q_len, kv_len)
+        mbarrier.arrive(q_full.index(0), count=1)
+        mbarrier.expect(q_full.index(0), 128 * D * 2)
         for part in gl.static_range(2):
-            target = qs.index(stage * 2 + part)
+            target = qs.index(part)
             if PACKED:
                 row = (head * num_tokens + token + first) * GROUP + part * 64
-                tma.async_copy_global_to_shared(q_desc, [row, 0], q_full.index(stage), target)
+                tma.async_copy_global_to_shared(q_desc, [row, 0], q_full.index(0), target)
             else:
                 where = [token + first + part * (64 // GROUP), head * GROUP, 0]
-                tma.async_copy_global_to_shared(q_desc, where, q_full.index(stage), target)
+                tma.async_copy_global_to_shared(q_desc, where, q_full.index(0), target)
+        # The next tile's record is on its way while this one's keys are.
+        place = draw(count_ptr)
+        nhead, nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, place, total, HEADS)
         table_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         low = lowest // PAGE
         high = (kv_len - 1) // PAGE
         row = head * PAGE if HND else 0
         # With zeros behind the head dim a head is an axis of its own, else a range of columns.
         k_column = 0 if HND else head if PADDED else head * D
-        v_column = 0 if HND else head if PADDED else head * DV
+        v_column = 0 if HND else head if PADDED else head * D
         for tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
@@ -77,9 +82,15 @@ def produce(
             )  # fmt: skip
             _copy_tile(
                 v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, v_column,
-                PAGE, BN, BN * DV * SIZE, PADDED,
+                PAGE, BN, BN * D * SIZE, PADDED,
             )  # fmt: skip
             step += 1
+        turn += 1
+        head, seq, first, token, q_len, kv_len = nhead, nseq, nfirst, ntoken, nq_len, nkv_len
+    mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
+    write_board(board, head * 0 - 1, first, token, q_len, kv_len)
+    mbarrier.arrive(q_full.index(0), count=2)
+    leave(count_ptr)
 
 
 @gluon.jit
@@ -102,20 +113,28 @@ def _widen_tile(
 
 @gluon.jit
 def widen(
-    records_ptr, count_ptr, k_codes, v_codes, k_code_full, k_code_empty, v_code_full, v_code_empty,
+    board, q_full, q_empty, k_codes, v_codes, k_code_full, k_code_empty, v_code_full, v_code_empty,
     ks, vs, k_full, k_empty, v_full, v_empty,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Codes of all key tiles of this program, stage by stage."""
-    turns, total = rounds(count_ptr, HEADS)
     step = 0
-    for turn in range(turns):
-        _head, _seq, first, _token, q_len, kv_len = record(records_ptr, turn, total, HEADS)
+    turn = 0
+    mbarrier.wait(q_full.index(0), 0)
+    head, first, _token, q_len, kv_len = read_board(board)
+    _barrier()
+    mbarrier.arrive(q_empty.index(0), count=1)
+    while head >= 0:
         _lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
         for _tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
             _widen_tile(k_codes, k_code_full, k_code_empty, ks, k_full, k_empty, slot, phase, BN, D)
-            _widen_tile(v_codes, v_code_full, v_code_empty, vs, v_full, v_empty, slot, phase, BN, DV)
+            _widen_tile(v_codes, v_code_full, v_code_empty, vs, v_full, v_empty, slot, phase, BN, D)
             step += 1
+        turn += 1
+        mbarrier.wait(q_full.index(0), turn & 1)
+        head, first, _token, q_len, kv_len = read_board(board)
+        _barrier()
+        mbarrier.arrive(q_empty.index(0), count=1)

@@ -1,6 +1,9 @@
 """The turns of a persistent program: which tile of the work list comes next, and the key tiles that it needs.
 
-Knows no page and no query; producer and consumers ask here alike, so nobody has to tell the others.
+Knows no page and no query. Whoever is done draws the next tile from a counter; the producer draws, a turn ahead, and
+writes the tile's record on a board in shared memory, where the others read it. A negative head says that none is left.
+
+    count    tiles of the list without heads, tiles drawn beyond each program's first one, programs that are done
 """
 
 from triton.experimental import gluon
@@ -8,28 +11,56 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def rounds(count_ptr, HEADS: gl.constexpr):
-    """How many tiles this program computes: programs take turns, every other turn in reverse order."""
-    total = gl.load(count_ptr) * HEADS
-    programs = gl.num_programs(0)
-    turns = total // programs
-    return turns + (_place(turns) < total).to(gl.int32), total
+def record(records_ptr, place, total, HEADS: gl.constexpr):
+    """(kv head, seq, first query, first token, queries of the sequence, keys of the sequence) of the tile at a place.
+
+    A run of records, tiles of one sequence and of much the same cost, comes head by head: what runs at the same time
+    then reads the same keys. Behind the last place it is some tile that exists, so that loading ahead is safe.
+    """
+    place = gl.maximum(gl.minimum(place, total - 1), 0)
+    near = place // HEADS
+    start = gl.maximum(gl.minimum(gl.load(records_ptr + near * 8 + 5), near), 0)
+    run = gl.maximum(gl.minimum(gl.load(records_ptr + near * 8 + 6), total // HEADS - start), 1)
+    within = place - start * HEADS
+    at = records_ptr + (start + within % run) * 8
+    return within // run, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
 
 
 @gluon.jit
-def _place(turn):
-    """The tile that this program computes in a turn. Reversing evens out lists that are sorted by length."""
-    programs = gl.num_programs(0)
-    pid = gl.program_id(0)
-    return turn * programs + gl.where((turn & 1) == 1, programs - 1 - pid, pid)
+def draw(count_ptr):
+    """A place of the list that nobody else computes."""
+    return gl.atomic_add(count_ptr + 1, 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
 
 
 @gluon.jit
-def record(records_ptr, turn, total, HEADS: gl.constexpr):
-    """(kv head, seq, first query, first token, queries of the sequence, keys of the sequence) of a turn's tile."""
-    place = gl.maximum(gl.minimum(_place(turn), total - 1), 0)
-    at = records_ptr + (place // HEADS) * 8
-    return place % HEADS, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+def leave(count_ptr):
+    """Counts this program as done; the last one makes the counters ready for the next launch."""
+    done = gl.atomic_add(count_ptr + 2, 1, sem="acq_rel", scope="gpu")
+    if done == gl.num_programs(0) - 1:
+        gl.store(count_ptr + 1, 0)
+        gl.store(count_ptr + 2, 0)
+
+
+@gluon.jit
+def write_board(board, head, first, token, q_len, kv_len):
+    """From one warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, LAYOUT)
+    board.index(0).store(zero + head)
+    board.index(1).store(zero + first)
+    board.index(2).store(zero + token)
+    board.index(3).store(zero + q_len)
+    board.index(4).store(zero + kv_len)
+
+
+@gluon.jit
+def read_board(board):
+    """(kv head, first query, first token, queries of the sequence, keys of the sequence), in four warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    head = gl.max(board.index(0).load(LAYOUT), 0)
+    first = gl.max(board.index(1).load(LAYOUT), 0)
+    token = gl.max(board.index(2).load(LAYOUT), 0)
+    return head, first, token, gl.max(board.index(3).load(LAYOUT), 0), gl.max(board.index(4).load(LAYOUT), 0)
 
 
 @gluon.jit
