@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.decode_attention.hopper.tree import BARRIER
+
 
 @gluon.jit
 def read_chunk(chunks_ptr, chunk):
@@ -63,5 +65,7 @@ def take_chunk(board, board_full, board_empty, turn, WARPS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(board_full.index(turn % 2), (turn // 2) & 1)
     taken = gl.max(board.index(turn % 2).load(LAYOUT), 0)
+    if WARPS > 1:
+        BARRIER()  # one thread arrives for all
     mbarrier.arrive(board_empty.index(turn % 2), count=1)
     return taken

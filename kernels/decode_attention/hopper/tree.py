@@ -78,6 +78,8 @@ def widen(codes, numbers, free, ROWS: gl.constexpr):
     for part in gl.static_range(codes.shape[0] // ROWS):
         some = codes.slice(part * ROWS, ROWS, 0).load(LAYOUT)
         if part == codes.shape[0] // ROWS - 1:
+            # One thread arrives for all: not before the others have read.
+            BARRIER()
             mbarrier.arrive(free, count=1)
         numbers.slice(part * ROWS, ROWS, 0).store(some.to(gl.float32).to(numbers.dtype))
 
