@@ -10,7 +10,7 @@ import triton.language as tl
 
 BLOCK_H = 1
 BLOCK_T = 8
-NUM_WARPS = 2
+NUM_WARPS = 4
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -40,27 +40,27 @@ def merge_rows(
     d = tl.arange(0, BLOCK_D)[None, :]
     row_ok = (head < HEADS) & (token < num_tokens)
     ok = row_ok[:, None] & (d < D)
-    lse_a = tl.load(lse_a_ptr + head * num_tokens + token, mask=row_ok, other=float("-inf"))
-    lse_b = tl.load(lse_b_ptr + head * num_tokens + token, mask=row_ok, other=float("-inf"))
-    a_at = (token * stride_a_token + head * stride_a_head)[:, None] + d
-    b_at = (token * stride_b_token + head * stride_b_head)[:, None] + d
-    a = tl.load(a_ptr + a_at, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + b_at, mask=ok, other=0.0).to(tl.float32)
+    lse_at = head * num_tokens + token
+    lse_a = tl.load(lse_a_ptr + lse_at, mask=row_ok, other=float("-inf"))
+    lse_b = tl.load(lse_b_ptr + lse_at, mask=row_ok, other=float("-inf"))
+    a = tl.load(a_ptr + (token * stride_a_token + head * stride_a_head)[:, None] + d, mask=ok, other=0.0)
+    b = tl.load(b_ptr + (token * stride_b_token + head * stride_b_head)[:, None] + d, mask=ok, other=0.0)
     empty_a = (lse_a == float("inf")) | (lse_a == float("-inf"))
     empty_b = (lse_b == float("inf")) | (lse_b == float("-inf"))
-    safe_a = tl.where(empty_a, 0.0, lse_a)
-    safe_b = tl.where(empty_b, 0.0, lse_b)
-    peak = tl.maximum(safe_a, safe_b)
-    weight_a = tl.exp(safe_a - peak)
-    weight_b = tl.exp(safe_b - peak)
+    peak = tl.maximum(tl.where(empty_a, float("-inf"), lse_a), tl.where(empty_b, float("-inf"), lse_b))
+    base = tl.where(empty_a & empty_b, 0.0, peak)
+    weight_a = tl.where(empty_a, 0.0, tl.exp(lse_a - base))
+    weight_b = tl.where(empty_b, 0.0, tl.exp(lse_b - base))
     total = weight_a + weight_b
-    merged = tl.div_rn(a * weight_a[:, None] + b * weight_b[:, None], total[:, None])
-    merged = tl.where(empty_b[:, None], a, tl.where(empty_a[:, None], b, merged))
-    merged = tl.where((empty_a & empty_b)[:, None], 0.0, merged)
+    # Divided once a row, not once an element: a side alone has a share of exactly 1.
+    share = 1.0 / tl.where(empty_a & empty_b, 1.0, total)
+    a = tl.where(empty_a[:, None], 0.0, a).to(tl.float32)
+    b = tl.where(empty_b[:, None], 0.0, b).to(tl.float32)
+    merged = a * (weight_a * share)[:, None] + b * (weight_b * share)[:, None]
     lse = tl.where(empty_b, lse_a, tl.where(empty_a, lse_b, peak + tl.log(total)))
     lse = tl.where(empty_a & empty_b, float("-inf"), lse)
     tl.store(out_ptr + ((token * HEADS + head) * D)[:, None] + d, merged.to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(lse_ptr + head * num_tokens + token, lse, mask=row_ok)
+    tl.store(lse_ptr + lse_at, lse, mask=row_ok)
 
 
 def launch(
