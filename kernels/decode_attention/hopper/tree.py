@@ -69,18 +69,14 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def widen(codes, numbers, free, ROWS: gl.constexpr):
-    """Codes as numbers of a wider dtype, ROWS at a time; gives the codes' slot back.
+def widen(codes, numbers, ROWS: gl.constexpr):
+    """Codes as numbers of a wider dtype, ROWS at a time.
 
     By way of fp32, which costs a few fast instructions where the direct conversion is a single slow one.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     for part in gl.static_range(codes.shape[0] // ROWS):
         some = codes.slice(part * ROWS, ROWS, 0).load(LAYOUT)
-        if part == codes.shape[0] // ROWS - 1:
-            # One thread arrives for all: not before the others have read.
-            BARRIER()
-            mbarrier.arrive(free, count=1)
         numbers.slice(part * ROWS, ROWS, 0).store(some.to(gl.float32).to(numbers.dtype))
 
 
@@ -111,9 +107,11 @@ def score(q_smem, k_smem, k_wide, free, LAYOUT: gl.constexpr):
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(free, count=1)
     else:
-        widen(k_smem, k_wide, free, WIDENED_ROWS)
+        widen(k_smem, k_wide, WIDENED_ROWS)
         fence_async_shared()
         BARRIER()
+        # Not before what was read is stored again: loads may queue where barriers and the copy engine overtake them.
+        mbarrier.arrive(free, count=1)
         product = warpgroup_mma(k_wide, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
     return product
@@ -134,11 +132,12 @@ def gather_values(p_smem, v_smem, v_wide, acc, first, start, stop, free):
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free, count=1)
     else:
-        widen(v_smem, v_wide, free, WIDENED_ROWS)
+        widen(v_smem, v_wide, WIDENED_ROWS)
         if partly:
             clear_rows(v_wide, first, start, stop)
         fence_async_shared()
         BARRIER()
+        mbarrier.arrive(free, count=1)
         acc = warpgroup_mma(v_wide.permute((1, 0)), p_smem, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc

@@ -121,16 +121,16 @@ def consume(
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
         acc = gl.zeros([ROWS, D], gl.float32, OL)
         q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
-        if Q_REGISTERS:
-            # One thread arrives for all: not before the others have read queries and board.
-            _barrier()
-            mbarrier.arrive(q_empty.index(0), count=1)
         # The first key tile: there is no earlier one whose values could be added meanwhile.
         slot = step % STAGES
         mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
         scores = warpgroup_mma(q, ks.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(slot), count=1)
+        if Q_REGISTERS:
+            # Only a product that took the queries proves that they have come out of shared memory: loads may queue
+            # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
+            mbarrier.arrive(q_empty.index(0), count=1)
         scores = _visible(_capped(scores, cap_log2, CAP), start, position, nfull, last_low, WINDOW, BN, SL)
         peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
         sums = gl.sum(weights, 1)
