@@ -21,12 +21,14 @@ LENGTHS = [(300, 5), (0, 40), (133, 1), (64, 64)]
 FIXED = [MlaPath.ABSORBED, MlaPath.MATERIALISED]
 
 
-def make(lengths: list[tuple[int, int]], target: Target, dtype: torch.dtype = torch.bfloat16) -> LatentCase:
-    return make_latents(lengths, HEADS, device=target.device, dtype=dtype)
+def make(
+    lengths: list[tuple[int, int]], target: Target, dtype: torch.dtype = torch.bfloat16, heads: int = HEADS
+) -> LatentCase:
+    return make_latents(lengths, heads, device=target.device, dtype=dtype)
 
 
 def run(case: LatentCase, target: Target, path: MlaPath, chunk_tokens: int = 32768) -> torch.Tensor:
-    plan = plan_extend(case.block_tables, case.new, case.cached, HEADS, path=path, chunk_tokens=chunk_tokens)
+    plan = plan_extend(case.block_tables, case.new, case.cached, case.heads, path=path, chunk_tokens=chunk_tokens)
     # The tiled product keeps a row's bits on any card.
     return mla_extend(case.q, case.pages, case.kv_b, plan, route=Route.TILED, backend=target.backend)
 
@@ -65,14 +67,19 @@ def test_cuts_mates_and_pages_change_no_bit(target: Target, path: MlaPath) -> No
             assert_same_bits(part, whole[first - cached : stop - cached])
 
 
-def test_decode_has_the_bits_of_an_absorbed_extend(target: Target) -> None:
+@pytest.mark.parametrize("heads", [HEADS] if INTERPRETING else [HEADS, 32])
+def test_decode_has_the_bits_of_an_absorbed_extend(target: Target, heads: int) -> None:
+    """But where few heads have a kernel of their own, which gives the same number with other last bits."""
     if target.backend is Backend.REFERENCE:
         pytest.skip("a CPU product's last bits depend on its shape")
-    case = make([(70, 3), (9, 2)], target)
+    case = make([(70, 3), (9, 2)], target, heads=heads)
     wanted = run(case, target, MlaPath.ABSORBED)
     last = torch.tensor([2, 4], device=target.device)
     got = mla_absorbed(case.q[last], case.pages, case.kv_b, case.block_tables, case.seqlens_k, backend=target.backend)
-    assert_same_bits(got, wanted[last])
+    if target.device == "cuda" and heads <= 16:
+        assert_output(got, wanted[last])
+    else:
+        assert_same_bits(got, wanted[last])
 
 
 def test_the_rule_never_costs_much_where_it_was_measured() -> None:
