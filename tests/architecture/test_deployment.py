@@ -28,6 +28,14 @@ def test_the_cache_image_holds_the_cache_service_only() -> None:
     assert not any("[worker]" in line for line in lines)
 
 
+def test_the_worker_image_holds_the_model_that_the_compose_file_names() -> None:
+    dockerfile = (ROOT / "Dockerfile.worker").read_text()
+    assert "COPY register_qa register_qa" in dockerfile
+    assert "!register_qa" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert "/models/boxed" in dockerfile
+    assert "STEMCACHE_WORKER_MODEL: ${STEMCACHE_MODEL:-/models/boxed}" in (ROOT / "docker-compose.yml").read_text()
+
+
 @pytest.mark.parametrize("name", ["Dockerfile.cache", "Dockerfile.worker"])
 def test_images_run_as_an_ordinary_user(name: str) -> None:
     users = [line.split()[1] for line in (ROOT / name).read_text().splitlines() if line.startswith("USER ")]
