@@ -47,7 +47,7 @@ Text, questions and tokenizer come from `register_qa`, seeded; nothing else was 
 ```
 
 in {steps} steps, {seconds} seconds on one {device}. Another device or another version of torch
-rounds otherwise and gives other weights.
+rounds otherwise and gives other weights, and a run with `--seconds` stops when that time is out, wherever it is.
 
 ## What it can and cannot do
 

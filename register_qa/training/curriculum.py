@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 CURRICULA: dict[str, tuple[Stage, ...]] = {
     # From nothing to registers of 3,500 tokens.
     "full": (
-        Stage(160, 96, recited=0.5, pass_mark=0.7, guidance=0.5),
+        Stage(160, 96, recited=0.5, pass_mark=0.85, guidance=0.5),
         Stage(320, 64, recited=0.5, pass_mark=0.85, guidance=0.5),
         Stage(640, 40, recited=0.3, pass_mark=0.85, guidance=0.5),
         Stage(1280, 24, recited=0.2, pass_mark=0.85, guidance=0.3),

@@ -183,16 +183,17 @@ def _subjects_of_lines(register: Register) -> Subjects:
 
 def _pairs(register: Register, rng: random.Random, count: int, recited: float) -> Iterator[Pair]:
     """Questions and answers, and among them lines of the register: a line's subject asks for the rest of it."""
-    values: dict[tuple[str, Span], list[Span]] = {}
-    for fact, place in register.places.items():
-        values.setdefault((fact.subject, place.line), []).append(place.value)
-    lines = rng.sample(list(values), len(values))
+    # A holding's line is there once for each of its facts: what tells more is recited more often.
+    lines = rng.sample([(fact.subject, place.line) for fact, place in register.places.items()], len(register.places))
+    values: dict[Span, list[Span]] = {}
+    for place in register.places.values():
+        values.setdefault(place.line, []).append(place.value)
     for question in _questions(register, rng, count):
         if lines and rng.random() < recited:
             subject, line = lines.pop()
             start, _, rest = register.text[line.start : line.end].partition(subject)
             skipped = line.start + len(start + subject)
-            copied = [Copied(value.start - skipped, value) for value in values[subject, line]]
+            copied = [Copied(value.start - skipped, value) for value in values[line]]
             yield Pair(start + subject, [(len(start + subject), subject)], rest, [(0, subject)], copied)
         else:
             yield _pair_of(question)
