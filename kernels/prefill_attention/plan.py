@@ -11,7 +11,10 @@ from kernels.prefill_attention.work_list import COUNTERS, RECORD
 
 
 class PrefillPlan:
-    """The work list of a step of at most max_seqs sequences and max_tokens queries; empty where nothing needs one."""
+    """The work list of a step of at most max_seqs sequences and max_tokens queries; empty where nothing needs one.
+
+    The programs of a launch draw from its counters and leave them at zero: one launch at a time may use a plan.
+    """
 
     def __init__(
         self,
