@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cli.eval_plot import eval_plot
+from cli.evaluation.plot import eval_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks/results/eval-cpu.json"

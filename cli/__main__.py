@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cli import ask, doctor, eval_command, inspect, replay, serve
+from cli import ask, doctor, inspect, replay, serve
 from cli.app import app
+from cli.evaluation import command as evaluation
 
-__all__ = ["ask", "doctor", "eval_command", "inspect", "main", "replay", "serve"]
+__all__ = ["ask", "doctor", "evaluation", "inspect", "main", "replay", "serve"]
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.eval_report import PLOT, README, REPORT, inserted, readme_block
-from cli.eval_plot import eval_plot
-from cli.eval_ways import WAYS
+from cli.evaluation.plot import eval_plot
+from cli.evaluation.ways import WAYS
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 
 from cli.client import Answer
-from cli.eval_desk import Desk
-from cli.eval_plot import eval_plot
-from cli.eval_result import Marks, Reply, WayResult
-from cli.eval_sheets import Asked, Sheet, SheetPlan
-from cli.eval_table import eval_table
-from cli.eval_ways import WAYS, Way
-from cli.evaluation import LeastAccuracy, expect_accuracy, play_ways
+from cli.evaluation.desk import Desk
+from cli.evaluation.plot import eval_plot
+from cli.evaluation.result import Marks, Reply, WayResult
+from cli.evaluation.run import LeastAccuracy, expect_accuracy, play_ways
+from cli.evaluation.sheets import Asked, Sheet, SheetPlan
+from cli.evaluation.table import eval_table
+from cli.evaluation.ways import WAYS, Way
 from cli.output import Output
 from protos.v1.worker_pb2 import Usage
 from register_qa import Kind, Split, draw_questions, draw_register

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cli.eval_plot import eval_plot
-from cli.eval_result import LEAST_HIT_SHARE
-from cli.eval_ways import SMALL_BUDGET, WAYS
+from cli.evaluation.plot import eval_plot
+from cli.evaluation.result import LEAST_HIT_SHARE
+from cli.evaluation.ways import SMALL_BUDGET, WAYS
 from cli.redis_server import find_redis_binary
 from tests.cli.command import Running, one_object
 

@@ -1,6 +1,6 @@
 """`stemcache eval`: its options, and where its table, its JSON and its plot go.
 
-Knows no way of reuse; evaluation.py plays them.
+Knows no way of reuse; run.py plays them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import typer
 
 from cli.app import JsonOption, app, check_choice, fail, run
 from cli.cluster import CannotStart, ClusterOptions
-from cli.eval_plot import eval_plot
-from cli.eval_sheets import SheetPlan
-from cli.eval_table import eval_table
-from cli.eval_ways import WAYS
-from cli.evaluation import Evaluation, LeastAccuracy, as_json, evaluate
+from cli.evaluation.plot import eval_plot
+from cli.evaluation.run import Evaluation, LeastAccuracy, as_json, evaluate
+from cli.evaluation.sheets import SheetPlan
+from cli.evaluation.table import eval_table
+from cli.evaluation.ways import WAYS
 from cli.models import model_name, model_to_serve
 from cli.output import Output
 from cli.serve import DEVICES, DeviceOption, ModelOption, SeedOption

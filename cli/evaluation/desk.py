@@ -1,6 +1,6 @@
 """What an evaluation works with: the services, workers with settings of their own, and asking one question.
 
-Knows how to ask and how to prepare; which way a prefix is to be obtained is eval_ways.py's business.
+Knows how to ask and how to prepare; which way a prefix is to be obtained is ways.py's business.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from cli.client import Answer, StemcacheClient, sentence
 from cli.cluster import LOOPBACK, Cluster, ClusterOptions, free_port, start_worker
-from cli.eval_result import Reply
-from cli.eval_sheets import Asked, Sheet
+from cli.evaluation.result import Reply
+from cli.evaluation.sheets import Asked, Sheet
 from cli.supervisor import Supervisor
 from cli.whereabouts import wait_for_host_tokens
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cli.client import Answer
-from cli.eval_sheets import Asked, Sheet
+from cli.evaluation.sheets import Asked, Sheet
 from register_qa import Kind, is_correct
 
 # Of a register's tokens, in each request that is to reuse them.

@@ -1,6 +1,6 @@
 """`stemcache eval`: asks the same questions by every way in which a prefix can be obtained, and compares with cold.
 
-Knows the order of things only; the ways know what they do, eval_table.py shows what came of it.
+Knows the order of things only; the ways know what they do, table.py shows what came of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from importlib.metadata import version
 
 from cli.client import Answer, StemcacheClient
 from cli.cluster import ClusterOptions, start_cluster
-from cli.eval_desk import Desk
-from cli.eval_result import WayResult
-from cli.eval_sheets import Asked, SheetPlan, draw_sheets
-from cli.eval_ways import WAYS
+from cli.evaluation.desk import Desk
+from cli.evaluation.result import WayResult
+from cli.evaluation.sheets import Asked, SheetPlan, draw_sheets
+from cli.evaluation.ways import WAYS
 from cli.output import Output
 from cli.run_file import state_dir
 from cli.supervisor import Supervisor

@@ -13,9 +13,9 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from cli.client import Answer, greedy
-from cli.eval_desk import SMALL_BUDGET, Desk, SpecialWorker, fresh_salt
-from cli.eval_result import LEAST_HIT_SHARE, Reply, WayResult
-from cli.eval_sheets import Asked, Sheet
+from cli.evaluation.desk import SMALL_BUDGET, Desk, SpecialWorker, fresh_salt
+from cli.evaluation.result import LEAST_HIT_SHARE, Reply, WayResult
+from cli.evaluation.sheets import Asked, Sheet
 from cli.supervisor import Child
 from cli.whereabouts import wait_restarted, wait_running
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from cli.eval_result import Marks, WayResult
+from cli.evaluation.result import Marks, WayResult
 from cli.output import milliseconds, plain, stacked, table
 
 # From here on the titles have a column.
