@@ -27,7 +27,7 @@ FORBIDDEN_IN_CORES = {
 }
 
 # What ops are made of: jit functions for all of them.
-SHARED_BY_KERNELS = {"addressing", "fp8"}
+SHARED_BY_KERNELS = {"addressing", "fp8", "mailbox"}
 
 
 def is_of(name: str, package: str) -> bool:

@@ -5,15 +5,17 @@ Knows no order of work.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# Gluon's name of the barrier among a partition's threads, in 3.6 and after it.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+from kernels.mailbox.kernel import thread_barrier
 
 
 @gluon.jit
 def planned_item(plan, index, HEADS: gl.constexpr, LEAF: gl.constexpr, MULTI: gl.constexpr):
-    """(sequence, first query, queries, tile of rows, first leaf, leaves, keys, slot) of a planned item."""
+    """(sequence, first query, queries, tile of rows, first leaf, leaves, keys, slot) of a planned item.
+
+    All but the sequence go to the consumers, in this order.
+    """
     items_ptr, _, lengths_ptr, cu_q_ptr, _ = plan
     at = items_ptr + index * 5
     seq = gl.load(at)
@@ -25,36 +27,6 @@ def planned_item(plan, index, HEADS: gl.constexpr, LEAF: gl.constexpr, MULTI: gl
         q_len = 1
     length = gl.load(lengths_ptr + seq)
     return seq, q_start, q_len, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), length, gl.load(at + 4)
-
-
-@gluon.jit
-def publish(mail, full, empty, turn, item):
-    """Hands an item to the consumers: first query, queries, tile of rows, first leaf, leaves, keys, slot."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = turn % 2 * 8
-    mbarrier.wait(empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    for i in gl.static_range(7):
-        mail.index(slot + i).store(gl.full([1], 0, gl.int32, ONE) + item[i])
-    thread_barrier()
-    mbarrier.arrive(full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def take(mail, full, empty, turn):
-    """The next item, as the producer found it: what a consumer would otherwise wait for memory to learn."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    slot = turn % 2 * 8
-    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
-    q_start = gl.max(mail.index(slot + 0).load(ONE), 0)
-    q_len = gl.max(mail.index(slot + 1).load(ONE), 0)
-    tile = gl.max(mail.index(slot + 2).load(ONE), 0)
-    leaf = gl.max(mail.index(slot + 3).load(ONE), 0)
-    leaves = gl.max(mail.index(slot + 4).load(ONE), 0)
-    length = gl.max(mail.index(slot + 5).load(ONE), 0)
-    part = gl.max(mail.index(slot + 6).load(ONE), 0)
-    thread_barrier()
-    mbarrier.arrive(empty.index(turn % 2), count=1)
-    return q_start, q_len, tile, leaf, leaves, length, part
 
 
 @gluon.jit

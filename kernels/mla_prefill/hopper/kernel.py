@@ -18,39 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.mailbox.kernel import publish, take, thread_barrier
+
 BLOCK = 128
-# Gluon's name of the barrier among a partition's threads, in 3.6 and after it.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-
-
-@gluon.jit
-def _take(mail, mail_full, mail_empty, turn):
-    """The next item, as the producer found it: what a consumer would otherwise wait for memory to learn."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    slot = turn % 2 * 8
-    mbarrier.wait(mail_full.index(turn % 2), (turn // 2) & 1)
-    head = gl.max(mail.index(slot + 0).load(ONE), 0)
-    first = gl.max(mail.index(slot + 1).load(ONE), 0)
-    tile = gl.max(mail.index(slot + 2).load(ONE), 0)
-    q_len = gl.max(mail.index(slot + 3).load(ONE), 0)
-    k_len = gl.max(mail.index(slot + 4).load(ONE), 0)
-    offset = gl.max(mail.index(slot + 5).load(ONE), 0)
-    count = gl.max(mail.index(slot + 6).load(ONE), 0)
-    thread_barrier()
-    mbarrier.arrive(mail_empty.index(turn % 2), count=1)
-    return head, first, tile, q_len, k_len, offset, count
-
-
-@gluon.jit
-def _publish(mail, mail_full, mail_empty, turn, item):
-    """Hands an item to both consumers."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = turn % 2 * 8
-    mbarrier.wait(mail_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    for i in gl.static_range(7):
-        mail.index(slot + i).store(gl.full([1], 0, gl.int32, ONE) + item[i])
-    thread_barrier()
-    mbarrier.arrive(mail_full.index(turn % 2), count=1)
 
 
 @gluon.jit
@@ -112,7 +82,7 @@ def _produce(
     while item < items:
         seq, tile, head = _place(item, order_ptr, tiles, section)
         q_start, q_len, k_start, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
-        _publish(mail, mail_full, mail_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
+        publish(mail, mail_full, mail_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
         turn += 1
         for i in range(count):
             s = step % STAGES
@@ -144,7 +114,7 @@ def _produce(
             tma.async_copy_global_to_shared(v_desc, [row, head * stride_v_head], v_full.index(s), v.index(s))
             step += 1
         item = gl.atomic_add(counts_ptr + 1, 1, sem="relaxed", scope="gpu") + programs
-    _publish(mail, mail_full, mail_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
+    publish(mail, mail_full, mail_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
     # The last program leaves both counters at zero for the next launch, or replay.
     if gl.atomic_add(counts_ptr + 2, 1, sem="acq_rel", scope="gpu") == programs - 1:
         gl.store(counts_ptr + 1, 0)
@@ -231,7 +201,7 @@ def _consume(
     turn = 0
     loads = 0
     step = 0
-    head, q_start, tile, q_len, k_len, offset, count = _take(mail, mail_full, mail_empty, turn)
+    head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
     while head >= 0:
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
         if RESUMES:
@@ -317,7 +287,7 @@ def _consume(
                 lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * LN_2)
                 gl.store(lse_ptr + stat_at, lse, mask=live)
         turn += 1
-        head, q_start, tile, q_len, k_len, offset, count = _take(mail, mail_full, mail_empty, turn)
+        head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.

@@ -1,0 +1,1 @@
+"""Items of work handed from the warp that finds them to those that compute them, in a Hopper kernel; see `kernel`."""
