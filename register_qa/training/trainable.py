@@ -5,6 +5,7 @@ Knows no layer, no data and no optimizer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Inside(NamedTuple):
     pointing: torch.Tensor
 
 
-class Trainable(nn.Module):
+class Trainable(nn.Module, ABC):
     """Token ids [batch, length] to logits [batch, length, vocab_size], causal. `state_dict` is what serving reads."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
@@ -32,10 +33,10 @@ class Trainable(nn.Module):
         self.hidden_size = hidden_size
 
     @property
+    @abstractmethod
     def blocks(self) -> nn.ModuleList:
         """The layers: compiled one by one, and their matrices learn by Muon."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inside(self, token_ids: torch.Tensor, asking: torch.Tensor) -> Inside:
         """The forward pass, and what guidance needs of it; `asking` is places in the sequences, [batch, places]."""
-        raise NotImplementedError
