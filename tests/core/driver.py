@@ -6,155 +6,33 @@ Knows nothing of how the manager works: only steps, grants, orders and contents.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from cache_service.core.errors import CacheError
 from cache_service.core.types import (
-    Ack,
     Acquire,
     Adopt,
     Extend,
-    ExtendGrant,
     Grant,
     GroupKind,
     GroupPages,
-    GroupSpec,
-    Hello,
-    HostTierKind,
     Namespace,
     PageId,
     Publish,
-    Rates,
     Refusal,
     Release,
     ReleaseReason,
-    Remap,
     SequenceId,
     SnapshotSlot,
-    Step,
     StepReply,
-    Transfer,
-    TransferStatus,
-    Welcome,
-    WorkerId,
 )
-from tests.core.launcher import Launcher
-from tests.core.shadow import Shadow, Value, marks_of
-from tests.core.world import DONE, FAILED, FINGERPRINT, FINISHED, MISSING, NS, Live, World, ids, pack
+from tests.core.mover import Mover
+from tests.core.shadow import Shadow, marks_of
+from tests.core.world import FINISHED, NS, Live, pack
 
 
-class FakeWorker(Launcher):
+class FakeWorker(Mover):
     """An engine without a model. Launches run at once; whether they were reported is the caller's choice."""
-
-    def __init__(
-        self,
-        world: World,
-        groups: Sequence[GroupSpec],
-        page_tokens: int = 4,
-        worker_id: str = "w0",
-        incarnation: str = "i0",
-        host_tier: HostTierKind = HostTierKind.NONE,
-        host_tier_id: str = "",
-        num_ranks: int = 1,
-    ) -> None:
-        self.world = world
-        super().__init__(groups, page_tokens)
-        self.id = WorkerId(worker_id)
-        self.incarnation = incarnation
-        self.host_tier, self.host_tier_id, self.num_ranks = host_tier, host_tier_id, num_ranks
-        self.live: dict[int, Live] = {}
-        self.spills: list[tuple[Transfer, dict[bytes, Value]]] = []
-        self.orphans: dict[int, Transfer] = {}
-        self.step_id = 0
-        self.connected = False
-        self.rates: Rates | None = None
-        self.last_step: Step | None = None
-        self.loses_reply: Callable[[], bool] = lambda: False
-        world.workers[worker_id] = self
-        self.hello()
-
-    # -- session -----------------------------------------------------------------------------------------------
-
-    def hello(self) -> Welcome:
-        live = tuple(SequenceId(i) for i in self.live)
-        hello = Hello(
-            self.id,
-            "127.0.0.1:1",
-            self.incarnation,
-            FINGERPRINT,
-            self.page_tokens,
-            self.groups,
-            live,
-            self.host_tier,
-            self.host_tier_id,
-            self.num_ranks,
-        )
-        welcome = self.world.manager.hello(hello, self.world.now_ms)
-        self.connected = True
-        self.world.settle()
-        return welcome
-
-    @property
-    def store(self) -> dict[bytes, Value]:
-        name = self.host_tier_id if self.host_tier == HostTierKind.SHARED else f"private {self.id} {self.incarnation}"
-        return self.world.stores.setdefault(name, {})
-
-    def take_orders(self) -> None:
-        for order in self.world.manager.take_orders(self.id):
-            self.spills.append((order, self._expected(order)))
-
-    def _expected(self, order: Transfer) -> dict[bytes, Value]:
-        """What the order's pages hold now; it must be the same when the mover reads them, however late."""
-        values: dict[bytes, Value] = {}
-        for part in order.groups:
-            assert len(part.keys) == order.num_pages == len(ids(part.page_ids))
-            for page, key in zip(ids(part.page_ids), part.keys, strict=True):
-                assert bool(page) == bool(key), "a page without a key, or a key without a page"
-                if page:
-                    value = self.shadow.value(part.group, page)
-                    assert "poison" not in value, "a spill order for a page that was never written"
-                    assert self.world.value_of_key.setdefault(key, value) == value, "one key, two contents"
-                    values[key] = value
-        return values
-
-    def step(self, **fields: Any) -> StepReply:
-        """One Step; on a CacheError nothing may have changed and the id is used again."""
-        step = Step(self.step_id + 1, **{name: tuple(value) for name, value in fields.items()}, rates=self.rates)
-        before = self.world.snapshot()
-        try:
-            reply = self.world.manager.step(self.id, step, self.world.now_ms)
-        except CacheError:
-            assert self.world.snapshot() == before, "a failed step changed something"
-            raise
-        if self.loses_reply():
-            self._ask_again(step, reply)
-            before = None  # a new stream voids orders
-        self.step_id += 1
-        self.last_step = step
-        assert reply.step_id == self.step_id
-        for remap in reply.remaps:
-            self._apply_remap(remap)
-        wanted = {extend.sequence_id: extend.num_tokens for extend in step.extends}
-        for extended in reply.extends:
-            self._apply_extend(extended, wanted[extended.sequence_id])
-        self._after(before, step, reply)
-        return reply
-
-    def _ask_again(self, step: Step, reply: StepReply) -> None:
-        """The stream broke before the reply came: the same step, on a new stream, has the same answer."""
-        self.disconnect()
-        self.spills.clear()
-        assert self.hello().last_step_id == step.step_id
-        assert self.world.manager.step(self.id, step, self.world.now_ms) == reply
-
-    def _after(self, before: object, step: Step, reply: StepReply) -> None:
-        only_asks = not (step.acks or step.publishes or step.releases or step.rates)
-        if before is not None and only_asks and not reply.grants and not reply.extends and reply.refusals:
-            assert self.world.snapshot() == before, "a refusal changed something"
-        self.world.settle()
-
-    # -- requests ----------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -208,73 +86,6 @@ class FakeWorker(Launcher):
         assert isinstance(refusal, Refusal), refusal
         return refusal
 
-    def apply_grant(self, live: Live, grant: Grant) -> None:
-        assert grant.usable_tokens % self.page_tokens == 0
-        assert grant.usable_tokens < len(live.tokens), "at least one token must be computed"
-        live.grant, live.fetch = grant, grant.fetch
-        proven = grant.usable_tokens // self.page_tokens
-        if grant.fetch is not None:
-            proven = grant.fetch.first_page + grant.fetch.num_pages
-            for part in grant.fetch.groups:
-                for page in filter(None, ids(part.page_ids)):
-                    self.shadow.poison(part.group, page)
-        if grant.fetch is None:
-            assert grant.cached_tokens + grant.fetched_tokens == grant.usable_tokens
-        live.tables = [{} for _ in self.groups]
-        for pages in grant.tables:
-            self._set_pages(live, pages)
-            if self.groups[pages.group].kind != GroupKind.STATE:
-                for number, page in live.tables[pages.group].items():
-                    if number >= proven:
-                        self.shadow.poison(pages.group, page)
-        self._set_slots(live, grant)
-        live.computed = live.reported = grant.usable_tokens if grant.fetch is None else grant.cached_tokens
-        live.restored, live.rolled = False, 0
-        live.room = grant.usable_tokens + (live.chunk or len(live.tokens))
-        if grant.fetch is None:
-            self.check_grant(live)
-
-    def _set_slots(self, live: Live, grant: Grant) -> None:
-        live.working = {s.group: s.slot for s in grant.working}
-        live.rolling = {s.group: s.slot for s in grant.rolling}
-        live.leave = {}
-        self._set_leave(live, grant.leave)
-        for slots in (live.working, live.rolling):
-            for group, slot in slots.items():
-                self.shadow.poison(group, slot)
-
-    def _set_leave(self, live: Live, leave: Iterable[SnapshotSlot]) -> None:
-        for slot in leave:
-            assert slot.boundary_tokens % self.page_tokens == 0 and slot.slot
-            assert slot.boundary_tokens > live.grant.usable_tokens or live.fetch
-            live.leave[slot.group, slot.boundary_tokens] = slot.slot
-            self.shadow.poison(slot.group, slot.slot)
-
-    def _set_pages(self, live: Live, pages: GroupPages) -> list[tuple[int, int]]:
-        new = [(pages.first_page + i, page) for i, page in enumerate(ids(pages.page_ids)) if page]
-        live.tables[pages.group].update(new)
-        for _, page in new:
-            assert 1 <= page <= self.groups[pages.group].num_pages, "a page id outside its pool"
-        return new
-
-    def _apply_extend(self, extended: ExtendGrant, wanted: int) -> None:
-        live = self.live[extended.sequence_id]
-        live.room = max(live.room, wanted)
-        for pages in extended.pages:
-            for _, page in self._set_pages(live, pages):
-                self.shadow.poison(pages.group, page)
-        self._set_leave(live, extended.leave)
-
-    def _apply_remap(self, remap: Remap) -> None:
-        live = self.live.get(remap.sequence_id)
-        if live is None:
-            return
-        for pages in remap.pages:
-            for number, _page in self._set_pages(live, pages):
-                self._check_page(live, pages.group, number, "a remap")
-
-    # -- reports -----------------------------------------------------------------------------------------------
-
     def publish_of(self, live: Live, computed: int | None = None, known: int | None = None) -> Publish:
         computed = live.computed if computed is None else computed
         known = max(live.known_len, computed, len(live.tokens) if known is None else known)
@@ -301,12 +112,6 @@ class FakeWorker(Launcher):
         reply = self.step(releases=[Release(SequenceId(live.id), reason)])
         self.forget(live)
         return reply
-
-    def forget(self, live: Live) -> None:
-        live.ended = True
-        if live.fetch is not None:
-            self.orphans[live.fetch.ticket] = live.fetch
-        self.live.pop(live.id, None)
 
     def prefill(self, live: Live, chunk: int = 0, *, publish: bool = True) -> None:
         """Compute the rest of the tokens in chunks, each asked for, launched and published."""
@@ -341,79 +146,6 @@ class FakeWorker(Launcher):
         self.decode(live, output)
         self.release(live)
         return grant
-
-    def orphaned(self, group: int) -> int:
-        """Pages of fetches whose sequence has ended: theirs until the ack."""
-        parts = [part for fetch in self.orphans.values() for part in fetch.groups if part.group == group]
-        return sum(1 for part in parts for page in ids(part.page_ids) if page)
-
-    def ack_orphan(self, ticket: int) -> None:
-        fetch = self.orphans.pop(ticket)
-        done = self.read_host(fetch)
-        self.step(acks=[Ack(fetch.ticket, done, DONE if done == fetch.num_pages else MISSING)])
-
-    # -- transfers ---------------------------------------------------------------------------------------------
-
-    def do_spill(self, index: int = 0, num_done: int | None = None, status: TransferStatus | None = None) -> StepReply:
-        """The mover carries out one spill order, or its first pages, and says so."""
-        order, expected = self.spills.pop(index)
-        num_done = order.num_pages if num_done is None else num_done
-        status = status or (DONE if num_done == order.num_pages else FAILED)
-        for part in order.groups:
-            for page, key in list(zip(ids(part.page_ids), part.keys, strict=True))[:num_done]:
-                if page:
-                    value = self.shadow.value(part.group, page)
-                    assert value == expected[key], "a page changed while its spill was under way"
-                    self.store[key] = value
-        return self.step(acks=[Ack(order.ticket, num_done, status, 64 * num_done, 0.001)])
-
-    def spill_all(self) -> None:
-        while self.spills:
-            self.do_spill()
-
-    def read_host(self, fetch: Transfer, num_done: int | None = None) -> int:
-        """Bring leading pages from the host tier; stops at the first one that is not there."""
-        limit = fetch.num_pages if num_done is None else num_done
-        for i in range(limit):
-            parts = [(p.group, ids(p.page_ids)[i], p.keys[i]) for p in fetch.groups if p.keys[i]]
-            if any(key not in self.store for _, _, key in parts):
-                return i
-            for group, page, key in parts:
-                self.shadow.store(group, page, self.store[key])
-        return limit
-
-    def do_fetch(self, live: Live, num_done: int | None = None, status: TransferStatus | None = None) -> StepReply:
-        """One round of a sequence's fetch; its new grant is applied, a refusal ends the lease."""
-        fetch = live.fetch
-        assert fetch is not None
-        done = self.read_host(fetch, num_done)
-        status = status or (DONE if done == fetch.num_pages else MISSING)
-        reply = self.step(acks=[Ack(fetch.ticket, done, status, 64 * done, 0.001)])
-        self.fetched(live, reply)
-        return reply
-
-    def fetched(self, live: Live, reply: StepReply) -> None:
-        if any(r.sequence_id == live.id for r in reply.refusals):
-            live.fetch = None
-            self.forget(live)
-            return
-        for grant in reply.grants:
-            if grant.sequence_id == live.id:
-                self.apply_grant(live, grant)
-
-    def fetch_all(self, live: Live) -> None:
-        rounds = 0
-        while live.fetch is not None and not live.ended:
-            self.do_fetch(live)
-            rounds += 1
-            assert rounds < 64, "replanning does not end"
-
-    # -- deaths ------------------------------------------------------------------------------------------------
-
-    def disconnect(self) -> None:
-        self.connected = False
-        self.world.manager.disconnect(self.id, self.incarnation, self.world.now_ms)
-        self.world.settle()
 
     def restart(self, incarnation: str) -> None:
         """The process died and came back: no pages, no sequences, a new identity."""

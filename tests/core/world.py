@@ -27,7 +27,7 @@ from cache_service.core.types import (
 from tests.core.shadow import Value, extend_marks
 
 if TYPE_CHECKING:
-    from tests.core.driver import FakeWorker
+    from tests.core.session import Session
 
 NS = Namespace("model")
 FINGERPRINT = b"f" * 32
@@ -97,7 +97,7 @@ class World:
         self.config = ManagerConfig(**config)
         self.now_ms = 1_000
         self.epochs = 0
-        self.workers: dict[str, FakeWorker] = {}
+        self.workers: dict[str, Session] = {}
         self.stores: dict[str, dict[bytes, Value]] = {}
         self.value_of_key: dict[bytes, Value] = {}
         self.events: list[Event] = []

@@ -1,0 +1,145 @@
+"""A fake worker's stream to a real manager: hello, steps whose answers are applied, and streams that break.
+
+Knows nothing of why a step is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cache_service.core.errors import CacheError
+from cache_service.core.types import (
+    GroupSpec,
+    Hello,
+    HostTierKind,
+    Rates,
+    SequenceId,
+    Step,
+    StepReply,
+    Transfer,
+    Welcome,
+    WorkerId,
+)
+from tests.core.shadow import Value
+from tests.core.tables import TableKeeper
+from tests.core.world import FINGERPRINT, Live, World, ids
+
+
+class Session(TableKeeper):
+    """One worker's name, incarnation and step ids."""
+
+    def __init__(
+        self,
+        world: World,
+        groups: Sequence[GroupSpec],
+        page_tokens: int = 4,
+        worker_id: str = "w0",
+        incarnation: str = "i0",
+        host_tier: HostTierKind = HostTierKind.NONE,
+        host_tier_id: str = "",
+        num_ranks: int = 1,
+    ) -> None:
+        self.world = world
+        super().__init__(groups, page_tokens)
+        self.id = WorkerId(worker_id)
+        self.incarnation = incarnation
+        self.host_tier, self.host_tier_id, self.num_ranks = host_tier, host_tier_id, num_ranks
+        self.spills: list[tuple[Transfer, dict[bytes, Value]]] = []
+        self.orphans: dict[int, Transfer] = {}
+        self.step_id = 0
+        self.connected = False
+        self.rates: Rates | None = None
+        self.last_step: Step | None = None
+        self.loses_reply: Callable[[], bool] = lambda: False
+        world.workers[worker_id] = self
+        self.hello()
+
+    def hello(self) -> Welcome:
+        live = tuple(SequenceId(i) for i in self.live)
+        hello = Hello(
+            self.id,
+            "127.0.0.1:1",
+            self.incarnation,
+            FINGERPRINT,
+            self.page_tokens,
+            self.groups,
+            live,
+            self.host_tier,
+            self.host_tier_id,
+            self.num_ranks,
+        )
+        welcome = self.world.manager.hello(hello, self.world.now_ms)
+        self.connected = True
+        self.world.settle()
+        return welcome
+
+    @property
+    def store(self) -> dict[bytes, Value]:
+        name = self.host_tier_id if self.host_tier == HostTierKind.SHARED else f"private {self.id} {self.incarnation}"
+        return self.world.stores.setdefault(name, {})
+
+    def take_orders(self) -> None:
+        for order in self.world.manager.take_orders(self.id):
+            self.spills.append((order, self._expected(order)))
+
+    def _expected(self, order: Transfer) -> dict[bytes, Value]:
+        """What the order's pages hold now; it must be the same when the mover reads them, however late."""
+        values: dict[bytes, Value] = {}
+        for part in order.groups:
+            assert len(part.keys) == order.num_pages == len(ids(part.page_ids))
+            for page, key in zip(ids(part.page_ids), part.keys, strict=True):
+                assert bool(page) == bool(key), "a page without a key, or a key without a page"
+                if page:
+                    value = self.shadow.value(part.group, page)
+                    assert "poison" not in value, "a spill order for a page that was never written"
+                    assert self.world.value_of_key.setdefault(key, value) == value, "one key, two contents"
+                    values[key] = value
+        return values
+
+    def step(self, **fields: Any) -> StepReply:
+        """One Step; on a CacheError nothing may have changed and the id is used again."""
+        step = Step(self.step_id + 1, **{name: tuple(value) for name, value in fields.items()}, rates=self.rates)
+        before = self.world.snapshot()
+        try:
+            reply = self.world.manager.step(self.id, step, self.world.now_ms)
+        except CacheError:
+            assert self.world.snapshot() == before, "a failed step changed something"
+            raise
+        if self.loses_reply():
+            self._ask_again(step, reply)
+            before = None  # a new stream voids orders
+        self.step_id += 1
+        self.last_step = step
+        assert reply.step_id == self.step_id
+        for remap in reply.remaps:
+            self._apply_remap(remap)
+        wanted = {extend.sequence_id: extend.num_tokens for extend in step.extends}
+        for extended in reply.extends:
+            self._apply_extend(extended, wanted[extended.sequence_id])
+        self._after(before, step, reply)
+        return reply
+
+    def _ask_again(self, step: Step, reply: StepReply) -> None:
+        """The stream broke before the reply came: the same step, on a new stream, has the same answer."""
+        self.disconnect()
+        self.spills.clear()
+        assert self.hello().last_step_id == step.step_id
+        assert self.world.manager.step(self.id, step, self.world.now_ms) == reply
+
+    def _after(self, before: object, step: Step, reply: StepReply) -> None:
+        only_asks = not (step.acks or step.publishes or step.releases or step.rates)
+        if before is not None and only_asks and not reply.grants and not reply.extends and reply.refusals:
+            assert self.world.snapshot() == before, "a refusal changed something"
+        self.world.settle()
+
+    def disconnect(self) -> None:
+        self.connected = False
+        self.world.manager.disconnect(self.id, self.incarnation, self.world.now_ms)
+        self.world.settle()
+
+    def forget(self, live: Live) -> None:
+        live.ended = True
+        if live.fetch is not None:
+            self.orphans[live.fetch.ticket] = live.fetch
+        self.live.pop(live.id, None)

@@ -1,0 +1,307 @@
+"""What the manager's state machine lives in: pools, workers with an oracle each, transfers, people and faults.
+
+Knows no request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from cache_service.core.errors import LeasesInScope
+from cache_service.core.types import (
+    Ack,
+    FetchPolicy,
+    GroupKind,
+    GroupSpec,
+    HostTierKind,
+    Namespace,
+    SpillPolicy,
+    TicketId,
+)
+from tests.core.driver import FakeWorker
+from tests.core.oracle import Oracle
+from tests.core.world import ABORTED, DONE, FAILED, MISSING, Live, World, full, pack, state, window
+
+GROUPS: list[tuple[GroupSpec, ...]] = [
+    (full(8),),
+    (full(8), window(8, 4)),
+    (full(8), window(6, 3)),
+    (full(9), state(6)),
+    (full(8), window(7, 4), state(5)),
+    (full(8), full(7, "second")),
+    (full(9), window(8, 6, "far"), window(6, 2, "near"), state(7)),
+    (full(8), state(5), state(4, "other")),
+    (window(8, 4),),
+    (window(8, 3), state(6)),
+    (state(6),),
+]
+SALTS = st.sampled_from(["", "", "", "salt"])
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=13)
+INDEX = st.integers(0, 7)
+
+
+class Troubled(RuleBasedStateMachine):
+    """One or two workers; a second one exists only to share the host tier."""
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        tier=st.sampled_from([HostTierKind.NONE, HostTierKind.PRIVATE, HostTierKind.SHARED, HostTierKind.SHARED]),
+        spill=st.sampled_from([SpillPolicy.WRITE_THROUGH, SpillPolicy.WRITE_THROUGH, *SpillPolicy]),
+        fetch=st.sampled_from(FetchPolicy),
+        policy=st.sampled_from(["lru", "lru", "slru", "priority"]),
+        small=st.booleans(),
+    )
+    def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool) -> None:
+        self.world = World(
+            watch=True,
+            spill=spill,
+            fetch=fetch,
+            policy=policy,
+            grace_ms=100,
+            host_quota_bytes=64 * (5 if small else 1000),
+            transfer_pages=2 if small else 64,
+            breaker_failures=3,
+            breaker_ms=50,
+        )
+        self.tier, self.policy = tier, policy
+        self.workers = [
+            FakeWorker(self.world, groups, 2, name, host_tier=tier, host_tier_id="redis" if tier == 3 else "")
+            for name in (["w0", "w1"] if tier == HostTierKind.SHARED else ["w0"])
+        ]
+        self.oracles = {worker.id: Oracle(worker) for worker in self.workers}
+        self.old_tickets: list[tuple[FakeWorker, int]] = []
+        self.births = 0
+        self.prompts: list[list[int]] = []
+
+    def worker(self, index: int) -> FakeWorker:
+        return self.workers[index % len(self.workers)]
+
+    def live(self, index: int) -> tuple[FakeWorker, Live] | None:
+        """Some sequence that may run."""
+        lives = [(w, live) for w in self.workers for live in w.live.values() if live.fetch is None]
+        return lives[index % len(lives)] if lives else None
+
+    def checked(self) -> None:
+        for oracle in self.oracles.values():
+            oracle.check()
+
+    def prompt(self, tokens: list[int], base: int, keep: int) -> list[int]:
+        """Something new, or an earlier prompt with another end."""
+        if self.prompts and keep:
+            tokens = (self.prompts[base % len(self.prompts)][:keep] + tokens)[:14]
+        self.prompts = [*self.prompts[-7:], tokens]
+        return tokens
+
+    @rule(
+        kind=st.sampled_from(["spill", "spill", "fetch", "fetch", "orphan", "again"]),
+        at=INDEX,
+        short=st.integers(0, 3),
+        status=st.sampled_from([FAILED, MISSING]),
+    )
+    def transfer(self, kind: str, at: int, short: int, status: Any) -> None:
+        if kind == "spill":
+            self.spill(at, short, status)
+        elif kind == "fetch":
+            self.fetch(at, short, status)
+        elif kind == "orphan":
+            self.orphan(at)
+        else:
+            self.duplicate_ack(at)
+
+    @rule(
+        kind=st.sampled_from(["tick", "match", "match", "pin", "clear"]),
+        ms=st.integers(0, 60),
+        tokens=TOKENS,
+        salt=SALTS,
+        base=INDEX,
+        keep=st.integers(0, 12),
+        ttl=st.sampled_from([0, 20, 500]),
+        flag=st.booleans(),
+    )
+    def people(
+        self, kind: str, ms: int, tokens: list[int], salt: str, base: int, keep: int, ttl: int, flag: bool
+    ) -> None:
+        if self.prompts and keep:
+            tokens = self.prompts[base % len(self.prompts)][:keep] + tokens
+        if kind == "match":
+            self.match(tokens, salt)
+        elif kind == "pin":
+            self.pin(tokens, salt, ttl)
+        elif kind == "clear":
+            self.clear(None if ttl else salt, flag)
+        self.tick(ms)
+
+    @rule(
+        kind=st.sampled_from(["stream", "stream", "death", "partition", "manager", "flush"]),
+        at=INDEX,
+        flag=st.booleans(),
+    )
+    def fault(self, kind: str, at: int, flag: bool) -> None:
+        if kind == "stream":
+            self.broken_stream(at)
+        elif kind == "death":
+            self.worker_death(at, flag)
+        elif kind == "partition":
+            self.long_partition(at)
+        elif kind == "manager":
+            self.manager_restart()
+        else:
+            self.flush_host(at)
+
+    def spill(self, at: int, short: int, status: Any) -> None:
+        worker = self.worker(at)
+        if not worker.spills:
+            return
+        index = at % len(worker.spills)
+        order = worker.spills[index][0]
+        done = max(0, order.num_pages - short)
+        worker.do_spill(index, done, DONE if done == order.num_pages else status)
+        self.old_tickets.append((worker, order.ticket))
+        self.checked()
+
+    def fetch(self, at: int, short: int, status: Any) -> None:
+        waiting = [(w, live) for w in self.workers for live in w.live.values() if live.fetch is not None]
+        if not waiting:
+            return
+        worker, live = waiting[at % len(waiting)]
+        assert live.fetch is not None
+        ticket, num_pages = live.fetch.ticket, live.fetch.num_pages
+        limit = max(0, num_pages - short)
+        worker.do_fetch(live, limit, status if limit < num_pages else None)
+        self.old_tickets.append((worker, ticket))
+        self.checked()
+
+    def orphan(self, at: int) -> None:
+        orphans = [(w, ticket) for w in self.workers for ticket in w.orphans]
+        if orphans:
+            worker, ticket = orphans[at % len(orphans)]
+            worker.ack_orphan(ticket)
+            self.old_tickets.append((worker, ticket))
+        self.checked()
+
+    def duplicate_ack(self, at: int) -> None:
+        if not self.old_tickets:
+            return
+        worker, ticket = self.old_tickets[at % len(self.old_tickets)]
+        before = self.world.snapshot()
+        worker.step(acks=[Ack(TicketId(ticket), 1, DONE)])
+        assert self.world.snapshot() == before, "a ticket was closed twice"
+
+    def flush_host(self, at: int) -> None:
+        """Keys vanish: one, or all of them."""
+        for store in self.world.stores.values():
+            if at and store:
+                store.pop(sorted(store)[at % len(store)])
+            else:
+                store.clear()
+
+    def tick(self, ms: int) -> None:
+        self.world.tick(ms)
+        self.checked()
+
+    def pin(self, tokens: list[int], salt: str, ttl: int) -> None:
+        namespace = Namespace("model", "", salt)
+        pinned = self.world.manager.pin(namespace, pack(tokens), ttl, self.world.now_ms)
+        assert pinned <= len(tokens)
+        self.world.settle()
+        self.policy = "pinned"
+        self.checked()
+
+    def clear(self, salt: str | None, unused: bool) -> None:
+        namespace = None if salt is None else Namespace("model", "", salt)
+        before = self.world.snapshot()
+        try:
+            self.world.manager.clear(namespace, unused, self.world.now_ms)
+        except LeasesInScope:
+            assert not unused and any(w.live or w.spills or w.orphans for w in self.workers)
+            assert self.world.snapshot() == before
+        self.world.settle()
+        self.checked()
+
+    def match(self, tokens: list[int], salt: str) -> None:
+        before = self.world.snapshot()
+        namespace = Namespace("model", "", salt)
+        for found in self.world.manager.match(namespace, pack(tokens)):
+            oracle = self.oracles[found.worker_id]
+            assert found.match.usable_tokens == oracle.usable(namespace, tokens)
+            if any(spec.kind == GroupKind.FULL for spec in oracle.specs):
+                assert found.match.matched_tokens == oracle.matched(namespace, tokens)
+        self.world.manager.explain(namespace, pack(tokens))
+        assert self.world.snapshot() == before
+
+    def broken_stream(self, at: int) -> None:
+        """The mover is drained before Hello: fetches may have been carried out, their acks are still to come."""
+        worker = self.worker(at)
+        worker.disconnect()
+        self.world.tick(10)
+        self.old_tickets += [(worker, order.ticket) for order, _ in worker.spills]
+        worker.spills.clear()
+        welcome = worker.hello()
+        assert set(welcome.known_sequences) == set(worker.live)
+        assert welcome.last_step_id == worker.step_id
+        self.checked()
+
+    def worker_death(self, at: int, grace: bool) -> None:
+        worker = self.worker(at)
+        if grace:
+            worker.disconnect()
+            self.world.tick(200)
+        self.births += 1
+        self.oracles[worker.id].forget()
+        self.old_tickets = [(w, t) for w, t in self.old_tickets if w is not worker]
+        worker.restart(f"birth {self.births}")
+        self.checked()
+
+    def long_partition(self, at: int) -> None:
+        """The worker lives on, but its grace is over: it hands its sequences to a manager that forgot them."""
+        worker = self.worker(at)
+        worker.disconnect()
+        self.world.tick(200)
+        self.come_back(worker)
+        self.checked()
+
+    def manager_restart(self) -> None:
+        self.world.new_manager()
+        self.old_tickets = []
+        for worker in self.workers:
+            worker.connected = False
+        for worker in self.workers:
+            self.come_back(worker)
+        self.checked()
+
+    def come_back(self, worker: FakeWorker) -> None:
+        """Tickets are void; what computed nothing queues again; the rest is adopted."""
+        self.oracles[worker.id].forget()
+        self.old_tickets = [(w, t) for w, t in self.old_tickets if w is not worker]
+        worker.spills.clear()
+        worker.orphans.clear()
+        for live in list(worker.live.values()):
+            if live.fetch is not None or live.computed == live.grant.usable_tokens:
+                worker.live.pop(live.id)
+        lives = list(worker.live.values())
+        welcome = worker.hello()
+        assert welcome.known_sequences == ()
+        worker.step_id = welcome.last_step_id
+        worker.live = {}
+        for live in lives:
+            worker.live[live.id] = live
+            worker.adopt(live)
+
+    def teardown(self) -> None:
+        """When all is over nothing is held."""
+        if not hasattr(self, "workers"):
+            return
+        for worker in self.workers:
+            for live in list(worker.live.values()):
+                worker.release(live, ABORTED)
+            for ticket in list(worker.orphans):
+                worker.ack_orphan(ticket)
+            while worker.spills:
+                worker.do_spill(0, 0, FAILED)
+        self.checked()
+        for stats in self.world.manager.stats().workers:
+            assert stats.num_leases == stats.num_tickets == 0
+            assert all(g.num_free + g.num_evictable == g.num_pages for g in stats.groups)
