@@ -38,10 +38,11 @@ class Assembled(NamedTuple):
 
 
 def descriptor(dtype: str, box: list[int], element_bits: int = 16) -> str:
-    """The type of a host-made tensor descriptor with 128-byte swizzled boxes."""
+    """The type of a host-made tensor descriptor with swizzled boxes, of 128 bytes where a row has as many."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=element_bits, rank=len(box))
+    swizzle = min(box[-1] * element_bits // 8, 128)
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=element_bits, rank=len(box))
     return f"tensordesc<{dtype}{box},{layout!r}>"
 
 

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from kernels.decode_attention.hopper.codes import query_numbers, value_dims
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
 from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk, take_chunk
 from kernels.decode_attention.hopper.tree import BARRIER, add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
@@ -46,6 +47,7 @@ def write_rows(
     value_scale,
     has_keys,
     GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
     LAYOUT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
@@ -54,7 +56,7 @@ def write_rows(
     out_ptr, lse_ptr, sinks_ptr = outputs
     stride_out_token, stride_out_head, num_tokens = strides
     D: gl.constexpr = acc.shape[0]
-    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
+    d = value_dims(D, PAIRED, gl.SliceLayout(1, LAYOUT))
     q_head = head * GROUP + column % GROUP
     if HAS_SINKS:
         peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & has_keys, 0)
@@ -104,8 +106,9 @@ def attend(
     D: gl.constexpr = q_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
+    CODES: gl.constexpr = rings[2].dtype == gl.float8e4nv
     # The next pair's queries wait in registers, if that leaves enough of them.
-    AHEAD: gl.constexpr = PARKED < 2
+    AHEAD: gl.constexpr = PARKED < 2 - CODES
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
@@ -128,6 +131,10 @@ def attend(
                     q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT
                 )
             BARRIER()
+            unit_scores = scale  # of codes alone
+            if CODES:
+                q, unit_scores = query_numbers(q)
+                unit_scores = gl.convert_layout(unit_scores, gl.SliceLayout(0, LAYOUT))
             q_smem.store(q)
             fence_async_shared()
             BARRIER()
@@ -160,7 +167,7 @@ def attend(
                     parked.index(1).store(g_acc)
                 for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
                     l_peak, l_total, l_acc, tile = sum_leaf(
-                        rings, barriers, tile, leaf * LEAF, low, length, first_position, token, scale, cap,
+                        rings, barriers, tile, leaf * LEAF, low, length, first_position, token, unit_scores, scale, cap,
                         LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
                     )  # fmt: skip
                     if PARKED > 1:
@@ -178,13 +185,13 @@ def attend(
                         peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
                 else:
                     number = first + group // leaves_per_unit
-                    store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, LAYOUT)
+                    store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, CODES, LAYOUT)
             if whole:
                 if PARKED > 0:
                     acc = parked.index(0).load(LAYOUT)
                 write_rows(
                     peak, total, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
-                    GROUP, LAYOUT, HAS_SINKS, WANTS_LSE,
+                    GROUP, CODES, LAYOUT, HAS_SINKS, WANTS_LSE,
                 )  # fmt: skip
             if (whole == 0) & (end > skipped):
                 programs = (first + units - 1) // per - (first + skipped) // per

@@ -10,6 +10,8 @@ Keys are the rows of both products and query heads their columns (K Q' and V' P'
 then cost a few columns instead of a padded tile of 64 rows, and three levels of the tree fit in registers. Where there
 are more columns, the upper levels' accumulators wait in shared memory between folds.
 
+fp8 codes become fp16 numbers in registers, on their way into the products (codes.py); the sums are the same.
+
 Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that lies
 within one chunk is finished in registers; otherwise each unit leaves its partial in memory, and the program that
 arrives last merges them. Counters return to zero, so that a captured graph can replay.
@@ -97,18 +99,15 @@ def decode_pages(
     WANTS_LSE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, D], dtype)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, COLUMNS], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [COLUMNS, D], q_layout)
-    p_smem = gl.allocate_shared_memory(dtype, [TILE, COLUMNS], p_layout)
+    CODES: gl.constexpr = k_desc.dtype != dtype
+    # Every code is a number of fp16.
+    operand: gl.constexpr = gl.float16 if CODES else dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, D], operand)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, COLUMNS], operand)
+    q_smem = gl.allocate_shared_memory(operand, [COLUMNS, D], q_layout)
+    p_smem = gl.allocate_shared_memory(operand, [TILE, COLUMNS], p_layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, D], v_desc.layout)
-    k_wide = p_smem
-    v_wide = p_smem
-    if k_desc.dtype != dtype:
-        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
-        k_wide = gl.allocate_shared_memory(dtype, [TILE, D], wide_layout)
-        v_wide = gl.allocate_shared_memory(dtype, [TILE, D], wide_layout)
     parked = p_smem
     if PARKED > 0:
         # Eight columns are what a product's registers hold of a row: so swizzled, a warp's rows lie in different banks.
@@ -125,7 +124,7 @@ def decode_pages(
     if HAS_SCALES:
         scale = scale * gl.load(k_scale_ptr)
         value_scale = gl.load(v_scale_ptr)
-    rings = (q_smem, p_smem, k_ring, v_ring, k_wide, v_wide)
+    rings = (q_smem, p_smem, k_ring, v_ring)
     barriers = (k_full, k_empty, v_full, v_empty)
     outputs = (out_ptr, lse_ptr, sinks_ptr)
     strides_out = (stride_out_token, stride_out_head, num_tokens)
@@ -173,8 +172,7 @@ def parked_levels(columns: int, dim: int) -> int:
 
 def num_stages(ring_bytes: int, columns: int, dim: int, element_size: int) -> int:
     """Tiles of K and of V on their way at once: a ring's worth, or what the rest leaves of shared memory."""
-    widened = 2 * TILE * dim * 2 if element_size == 1 else 0
-    rest = 4 * parked_levels(columns, dim) * columns * dim + 2 * columns * (dim + TILE) + widened
+    rest = 4 * parked_levels(columns, dim) * columns * dim + 2 * columns * (dim + TILE)
     return max(2, min(ring_bytes, SHARED_BYTES - rest) // (2 * TILE * dim * element_size))
 
 

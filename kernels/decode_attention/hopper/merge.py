@@ -6,16 +6,19 @@ Knows no key. A pair's units are folded as the tree says: leaves to their group 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.decode_attention.hopper.codes import value_dims
 from kernels.decode_attention.hopper.tree import NOTHING, add_sink, fold, store_rows
 
 
 @gluon.jit
-def store_partial(partials, unit, peak, total, acc, column, ok, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def store_partial(
+    partials, unit, peak, total, acc, column, ok, ROWS: gl.constexpr, PAIRED: gl.constexpr, LAYOUT: gl.constexpr
+):
     """State [COLUMNS] and acc [D, COLUMNS] of one unit, of all pairs counted together."""
     acc_ptr, peak_ptr, total_ptr = partials
     D: gl.constexpr = acc.shape[0]
     slot = unit.to(gl.int64) * ROWS
-    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))
+    d = value_dims(D, PAIRED, gl.SliceLayout(1, LAYOUT))
     gl.store(acc_ptr + slot * D + (column * D)[None, :] + d[:, None], acc, mask=ok[None, :])
     gl.store(peak_ptr + slot + column, peak, mask=ok)
     gl.store(total_ptr + slot + column, total, mask=ok)

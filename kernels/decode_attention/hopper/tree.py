@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.decode_attention.hopper.codes import dims_at_once, key_numbers, value_numbers
+
 BARRIER = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
 NOTHING = gl.constexpr(-1.0e20)
 HIDDEN = gl.constexpr(-1.0e30)
@@ -69,18 +71,6 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def widen(codes, numbers, ROWS: gl.constexpr):
-    """Codes as numbers of a wider dtype, ROWS at a time.
-
-    By way of fp32, which costs a few fast instructions where the direct conversion is a single slow one.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    for part in gl.static_range(codes.shape[0] // ROWS):
-        some = codes.slice(part * ROWS, ROWS, 0).load(LAYOUT)
-        numbers.slice(part * ROWS, ROWS, 0).store(some.to(gl.float32).to(numbers.dtype))
-
-
-@gluon.jit
 def clear_rows(values, first, start, stop):
     """Zeros in the rows of a tile whose keys, counted from `first`, are outside start..stop; a few rows at a time."""
     ROWS: gl.constexpr = 8
@@ -95,51 +85,42 @@ def clear_rows(values, first, start, stop):
 
 
 @gluon.jit
-def score(q_smem, k_smem, k_wide, free, LAYOUT: gl.constexpr):
-    """K Q' of a tile, fp32 [TILE, COLUMNS]; gives the slot back. Codes go to k_wide as numbers of q's dtype before."""
+def start_scores(q_smem, k_smem, LAYOUT: gl.constexpr):
+    """K Q' of a tile, fp32 [TILE, COLUMNS], under way: await it."""
     TILE: gl.constexpr = k_smem.shape[0]
+    D: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = q_smem.shape[0]
-    # Few accumulators leave registers room for a whole tile of codes.
-    WIDENED_ROWS: gl.constexpr = TILE if COLUMNS <= 16 and k_smem.shape[1] <= 128 else 16
-    zero = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
+    product = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
     if k_smem.dtype == q_smem.dtype:
-        product = warpgroup_mma(k_smem, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(free, count=1)
+        product = warpgroup_mma(k_smem, q_smem.permute((1, 0)), product, use_acc=False, is_async=True)
     else:
-        widen(k_smem, k_wide, WIDENED_ROWS)
-        fence_async_shared()
-        BARRIER()
-        # Not before what was read is stored again: loads may queue where barriers and the copy engine overtake them.
-        mbarrier.arrive(free, count=1)
-        product = warpgroup_mma(k_wide, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, deps=[product])
+        DIMS: gl.constexpr = dims_at_once(D)
+        for part in gl.static_range(0, D, DIMS):
+            if part > 0:
+                product = warpgroup_mma_wait(0, deps=[product])
+            keys = key_numbers(k_smem.slice(part, DIMS, 1), LAYOUT)
+            queries = q_smem.slice(part, DIMS, 1).permute((1, 0))
+            product = warpgroup_mma(keys, queries, product, use_acc=part > 0, is_async=True)
     return product
 
 
 @gluon.jit
-def gather_values(p_smem, v_smem, v_wide, acc, first, start, stop, free):
+def gather_values(p_smem, v_smem, acc, first, start, stop, LAYOUT: gl.constexpr):
     """acc + V' P' of a tile whose keys count from `first`. Rows outside start..stop may hold anything, even NaN."""
     TILE: gl.constexpr = v_smem.shape[0]
-    WIDENED_ROWS: gl.constexpr = TILE if p_smem.shape[1] <= 16 and v_smem.shape[1] <= 128 else 16
-    partly = (first < start) | (first + TILE > stop)
     if v_smem.dtype == p_smem.dtype:
-        if partly:
+        if (first < start) | (first + TILE > stop):
             clear_rows(v_smem, first, start, stop)
-        fence_async_shared()
-        BARRIER()
+            fence_async_shared()
+            BARRIER()
         acc = warpgroup_mma(v_smem.permute((1, 0)), p_smem, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free, count=1)
     else:
-        widen(v_smem, v_wide, WIDENED_ROWS)
-        if partly:
-            clear_rows(v_wide, first, start, stop)
-        fence_async_shared()
-        BARRIER()
-        mbarrier.arrive(free, count=1)
-        acc = warpgroup_mma(v_wide.permute((1, 0)), p_smem, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        KEYS: gl.constexpr = 16
+        for part in gl.static_range(0, TILE, KEYS):
+            values = value_numbers(v_smem, part, KEYS, first, start, stop, LAYOUT)
+            acc = warpgroup_mma(values, p_smem.slice(part, KEYS, 0), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
     return acc
 
 
@@ -153,6 +134,7 @@ def sum_leaf(
     key_stop,
     first_position,
     token,
+    unit_scores,
     scale,
     cap,
     LEAF: gl.constexpr,
@@ -161,13 +143,19 @@ def sum_leaf(
     SOFTCAP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """State of a leaf's keys within key_start..key_stop; `token` is each column's token, at first_position + token."""
-    q_smem, p_smem, k_ring, v_ring, k_wide, v_wide = rings
+    """State of a leaf's keys within key_start..key_stop; `token` is each column's token, at first_position + token.
+
+    `unit_scores` [COLUMNS] is what scores of codes are multiplied with; scores of numbers are as they are.
+    """
+    q_smem, p_smem, k_ring, v_ring = rings
     k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_ring.shape[0]
     TILE: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
     COLUMNS: gl.constexpr = q_smem.shape[0]
+    CODES: gl.constexpr = k_ring.dtype != q_smem.dtype
+    # Whether registers hold a tile's values while its scores are made.
+    EARLY: gl.constexpr = CODES and D <= 128
     row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     peak, _, acc = nothing(D, COLUMNS, LAYOUT)
     parts = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
@@ -177,7 +165,15 @@ def sum_leaf(
         at = tile % STAGES
         phase = (tile // STAGES) & 1
         mbarrier.wait(k_full.index(at), phase)
-        scored = score(q_smem, k_ring.index(at), k_wide, k_empty.index(at), LAYOUT)
+        product = start_scores(q_smem, k_ring.index(at), LAYOUT)
+        if EARLY:
+            mbarrier.wait(v_full.index(at), phase)
+            values = value_numbers(v_ring.index(at), 0, TILE, first, key_start, key_stop, LAYOUT)
+        scored = warpgroup_mma_wait(0, deps=[product])
+        if CODES:
+            scored = scored * unit_scores[None, :]
+        else:
+            mbarrier.arrive(k_empty.index(at), count=1)
         key = (first + row)[:, None]
         position = (first_position + token)[None, :]
         visible = key <= position
@@ -191,8 +187,20 @@ def sum_leaf(
         peak = top
         acc = acc * keep[None, :]
         p_smem.store(weights.to(p_smem.dtype))
-        mbarrier.wait(v_full.index(at), phase)
-        acc = gather_values(p_smem, v_ring.index(at), v_wide, acc, first, key_start, key_stop, v_empty.index(at))
+        fence_async_shared()
+        BARRIER()
+        if CODES:
+            # By now all warps have what they read: their products took it.
+            mbarrier.arrive(k_empty.index(at), count=1)
+        if EARLY:
+            acc = warpgroup_mma(values, p_smem, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        else:
+            mbarrier.wait(v_full.index(at), phase)
+            acc = gather_values(p_smem, v_ring.index(at), acc, first, key_start, key_stop, LAYOUT)
+        if CODES:
+            BARRIER()
+        mbarrier.arrive(v_empty.index(at), count=1)
         first += TILE
         tile += 1
     return peak, gl.sum(parts, 0), acc, tile
