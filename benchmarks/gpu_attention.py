@@ -6,6 +6,7 @@ its layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,12 +28,14 @@ from benchmarks.measurement import (
 )
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
+from kernels.fp8 import E4M3
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from tests.kernels.inputs import make_case
 
 PREFILLS = ((8, 4096, 512), (4, 0, 8192), (1, 32768, 2048))
 DECODES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (64, 4096), (256, 4096))
+DECODES_OF_CODES = ((1, 32768), (16, 4096), (64, 4096), (256, 4096))
 HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.dim)
 
 
@@ -117,6 +120,33 @@ def decode(sequences: int, length: int) -> list[Measurement]:
     ]
 
 
+def decode_codes(sequences: int, length: int) -> list[Measurement]:
+    """GB/s of fp8 keys and values read: half the bytes for as many keys. The queries are bf16."""
+    case = make_case([(length - 1, 1)] * sequences, replace(SHAPE, dtype=E4M3))
+    case = replace(case, q=case.q.to(SHAPE.dtype))
+    scales = {name: torch.ones(1, device="cuda") for name in ("k_scales", "v_scales")}
+    plan = DecodePlan(sequences, length, *HEADS, device="cuda")
+    plan.prepare(case.seqlens_k)
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        lengths = {"max_seqlen_k": length} if backend is Backend.REFERENCE else {"max_seqlen_k": length, "plan": plan}
+        pages = (case.k_pages, case.v_pages, case.block_tables)
+        return decode_attention(case.q, *pages, case.seqlens_k, backend=backend, **lengths, **scales)
+
+    return [
+        Measurement(
+            op="decode_attention",
+            case=f"B{sequences} L{length}, fp8",
+            unit="GB/s",
+            amount=1e-9 * sequences * length * TOKEN_BYTES / SHAPE.dtype.itemsize,
+            run=call,
+            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            ceiling=READ,
+        )
+    ]
+
+
 def merge() -> list[Measurement]:
     """GB/s read plus written; a peer is the reference in torch."""
     tokens, heads, dim = 8192, 32, 128
@@ -143,6 +173,9 @@ def merge() -> list[Measurement]:
 
 AREAS: dict[str, tuple[Maker, ...]] = {
     "prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
-    "decode": tuple(partial(decode, *sizes) for sizes in DECODES),
+    "decode": (
+        *(partial(decode, *sizes) for sizes in DECODES),
+        *(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
+    ),
     "merge": (merge,),
 }

@@ -98,7 +98,8 @@ def _widen_tile(
     codes, code_full, code_empty, numbers, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
     """One tile of codes as numbers of the queries' dtype, which holds every code exactly."""
-    CL: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    # Eight codes a thread: sixteen bytes of numbers next to the next thread's, so that stores do not meet in a bank.
+    CL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     mbarrier.wait(code_full.index(slot), phase)
     mbarrier.wait(empty.index(slot), phase ^ 1)
     PARTS: gl.constexpr = 4
