@@ -12,9 +12,6 @@ triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
-# A thread's own row numbers, kept from the start of the kernel to a tile's end where zeros are stored behind the head
-# dim or the tile is widest.
-MAX_STACK_BYTES = 8
 TWIN: dict[str, object] = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON: dict[str, object] = {
     "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
@@ -36,7 +33,22 @@ CASES: dict[str, dict[str, object]] = {
     "window": {"WINDOW": 300},
     "window, dim 256": {"WINDOW": 300, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False},
     "fp8": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
-}
+    "dim 256, group 16": {
+        "GROUP": 16, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False, "WANTS_LSE": False,
+        "HAS_SINKS": False,
+    },
+    "dim 192, small pages, unpacked": {
+        "DIM": 192, "D": 256, "PAGE": 8, "PACKED": False, "CAP": True, "BN": 64, "STAGES": 2, "Q_REGISTERS": False,
+    },
+    "fp8, every option": {
+        "DIM": 80, "PAGE": 8, "HND": True, "WINDOW": 300, "CAP": True, "SCALES": True, "STAGES": 2,
+        "Q_REGISTERS": False,
+    },
+    "fp8, fp16, group 2, unpacked": {
+        "DIM": 80, "GROUP": 2, "PACKED": False, "CAP": True, "WANTS_LSE": False, "SCALES": True, "STAGES": 2,
+        "Q_REGISTERS": False,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +84,10 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
     from kernels.prefill_attention.hopper.kernel import attend_tiles
 
     constants = {**GLUON, **CASES[name]}
-    dtype = "fp16" if name == "dim 64" else "bf16"
+    dtype = "fp16" if name == "dim 64" or "fp16" in name else "bf16"
     built = compile_gluon(attend_tiles, constants, kinds(constants, dtype), tmp_path, enable_fp_fusion=False)
     assert built.ptx.count("wgmma.mma_async") and "cp.async.bulk.tensor" in built.ptx
-    limit = MAX_STACK_BYTES if name in ("dim 96", "dim 256") else 0
-    assert built.stack_bytes <= limit and not built.serialised, built.remarks
+    assert built.stack_bytes == 0 and not built.serialised, built.remarks
     assert built.shared_bytes <= 227 * 1024
 
 

@@ -109,7 +109,7 @@ def attend_tiles(
             for role in ((0, 1, 2, 3) if SCALES else (0, 1, 3))
         ],
         [4, 4, 1] if SCALES else [4, 1],
-        [208, 48, 40] if SCALES else [224, 56] if PAGE < 16 else [232, 40] if DIM < D or D > 128 else [240, 32],
+        [208, 40, 48] if SCALES else [224, 56] if PAGE < 16 else [232, 40] if DIM < D or D > 128 else [240, 32],
     )  # fmt: skip
 
 

@@ -20,6 +20,23 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
+def _zero(D: gl.constexpr):
+    """0, as far as only the program knows: what it is added to is made here, and costs no registers before.
+
+    Narrow tiles leave registers for what all of a program's tiles need, and are 1% slower if it is made for each.
+    """
+    if D <= 64:
+        return 0
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _widened_here(stride, D: gl.constexpr):
+    """A stride whose upper half an address needs: made here, and still known to be a multiple of 16 if it is one."""
+    return stride + 16 * _zero(D)
+
+
+@gluon.jit
 def _visible(scores, tile, position, nfull, last_low, WINDOW: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
     """Scores with what a row does not see at -1e30; tiles that all rows see wholly pass as they are."""
     if WINDOW > 0:
@@ -98,7 +115,6 @@ def consume(
     QL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SL, k_width=2)
     RS: gl.constexpr = gl.SliceLayout(1, SL)
     RO: gl.constexpr = gl.SliceLayout(1, OL)
-    row_s = PART * ROWS + gl.arange(0, ROWS, RS)
     zeros = gl.zeros([ROWS, BN], gl.float32, SL)
     if SCALES:
         # Products of codes: the keys' scale goes to where scores are scaled, the values' scale to the output.
@@ -115,7 +131,7 @@ def consume(
         lowest, start, stop = key_tiles(first, q_len, kv_len, QUERIES, WINDOW, BN)
         nfull = (cached + first + 1) // BN
         last_low = cached + first + QUERIES - WINDOW
-        position = cached + first + row_s // GROUP
+        position = cached + first + (PART * ROWS + gl.arange(0, ROWS, RS) + _zero(D)) // GROUP
         peak = gl.full([ROWS], -1.0e20, gl.float32, RS)
         base = gl.zeros([ROWS], gl.float32, RS)
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
@@ -166,6 +182,8 @@ def consume(
         mbarrier.arrive(v_empty.index(before), count=1)
         step += 1
 
+        # Row numbers are made when they are needed: the loop has no registers for them.
+        row_s = PART * ROWS + gl.arange(0, ROWS, RS) + _zero(D)
         if HAS_SINKS:
             # Once, behind the last key: the sink has no value, so it only adds to the sum.
             sink = gl.load(sinks_ptr + head * GROUP + row_s % GROUP).to(gl.float32) * LOG2_E
@@ -178,16 +196,17 @@ def consume(
         if SCALES:
             weight = weight * gl.load(v_scales_ptr)
         acc = acc * gl.convert_layout(weight, RO)[:, None]
-        row = PART * ROWS + gl.arange(0, ROWS, RO)
+        row = PART * ROWS + gl.arange(0, ROWS, RO) + _zero(D)
         query = first + row // GROUP
         live = (row < QUERIES * GROUP) & (query < q_len)
-        at = (token + query).to(gl.int64) * stride_out_token + (head * GROUP + row % GROUP) * stride_out_head
+        at = (token + query).to(gl.int64) * _widened_here(stride_out_token, D)
+        at += (head * GROUP + row % GROUP) * stride_out_head
         d = gl.arange(0, D, gl.SliceLayout(0, OL))
         gl.store(out_ptr + at[:, None] + d[None, :], acc.to(DTYPE), mask=live[:, None] & (d < DIM)[None, :])
         if WANTS_LSE:
             query_s = first + row_s // GROUP
             live_s = (row_s < QUERIES * GROUP) & (query_s < q_len)
-            at_s = (head * GROUP + row_s % GROUP).to(gl.int64) * num_tokens + token + query_s
+            at_s = (head * GROUP + row_s % GROUP).to(gl.int64) * _widened_here(num_tokens, D) + token + query_s
             gl.store(lse_ptr + at_s, (base + gl.log2(sums)) * LN_2, mask=live_s)
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
