@@ -74,6 +74,13 @@ CASES = {
     "dim 256, fp8": Case(programs=1, D=256, HAS_SCALES=True),
     "dim 256, 8 tokens, fp8": Case(programs=1, D=256, TOKENS=8, HAS_SCALES=True, **OPTIONS),
     "dim 256, 4 tokens of 8 heads": Case(programs=1, TOKENS=4, GROUP=8, D=256),
+    "dim 256, 5 tokens of 3 heads": Case(programs=1, TOKENS=5, GROUP=3, D=256),
+    "dim 256, 8 tokens of 3 heads, options": Case(programs=1, TOKENS=8, GROUP=3, D=256, **OPTIONS),
+    "3 tokens of 7 heads, options": Case(programs=1, TOKENS=3, GROUP=7, **OPTIONS),
+    "5 tokens of 3 heads, fp8, options": Case(TOKENS=5, GROUP=3, HAS_SCALES=True, **OPTIONS),
+    "dim 256, 5 tokens of 3 heads, fp8, options": Case(
+        programs=1, TOKENS=5, GROUP=3, D=256, HAS_SCALES=True, **OPTIONS
+    ),
 }
 
 

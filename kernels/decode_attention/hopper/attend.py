@@ -102,13 +102,13 @@ def attend(
     bases_ptr, chunks_ptr = plan
     seqlens_ptr, cu_seqlens_ptr = lengths
     scale, cap, value_scale = factors
-    COLUMNS: gl.constexpr = q_smem.shape[0]
-    D: gl.constexpr = q_smem.shape[1]
+    COLUMNS: gl.constexpr = q_smem.shape[1]
+    D: gl.constexpr = q_smem.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
     CODES: gl.constexpr = rings[2].dtype == gl.float8e4nv
     # The next pair's queries wait in registers, if that leaves enough of them.
-    AHEAD: gl.constexpr = PARKED < 2 - CODES
+    AHEAD: gl.constexpr = PARKED < 2 - CODES and (TOKENS == 1 or not CODES)
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
@@ -135,7 +135,7 @@ def attend(
             if CODES:
                 q, unit_scores = query_numbers(q)
                 unit_scores = gl.convert_layout(unit_scores, gl.SliceLayout(0, LAYOUT))
-            q_smem.store(q)
+            q_smem.index(0).store(q)
             fence_async_shared()
             BARRIER()
             # The next pair's length and queries are on their way while this one is summed.

@@ -104,7 +104,7 @@ def decode_pages(
     operand: gl.constexpr = gl.float16 if CODES else dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, D], operand)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, COLUMNS], operand)
-    q_smem = gl.allocate_shared_memory(operand, [COLUMNS, D], q_layout)
+    q_smem = gl.allocate_shared_memory(operand, [1, COLUMNS, D], q_layout)
     p_smem = gl.allocate_shared_memory(operand, [TILE, COLUMNS], p_layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, D], v_desc.layout)
@@ -161,7 +161,7 @@ def decode_pages(
         ],
         [1, 1],
         # Boxes of wider rows take more addresses.
-        [48, 48] if D > 128 else [40, 40],
+        [56, 56] if D > 128 else [40, 40],
     )  # fmt: skip
 
 

@@ -85,6 +85,16 @@ def clear_rows(values, first, start, stop):
 
 
 @gluon.jit
+def fresh_zero(changing):
+    """0, which the compiler takes for another number in each round of a loop.
+
+    It would work out the addresses of what stays in one place before the loop, two registers for each step of a
+    product; of what has this for an index it works them out where they are used.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [changing], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def start_scores(q_smem, k_smem, LAYOUT: gl.constexpr):
     """K Q' of a tile, fp32 [TILE, COLUMNS], under way: await it."""
     TILE: gl.constexpr = k_smem.shape[0]
@@ -152,10 +162,12 @@ def sum_leaf(
     STAGES: gl.constexpr = k_ring.shape[0]
     TILE: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
-    COLUMNS: gl.constexpr = q_smem.shape[0]
+    COLUMNS: gl.constexpr = q_smem.shape[1]
     CODES: gl.constexpr = k_ring.dtype != q_smem.dtype
     # Whether registers hold a tile's values while its scores are made.
     EARLY: gl.constexpr = CODES and D <= 128
+    # Whether registers are short.
+    SHORT: gl.constexpr = D * COLUMNS > 2048
     row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     peak, _, acc = nothing(D, COLUMNS, LAYOUT)
     parts = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
@@ -165,7 +177,8 @@ def sum_leaf(
         at = tile % STAGES
         phase = (tile // STAGES) & 1
         mbarrier.wait(k_full.index(at), phase)
-        product = start_scores(q_smem, k_ring.index(at), LAYOUT)
+        queries = q_smem.index(fresh_zero(first) if SHORT else 0)
+        product = start_scores(queries, k_ring.index(at), LAYOUT)
         if EARLY:
             mbarrier.wait(v_full.index(at), phase)
             values = value_numbers(v_ring.index(at), 0, TILE, first, key_start, key_stop, LAYOUT)
