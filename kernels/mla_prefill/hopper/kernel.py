@@ -206,7 +206,7 @@ def _consume(
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
         if RESUMES:
             stat_at, live, out_at, out_live = _places(
-                q_start, q_len, head, tile * BLOCK + PART * ROWS, num_tokens, HEADS, ROWS, SR, VALUES
+                q_start, q_len, head, tile * BLOCK + PART * ROWS, _afresh(num_tokens), HEADS, ROWS, SR, VALUES
             )
             peak = gl.load(peak_ptr + stat_at, mask=live, other=-1.0e20)
             total = gl.load(total_ptr + stat_at, mask=live, other=0.0)
@@ -264,13 +264,20 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=[values])
             mbarrier.arrive(v_empty.index(s), count=1)
         step += count
+        # Before this item's results are stored: what is read from shared memory would queue behind the stores.
+        done_head = head
+        done_start = q_start
+        done_tile = tile
+        done_len = q_len
+        turn += 1
+        head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
         # Not kept over the loop, which needs the registers.
         stat_at, live, out_at, out_live = _places(
-            _afresh(q_start),
-            q_len,
-            _afresh(head),
-            _afresh(tile) * BLOCK + PART * ROWS,
-            num_tokens,
+            _afresh(done_start),
+            done_len,
+            _afresh(done_head),
+            _afresh(done_tile) * BLOCK + PART * ROWS,
+            _afresh(num_tokens),
             HEADS,
             ROWS,
             SR,
@@ -286,8 +293,6 @@ def _consume(
             if WANTS_LSE:
                 lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * LN_2)
                 gl.store(lse_ptr + stat_at, lse, mask=live)
-        turn += 1
-        head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
