@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, object]] = {
     "window": {"WINDOW": 300},
     "window, dim 256": {"WINDOW": 300, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False},
     "fp8": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
+    "fp8, softcap": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False, "CAP": True, "WINDOW": 300},
     "dim 256, group 16": {
         "GROUP": 16, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False, "WANTS_LSE": False,
         "HAS_SINKS": False,

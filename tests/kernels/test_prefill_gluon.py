@@ -92,6 +92,16 @@ class TestAgainstDenseAttention:
             assert_output(out, wanted)
             assert_lse(lse, wanted_lse)
 
+    @pytest.mark.parametrize("size", [1e-5, 2e4])
+    def test_fp8_pages_and_queries_that_fp16_does_not_reach(self, size: float) -> None:
+        case = make_case(LENGTHS, SHAPE)
+        case, options = coded(replace(case, q=(case.q.float() * size).to(case.q.dtype)), False, GLUON)
+        for extra in ({}, {"softcap": 3.0}):
+            out, lse = run(case, GLUON, **options, **extra, scale=0.1 / size)
+            wanted, wanted_lse = dense_attention(case, scale=0.1 / size, **extra)
+            assert_output(out, wanted)
+            assert_lse(lse, wanted_lse)
+
     def test_given_output_and_queries_inside_wider_rows(self) -> None:
         case = make_case([(16, 20), (0, 200)], SHAPE)
         wide = torch.full((220, 12, 128), float("nan"), dtype=case.q.dtype, device="cuda")

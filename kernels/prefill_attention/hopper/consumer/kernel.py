@@ -52,23 +52,23 @@ def _visible(scores, tile, position, nfull, last_low, WINDOW: gl.constexpr, BN: 
 
 
 @gluon.jit
-def _weigh(scores, peak, base, scale):
+def _weigh(scores, peak, base, scale, ROWWISE: gl.constexpr):
     """(peak, base, weights, decay): the largest score so far, that score scaled, and how much older sums shrink.
 
     The scale is folded into exp2. Bases are kept, not made again from peaks: where the peak stays, decay is exactly 1.
     """
     new_peak = gl.maximum(peak, gl.max(scores, 1))
     new_base = new_peak * scale
-    factor = gl.zeros_like(scores) + scale
+    factor = gl.zeros_like(scores) + (gl.expand_dims(scale, 1) if ROWWISE else scale)
     weights = gl.exp2(gl.fma(scores, factor, gl.expand_dims(-new_base, 1) + gl.zeros_like(scores)))
     return new_peak, new_base, weights, gl.exp2(base - new_base)
 
 
 @gluon.jit
-def _capped(scores, cap_log2, CAP: gl.constexpr):
+def _capped(scores, cap_log2, CAP: gl.constexpr, ROWWISE: gl.constexpr):
     """tanh(scores * c) as 1 - 2 / (exp(2 c scores) + 1): the hardware's own tanh is too coarse for a logit."""
     if CAP:
-        scores = 1.0 - 2.0 / (gl.exp2(scores * cap_log2) + 1.0)
+        scores = 1.0 - 2.0 / (gl.exp2(scores * (gl.expand_dims(cap_log2, 1) if ROWWISE else cap_log2)) + 1.0)
     return scores
 
 
@@ -95,6 +95,23 @@ def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.const
 
 
 @gluon.jit
+def _narrow(queries, D: gl.constexpr):
+    """Queries of bf16 become fp16, which holds every code, where they lie; what each row's scores are to be scaled by.
+
+    bf16 reaches further: a row's largest number is brought to 2^14 or just above by a power of two, unless it is tiny.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    numbers = queries.load(LAYOUT).to(gl.float32)
+    exponent = gl.maximum((gl.max(gl.abs(numbers), 1).to(gl.int32, bitcast=True) >> 23) - 127 - 14, -24)
+    power = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
+    narrow = queries._reinterpret(gl.float16, queries.shape, queries.layout)
+    narrow.store((numbers * gl.expand_dims(power, 1)).to(gl.float16))
+    fence_async_shared()
+    _barrier()
+    return narrow, ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def consume(
     out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
     stride_out_token, stride_out_head, qs, ks, vs, board,
@@ -109,6 +126,7 @@ def consume(
     LOG2_E: gl.constexpr = 1.4426950408889634
     LN_2: gl.constexpr = 0.6931471805599453
     DTYPE: gl.constexpr = qs.dtype
+    NARROWS: gl.constexpr = ks.dtype != DTYPE
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OL, k_width=2)
@@ -137,6 +155,16 @@ def consume(
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
         acc = gl.zeros([ROWS, D], gl.float32, OL)
         q = qs.index(PART).load(QL) if Q_REGISTERS else qs.index(PART)
+        scale = scale_log2
+        cap = cap_log2
+        if NARROWS:
+            q, unit = _narrow(q, D)
+            unit = gl.convert_layout(unit, RS)
+            if CAP:
+                cap = cap_log2 * unit
+                scale = scale_log2 + gl.zeros_like(unit)
+            else:
+                scale = scale_log2 * unit
         # The first key tile: there is no earlier one whose values could be added meanwhile.
         slot = step % STAGES
         mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
@@ -147,10 +175,10 @@ def consume(
             # Only a product that took the queries proves that they have come out of shared memory: loads may queue
             # behind the last tile's stores, where barriers overtake them and the copy engine would, too.
             mbarrier.arrive(q_empty.index(0), count=1)
-        scores = _visible(_capped(scores, cap_log2, CAP), start, position, nfull, last_low, WINDOW, BN, SL)
-        peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
+        scores = _visible(_capped(scores, cap, CAP, NARROWS), start, position, nfull, last_low, WINDOW, BN, SL)
+        peak, base, weights, decay = _weigh(scores, peak, base, scale, NARROWS)
         sums = gl.sum(weights, 1)
-        p = gl.convert_layout(weights.to(DTYPE), PL)
+        p = gl.convert_layout(weights.to(ks.dtype), PL)
         if WINDOW > 0:
             _clear_hidden_values(vs.index(slot), v_full.index(slot), (step // STAGES) & 1, start, lowest, kv_len, BN, D)
         for tile in range(start + 1, stop):
@@ -164,13 +192,13 @@ def consume(
             acc = warpgroup_mma(p, vs.index(before), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            scores = _visible(_capped(scores, cap_log2, CAP), tile, position, nfull, last_low, WINDOW, BN, SL)
-            peak, base, weights, decay = _weigh(scores, peak, base, scale_log2)
+            scores = _visible(_capped(scores, cap, CAP, NARROWS), tile, position, nfull, last_low, WINDOW, BN, SL)
+            peak, base, weights, decay = _weigh(scores, peak, base, scale, NARROWS)
             sums = gl.fma(sums, decay, gl.sum(weights, 1))
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
             acc = acc * gl.convert_layout(decay, RO)[:, None]
-            p = gl.convert_layout(weights.to(DTYPE), PL)
+            p = gl.convert_layout(weights.to(ks.dtype), PL)
         if not Q_REGISTERS:
             mbarrier.arrive(q_empty.index(0), count=1)
         before = step % STAGES

@@ -97,7 +97,7 @@ def produce(
 def _widen_tile(
     codes, code_full, code_empty, numbers, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """One tile of codes as numbers of the queries' dtype, which holds every code exactly."""
+    """One tile of codes as fp16, which holds every one exactly."""
     # Eight codes a thread: sixteen bytes of numbers next to the next thread's, so that stores do not meet in a bank.
     CL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     mbarrier.wait(code_full.index(slot), phase)
@@ -105,7 +105,7 @@ def _widen_tile(
     PARTS: gl.constexpr = 4
     for part in gl.static_range(PARTS):
         tile = codes.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).load(CL)
-        numbers.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).store(tile.to(gl.float32).to(numbers.dtype))
+        numbers.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).store(tile.to(numbers.dtype))
     fence_async_shared()
     _barrier()
     mbarrier.arrive(code_empty.index(slot), count=1)
