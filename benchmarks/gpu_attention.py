@@ -31,7 +31,7 @@ from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.fp8 import E4M3
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import PrefillPlan, prefill_attention
-from tests.kernels.inputs import make_case
+from tests.kernels.inputs import PagedCase, make_case
 
 PREFILLS = ((8, 4096, 512), (4, 0, 8192), (1, 32768, 2048))
 DECODES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (64, 4096), (256, 4096))
@@ -91,6 +91,40 @@ def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
     ]
 
 
+def coded_case(lengths: list[tuple[int, int]]) -> tuple[PagedCase, dict[str, torch.Tensor]]:
+    """A batch whose pages hold codes and whose queries are bf16, and the scales of both."""
+    case = make_case(lengths, replace(SHAPE, dtype=E4M3))
+    scales = {name: torch.ones(1, device="cuda") for name in ("k_scales", "v_scales")}
+    return replace(case, q=case.q.to(SHAPE.dtype)), scales
+
+
+def prefill_codes(sequences: int, cached: int, new: int) -> list[Measurement]:
+    """TFLOP/s over fp8 pages, of the same work as over bf16 ones."""
+    case, scales = coded_case([(cached, new)] * sequences)
+    plan = PrefillPlan(sequences, sequences * new, *HEADS, device="cuda")
+    plan.prepare(case.cu_seqlens_q, case.cu_seqlens_k)
+    grouped = case.q.view(-1, SHAPE.kv_heads, HEADS[0] // HEADS[1], SHAPE.dim).transpose(0, 1).contiguous()
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        where = (case.k_pages, case.v_pages, case.block_tables, case.cu_seqlens_q, case.cu_seqlens_k, new)
+        if backend is Backend.REFERENCE:
+            return prefill_attention(case.q, *where, backend=backend, **scales)
+        return prefill_attention(grouped, *where, plan=plan, **scales)
+
+    return [
+        Measurement(
+            op="prefill_attention",
+            case=f"{sequences} x ({cached} + {new}), fp8",
+            unit="TFLOP/s",
+            amount=attention_tflop(sequences, cached, new),
+            run=call,
+            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            ceiling=GEMM,
+        )
+    ]
+
+
 def decode(sequences: int, length: int) -> list[Measurement]:
     """GB/s of keys and values read."""
     case = make_case([(length - 1, 1)] * sequences, SHAPE)
@@ -122,9 +156,7 @@ def decode(sequences: int, length: int) -> list[Measurement]:
 
 def decode_codes(sequences: int, length: int) -> list[Measurement]:
     """GB/s of fp8 keys and values read: half the bytes for as many keys. The queries are bf16."""
-    case = make_case([(length - 1, 1)] * sequences, replace(SHAPE, dtype=E4M3))
-    case = replace(case, q=case.q.to(SHAPE.dtype))
-    scales = {name: torch.ones(1, device="cuda") for name in ("k_scales", "v_scales")}
+    case, scales = coded_case([(length - 1, 1)] * sequences)
     plan = DecodePlan(sequences, length, *HEADS, device="cuda")
     plan.prepare(case.seqlens_k)
 
@@ -172,7 +204,7 @@ def merge() -> list[Measurement]:
 
 
 AREAS: dict[str, tuple[Maker, ...]] = {
-    "prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
+    "prefill": tuple(partial(maker, *sizes) for maker in (prefill, prefill_codes) for sizes in PREFILLS),
     "decode": (
         *(partial(decode, *sizes) for sizes in DECODES),
         *(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
