@@ -142,8 +142,7 @@ def _launch(
                 plan = MlaDecodePlan(num_seqs, bound, heads, max_q_tokens=most, device=q.device)
                 plan.prepare(seqlens_k, cu_seqlens_q)
             plan.check(num_seqs, bound, heads, most)
-            hopper.attend(q, pages, *where, plan, scale, out, lse)
-            kernel.fold(plan, seqlens_k, cu_seqlens_q, out, lse)
+            hopper.attend(q, pages, block_tables, cu_seqlens_q is not None, plan, scale, out, lse)
             return
     kernel.launch(q, pages, *where, max_q_tokens, bound, scale, out, lse)
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.mla_decode.plan import MlaDecodePlan, tree_of
+from kernels.mla_decode.plan import tree_of
 
 LOG2_E = 1.4426950408889634
 LATENT = 512
@@ -119,8 +119,6 @@ def fold_leaves(
     acc_ptr,
     peak_ptr,
     total_ptr,
-    bases_ptr,
-    counts_ptr,
     lengths_ptr,
     cu_q_ptr,
     num_tokens,
@@ -131,8 +129,6 @@ def fold_leaves(
     MULTI: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    SLOT_ROWS: tl.constexpr,
-    PLANNED: tl.constexpr,
     LATENT: tl.constexpr,
     WANTS_LSE: tl.constexpr,
 ):
@@ -148,35 +144,23 @@ def fold_leaves(
     if row >= q_len * HEADS:
         return
     parts = tl.cdiv(length, LEAF)
-    per_group = GROUP
     tile = row // ROWS
-    if PLANNED:
-        base = tl.load(bases_ptr + seq)
-        # Loaded together, not one after the other.
-        step = tl.load(counts_ptr + 1)
-        if base < 0:
-            return
-        parts = tl.cdiv(parts, step)
-        per_group = GROUP // step
-        first = base.to(tl.int64) + tile * parts
-    else:
-        first = (seq * TILES + tile) * max_leaves
+    first = (seq * TILES + tile) * max_leaves
     d = tl.arange(0, LATENT)
-    # Eight numbers of a row, then the next row's: as a warp of the planned kernel holds them.
-    at = d // 8 * (SLOT_ROWS * 8) + d % 8 + row % ROWS * 8
+    at = d // 8 * (ROWS * 8) + d % 8 + row % ROWS * 8
     peak = -1.0e20
     total = 0.0
     acc = tl.zeros([LATENT], tl.float32)
     partials = (acc_ptr, peak_ptr, total_ptr)
     if GROUP == 1:
         for part in tl.range(0, parts):
-            acc, peak, total = joined(acc, peak, total, partials, first + part, at, row % ROWS, SLOT_ROWS, LATENT)
+            acc, peak, total = joined(acc, peak, total, partials, first + part, at, row % ROWS, ROWS, LATENT)
     else:
-        for start in tl.range(0, parts, per_group):
+        for start in tl.range(0, parts, GROUP):
             group_acc, group_peak, group_total = tl.zeros([LATENT], tl.float32), -1.0e20, 0.0
-            for part in tl.range(start, tl.minimum(start + per_group, parts)):
+            for part in tl.range(start, tl.minimum(start + GROUP, parts)):
                 group_acc, group_peak, group_total = joined(
-                    group_acc, group_peak, group_total, partials, first + part, at, row % ROWS, SLOT_ROWS, LATENT
+                    group_acc, group_peak, group_total, partials, first + part, at, row % ROWS, ROWS, LATENT
                 )
             acc, peak, total = folded(acc, peak, total, group_acc, group_peak, group_total)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -184,41 +168,6 @@ def fold_leaves(
     if WANTS_LSE:
         lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
         tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
-
-
-def fold(
-    plan: MlaDecodePlan,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Folds what a planned launch left as partial results."""
-    with torch.cuda.device_of(out):
-        fold_leaves[(plan.heads * plan.max_q_tokens, seqlens_k.shape[0])](
-            out,
-            lse if lse is not None else plan.peak,
-            plan.acc,
-            plan.peak,
-            plan.total,
-            plan.bases,
-            plan.counts,
-            seqlens_k,
-            cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
-            out.shape[0],
-            0,
-            HEADS=plan.heads,
-            LEAF=plan.tree.leaf,
-            GROUP=plan.tree.group,
-            MULTI=cu_seqlens_q is not None,
-            TILES=1,
-            ROWS=plan.rows,
-            SLOT_ROWS=plan.slot_rows,
-            PLANNED=True,
-            LATENT=LATENT,
-            WANTS_LSE=lse is not None,
-            num_warps=4,
-        )
 
 
 def launch(
@@ -276,8 +225,6 @@ def launch(
             peak,
             total,
             seqlens_k,
-            seqlens_k,
-            seqlens_k,
             sums,
             tokens,
             leaves,
@@ -287,8 +234,6 @@ def launch(
             MULTI=multi,
             TILES=tiles,
             ROWS=rows,
-            SLOT_ROWS=rows,
-            PLANNED=False,
             LATENT=LATENT,
             WANTS_LSE=lse is not None,
             num_warps=4,

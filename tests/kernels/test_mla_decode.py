@@ -151,6 +151,24 @@ def test_bits_do_not_depend_on_who_computes_which_part(heads: int, new: int) -> 
 
 
 @pytest.mark.gpu
+def test_later_leaves_may_outweigh_the_first_by_far() -> None:
+    """So far that a sum's reference has to move; and whoever computes which part moves it alike."""
+    target = _cuda()
+    case = make([(9 * LEAF + 3, 1), (3 * LEAF, 1)], target)
+    q = latent_queries(case, 128) * 100
+    wanted, wanted_lse = truth(case, q)
+    results = []
+    for programs in (1, 1000):
+        plan = MlaDecodePlan(2, 10 * LEAF, 128, programs=programs)
+        plan.prepare(case.seqlens_k)
+        results.append(run(case, q, target, plan))
+    assert_output(results[0][0], wanted)
+    torch.testing.assert_close(results[0][1].double(), wanted_lse.double(), rtol=1e-4, atol=1e-2)
+    assert_same_bits(results[1][0], results[0][0])
+    assert_same_bits(results[1][1], results[0][1])
+
+
+@pytest.mark.gpu
 def test_a_captured_plan_and_attention_follow_the_lengths() -> None:
     target = _cuda()
     case = make([(3 * LEAF, 1), (64, 1)], target)

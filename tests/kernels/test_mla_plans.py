@@ -30,16 +30,21 @@ def test_decode_attends_to_every_leaf_of_every_tile_once(
     plan = MlaDecodePlan(5, max(LENGTHS), heads, max_q_tokens=4 if several else None, programs=programs, device=device)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
     plan.prepare(lengths, running_sums(queries, device) if several else None)
-    count, step = plan.counts.tolist()
+    count, step, sharing = plan.counts.tolist()
+    shared = {start: (queries, parts, slot) for start, queries, parts, slot in plan.shared[:sharing].tolist()}
     leaves_of = [max(-(-length // plan.tree.leaf), 1) for length in LENGTHS]
     done, slots = [], []
-    for seq, tile, leaf, leaves, slot in plan.items[:count].tolist():
+    for seq, q_start, q_len, tile, leaf, leaves, length, slot in plan.items[:count].tolist():
+        assert (q_start, q_len, length) == (sum(queries[:seq]), queries[seq], LENGTHS[seq])
         done += [(seq, tile, leaf + i) for i in range(leaves)]
         slots += [slot] if slot >= 0 else []
         assert slot < 0 or (leaf % step == 0 and leaves == min(step, leaves_of[seq] - leaf))
         # A shared-out tile's slots follow each other: that is where the fold looks.
-        first = int(plan.bases[seq])
-        assert slot == (-1 if first < 0 else first + tile * -(-leaves_of[seq] // step) + leaf // step)
+        parts = -(-leaves_of[seq] // step)
+        if q_start in shared:
+            assert shared[q_start][:2] == (q_len, parts) and slot == shared[q_start][2] + tile * parts + leaf // step
+        else:
+            assert slot == -1
     wanted = [
         (seq, tile, leaf)
         for seq, new in enumerate(queries)
@@ -48,7 +53,7 @@ def test_decode_attends_to_every_leaf_of_every_tile_once(
     ]
     assert sorted(done) == wanted
     assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.acc.shape[0]
-    sizes = [leaves if slot < 0 else step for *_, leaves, slot in plan.items[:count].tolist()]
+    sizes = [leaves if slot < 0 else step for *_, leaves, _, slot in plan.items[:count].tolist()]
     assert sizes == sorted(sizes, reverse=True)
     # One program has no one to share with; of 500 most would have nothing to do.
     assert bool(slots) == (programs > 1) or programs == 4
@@ -59,7 +64,7 @@ def test_decode_shares_out_whole_groups_where_that_keeps_the_programs_busy(targe
     for sequences, step in ((8, 8), (5, 1)):
         plan = MlaDecodePlan(8, 8192, 16, programs=16, device=device)
         plan.prepare(torch.full((sequences,), 8192, dtype=torch.int32, device=device))
-        assert plan.counts.tolist() == [sequences * 16 // step, step]
+        assert plan.counts.tolist() == [sequences * 16 // step, step, sequences]
 
 
 @pytest.mark.parametrize("mode", ["aligned", "offsets", "all"])

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.mla_decode.hopper.few_kernel import attend_latents_few
+from kernels.mla_decode.hopper.fold import fold
 from kernels.mla_decode.hopper.kernel import attend_latents
 from kernels.mla_decode.plan import MlaDecodePlan
 
@@ -39,14 +40,13 @@ def attend(
     q: torch.Tensor,
     pages: torch.Tensor,
     block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
+    several: bool,
     plan: MlaDecodePlan,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Attends over checked, non-empty arguments; shared-out sequences are left as partial results in the plan."""
+    """Attends over checked, non-empty arguments by a plan of their lengths; `several`: with cu_seqlens_q."""
     tokens, heads, _ = q.shape
     page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
     box = min(page_tokens, TILE)
@@ -59,7 +59,7 @@ def attend(
     if plan.few:
         kernel, options = attend_latents_few, {"GROUP": plan.tree.group, "maxnreg": ENTRY_REGISTERS}
     else:
-        kernel, options = attend_latents, {"MULTI": cu_seqlens_q is not None, "SLOT_ROWS": plan.slot_rows}
+        kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows}
     with torch.cuda.device(q.device):
         kernel[(plan.programs,)](
             boxes(q, tokens * heads, plan.rows, 256),
@@ -74,8 +74,6 @@ def attend(
             plan.sums,
             plan.items,
             plan.counts,
-            seqlens_k,
-            cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
             block_tables,
             scale * LOG2_E,
             tokens,
@@ -90,3 +88,4 @@ def attend(
             num_warps=4,
             **options,
         )
+        fold(plan, block_tables.shape[0], out, lse)

@@ -33,10 +33,10 @@ def scores_of(q, latents, s, phase, full, TILE: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
-def places(dim, row, ROWS: gl.constexpr):
+def places(dim, row):
     """As `pieces.part_at`, for a result whose rows are the values' dimensions."""
     dim = afresh(dim)
-    return (dim // 8 * (ROWS * 8) + dim % 8)[:, None] + (afresh(row) * 8)[None, :]
+    return (dim // 8 * 128 + dim % 8)[:, None] + (afresh(row) * 8)[None, :]
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def settle(group, sums, to, dim, row, factors, ends, live):
     """Half of a group's values joins the sum, which the last group's makes the answer."""
     keep, weight, share = factors
     is_later, is_last = ends
-    at = places(dim, row, 16)
+    at = places(dim, row)
     if is_later:
         group = fold(sums, at, group, keep, weight, live[None, :])
     if is_last:
@@ -137,10 +137,10 @@ def attend_few(
             if first + GROUP >= leaves:
                 mbarrier.arrive(q_empty, count=1)
             if slot >= 0:
-                at_row = afresh(slot).to(gl.int64) * HEADS
-                to = acc_ptr + at_row * 512 + places(dim, row, HEADS)
+                at_row = afresh(slot).to(gl.int64) * 16
+                to = acc_ptr + at_row * 512 + places(dim, row)
                 gl.store(to, group_low, mask=live[None, :])
-                gl.store(to + 256 * HEADS, group_high, mask=live[None, :])
+                gl.store(to + 256 * 16, group_high, mask=live[None, :])
                 gl.store(peak_ptr + at_row + afresh(row), group_peak, mask=live)
                 gl.store(total_ptr + at_row + afresh(row), group_total, mask=live)
             else:

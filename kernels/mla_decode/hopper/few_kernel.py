@@ -29,8 +29,6 @@ def attend_latents_few(
     sum_ptr,
     items_ptr,
     counts_ptr,
-    lengths_ptr,
-    cu_q_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -73,7 +71,7 @@ def attend_latents_few(
         mbarrier.init(left_empty.index(s), count=1)
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
-    plan = (items_ptr, counts_ptr, lengths_ptr, cu_q_ptr, tables_ptr)
+    plan = (items_ptr, counts_ptr, tables_ptr)
     results = (out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr)
     tiles = (q_left, q_right, q_rope, left, right, rope)
     ring = (q_full, q_empty, left_full, left_empty, right_full, right_empty)
@@ -84,7 +82,7 @@ def attend_latents_few(
             (attend_few, (results, scale_log2, num_tokens, (tiles, handed), ring, mailbox,
                           HEADS, LEAF, GROUP, TILE, STAGES, WANTS_LSE)),
             (stream, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                      (tiles,), (ring,), mailbox, HEADS, PAGE, LEAF, TILE, STAGES, False, 16)),
+                      (tiles,), (ring,), mailbox, HEADS, PAGE, LEAF, TILE, STAGES, 16)),
         ],
         [1],
         [56],

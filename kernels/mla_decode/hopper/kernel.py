@@ -33,8 +33,6 @@ def attend_latents(
     sum_ptr,
     items_ptr,
     counts_ptr,
-    lengths_ptr,
-    cu_q_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -61,7 +59,7 @@ def attend_latents(
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, 64], LAYOUT)
     handed = gl.allocate_shared_memory(gl.bfloat16, [64, TILE], HANDED)
     decays = gl.allocate_shared_memory(gl.float32, [64], VECTOR)
-    folds = gl.allocate_shared_memory(gl.float32, [3, 64], VECTOR)
+    folds = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -90,7 +88,7 @@ def attend_latents(
         mbarrier.init(left_empty.index(s), count=1)
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
-    plan = (items_ptr, counts_ptr, lengths_ptr, cu_q_ptr, tables_ptr)
+    plan = (items_ptr, counts_ptr, tables_ptr)
     results = (out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, decays, folds))
     bars = (
@@ -100,11 +98,12 @@ def attend_latents(
     # fmt: off
     gl.warp_specialize(
         [
-            (attend_left, (results, scale_log2, num_tokens, shared, bars, mailbox,
+            (attend_left, (results, scale_log2, shared, bars, mailbox,
                             HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
-            (attend_right, (results, shared, bars, mailbox, HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS)),
+            (attend_right, (results, num_tokens, shared, bars, mailbox,
+                            HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
             (stream, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                        shared, bars, mailbox, HEADS, PAGE, LEAF, TILE, STAGES, MULTI, 64)),
+                        shared, bars, mailbox, HEADS, PAGE, LEAF, TILE, STAGES, 64)),
         ],
         [4, 1],
         [208, 40],

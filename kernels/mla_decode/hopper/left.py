@@ -8,14 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.mailbox.kernel import take, thread_barrier
-from kernels.mla_decode.hopper.pieces import afresh, clear_tail, fold, part_at
+from kernels.mla_decode.hopper.pieces import afresh, clear_tail, has_moved, join, part_at
 
 
 @gluon.jit
 def attend_left(
     results,
     scale_log2,
-    num_tokens,
     shared,
     bars,
     mailbox,
@@ -27,7 +26,7 @@ def attend_left(
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr = results
+    out_ptr, _, acc_ptr, peak_ptr, total_ptr, sum_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, decays, folds = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
@@ -37,9 +36,9 @@ def attend_left(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
+    # A power of two that no fp32 sum is too large to be multiplied by.
+    FAR: gl.constexpr = 64.0
     LN_2: gl.constexpr = 0.6931471805599453
-    row = gl.arange(0, 64, SR)
-    out_row = gl.arange(0, 64, OR)
     column = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([64, TILE], gl.float32, SCORES)
@@ -48,10 +47,12 @@ def attend_left(
     turns = 0
     q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
     while leaves >= 0:
-        live = row < q_len * HEADS - tile * 64
-        out_live = (out_row < q_len * HEADS - tile * 64)[:, None]
-        token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
-        last_seen = length - q_len + token
+        if not MULTI:
+            q_len = 1
+        row = gl.arange(0, 64, SR)
+        last_seen = length - q_len
+        if MULTI:
+            last_seen += gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
         mbarrier.wait(q_full, turns & 1)
         sum_peak = gl.full([64], -1.0e20, gl.float32, SR)
         sum_total = gl.full([64], 0.0, gl.float32, SR)
@@ -73,7 +74,7 @@ def attend_left(
                 scores = warpgroup_mma_wait(0, deps=[part])
                 first = start + i * TILE
                 if first + TILE > length - q_len + 1:
-                    scores = gl.where((first + column)[None, :] <= last_seen[:, None], scores, -1.0e30)
+                    scores = gl.where((first + column)[None, :] <= (row * 0 + last_seen)[:, None], scores, -1.0e30)
                 new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
                 weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
                 decay = gl.exp2(peak - new_peak)
@@ -94,13 +95,19 @@ def attend_left(
                 step += 1
             if n == leaves - 1:
                 mbarrier.arrive(q_empty, count=1)
+            # What follows from an item's numbers is made here once more: kept, it would cost registers in the loop.
+            row = afresh(gl.arange(0, 64, SR))
+            out_row = afresh(gl.arange(0, 64, OR))
+            live = row < q_len * HEADS - tile * 64
+            out_live = (out_row < q_len * HEADS - tile * 64)[:, None]
             if slot >= 0:
                 at = slot.to(gl.int64) * SLOT_ROWS
                 gl.store(acc_ptr + at * 512 + part_at(out_row, dim, SLOT_ROWS), acc, mask=out_live)
                 gl.store(peak_ptr + at + row, peak, mask=live)
                 gl.store(total_ptr + at + row, total, mask=live)
             else:
-                new_peak = gl.maximum(sum_peak, peak)
+                # The reference moves only where a leaf rises far above it: see `join`.
+                new_peak = gl.where(peak > sum_peak + FAR, peak, sum_peak)
                 keep = gl.exp2(sum_peak - new_peak)
                 weight = gl.exp2(peak - new_peak)
                 sum_total = gl.where(n == 0, total, gl.fma(sum_total, keep, total * weight))
@@ -110,28 +117,19 @@ def attend_left(
                 folds.index(0).store(keep)
                 folds.index(1).store(weight)
                 folds.index(2).store(share)
+                if WANTS_LSE:
+                    folds.index(3).store(
+                        gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
+                    )
                 thread_barrier()
                 mbarrier.arrive(fold_full, count=1)
                 turns ^= 65536
-                sum_at = afresh(gl.program_id(0)) * (64 * 512) + part_at(out_row, dim, 64)
-                if n > 0:
-                    acc = fold(
-                        sum_ptr,
-                        sum_at,
-                        acc,
-                        gl.convert_layout(keep, OR)[:, None],
-                        gl.convert_layout(weight, OR)[:, None],
-                        out_live,
-                    )
-                if n < leaves - 1:
-                    gl.store(sum_ptr + sum_at, acc, mask=out_live)
-                else:
+                factors = (gl.convert_layout(keep, OR), gl.convert_layout(weight, OR))
+                sums = sum_ptr + afresh(gl.program_id(0)) * (64 * 512)
+                acc = join(sums, acc, n, leaves, factors, has_moved(folds.index(0)), out_row, dim, out_live, 0)
+                if n == leaves - 1:
                     at = (q_start * HEADS + tile * 64).to(gl.int64)
                     result = (acc * gl.convert_layout(share, OR)[:, None]).to(gl.bfloat16)
                     gl.store(out_ptr + (at + out_row)[:, None] * 512 + dim[None, :], result, mask=out_live)
-                    if WANTS_LSE:
-                        lse = gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
-                        lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
-                        gl.store(lse_ptr + lse_at, lse, mask=live)
         turns = (turns & 65536) | ((turns + 1) & 3)
         q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)

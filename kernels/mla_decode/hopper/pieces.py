@@ -1,4 +1,4 @@
-"""What mla_decode's warps for Hopper share: an item of the plan, the end of a sequence, the fold of two leaves.
+"""What mla_decode's warps for Hopper share: an item of the plan, the end of a sequence, how leaves join.
 
 Knows no order of work.
 """
@@ -11,22 +11,11 @@ from kernels.mailbox.kernel import thread_barrier
 
 
 @gluon.jit
-def planned_item(plan, index, HEADS: gl.constexpr, LEAF: gl.constexpr, MULTI: gl.constexpr):
-    """(sequence, first query, queries, tile of rows, first leaf, leaves, keys, slot) of a planned item.
-
-    All but the sequence go to the consumers, in this order.
-    """
-    items_ptr, _, lengths_ptr, cu_q_ptr, _ = plan
-    at = items_ptr + index * 5
-    seq = gl.load(at)
-    if MULTI:
-        q_start = gl.load(cu_q_ptr + seq)
-        q_len = gl.load(cu_q_ptr + seq + 1) - q_start
-    else:
-        q_start = seq
-        q_len = 1
-    length = gl.load(lengths_ptr + seq)
-    return seq, q_start, q_len, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), length, gl.load(at + 4)
+def planned_item(items_ptr, index):
+    """An item of the plan; all but the sequence go to the consumers, in this order."""
+    at = items_ptr + index * 8
+    seq, q_start, q_len, tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return seq, q_start, q_len, tile, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
 
 
 @gluon.jit
@@ -59,3 +48,57 @@ def fold(sum_ptr, at, acc, keep, weight, mask):
     """The running total of the leaves so far, and this leaf's part in it."""
     total = gl.load(sum_ptr + at, mask=mask, other=0.0)
     return gl.fma(total, keep + gl.zeros_like(total), acc * weight)
+
+
+@gluon.jit
+def scaled(x, factor):
+    """A product that no sum swallows: everybody who folds leaves rounds here, and again where he adds."""
+    return gl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, factor], gl.float32, True, 1)
+
+
+@gluon.jit
+def plus(x, y):
+    """A sum as memory makes it."""
+    return gl.inline_asm_elementwise("add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, True, 1)
+
+
+@gluon.jit
+def has_moved(keep):
+    """Whether a row's reference has: read by every warp for itself."""
+    return gl.min(keep.load(gl.BlockedLayout([2], [32], [4], [0])), 0) < 1.0
+
+
+@gluon.jit
+def rescale(sum_ptr, keep, FIRST: gl.constexpr):
+    """The total in memory under a new reference, sixteen columns at a time; each thread what it will add to."""
+    SOME: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
+    row = gl.arange(0, 64, gl.SliceLayout(1, SOME))
+    dim = gl.arange(0, 16, gl.SliceLayout(0, SOME))
+    factor = gl.convert_layout(keep, gl.SliceLayout(1, SOME))[:, None]
+    begin = afresh(gl.program_id(0) * 0 + FIRST)
+    for first in range(begin, begin + 256, 16):
+        to = sum_ptr + part_at(row, first + dim, 64)
+        gl.store(to, scaled(gl.load(to, cache_modifier=".cg"), factor + gl.zeros([64, 16], gl.float32, SOME)))
+
+
+@gluon.jit
+def join(sum_ptr, acc, n, leaves, factors, moved, row, dim, live, FIRST: gl.constexpr):
+    """A leaf joins the total in memory, which is added to where it lies: nothing is read before the last one.
+
+    So the total keeps a reference, its first leaf's peak; where a leaf rises so far above it that its numbers might
+    overflow, the reference moves, and what lies in memory is multiplied. Rows decide on that one by one.
+    """
+    keep, weight = factors
+    if leaves > 1:
+        sums = sum_ptr + part_at(row, dim, 64)
+        if n == 0:
+            gl.store(sums, acc, mask=live)
+        else:
+            if moved:
+                rescale(sum_ptr, keep, FIRST)
+            acc = scaled(acc, weight[:, None] + gl.zeros_like(acc))
+            if n < leaves - 1:
+                gl.atomic_add(sums, acc, mask=live, sem="relaxed")
+            else:
+                acc = plus(gl.load(sums, mask=live, other=0.0, cache_modifier=".cg"), acc)
+    return acc

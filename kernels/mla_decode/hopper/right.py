@@ -8,12 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.mailbox.kernel import take, thread_barrier
-from kernels.mla_decode.hopper.pieces import clear_tail, fold, part_at
+from kernels.mla_decode.hopper.pieces import clear_tail, has_moved, join, part_at
 
 
 @gluon.jit
 def attend_right(
     results,
+    num_tokens,
     shared,
     bars,
     mailbox,
@@ -23,8 +24,9 @@ def attend_right(
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, _, acc_ptr, _, _, sum_ptr = results
+    out_ptr, lse_ptr, acc_ptr, _, _, sum_ptr = results
     _, _, _, _, right, _ = shared[0]
     handed, decays, folds = shared[1]
     _, _, _, _, _, right_empty = bars[0]
@@ -66,15 +68,19 @@ def attend_right(
                 keep = folds.index(0).load(OR)
                 weight = folds.index(1).load(OR)
                 share = folds.index(2).load(OR)
+                if WANTS_LSE:
+                    lse = folds.index(3).load(OR)
+                moved = has_moved(folds.index(0))
                 thread_barrier()
                 mbarrier.arrive(fold_empty, count=1)
                 turns ^= 65536
-                sum_at = gl.program_id(0) * (64 * 512) + part_at(row, dim, 64)
-                if n > 0:
-                    acc = fold(sum_ptr, sum_at, acc, keep[:, None], weight[:, None], live)
-                if n < leaves - 1:
-                    gl.store(sum_ptr + sum_at, acc, mask=live)
-                else:
+                sums = sum_ptr + gl.program_id(0) * (64 * 512)
+                acc = join(sums, acc, n, leaves, (keep, weight), moved, row, dim, live, 256)
+                if n == leaves - 1:
+                    if WANTS_LSE:
+                        token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
+                        lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
+                        gl.store(lse_ptr + lse_at, lse, mask=row < q_len * HEADS - tile * 64)
                     at = (q_start * HEADS + tile * 64).to(gl.int64)
                     result = (acc * share[:, None]).to(gl.bfloat16)
                     gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live)

@@ -28,56 +28,53 @@ def stream(
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    MULTI: gl.constexpr,
     ROWS: gl.constexpr,
 ):
     _, _, _, left, right, rope = shared[0]
     _, _, left_full, left_empty, right_full, right_empty = bars[0]
     BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
     BOXES: gl.constexpr = TILE // BOX
-    tables_ptr = plan[4]
-    items = gl.load(plan[1])
     step = 0
     turn = 0
     index = gl.program_id(0)
-    while index < items:
-        seq, q_start, q_len, tile, leaf, leaves, length, part = planned_item(plan, index, HEADS, LEAF, MULTI)
+    while index < gl.load(plan[1]):
+        seq, q_start, q_len, tile, leaf, leaves, length, part = planned_item(plan[0], index)
         publish(mailbox[0], mailbox[1], mailbox[2], turn, (q_start, q_len, tile, leaf, leaves, length, part))
         q_row = q_start * HEADS + tile * ROWS
-        row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
-        last = gl.maximum((length - 1) // PAGE, 0)
+        row_ptr = plan[2] + seq.to(gl.int64) * stride_tables_seq
         first = leaf * LEAF
         stop = gl.minimum(length, first + leaves * LEAF)
-        rows = box_rows(row_ptr, first, last, page_rows, PAGE, BOX, BOXES)
+        rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
         for key in range(first, stop, TILE):
             s = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(left_empty.index(s), phase)
             mbarrier.expect(left_full.index(s), TILE * 320 * 2)
-            for j in gl.static_range(BOXES):
-                tma.async_copy_global_to_shared(
-                    rope_desc, [rows[j], 512], left_full.index(s), rope.index(s).slice(j * BOX, BOX, 0)
-                )
-                tma.async_copy_global_to_shared(
-                    half_desc, [rows[j], 0], left_full.index(s), left.index(s).slice(j * BOX, BOX, 0)
-                )
+            copy_boxes(rope_desc, 512, rows, left_full.index(s), rope.index(s), BOX, BOXES)
+            copy_boxes(half_desc, 0, rows, left_full.index(s), left.index(s), BOX, BOXES)
             mbarrier.wait(right_empty.index(s), phase)
             mbarrier.expect(right_full.index(s), TILE * 256 * 2)
-            for j in gl.static_range(BOXES):
-                tma.async_copy_global_to_shared(
-                    half_desc, [rows[j], 256], right_full.index(s), right.index(s).slice(j * BOX, BOX, 0)
-                )
+            copy_boxes(half_desc, 256, rows, right_full.index(s), right.index(s), BOX, BOXES)
             if key == first:
                 # Behind the first latents: these have room before the last item's queries are done with.
                 load_queries(q_half_desc, q_rope_desc, q_row, turn, shared[0], bars[0], ROWS)
             # Read behind this tile's copies, while there is no room for the next.
-            rows = box_rows(row_ptr, key + TILE, last, page_rows, PAGE, BOX, BOXES)
+            rows = box_rows(row_ptr, key + TILE, stop, page_rows, PAGE, BOX, BOXES)
             step += 1
         if first >= stop:
             load_queries(q_half_desc, q_rope_desc, q_row, turn, shared[0], bars[0], ROWS)
         turn += 1
         index += gl.num_programs(0)
     publish(mailbox[0], mailbox[1], mailbox[2], turn, (0, 0, 0, 0, -1, 0, 0))
+
+
+@gluon.jit
+def copy_boxes(desc, column, rows, full, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+    """Some columns of a tile."""
+    for j in gl.static_range(BOXES):
+        lane = gl.arange(0, rows[0].shape[0], gl.BlockedLayout([1], [32], [1], [0]))
+        row = gl.sum(gl.where(lane == j % 2, rows[j // 2], 0), 0)
+        tma.async_copy_global_to_shared(desc, [row, column], full, tile.slice(j * BOX, BOX, 0))
 
 
 @gluon.jit
@@ -93,26 +90,25 @@ def load_queries(q_half_desc, q_rope_desc, row, turn, tiles, bars, ROWS: gl.cons
 
 
 @gluon.jit
-def box_rows(row_ptr, key, last, page_rows, PAGE: gl.constexpr, BOX: gl.constexpr, COUNT: gl.constexpr):
-    """First rows of a tile's boxes, read ahead of their use; past the end any of the sequence's, which are masked."""
-    a = box_row(row_ptr, key, last, page_rows, PAGE)
-    if COUNT == 1:
-        return (a, a, a, a, a, a, a, a)
-    b = box_row(row_ptr, key + BOX, last, page_rows, PAGE)
-    if COUNT == 2:
-        return (a, b, a, b, a, b, a, b)
-    c = box_row(row_ptr, key + 2 * BOX, last, page_rows, PAGE)
-    d = box_row(row_ptr, key + 3 * BOX, last, page_rows, PAGE)
+def box_rows(row_ptr, key, stop, page_rows, PAGE: gl.constexpr, BOX: gl.constexpr, COUNT: gl.constexpr):
+    """First rows of a tile's boxes, read ahead of their use: two in a register, for the even lanes and the odd.
+
+    Past the end they are of the sequence's last page, and masked.
+    """
+    LANES: gl.constexpr = 1 if COUNT == 1 else 2
+    keys = key + BOX * gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))
+    a = first_rows(row_ptr, keys, stop, page_rows, PAGE)
+    if COUNT <= 2:
+        return (a, a, a, a)
+    b = first_rows(row_ptr, keys + 2 * BOX, stop, page_rows, PAGE)
     if COUNT == 4:
-        return (a, b, c, d, a, b, c, d)
-    e = box_row(row_ptr, key + 4 * BOX, last, page_rows, PAGE)
-    f = box_row(row_ptr, key + 5 * BOX, last, page_rows, PAGE)
-    g = box_row(row_ptr, key + 6 * BOX, last, page_rows, PAGE)
-    h = box_row(row_ptr, key + 7 * BOX, last, page_rows, PAGE)
-    return (a, b, c, d, e, f, g, h)
+        return (a, b, a, b)
+    c = first_rows(row_ptr, keys + 4 * BOX, stop, page_rows, PAGE)
+    d = first_rows(row_ptr, keys + 6 * BOX, stop, page_rows, PAGE)
+    return (a, b, c, d)
 
 
 @gluon.jit
-def box_row(row_ptr, key, last, page_rows, PAGE: gl.constexpr):
-    """The row of the pool where the box with this key begins."""
-    return gl.load(row_ptr + gl.minimum(key // PAGE, last)) * page_rows + key % PAGE
+def first_rows(row_ptr, keys, stop, page_rows, PAGE: gl.constexpr):
+    """The rows of the pool where boxes with these keys begin."""
+    return gl.load(row_ptr + gl.minimum(keys, stop - 1) // PAGE) * page_rows + keys % PAGE

@@ -65,7 +65,7 @@ class MlaDecodePlan:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.programs = programs
         self.tree, self.rows = tree_of(heads, self.one_query), 16 if self.few else 64
-        self.slot_rows = min(self.rows, heads * max_q_tokens)
+        self.slot_rows = self.rows if self.few else min(self.rows, heads * max_q_tokens)
         tiles = -(-heads * max_q_tokens // self.rows)
         leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
         self.max_items = max(max_seqs * tiles * leaves, 1)
@@ -75,10 +75,12 @@ class MlaDecodePlan:
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.items = buffer(self.max_items, 5, dtype=torch.int32)
-        # Items, and leaves in an item of a sequence that is shared out.
-        self.counts = buffer(2, dtype=torch.int32)
-        self.bases = buffer(max(max_seqs, 1), dtype=torch.int32)
+        # Sequence, first query, queries, tile of rows, first leaf, leaves, latents of the sequence, slot.
+        self.items = buffer(self.max_items, 8, dtype=torch.int32)
+        # Items, leaves in an item of a sequence that is shared out, and such sequences.
+        self.counts = buffer(3, dtype=torch.int32)
+        # First query, queries, parts of a tile, first slot of each of these.
+        self.shared = buffer(max(max_seqs, 1), 4, dtype=torch.int32)
         self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
         self.peak = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         self.total = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def list_items(
     items_ptr,
     counts_ptr,
-    bases_ptr,
+    shared_ptr,
     lengths_ptr,
     cu_q_ptr,
     num_seqs,
@@ -35,8 +35,10 @@ def list_items(
     ok = seqs < num_seqs
     length = tl.load(lengths_ptr + seqs, mask=ok, other=0)
     if MULTI:
-        q_len = tl.load(cu_q_ptr + seqs + 1, mask=ok, other=0) - tl.load(cu_q_ptr + seqs, mask=ok, other=0)
+        q_start = tl.load(cu_q_ptr + seqs, mask=ok, other=0)
+        q_len = tl.load(cu_q_ptr + seqs + 1, mask=ok, other=0) - q_start
     else:
+        q_start = seqs
         q_len = tl.where(ok, 1, 0)
     tiles = (q_len * HEADS + ROWS - 1) // ROWS
     leaves = tl.maximum((length + LEAF - 1) // LEAF, 1)
@@ -56,27 +58,39 @@ def list_items(
     own_key = tl.sum(tl.where(mine, key, 0), 0)
     own_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
     own_leaves = tl.sum(tl.where(mine, leaves, 0), 0)
+    own_length = tl.sum(tl.where(mine, length, 0), 0)
+    own_start = tl.sum(tl.where(mine, q_start, 0), 0)
+    own_queries = tl.sum(tl.where(mine, q_len, 0), 0)
     own_parts = tl.sum(tl.where(mine, parts, 0), 0)
     own_items = own_tiles * own_parts
     ahead = (key > own_key) | ((key == own_key) & (seqs < seq))
     base = tl.sum(tl.where(ahead, items, 0), 0)
     slot_base = tl.sum(tl.where(seqs < seq, slots, 0), 0)
     shared = tl.sum(tl.where(mine, slots, 0), 0) > 0
-    tl.store(bases_ptr + seq, tl.where(shared, slot_base, -1))
     if seq == 0:
         tl.store(counts_ptr, tl.sum(items, 0))
         tl.store(counts_ptr + 1, step)
+        tl.store(counts_ptr + 2, tl.sum((slots > 0).to(tl.int32), 0))
+    if shared:
+        at = shared_ptr + tl.sum(((slots > 0) & (seqs < seq)).to(tl.int32), 0) * 4
+        tl.store(at, own_start)
+        tl.store(at + 1, own_queries)
+        tl.store(at + 2, own_parts)
+        tl.store(at + 3, slot_base)
     for first in range(0, own_items, STEP):
         item = first + tl.arange(0, STEP)
         part = item // tl.maximum(own_tiles, 1)
         tile = item % tl.maximum(own_tiles, 1)
-        at = items_ptr + (base + item) * 5
+        at = items_ptr + (base + item) * 8
         inside = item < own_items
         tl.store(at, tl.zeros([STEP], tl.int32) + seq, mask=inside)
-        tl.store(at + 1, tile, mask=inside)
-        tl.store(at + 2, part * step, mask=inside)
-        tl.store(at + 3, tl.where(shared, tl.minimum(step, own_leaves - part * step), own_leaves), mask=inside)
-        tl.store(at + 4, tl.where(shared, slot_base + tile * own_parts + part, -1), mask=inside)
+        tl.store(at + 1, tl.zeros([STEP], tl.int32) + own_start, mask=inside)
+        tl.store(at + 2, tl.zeros([STEP], tl.int32) + own_queries, mask=inside)
+        tl.store(at + 3, tile, mask=inside)
+        tl.store(at + 4, part * step, mask=inside)
+        tl.store(at + 5, tl.where(shared, tl.minimum(step, own_leaves - part * step), own_leaves), mask=inside)
+        tl.store(at + 6, tl.zeros([STEP], tl.int32) + own_length, mask=inside)
+        tl.store(at + 7, tl.where(shared, slot_base + tile * own_parts + part, -1), mask=inside)
 
 
 def launch(plan: "MlaDecodePlan", seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> None:
@@ -88,7 +102,7 @@ def launch(plan: "MlaDecodePlan", seqlens_k: torch.Tensor, cu_seqlens_q: torch.T
         list_items[(num_seqs,)](
             plan.items,
             plan.counts,
-            plan.bases,
+            plan.shared,
             seqlens_k,
             cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
             num_seqs,
