@@ -22,10 +22,14 @@ from kernels.layout import pack_width
 
 LOG2_E = 1.4426950408889634
 SPLIT = 256
-BLOCK_N = 64
 # The smallest tile that tensor cores take. More rows take more programs: a larger tile would be multiplied by other
 # instructions, whose sums have other bits.
 ROWS = 16
+
+
+def key_block(dim: int) -> int:
+    """Keys of one tile: as many as four warps hold in their registers."""
+    return 64 if dim <= 128 else 32
 
 
 @triton.jit
@@ -286,7 +290,7 @@ def launch(
             X=pack_width(k_pages.dtype),
             LAYOUT=layout_code(spec.layout),
             ROWS=ROWS,
-            BLOCK_N=BLOCK_N,
+            BLOCK_N=key_block(shape.dim),
             SOFTCAP=spec.softcap > 0.0,
             SCALES=0 if kind is None else kind.value,
             num_warps=4,

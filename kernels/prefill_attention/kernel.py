@@ -17,10 +17,21 @@ import triton.language as tl
 from kernels.addressing import layout_code
 from kernels.addressing.kernel import key_offset, value_offset
 from kernels.attention import AttentionSpec
+from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
 
 LOG2_E = 1.4426950408889634
-BLOCK_M = 128
+
+
+def tile_shape(dim: int, wide: bool) -> tuple[int, int]:
+    """(rows, keys) of a tile: as many as eight warps hold in registers.
+
+    `wide` is what needs more of them: fp32, or a scale for each token. Nothing else decides, for the order of the sums
+    depends on it.
+    """
+    if dim <= 128:
+        return 128, 64
+    return (64 if wide else 128), 32
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -180,8 +191,9 @@ def launch(
 ) -> None:
     """Launches over checked, non-empty arguments."""
     shape, group, scales = spec.shape, spec.group, spec.scales
-    block_d = triton.next_power_of_2(shape.dim)
-    grid = (shape.heads, triton.cdiv(max_seqlen_q, BLOCK_M // group), block_tables.shape[0])
+    by_token = scales is not None and scales.kind is ScaleKind.PER_TOKEN
+    rows, keys = tile_shape(shape.dim, q.dtype is torch.float32 or by_token)
+    grid = (shape.heads, triton.cdiv(max_seqlen_q, rows // group), block_tables.shape[0])
     strides = (
         (q.stride(1), q.stride(0), q.stride(2)) if q.dim() == 4 else (q.stride(0), group * q.stride(1), q.stride(1))
     )
@@ -216,9 +228,9 @@ def launch(
             X=pack_width(k_pages.dtype),
             LAYOUT=layout_code(spec.layout),
             WINDOW=spec.window,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=64 if block_d <= 128 else 32,
-            BLOCK_D=block_d,
+            BLOCK_M=rows,
+            BLOCK_N=keys,
+            BLOCK_D=triton.next_power_of_2(shape.dim),
             STAGES=2,
             WANTS_LSE=lse is not None,
             HAS_SINKS=sinks is not None,

@@ -71,11 +71,28 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def test_decode_uses_tensor_cores_and_spills_nothing(tmp_path: Path) -> None:
-    from kernels.decode_attention.kernel import attend_split
+DECODES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "dim 256": {"D": 256, "BLOCK_D": 256},
+    "dim 256, fp8, every option": {
+        "D": 256, "BLOCK_D": 256, "X": 16, "TOKENS": 8, "HAS_SPANS": True, "WINDOW": 300, "SOFTCAP": True, "SCALES": 2,
+    },
+    "dim 192, fp8, SHUFFLE": {"D": 192, "BLOCK_D": 256, "X": 16, "LAYOUT": 2, "SCALES": 1},
+}  # fmt: skip
+
+
+def fp8_pages(name: str) -> str:
+    return "*fp8e4nv" if "pages" in name else pointer(name)
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode_uses_tensor_cores_and_spills_nothing(name: str, tmp_path: Path) -> None:
+    from kernels.decode_attention.kernel import attend_split, key_block
 
     constants = {"SPLIT": 256, "ROWS": 16, "TOKENS": 1, "HAS_SPANS": False, "SOFTCAP": False, "SCALES": 0}
-    ptx = compile_for_hopper(attend_split, {**SHARED, **constants}, num_warps=4)
+    constants = {**SHARED, **constants, **DECODES[name]}
+    constants["BLOCK_N"] = key_block(int(str(constants["D"])))
+    ptx = compile_for_hopper(attend_split, constants, 4, fp8_pages if constants["SCALES"] else pointer)
     assert "mma.sync" in ptx and "cp.async" in ptx
     assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
 

@@ -6,13 +6,13 @@ import pytest
 
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
-from tests.kernels.test_compiles import SHARED, assemble, compile_for_hopper
+from tests.kernels.test_compiles import SHARED, assemble, compile_for_hopper, pointer
 
 triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
-TWIN: dict[str, object] = {"BLOCK_M": 128, "STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
+TWIN: dict[str, object] = {"STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON: dict[str, object] = {
     "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
     "CAP": False, "BN": 128, "STAGES": 3, "WANTS_LSE": True, "HAS_SINKS": True,
@@ -57,11 +57,31 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("options", [{}, {"CAP": True}], ids=["plain", "softcap"])
-def test_the_plain_kernel_uses_wgmma_and_spills_nothing(tmp_path: Path, options: dict[str, object]) -> None:
-    from kernels.prefill_attention.kernel import attend_tile
+TWINS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "softcap": {"CAP": True},
+    "dim 256, every option": {"D": 256, "LAYOUT": 2, "WINDOW": 300, "CAP": True},
+    "dim 192, codes and their own scales": {"D": 192, "LAYOUT": 2, "X": 16, "WINDOW": 300, "CAP": True, "SCALES": 2},
+    "dim 256, fp32": {"D": 256, "X": 4},
+}
 
-    ptx = compile_for_hopper(attend_tile, {**SHARED, **TWIN, **options}, num_warps=8)
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_plain_kernel_uses_wgmma_and_spills_nothing(name: str, tmp_path: Path) -> None:
+    from kernels.prefill_attention.kernel import attend_tile, tile_shape
+
+    constants = {**SHARED, **TWIN, **TWINS[name]}
+    dim = int(str(constants["D"]))
+    rows, keys = tile_shape(dim, wide="own scales" in name or "fp32" in name)
+    constants |= {"BLOCK_M": rows, "BLOCK_N": keys, "BLOCK_D": 128 if dim <= 128 else 256}
+
+    def kind(pointed: str) -> str:
+        if constants["SCALES"] and "pages" in pointed:
+            return "*fp8e4nv"
+        plain = pointer(pointed)
+        return "*fp32" if "fp32" in name and plain == "*bf16" else plain
+
+    ptx = compile_for_hopper(attend_tile, constants, 8, kind)
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
     assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
 

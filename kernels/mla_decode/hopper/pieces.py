@@ -19,21 +19,26 @@ def planned_item(items_ptr, index):
 
 
 @gluon.jit
-def clear_tail(values, live, TILE: gl.constexpr):
-    """Zeroes the rows past a sequence's last latent: nobody wrote them, and 0 * NaN is not 0."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    for first in gl.static_range(0, TILE, 16):
-        part = values.slice(first, 16, 0)
-        row = first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-        part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0.0))
-    fence_async_shared()
-    thread_barrier()
-
-
-@gluon.jit
 def afresh(x):
     """The same numbers, made here as far as the compiler knows: what follows from them costs no registers before."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clear_tail(values, live, TILE: gl.constexpr):
+    """Zeroes the rows past a sequence's last latent: nobody wrote them, and 0 * NaN is not 0."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    pairs = values._reinterpret(gl.int32, [TILE, values.shape[1] // 2], PAIRS)
+    for first in gl.static_range(0, TILE, 16):
+        # A branch of its own, so that the compiler does not load all parts before it stores the first; and row numbers
+        # that it does not keep from the kernel's start.
+        if first + 16 > live:
+            part = pairs.slice(first, 16, 0)
+            row = first + afresh(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)))
+            part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0))
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
