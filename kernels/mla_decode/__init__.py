@@ -85,9 +85,10 @@ def mla_decode(
     seqlens_k int32 [num_seqs] counts the new tokens, whose latents were appended before; 0 marks a padding row (out 0,
     lse -inf). cu_seqlens_q int32 [num_seqs + 1] and the bound max_q_tokens where a sequence has more than one query, or
     where its one is to have the bits that it has among several; a sequence's last query sees all latents, the one
-    before it one less. max_seqlen_k is a bound (None: what a row of the
-    block table holds); it sizes the launch, never the result. `scale` belongs to the unabsorbed head, so it has no
-    default. Returns out [num_tokens, heads, 512], still latent, and with return_lse also the natural log-sum-exp, fp32
+    before it one less. max_seqlen_k is a bound (None: what a row of the block table holds); it sizes the launch, never
+    the result. `scale` belongs to the unabsorbed head, so it has no default. plan is this step's, prepared with the
+    same seqlens_k and cu_seqlens_q, whose numbers are then read there; without one the op makes its own.
+    Returns out [num_tokens, heads, 512], still latent, and with return_lse also the natural log-sum-exp, fp32
     [heads, num_tokens].
     """
     _check(q, pages, block_tables, seqlens_k, cu_seqlens_q, max_q_tokens)
