@@ -1,12 +1,13 @@
 # Every target works from a fresh clone: the first one that needs it makes .venv.
 SHELL := bash
-PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
 PROTOS := protos/v1/types.proto protos/v1/cache.proto protos/v1/worker.proto
 
 # What peers out there speak: the last release, else the last commit.
 BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
+
+# Processes that `make test` runs in; tests/conftest.py says which tests share one.
+JOBS ?= 2
 
 .PHONY: help setup run test check protos sim bench-core bench-gpu test-gpu up down
 .DEFAULT_GOAL := help
@@ -14,14 +15,8 @@ BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.installed ## make .venv and install everything that the project needs
-
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV); PyTorch is the large part"
-	@$(BIN)/pip install --quiet --disable-pip-version-check 'torch==$(shell sed -n 's/^torch==//p' constraints.txt)' -c constraints.txt
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[worker,cli,dev]' -c constraints.txt
-	@touch $@
+setup: ## make .venv and install everything that the project needs; PYTHON=python3.12 takes another Python than python3
+	@PYTHON='$(PYTHON)' STEMCACHE_GOAL='$(firstword $(MAKECMDGOALS))' ./setup.sh
 
 run: setup ## set up, then show every way a prefix is reused
 	@$(BIN)/stemcache demo
@@ -29,11 +24,11 @@ run: setup ## set up, then show every way a prefix is reused
 up: setup ## start Redis, the cache service and two workers, and keep them running
 	@$(BIN)/stemcache up
 
-down: setup ## stop what `make up` started
-	@$(BIN)/stemcache down
+down: ## stop what `make up` started
+	@test ! -x $(BIN)/stemcache || $(BIN)/stemcache down
 
-test: setup ## run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup ## run all tests in two processes; JOBS=4 for four
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: setup ## format, lint, types, import contracts, stubs, proto lint
 	@$(BIN)/ruff format --check .
@@ -50,8 +45,9 @@ protos: setup ## generate the stubs anew
 sim: setup ## run the seeded simulation of the manager for longer than the tests do
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
-bench-core: setup ## time the manager; TRACE=path takes the public trace
+bench-core: setup ## time the manager and measure its memory; TRACE=path takes the public trace
 	@$(BIN)/python -m benchmarks.bench_core $(if $(TRACE),--trace $(TRACE))
+	@$(BIN)/python -m benchmarks.bench_memory
 
 bench-gpu: setup ## time the kernels on a CUDA device
 	@$(BIN)/python -m benchmarks.bench_gpu

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timer import CEILING_BYTES, Timer
+from benchmarks.gpu_timer import CEILING_BYTES, Timer, read_microseconds
 from benchmarks.llama_8b import Llama8B
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.core.batch import Batch
@@ -50,7 +50,7 @@ class Bench:
         self.invariance = invariance
         self.timer = Timer()
         source = torch.ones(CEILING_BYTES // 4, device=DEVICE)
-        self.read_bytes_per_us = CEILING_BYTES / self.timer.microseconds(source.sum)
+        self.read_bytes_per_us = CEILING_BYTES / read_microseconds(self.timer, source)
         del source
         limits = RunnerLimits(64, SIBLINGS * SIBLING_TOKENS, invariance, graphs=True)
         started = time.perf_counter()

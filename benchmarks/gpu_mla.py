@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, difference
+from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error
 from kernels.backend import Backend
 from kernels.gather_latent import gather_latent
 from kernels.mla import MlaPath, mla_extend, plan_extend
@@ -70,7 +70,7 @@ def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
             unit="TFLOP/s",
             amount=amount,
             run=call,
-            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            error=lambda: row_error(call(), call(Backend.REFERENCE)),
             tolerance=OUT_TOLERANCE,
             peers=ragged_peer(q, kv, k_rope, bounds, amount),
             ceiling=GEMM,
@@ -95,7 +95,7 @@ def ragged_peer(
     wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
     sizes = (heads, heads, NOPE + ROPE)
     wrapper.plan(*bounds, *sizes, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=BF16)
-    return (Peer("flashinfer", partial(wrapper.run, q, k, v), amount),)
+    return (Peer("flashinfer", partial(wrapper.run, q, k, v, out=torch.empty_like(v[: q.shape[0]])), amount),)
 
 
 def decode(heads: int, sequences: int, length: int) -> list[Measurement]:
@@ -121,7 +121,7 @@ def decode(heads: int, sequences: int, length: int) -> list[Measurement]:
             unit="TFLOP/s" if many else "GB/s",
             amount=amount,
             run=call,
-            error=lambda: difference(call(), call(Backend.REFERENCE)),
+            error=lambda: row_error(call(), call(Backend.REFERENCE)),
             tolerance=OUT_TOLERANCE,
             peers=absorbed_peer(q, pages, tables, lengths, amount),
             ceiling=GEMM if many else READ,
@@ -162,7 +162,7 @@ def project(count: int, heads: int) -> list[Measurement]:
     def error() -> float:
         some = slice(0, count, 97)
         wanted = pages.view(-1, WIDTH)[rows[some], :LATENT].float() @ kv_b.float().T
-        return difference(call()[some], wanted.view(-1, heads, NOPE + VALUE)[..., :NOPE])
+        return row_error(call()[some], wanted.view(-1, heads, NOPE + VALUE)[..., :NOPE])
 
     amount = 2e-12 * count * heads * (NOPE + VALUE) * LATENT
     peers = (Peer("index_select_matmul", peer, amount),)
@@ -189,7 +189,7 @@ def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measuremen
             unit="ktoken/s",
             amount=amount,
             run=work(MlaPath.AUTO),
-            error=lambda: difference(*(run() for run in fixed.values())),
+            error=lambda: row_error(*(run() for run in fixed.values())),
             tolerance=OUT_TOLERANCE,
             peers=tuple(Peer(path.value, run, amount) for path, run in fixed.items()),
             ceiling="",

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu_peers import flashinfer_append
 from benchmarks.measurement import SHAPE, TOKEN_BYTES, Maker, Measurement, Peer, difference, unequal
 from kernels.append_kv import append_kv
 from kernels.backend import Backend
@@ -55,7 +56,7 @@ def copy(count: int, width: int) -> list[Measurement]:
 
 
 def append(tokens: int) -> list[Measurement]:
-    """GB/s read plus written; the peer is one index_copy_ for K and one for V."""
+    """GB/s read plus written; a peer is one index_copy_ for K and one for V."""
     case = make_case([(0, tokens)], SHAPE)
     rows = (case.keys[0], case.values[0])
     slots = torch.randperm(case.k_pages.shape[0] * SHAPE.page_tokens, device="cuda")[:tokens]
@@ -72,7 +73,7 @@ def append(tokens: int) -> list[Measurement]:
             pages.index_copy_(0, slots, new)
 
     amount = 2e-9 * tokens * TOKEN_BYTES
-    peers = (Peer("index_copy_", peer, amount),)
+    peers = (Peer("index_copy_", peer, amount), *flashinfer_append(case, amount))
     return [Measurement("append_kv", f"{tokens} tokens", "GB/s", amount, call, error, peers=peers)]
 
 

@@ -65,6 +65,22 @@ def flashinfer_merge(outs: list[torch.Tensor], lses: list[torch.Tensor], amount:
     )
 
 
+def flashinfer_append(case: PagedCase, amount: float) -> tuple[Peer, ...]:
+    """FlashInfer's append of the first sequence's tokens to pages in random order."""
+    if find_spec("flashinfer") is None:
+        return ()
+    k, v = case.keys[0], case.values[0]
+    tokens = k.shape[0]
+    pages = torch.randperm(case.k_pages.shape[0], device="cuda")[: -(-tokens // case.page_tokens)].int()
+    bounds = torch.tensor([0, pages.shape[0]], dtype=torch.int32, device="cuda")
+    last = torch.tensor([(tokens - 1) % case.page_tokens + 1], dtype=torch.int32, device="cuda")
+    positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    where = (torch.zeros_like(positions), positions)
+    work = import_module("flashinfer").append_paged_kv_cache
+    pools = (case.k_pages, case.v_pages)
+    return (Peer("flashinfer", partial(work, k, v, *where, pools, pages, bounds, last), amount),)
+
+
 def _heads(case: PagedCase) -> tuple[int, int, int]:
     return case.q.shape[1], case.k_pages.shape[2], case.q.shape[2]
 
@@ -74,7 +90,8 @@ def _workspace() -> torch.Tensor:
 
 
 def _call(wrapper: Any, case: PagedCase) -> Work:
-    return partial(wrapper.run, case.q, (case.k_pages, case.v_pages))
+    """Into memory of the caller's: without `out` FlashInfer fills a new one with zeros inside the timed graph."""
+    return partial(wrapper.run, case.q, (case.k_pages, case.v_pages), out=torch.empty_like(case.q))
 
 
 def _page_lists(case: PagedCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,7 +15,8 @@ from tests.kernels.inputs import CaseShape
 # The heads of an 8B model, whose cases most ops are measured with.
 SHAPE = CaseShape(page_tokens=16, q_heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, device="cuda")
 TOKEN_BYTES = 2 * SHAPE.kv_heads * SHAPE.dim * SHAPE.dtype.itemsize
-OUT_TOLERANCE = 3e-2
+# Of an attention's rows; bf16 gives 0.3 to 0.6 %, and an answer of zeros 100 %, however long the context.
+OUT_TOLERANCE = 2e-2
 
 COPY, READ, GEMM, LINK = "copy_gb_per_s", "read_gb_per_s", "gemm_bf16_tflops", ""
 
@@ -52,6 +53,16 @@ Maker = Callable[[], list[Measurement]]
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest absolute error; infinite where a value is not finite."""
     worst = (got.float() - wanted.float()).abs().max()
+    return float(worst) if bool(torch.isfinite(worst)) else float("inf")
+
+
+def row_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The worst row's error over that row's own size, both as roots of sums of squares; infinite where not finite.
+
+    Absolute errors say little of attention: the longer the context, the smaller its rows.
+    """
+    size = wanted.float().norm(dim=-1)
+    worst = ((got.float() - wanted.float()).norm(dim=-1) / size.clamp_min(1e-20)).max()
     return float(worst) if bool(torch.isfinite(worst)) else float("inf")
 
 

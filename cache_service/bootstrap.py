@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
 from cache_service import status
-from cache_service.codec.fields import Limits
+from cache_service.collector import seldom_collected
 from cache_service.config import CacheConfig
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.types import FetchPolicy, SpillPolicy
@@ -25,22 +24,30 @@ from cache_service.effects import Effects
 from cache_service.host_keys import HostKeys, HostKeysConfig, open_client
 from cache_service.metrics import ManagerCollector, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
-from cache_service.servicer import PrefixCacheServicer
-from cache_service.session import SessionLimits, Sessions
-from cache_service.watchers import Watchers
+from cache_service.servicer import CacheAdminServicer, PrefixCacheServicer
+from cache_service.session import Sessions, StreamLimits
+from cache_service.watchers import Watchers, WatchLimits
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.address import HostPort
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
+from rpc.interceptor import Around
 from rpc.lifecycle import stop_event
+from rpc.logs import announcement
 from rpc.metrics import RpcMetrics
 from rpc.metrics_http import serving_metrics
 from rpc.options import ServerLimits
 from rpc.request_id import with_request_id
-from rpc.server import RpcServer, Service
+from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name
+ADMIN_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheAdmin"].full_name
+# Time that admin calls get to end.
+ADMIN_GRACE_S = 1.0
+
+# What a sealed message adds to its body, with room to spare.
+ENVELOPE_BYTES = 64
 
 _log = logging.getLogger("cache_service")
 
@@ -54,6 +61,7 @@ class CacheService(NamedTuple):
     watchers: Watchers
     registry: CollectorRegistry
     address: HostPort
+    admin_address: HostPort | None
     metrics_address: HostPort | None
 
 
@@ -63,26 +71,41 @@ def manager_config(config: CacheConfig) -> ManagerConfig:
         spill=SpillPolicy(config.spill),
         fetch=FetchPolicy(config.fetch),
         host_quota_bytes=config.host_quota_mb << 20,
+        host_ttl_ms=config.host_ttl_s * 1000,
+        host_renew_ms=config.host_ttl_s * 250,
         grace_ms=config.grace_ms,
         max_workers=config.max_workers,
         max_live_sequences=config.max_live_sequences,
-        max_prompt_tokens=config.max_prompt_tokens,
+        max_sequence_tokens=config.max_sequence_tokens,
+        max_message_bytes=(config.max_message_mb << 20) - ENVELOPE_BYTES,
+        max_adopt_pages=config.max_adopt_pages,
+        max_kept_bytes=config.max_kept_mb << 20,
         max_open_tickets=config.max_open_tickets,
         transfer_pages=config.transfer_pages,
         ghost_factor=config.ghost_factor,
         write_back_low_water=config.write_back_low_water,
+        max_pinned_share=config.max_pinned_share,
+        max_spill_ms=config.max_spill_s * 1000,
+        max_lease_bytes=config.max_lease_mb << 20,
         breaker_failures=config.breaker_failures,
         breaker_ms=config.breaker_ms,
-        watch=config.watch,
     )
 
 
-def session_limits(config: CacheConfig) -> SessionLimits:
-    return SessionLimits(
+def watch_limits(config: CacheConfig) -> WatchLimits:
+    return WatchLimits(
+        max_watchers=config.max_watchers if config.watch else 0,
+        max_queued=config.watch_queue,
+        max_queued_bytes=config.watch_queue_mb << 20,
+        write_timeout_s=config.write_timeout_s,
+    )
+
+
+def stream_limits(config: CacheConfig) -> StreamLimits:
+    return StreamLimits(
         max_sessions=config.max_sessions,
         hello_timeout_s=config.hello_timeout_s,
         write_timeout_s=config.write_timeout_s,
-        messages=Limits(config.max_prompt_tokens, config.max_live_sequences),
     )
 
 
@@ -97,11 +120,11 @@ async def running(
     epoch = secrets.token_hex(8)
     manager = make_manager(manager_config(config), epoch)
     registry.register(ManagerCollector(manager.stats))
-    watchers = Watchers(epoch, config.max_watchers if config.watch else 0, config.watch_queue)
+    watchers = Watchers(epoch, watch_limits(config), manager.watch)
     async with AsyncExitStack() as stack:
         host_keys = await stack.enter_async_context(_host_keys(config, manager))
         effects = Effects(manager, watchers, host_keys)
-        sessions = Sessions(manager, effects, clock, session_limits(config), step_observer(registry))
+        sessions = Sessions(manager, effects, clock, stream_limits(config), step_observer(registry))
         gauge_of(registry, "sessions", "Workers with a Session stream.", lambda: len(sessions))
         gauge_of(registry, "watchers", "Watch streams.", lambda: len(watchers))
         if host_keys is not None:
@@ -109,8 +132,8 @@ async def running(
             gauge_of(registry, "host_keys_dropped", "Deletes and touches for want of room.", lambda: keys.num_dropped)
         await stack.enter_async_context(_ticking(Reaper(sessions, config.tick_ms / 1000)))
         metrics = await stack.enter_async_context(serving_metrics(registry, config.metrics_listen))
-        address = await stack.enter_async_context(_serving(config, sessions, watchers, registry))
-        yield CacheService(epoch, manager, sessions, watchers, registry, address, metrics)
+        admin, address = await stack.enter_async_context(_serving(config, sessions, watchers, registry))
+        yield CacheService(epoch, manager, sessions, watchers, registry, address, admin, metrics)
 
 
 @asynccontextmanager
@@ -130,22 +153,26 @@ async def _host_keys(config: CacheConfig, manager: CacheManager) -> AsyncIterato
 @asynccontextmanager
 async def _serving(
     config: CacheConfig, sessions: Sessions, watchers: Watchers, registry: CollectorRegistry
-) -> AsyncIterator[HostPort]:
-    server = _server(config, sessions, watchers, registry)
-    address = await server.start(config.listen)
-    try:
-        yield address
-    finally:
-        await server.stop(config.drain_timeout_s, lambda: _end_streams(sessions, watchers))
-
-
-def _server(config: CacheConfig, sessions: Sessions, watchers: Watchers, registry: CollectorRegistry) -> RpcServer:
-    servicer = PrefixCacheServicer(sessions, watchers, config.max_pin_ms)
-    return RpcServer(
-        [Service(SERVICE_NAME, cache_pb2_grpc.add_PrefixCacheServicer_to_server, servicer)],
-        [RpcMetrics(registry), with_request_id, errors_to_status(status.CODES), deadlines(config.call_timeout_s)],
-        ServerLimits(max_message_bytes=config.max_message_mb << 20),
-    )
+) -> AsyncIterator[tuple[HostPort | None, HostPort]]:
+    """The admin address and the public one. The admin listener is there first, and closes last."""
+    arounds: list[Around] = [
+        RpcMetrics(registry),
+        with_request_id,
+        errors_to_status(status.CODES),
+        deadlines(config.call_timeout_s),
+    ]
+    limits = ServerLimits(max_message_bytes=config.max_message_mb << 20)
+    admin_servicer = CacheAdminServicer(sessions, config.max_pin_ms)
+    admin_service = Service(ADMIN_NAME, cache_pb2_grpc.add_CacheAdminServicer_to_server, admin_servicer)
+    servicer = PrefixCacheServicer(sessions, watchers)
+    service = Service(SERVICE_NAME, cache_pb2_grpc.add_PrefixCacheServicer_to_server, servicer)
+    async with listening(RpcServer([admin_service], arounds, limits), config.admin_listen, ADMIN_GRACE_S) as admin:
+        server = RpcServer([service], arounds, limits)
+        address = await server.start(config.listen)
+        try:
+            yield admin, address
+        finally:
+            await server.stop(config.drain_timeout_s, lambda: _end_streams(sessions, watchers))
 
 
 @asynccontextmanager
@@ -169,12 +196,18 @@ async def serve(config: CacheConfig, announce: Callable[[str], None]) -> None:
     stop = stop_event()
     async with running(config) as service:
         _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
-        announce(json.dumps(_announcement(service)))
-        await stop.wait()
+        announce(_announcement(service))
+        with seldom_collected():
+            await stop.wait()
         _log.info("stopping")
     _log.info("stopped")
 
 
-def _announcement(service: CacheService) -> Mapping[str, str]:
-    metrics = {"metrics": str(service.metrics_address)} if service.metrics_address else {}
-    return {"event": "listening", "address": str(service.address), **metrics, "epoch": service.epoch}
+def _announcement(service: CacheService) -> str:
+    addresses = {"admin": service.admin_address, "metrics": service.metrics_address}
+    return announcement(
+        "cache_service",
+        address=str(service.address),
+        **{name: str(address or "") for name, address in addresses.items()},
+        epoch=service.epoch,
+    )

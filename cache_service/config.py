@@ -14,7 +14,7 @@ from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting
 
 ENV_PREFIX = "STEMCACHE_CACHE_"
-POLICIES = ("lru", "slru", "priority")
+POLICIES = ("adaptive", "lru", "slru", "priority")
 SPILLS = tuple(policy.value for policy in SpillPolicy)
 FETCHES = tuple(policy.value for policy in FetchPolicy)
 
@@ -22,6 +22,9 @@ FETCHES = tuple(policy.value for policy in FetchPolicy)
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     listen: str = setting("127.0.0.1:7400", "Address to serve PrefixCache on; port 0 takes a free one.")
+    admin_listen: str = setting(
+        "127.0.0.1:7480", "Address to serve CacheAdmin (Pin, Clear) on; port 0 takes a free one, empty: nowhere."
+    )
     metrics_listen: str = setting("", "Address of the Prometheus endpoint; empty: none.")
     redis_url: str = setting(
         "", "redis://user:password@host:port/db of the shared host tier, for its keys.", secret=True
@@ -32,21 +35,35 @@ class CacheConfig:
     host_quota_mb: int = setting(8192, "Bytes that the host tier may hold, in MiB.", minimum=1)
     host_ttl_s: int = setting(86_400, "Life of a value in Redis after its last use.", minimum=1)
     grace_ms: int = setting(
-        10_000, "How long a worker may be gone before its leases and pages are forgotten.", minimum=0
+        60_000, "How long a worker may be gone before its leases and pages are forgotten.", minimum=0
     )
     max_live_sequences: int = setting(4096, "Leases of one worker.", minimum=1)
-    max_prompt_tokens: int = setting(1_048_576, "Tokens of one sequence.", minimum=1, maximum=16_000_000)
+    max_sequence_tokens: int = setting(
+        1_048_576, "Tokens of one sequence, prompt and answer together.", minimum=1, maximum=16_000_000
+    )
+    max_adopt_pages: int = setting(
+        2048, "Pages that one Step may adopt: 2 us of the loop each, 5 while somebody watches.", minimum=1
+    )
+    max_kept_mb: int = setting(
+        32, "Tokens of one worker's waiting prompts that are kept, in MiB; 0: none.", minimum=0, maximum=4096
+    )
     max_open_tickets: int = setting(64, "Transfers of one worker that may be under way.", minimum=1)
     transfer_pages: int = setting(64, "Pages of one spill order.", minimum=1)
     ghost_factor: int = setting(4, "Evicted pages remembered, in sizes of the pool.", minimum=0, maximum=4)
     write_back_low_water: float = setting(
         0.1, "Free share of a pool below which write_back spills.", minimum=0, maximum=1
     )
+    max_pinned_share: float = setting(
+        0.5, "Share of a worker's pages that Pin calls may rank last.", minimum=0, maximum=1
+    )
+    max_spill_s: int = setting(120, "Time after which a spill that is not acknowledged is given up.", minimum=1)
+    max_lease_mb: int = setting(256, "Tokens that one worker's sequences may hold, in MiB.", minimum=1)
     breaker_failures: int = setting(3, "Failed transfers in a row that stop fetches.", minimum=1)
     breaker_ms: int = setting(5_000, "How long they stay stopped.", minimum=1)
-    watch: bool = setting(True, "Whether Watch is served; hashes are then computed at every publish.")
+    watch: bool = setting(True, "Whether Watch is served.")
     max_watchers: int = setting(64, "Watch streams at once.", minimum=0)
     watch_queue: int = setting(4096, "Events that one watcher may lag behind.", minimum=1)
+    watch_queue_mb: int = setting(16, "Size of those events together, in MiB.", minimum=1)
     max_workers: int = setting(1024, "Workers known at once, connected or in their grace period.", minimum=1)
     max_sessions: int = setting(1024, "Session streams at once.", minimum=1)
     hello_timeout_s: float = setting(10.0, "Silence of a new stream that ends it.", minimum=0.01)
@@ -59,7 +76,7 @@ class CacheConfig:
     log_level: str = setting("info", "Least severity that is logged.", choices=LEVELS)
 
     def __post_init__(self) -> None:
-        for name in ("listen", "metrics_listen"):
+        for name in ("listen", "admin_listen", "metrics_listen"):
             text = getattr(self, name)
             if text or name == "listen":
                 _check_address(name, text)

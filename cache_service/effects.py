@@ -20,6 +20,15 @@ class HostKeys(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> None: ...
 
+    async def clear_begins(self) -> None: ...
+
+    def clear_ends(self, *, keep_marks: bool) -> None: ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes more keys now; until then they wait with the manager."""
+        ...
+
 
 class Effects:
     """Called after every verb that may have left something to do."""
@@ -29,19 +38,28 @@ class Effects:
         self._watchers = watchers
         self._host_keys = host_keys
 
+    async def clear_begins(self) -> None:
+        if self._host_keys is not None:
+            await self._host_keys.clear_begins()
+
+    def clear_ends(self, *, keep_marks: bool) -> None:
+        if self._host_keys is not None:
+            self._host_keys.clear_ends(keep_marks=keep_marks)
+
     def flush(self) -> None:
+        if not self._manager.has_effects():
+            return
         num_lost = self._manager.take_num_lost_events()
         if num_lost:
             self._watchers.lose(num_lost)
         events = self._manager.take_events()
         if events:
             self._watchers.tell(events)
-        # Taken even when there is nobody to carry them out, or they would pile up.
-        deletes = self._manager.take_host_deletes()
-        touches = self._manager.take_host_touches()
-        if self._host_keys is None:
-            return
-        if deletes:
-            self._host_keys.delete(deletes)
-        if touches:
-            self._host_keys.touch(touches)
+        if self._host_keys is None:  # taken even so, or they would pile up
+            self._manager.take_host_deletes()
+            self._manager.take_host_touches()
+        elif self._host_keys.has_room:
+            if deletes := self._manager.take_host_deletes():
+                self._host_keys.delete(deletes)
+            if touches := self._manager.take_host_touches():
+                self._host_keys.touch(touches)

@@ -19,9 +19,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from cache_service.clear_marks import ClearMarks
 from cache_service.core.host_key import scan_prefix
 
 SENTINEL_KEY = b"stemcache:1:sentinel"
+ADOPTED_AT_ONCE = 512
+ASKED_AT_ONCE = 64
+
+# How far apart two touched keys end: more than what a command's way to the store varies by.
+TOUCH_GAP_MS = 4
+BATCH_GAP_MS = 100
 FAILURES = (RedisError, OSError, TimeoutError)
 
 log = logging.getLogger(__name__)
@@ -39,6 +46,8 @@ class HostRows(Protocol):
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None: ...
 
     def report_host_ok(self, host_tier_id: str, now_ms: int) -> None: ...
+
+    def num_host_deletes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,8 @@ class HostKeys:
         self._work_waits = asyncio.Event()
         self._scanned: set[tuple[str, bytes]] = set()
         self._foreign: set[str] = set()
+        self._last_end_ms = 0
+        self._marks = ClearMarks(client, self._config.key_prefix, self._config.ttl_ms)
         self._seen = ""
         self._failing = False
         self._closing = False
@@ -126,6 +137,18 @@ class HostKeys:
         """Refresh the keys' time to live, in this order."""
         self._queue(self._touches, keys)
 
+    async def clear_begins(self) -> None:
+        """Rows are about to be forgotten; until their keys are deleted a service that is started anew adopts none."""
+        await self._marks.begin(fingerprint for _, fingerprint in self._rows.host_tiers())
+
+    def clear_ends(self, *, keep_marks: bool) -> None:
+        self._marks.end(keep=keep_marks)
+
+    @property
+    def has_room(self) -> bool:
+        """Half of the queue is free: nothing that is handed over by the thousand is dropped."""
+        return max(len(self._deletes), len(self._touches)) <= self._config.max_queued_keys // 2
+
     def _queue(self, queue: deque[bytes], keys: Sequence[bytes]) -> None:
         room = self._config.max_queued_keys - len(queue)
         queue.extend(islice(keys, max(0, room)))
@@ -149,8 +172,8 @@ class HostKeys:
             async with self._client.pipeline(transaction=False) as pipeline:
                 if deletes:
                     pipeline.unlink(*deletes)
-                for key in touches:
-                    pipeline.pexpire(key, self._config.ttl_ms)
+                for key, life_ms in zip(touches, self._lives_in_order(len(touches)), strict=True):
+                    pipeline.pexpire(key, life_ms)
                 await pipeline.execute()
         except FAILURES as error:
             log.debug("host keys could not be deleted or touched", extra={"reason": str(error)})
@@ -159,6 +182,15 @@ class HostKeys:
             for _ in done:
                 queue.popleft()
         return True
+
+    def _lives_in_order(self, count: int) -> list[int]:
+        """Times to live of so many keys: longer than set where keys would not end in the order of their touches."""
+        now_ms, ttl_ms = self._clock(), self._config.ttl_ms
+        first_ms = max(now_ms + ttl_ms, self._last_end_ms + BATCH_GAP_MS)
+        if first_ms > now_ms + ttl_ms + ttl_ms // 8:
+            first_ms = now_ms + ttl_ms
+        self._last_end_ms = first_ms + count * TOUCH_GAP_MS
+        return [first_ms - now_ms + number * TOUCH_GAP_MS for number in range(count)]
 
     # The sentinel
 
@@ -211,24 +243,60 @@ class HostKeys:
     # The scan
 
     async def _scan(self) -> None:
-        """Adopts the rows of each fingerprint once, a little at a time."""
+        """Adopts the rows of each fingerprint once, a little at a time.
+
+        Those first that have least time to live: they were used longest ago, and of one prompt tails were touched
+        before heads. In the random order of SCAN the quota would cut prefixes in the middle.
+        """
         for tier, fingerprint in self._rows.host_tiers():
             if tier == self._seen and (tier, fingerprint) not in self._scanned:
                 await self._adopt_rows(tier, fingerprint)
+        if not self._deletes and not self._rows.num_host_deletes():
+            await self._marks.remove()
         await asyncio.sleep(self._config.watch_interval_s)
 
     async def _adopt_rows(self, tier: str, fingerprint: bytes) -> None:
         self._scanned.add((tier, fingerprint))
-        num_adopted = 0
+        found: list[tuple[int, bytes]] = []
         try:
+            if await self._marks.is_left(fingerprint):
+                await self._delete_rows(fingerprint)
+                return
             async for keys in self._find(scan_prefix(self._config.key_prefix, fingerprint)):
-                if (tier, fingerprint) not in self._scanned:
-                    return  # lost meanwhile: these keys may be of before
-                num_adopted += self._rows.host_adopted(tier, fingerprint, keys, self._clock())
+                found += await self._with_ends_ms(keys)
         except FAILURES:
             self._scanned.discard((tier, fingerprint))
             return
+        await asyncio.to_thread(found.sort)
+        num_adopted = 0
+        for at in range(0, len(found), ADOPTED_AT_ONCE):
+            if (tier, fingerprint) not in self._scanned:
+                return  # lost meanwhile: these keys may be of before
+            keys = [key for _, key in found[at : at + ADOPTED_AT_ONCE]]
+            num_adopted += self._rows.host_adopted(tier, fingerprint, keys, self._clock())
+            await asyncio.sleep(self._config.scan_pause_s)
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
+
+    async def _delete_rows(self, fingerprint: bytes) -> None:
+        """An earlier service ended before it had deleted all that was cleared."""
+        async for keys in self._find(scan_prefix(self._config.key_prefix, fingerprint)):
+            await self._client.unlink(*keys)
+        await self._marks.drop(fingerprint)
+        log.info("rows of an unfinished Clear call deleted")
+
+    async def _with_ends_ms(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
+        """When each key ends, on the store's clock; a few at a time, since that clock goes on."""
+        found: list[tuple[int, bytes]] = []
+        for at in range(0, len(keys), ASKED_AT_ONCE):
+            some = keys[at : at + ASKED_AT_ONCE]
+            async with self._client.pipeline(transaction=True) as pipeline:
+                pipeline.time()
+                for key in some:
+                    pipeline.pttl(key)
+                (seconds, micros), *lives_ms = await pipeline.execute()
+            now_ms = seconds * 1000 + micros // 1000
+            found += zip((now_ms + life_ms for life_ms in lives_ms), some, strict=True)
+        return found
 
     async def _find(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
         cursor = 0

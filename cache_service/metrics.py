@@ -5,11 +5,14 @@ Knows no HTTP. Collecting runs on the event loop, between two of the manager's v
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 
@@ -30,12 +33,15 @@ WORKER_GAUGES = (
     ("leases", "Sequences that hold pages.", "num_leases"),
     ("tickets", "Transfers that await their ack.", "num_tickets"),
     ("nodes", "Radix nodes.", "num_nodes"),
-    ("ghost_pages", "Evicted pages whose tokens are remembered.", "num_ghost_pages"),
+    ("pinned_tokens", "Cached tokens under Pin calls.", "pinned_tokens"),
+    ("ghost_pages", "Evicted and cleared pages that are remembered.", "num_ghost_pages"),
+    ("kept_bytes", "Tokens of waiting prompts that are kept for their next acquire.", "kept_bytes"),
 )
 HOST_COUNTERS = (
     ("host_spilled_pages", "Pages acknowledged by the host tier.", "num_spilled_pages"),
     ("host_fetched_pages", "Pages brought back from the host tier.", "num_fetched_pages"),
-    ("host_missing_pages", "Pages that the host tier no longer had, or that failed their checks.", "num_missing_pages"),
+    ("host_missing_pages", "Pages that the host tier no longer had.", "num_missing_pages"),
+    ("host_corrupt_pages", "Pages that were there and failed their checks.", "num_corrupt_pages"),
 )
 HOST_GAUGES = (
     ("host_rows", "Rows of the hash index.", "num_rows"),
@@ -121,15 +127,29 @@ def _host_metrics(stats: HostTierStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(stats, field)))
 
 
+class StepTimes(Collector):
+    """The histogram of step times. prometheus_client's own, made for threads, costs 8 us a Step, this one 1."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(STEP_BUCKETS) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(STEP_BUCKETS, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, STEP_BUCKETS), "+Inf"]
+        text = "Time that the manager takes for one Step, without transport and codec."
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(PREFIX + "step_seconds", text, buckets=buckets, sum_value=self._sum_s)
+
+
 def step_observer(registry: CollectorRegistry) -> Callable[[float], None]:
     """A function that takes how long the manager took for one Step."""
-    histogram = Histogram(
-        PREFIX + "step_seconds",
-        "Time that the manager takes for one Step, without transport and codec.",
-        buckets=STEP_BUCKETS,
-        registry=registry,
-    )
-    return histogram.observe
+    times = StepTimes()
+    registry.register(times)
+    return times.observe
 
 
 def gauge_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], float]) -> None:

@@ -33,6 +33,7 @@ class Reaper:
         """Ticks until cancelled. A tick that fails is logged, and time goes on: without it no lease would ever end."""
         while True:
             await asyncio.sleep(self._tick_s)
+            self._sessions.end_stalled()
             try:
                 self.tick()
             except Exception:

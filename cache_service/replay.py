@@ -37,7 +37,7 @@ from cache_service.core.types import (
 READ_AHEAD = 128  # requests, of about 60 KB each
 BLOCK_TOKENS = 512  # what one hash id of the trace stands for
 VOCABULARY = 151_000
-UNLIMITED_PAGES = 2**31
+UNLIMITED_PAGES = 2**31 - 1
 WORKER = WorkerId("replay")
 NAMESPACE = Namespace("replay")
 

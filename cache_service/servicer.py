@@ -1,14 +1,18 @@
-"""The PrefixCache calls: each decodes, asks the manager once, encodes.
+"""The PrefixCache and CacheAdmin calls: each decodes, asks the manager once, encodes.
 
-Knows no state of its own. The manager's methods do not wait, so nothing can come between a question and its answer.
+Knows no state of its own. The manager's methods do not wait, so nothing can come between a question and its answer;
+Explain and Clear are made of slices, between which Steps are answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 
 from cache_service.codec import decode, encode
+from cache_service.core.clearing import Slices
+from cache_service.core.stats import ClearResult
 from cache_service.session import Requests, Sessions
+from cache_service.slices import in_slices
 from cache_service.watchers import Watchers
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.interceptor import Context
@@ -17,14 +21,11 @@ from rpc.interceptor import Context
 class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
     """What people, routers, tools and workers may ask of the cache service."""
 
-    def __init__(self, sessions: Sessions, watchers: Watchers, max_pin_ms: int) -> None:
+    def __init__(self, sessions: Sessions, watchers: Watchers) -> None:
         self._sessions = sessions
         self._manager = sessions.manager
-        self._effects = sessions.effects
-        self._clock = sessions.clock
-        self._limits = sessions.limits.messages
+        self._limits = sessions.manager.limits
         self._watchers = watchers
-        self._max_pin_ms = max_pin_ms
 
     # The stubs know generators only; this one writes, since replies and orders come from two tasks.
     async def Session(  # type: ignore[override]  # noqa: N802
@@ -40,10 +41,29 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
         self, request: cache_pb2.ExplainRequest, context: Context
     ) -> cache_pb2.ExplainResponse:
         namespace, tokens = decode.prompt(request, self._limits)
-        return encode.explain_response(self._manager.explain(namespace, tokens, decode.worker_id(request)))
+        explaining = self._manager.explaining(namespace, tokens, decode.worker_id(request), self._sessions.clock())
+        return encode.explain_response(await in_slices(explaining))
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         return encode.stats_response(self._manager.stats())
+
+    # Written to rather than iterated over: only so a watcher that reads nothing can be cut off.
+    async def Watch(  # type: ignore[override]  # noqa: N802
+        self, request: cache_pb2.WatchRequest, context: Context
+    ) -> None:
+        await self._watchers.serve(context)
+
+
+class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
+    """What changes the cache for everybody: for operators, on the admin address only."""
+
+    def __init__(self, sessions: Sessions, max_pin_ms: int) -> None:
+        self._manager = sessions.manager
+        self._effects = sessions.effects
+        self._clock = sessions.clock
+        self._limits = sessions.manager.limits
+        self._max_pin_ms = max_pin_ms
+        self._clears: set[asyncio.Task[ClearResult]] = set()
 
     async def Pin(self, request: cache_pb2.PinRequest, context: Context) -> cache_pb2.PinResponse:  # noqa: N802
         namespace, tokens = decode.prompt(request, self._limits)
@@ -52,12 +72,22 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
         self._effects.flush()
         return cache_pb2.PinResponse(pinned_tokens=pinned)
 
-    async def Clear(self, request: cache_pb2.ClearRequest, context: Context) -> cache_pb2.ClearResponse:  # noqa: N802
-        cleared = self._manager.clear(decode.scope(request), request.unused_only, self._clock())
-        self._effects.flush()
-        return cache_pb2.ClearResponse(num_pages=cleared.num_pages, num_host_rows=cleared.num_host_rows)
+    async def _clear(self, clearing: Slices, dry_run: bool) -> ClearResult:
+        if dry_run:
+            return await in_slices(clearing)
+        await self._effects.clear_begins()
+        keep_marks = False
+        try:
+            cleared = await in_slices(clearing, self._effects.flush)
+            keep_marks = cleared.num_hidden_rows > 0
+            return cleared
+        finally:
+            self._effects.clear_ends(keep_marks=keep_marks)
 
-    def Watch(  # noqa: N802
-        self, request: cache_pb2.WatchRequest, context: Context
-    ) -> AsyncIterator[cache_pb2.WatchResponse]:
-        return self._watchers.watch()
+    async def Clear(self, request: cache_pb2.ClearRequest, context: Context) -> cache_pb2.ClearResponse:  # noqa: N802
+        clearing = self._manager.clearing(decode.scope(request), request.unused_only, request.dry_run)
+        # Once begun it runs to its end, whatever becomes of the call.
+        task = asyncio.create_task(self._clear(clearing, request.dry_run), name="clear")
+        self._clears.add(task)
+        task.add_done_callback(self._clears.discard)
+        return encode.clear_response(await asyncio.shield(task))

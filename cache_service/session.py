@@ -2,7 +2,7 @@
 
 Knows no page and no policy: it carries each message to the manager's verb and the answer back.
 
-    Hello ──▶ current ──Step, Adopt──▶ current ──Goodbye──▶ gone, with its state
+    Hello ──▶ current ──Step──▶ current ──Goodbye──▶ gone, with its state
                  │
                  ├── stream ends or breaks ─▶ disconnected: the manager's grace period runs
                  └── a newer stream says Hello ─▶ ABORTED; nothing else happens to the worker
@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 from cache_service.codec import decode, encode
-from cache_service.codec.fields import Limits
+from cache_service.codec.seal import opened, sealed
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.errors import CacheError, InvalidInput, Superseded, TooMany
-from cache_service.core.types import Hello, Transfer, WorkerId
+from cache_service.core.types import Hello, Transfer, Welcome, WorkerId
 from cache_service.effects import Effects
 from protos.v1 import cache_pb2
 from rpc.interceptor import Context
@@ -39,11 +39,10 @@ class ShuttingDown(CacheError):
     """The service is about to end; connect again."""
 
 
-class SessionLimits(NamedTuple):
+class StreamLimits(NamedTuple):
     max_sessions: int = 256
     hello_timeout_s: float = 10.0
     write_timeout_s: float = 30.0
-    messages: Limits = Limits()
 
 
 class Sessions:
@@ -54,7 +53,7 @@ class Sessions:
         manager: CacheManager,
         effects: Effects,
         clock: Clock,
-        limits: SessionLimits,
+        limits: StreamLimits,
         observe_step_s: Callable[[float], None],
     ) -> None:
         self.manager = manager
@@ -94,9 +93,10 @@ class Sessions:
         except TimeoutError:
             reason = f"did not say Hello within {self.limits.hello_timeout_s:g} s"
             raise PeerTooSlow("session", reason) from None
-        if first is None or first.WhichOneof("message") != "hello":
+        message = None if first is None else opened(first)
+        if message is None or message.WhichOneof("message") != "hello":
             raise InvalidInput("session", "the first message must be Hello")
-        return decode.hello(first.hello, self.limits.messages)
+        return decode.hello(message.hello)
 
     def enter(self, session: Session) -> None:
         """The session now speaks for its worker; an older one ends."""
@@ -111,6 +111,13 @@ class Sessions:
             return False
         del self._current[session.worker_id]
         return True
+
+    def end_stalled(self) -> None:
+        """Cuts off peers that have taken no message for too long; asked at each tick, which is cheaper than a timer
+        for each message."""
+        now_s = time.monotonic()
+        for session in self._current.values():
+            session.end_if_stalled(now_s)
 
     def wake(self) -> None:
         """After a tick, there may be orders for anybody."""
@@ -139,11 +146,17 @@ class Session:
         self._num_groups = len(hello.groups)
         # gRPC takes one write at a time on a stream; replies and pushed orders share it.
         self._writing = asyncio.Lock()
+        self._write_began_s: float | None = None
         self._ended: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
 
     def end(self, error: CacheError) -> None:
         if not self._ended.done():
             self._ended.set_result(error)
+
+    def end_if_stalled(self, now_s: float) -> None:
+        limit_s = self._sessions.limits.write_timeout_s
+        if self._write_began_s is not None and now_s - self._write_began_s > limit_s:
+            self.end(PeerTooSlow("session", f"took no message for {limit_s:g} s"))
 
     async def run(self) -> None:
         welcome = self._manager.hello(self._hello, self._sessions.clock())
@@ -152,16 +165,15 @@ class Session:
         fields = {"worker": self.worker_id, "incarnation": self._hello.incarnation, "endpoint": self._hello.endpoint}
         _log.info("worker connected", extra=fields)
         try:
-            await self._answer(encode.welcome(welcome))
-            await self._serve()
+            await self._serve(welcome)
         finally:
             if self._sessions.leave(self):
                 self._manager.disconnect(self.worker_id, self._hello.incarnation, self._sessions.clock())
                 self._sessions.effects.flush()
             _log.info("worker's stream ended", extra=fields)
 
-    async def _serve(self) -> None:
-        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._push_orders())]
+    async def _serve(self, welcome: Welcome) -> None:
+        tasks = [asyncio.create_task(self._read(welcome)), asyncio.create_task(self._push_orders())]
         ends: list[asyncio.Future[Any]] = [*tasks, self._ended]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -175,16 +187,16 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self) -> None:
+    async def _read(self, welcome: Welcome) -> None:
+        await self._answer(encode.welcome(welcome))
         async for request in self._requests:
             if self._ended.done():
                 # A newer stream speaks for the worker, maybe of a newer incarnation: this step is not that one's.
                 return None
-            kind = request.WhichOneof("message")
+            message = opened(request)
+            kind = message.WhichOneof("message")
             if kind == "step":
-                await self._step(request.step)
-            elif kind == "adopt":
-                await self._adopt(request.adopt)
+                await self._step(message.step)
             elif kind == "goodbye":
                 return self._goodbye()
             else:
@@ -192,18 +204,12 @@ class Session:
         return None
 
     async def _step(self, message: cache_pb2.Step) -> None:
-        step = decode.step(message, self._sessions.limits.messages)
+        step = decode.step(message, self._manager.limits)
         started = time.perf_counter()
         reply = self._manager.step(self.worker_id, step, self._sessions.clock())
         self._sessions.observe_step_s(time.perf_counter() - started)
         self._sessions.effects.flush()
         await self._answer(encode.step_reply(reply, self._num_groups))
-
-    async def _adopt(self, message: cache_pb2.Adopt) -> None:
-        adopt = decode.adopt(message, self._sessions.limits.messages)
-        answer = self._manager.adopt(self.worker_id, adopt, self._sessions.clock())
-        self._sessions.effects.flush()
-        await self._answer(encode.adopt_reply(answer))
 
     def _goodbye(self) -> None:
         self._sessions.leave(self)
@@ -218,20 +224,19 @@ class Session:
                 return
             await self._send(self._manager.take_orders(self.worker_id))
 
-    async def _answer(self, message: cache_pb2.SessionResponse) -> None:
+    async def _answer(self, message: cache_pb2.ManagerMessage) -> None:
         # Taken before the answer leaves: a peer that has read it finds the manager at rest.
         orders = self._manager.take_orders(self.worker_id)
         await self._write(message)
-        await self._send(orders)
+        if orders:
+            await self._send(orders)
 
     async def _send(self, orders: tuple[Transfer, ...]) -> None:
         for transfer in orders:
             await self._write(encode.order(transfer))
 
-    async def _write(self, message: cache_pb2.SessionResponse) -> None:
-        try:
-            async with asyncio.timeout(self._sessions.limits.write_timeout_s), self._writing:
-                await self._context.write(message)
-        except TimeoutError:
-            reason = f"took no message for {self._sessions.limits.write_timeout_s:g} s"
-            raise PeerTooSlow("session", reason) from None
+    async def _write(self, message: cache_pb2.ManagerMessage) -> None:
+        async with self._writing:
+            self._write_began_s = time.monotonic()
+            await self._context.write(sealed(message))
+            self._write_began_s = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from grpc import StatusCode
 
 from cache_service import session, watchers
+from cache_service.codec import seal
 from cache_service.core import errors
 
 CODES: dict[type[Exception], StatusCode] = {
@@ -19,7 +20,9 @@ CODES: dict[type[Exception], StatusCode] = {
     errors.Superseded: StatusCode.ABORTED,
     errors.LeasesInScope: StatusCode.FAILED_PRECONDITION,
     errors.TooMany: StatusCode.RESOURCE_EXHAUSTED,
+    watchers.WatcherTooSlow: StatusCode.RESOURCE_EXHAUSTED,
     watchers.WatchIsOff: StatusCode.FAILED_PRECONDITION,
+    seal.Damaged: StatusCode.DATA_LOSS,
     session.PeerTooSlow: StatusCode.DEADLINE_EXCEEDED,
     session.ShuttingDown: StatusCode.UNAVAILABLE,
 }

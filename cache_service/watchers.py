@@ -1,13 +1,16 @@
 """Tells the manager's events to everybody who watches, each at its own pace.
 
-Knows no manager and no stream. A watcher that falls behind loses its queue and is told how much it lost.
+Knows no manager. A watcher that falls behind loses its queue and is told how much it lost; one that reads nothing at
+all is cut off, so that its place is free again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import NamedTuple, Protocol
 
 from cache_service.codec import encode
 from cache_service.core.errors import CacheError, TooMany
@@ -19,13 +22,34 @@ class WatchIsOff(CacheError):
     """This service was told to make no events."""
 
 
-class Watchers:
-    """Numbers events and hands them to bounded queues."""
+class WatcherTooSlow(CacheError):
+    """The watcher took no message for too long."""
 
-    def __init__(self, epoch: str, max_watchers: int, max_queued: int) -> None:
+
+class WatchLimits(NamedTuple):
+    """`max_queued` messages of one watcher, of `max_queued_bytes` together; see `Watchers.serve` for the timeout."""
+
+    max_watchers: int = 64
+    max_queued: int = 4096
+    max_queued_bytes: int = 16 << 20
+    write_timeout_s: float = 30.0
+
+
+class Stream(Protocol):
+    """Where a watcher's messages go; waits while the peer reads nothing."""
+
+    async def write(self, message: cache_pb2.WatchResponse) -> None: ...
+
+
+class Watchers:
+    """Numbers events and hands them to bounded queues. `tell_watched` hears whether anybody watches."""
+
+    def __init__(
+        self, epoch: str, limits: WatchLimits, tell_watched: Callable[[bool], None] = lambda is_watched: None
+    ) -> None:
         self._epoch = epoch
-        self._max_watchers = max_watchers
-        self._max_queued = max_queued
+        self._limits = limits
+        self._tell_watched = tell_watched
         self._seq = 0
         # A dict for its order: watchers are told in the order in which they came.
         self._watchers: dict[_Watcher, None] = {}
@@ -43,8 +67,9 @@ class Watchers:
             self._seq += 1
             if self._watchers:
                 message = encode.event(event, self._epoch, self._seq)
+                num_bytes = message.ByteSize()
                 for watcher in self._watchers:
-                    watcher.put(message)
+                    watcher.put(message, num_bytes)
 
     def lose(self, num_events: int) -> None:
         """So many events will never be told; they came before the next one."""
@@ -52,20 +77,39 @@ class Watchers:
         for watcher in self._watchers:
             watcher.lose(num_events, self._seq)
 
+    async def serve(self, stream: Stream) -> None:
+        """Write every event from now on. Raises WatcherTooSlow when the peer takes no message in time."""
+        async with aclosing(self.watch()) as messages:
+            async for message in messages:
+                try:
+                    async with asyncio.timeout(self._limits.write_timeout_s):
+                        await stream.write(message)
+                except TimeoutError:
+                    reason = f"took no message for {self._limits.write_timeout_s:g} s"
+                    raise WatcherTooSlow("watch", reason) from None
+
     async def watch(self) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
         """Every event from now on. The first message has none: it says where the numbering stands."""
-        if not self._max_watchers:
+        if not self._limits.max_watchers:
             raise WatchIsOff("watch", "is off in this service's settings")
-        if len(self._watchers) >= self._max_watchers:
-            raise TooMany("watch", f"there are {self._max_watchers} watchers already")
-        watcher = _Watcher(self._epoch, self._max_queued)
+        if len(self._watchers) >= self._limits.max_watchers:
+            raise TooMany("watch", f"there are {self._limits.max_watchers} watchers already")
+        watcher = _Watcher(self._epoch, self._limits)
         self._watchers[watcher] = None
+        self._tell_watched(True)
         try:
             yield cache_pb2.WatchResponse(epoch=self._epoch, seq=self._seq)
             while (message := await watcher.next()) is not None:
                 yield message
         finally:
-            self._watchers.pop(watcher, None)
+            self._leave(watcher)
+
+    def _leave(self, watcher: _Watcher) -> None:
+        del self._watchers[watcher]
+        if not self._watchers:
+            self._tell_watched(False)
+            # What happens while nobody watches makes no event; the number that is left out says so to who comes back.
+            self._seq += 1
 
     def close(self) -> None:
         """Ends every watch after what is queued for it."""
@@ -76,20 +120,23 @@ class Watchers:
 class _Watcher:
     """One watcher's queue."""
 
-    def __init__(self, epoch: str, max_queued: int) -> None:
+    def __init__(self, epoch: str, limits: WatchLimits) -> None:
         self._epoch = epoch
-        self._max_queued = max_queued
-        self._queue: deque[cache_pb2.WatchResponse] = deque()
+        self._limits = limits
+        self._queue: deque[tuple[cache_pb2.WatchResponse, int]] = deque()
+        self._num_bytes = 0
         self._num_lost = 0
         self._last_lost = 0
         self._ended = False
         self._wake = asyncio.Event()
 
-    def put(self, message: cache_pb2.WatchResponse) -> None:
-        if len(self._queue) >= self._max_queued:
+    def put(self, message: cache_pb2.WatchResponse, num_bytes: int) -> None:
+        limits = self._limits
+        if len(self._queue) >= limits.max_queued or self._num_bytes + num_bytes > limits.max_queued_bytes:
             self.lose(1, message.seq)
             return
-        self._queue.append(message)
+        self._queue.append((message, num_bytes))
+        self._num_bytes += num_bytes
         self._wake.set()
 
     def lose(self, num_events: int, last_seq: int) -> None:
@@ -97,6 +144,7 @@ class _Watcher:
         self._num_lost += len(self._queue) + num_events
         self._last_lost = last_seq
         self._queue.clear()
+        self._num_bytes = 0
         self._wake.set()
 
     def end(self) -> None:
@@ -110,7 +158,9 @@ class _Watcher:
                 self._num_lost = 0
                 return lost
             if self._queue:
-                return self._queue.popleft()
+                message, num_bytes = self._queue.popleft()
+                self._num_bytes -= num_bytes
+                return message
             if self._ended:
                 return None
             self._wake.clear()

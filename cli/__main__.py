@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cli import ask, doctor, inspect, replay, serve
+from cli import ask, doctor, drain, generate, inspect, replay, serve, watch
 from cli.app import app
 from cli.evaluation import command as evaluation
 
-__all__ = ["ask", "doctor", "evaluation", "inspect", "main", "replay", "serve"]
+__all__ = ["ask", "doctor", "drain", "evaluation", "generate", "inspect", "main", "replay", "serve", "watch"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: the typer app, its common options, and finding the services.
+"""What all commands share: the typer app, its common options, and how a refusal is told.
 
 Knows no command.
 """
@@ -6,6 +6,8 @@ Knows no command.
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections.abc import Coroutine, Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -15,9 +17,8 @@ import grpc.aio
 import typer
 from typer.core import TyperGroup
 
+from cli.client import WrongService
 from cli.output import Output, plain, stderr
-from cli.run_file import read_record
-from rpc.address import parse_address
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ ORDER = (
     "explain",
     "pin",
     "clear",
+    "drain",
     "replay",
     "doctor",
 )
@@ -49,17 +51,56 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def utf8(text: str | None) -> str | None:
+    """The text itself. A shell hands over any bytes, and Python keeps those that are no UTF-8 as surrogates."""
+    try:
+        return text and text.encode().decode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("is not UTF-8") from None
+
+
+def prompt_text(prompt: str) -> str | None:
+    """The argument, or for - what stdin has."""
+    if prompt != "-":
+        return utf8(prompt)
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"stdin is not UTF-8 (byte {error.start})") from None
+
+
+def number(value: float) -> float:
+    """The value itself; "nan" passes every check of a range."""
+    if not math.isfinite(value):
+        raise typer.BadParameter("is not a number")
+    return value
+
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; progress on stderr.")]
 CacheOption = Annotated[
-    str, typer.Option("--cache", help="Address of the cache service; default: the one that `stemcache up` runs.")
+    str,
+    typer.Option(
+        "--cache", help="Address of the cache service; default: $STEMCACHE_CACHE, else that of `stemcache up`."
+    ),
+]
+AdminOption = Annotated[
+    str,
+    typer.Option(
+        "--admin", help="Admin address of the cache service; default: $STEMCACHE_ADMIN, else that of `stemcache up`."
+    ),
 ]
 WorkerOption = Annotated[
-    str, typer.Option("--worker", help="Address of a worker; default: the first one that `stemcache up` runs.")
+    str,
+    typer.Option("--worker", help="Address of a worker; default: those of $STEMCACHE_WORKERS, else of `stemcache up`."),
 ]
-SaltOption = Annotated[str, typer.Option("--salt", help="Tenant salt; requests with different salts share nothing.")]
+SaltOption = Annotated[
+    str, typer.Option("--salt", callback=utf8, help="Tenant salt; requests with different salts share nothing.")
+]
+PromptArgument = Annotated[str, typer.Argument(callback=prompt_text, help="Prompt text; - reads it from stdin.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -88,38 +129,12 @@ def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
         raise typer.BadParameter(f"must be one of {', '.join(choices)}, not {value!r}", param_hint=option)
 
 
-def check_address(option: str, address: str) -> str:
-    try:
-        parse_address(address)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-    return address
-
-
-def find_cache(given: str) -> str:
-    """The given address, else the running one's; ends the command when there is none."""
-    if given:
-        return check_address("--cache", given)
-    record = read_record()
-    if record is None:
-        fail("no cache service is running here; start one with `stemcache up`, or name it with --cache host:port")
-    return record.cache
-
-
-def find_workers(given: str) -> tuple[str, ...]:
-    """The given address alone, else those of all running workers; ends the command when there are none."""
-    if given:
-        return (check_address("--worker", given),)
-    record = read_record()
-    if record is None:
-        fail("no worker is running here; start some with `stemcache up`, or name one with --worker host:port")
-    return record.workers
-
-
 def run(command: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine; a refusal of a service becomes one clear line and exit code 1."""
     try:
         return asyncio.run(command)
+    except WrongService as error:
+        fail(str(error))
     except grpc.aio.AioRpcError as error:
         advice = "; `stemcache doctor` looks for the cause" if error.code() is grpc.StatusCode.UNAVAILABLE else ""
         fail(f"{error.code().name}: {error.details()}{advice}")
@@ -128,16 +143,17 @@ def run(command: Coroutine[Any, Any, T]) -> T:
 
 
 __all__ = [
+    "AdminOption",
     "CacheOption",
     "JsonOption",
     "Output",
+    "PromptArgument",
     "SaltOption",
     "WorkerOption",
     "app",
-    "check_address",
     "check_choice",
     "fail",
-    "find_cache",
-    "find_workers",
+    "number",
     "run",
+    "utf8",
 ]

@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
-from cli.app import JsonOption, SaltOption, WorkerOption, app, find_workers, run
+from cli.app import JsonOption, SaltOption, WorkerOption, app, run, utf8
 from cli.client import Answer, StemcacheClient, sentence, to_dict
 from cli.output import Output, plain
+from cli.places import cache_of_workers, find_workers
+from cli.routing import pick_worker
 from cli.stage import HOLDINGS, MAX_ANSWER_TOKENS, wording
 from cli.views import counts_line
 from register_qa import Question, Register, Split, draw_questions, draw_register, is_correct
@@ -21,7 +23,7 @@ from register_qa import Question, Register, Split, draw_questions, draw_register
 @app.command()
 def ask(
     question: Annotated[
-        str, typer.Argument(help="Such as: Where is the clay needle kept? Default: one is drawn.")
+        str, typer.Argument(callback=utf8, help="Such as: Where is the clay needle kept? Default: one is drawn.")
     ] = "",
     register: Annotated[int, typer.Option("--register", min=0, help="Which register it is about.")] = 1,
     show: Annotated[bool, typer.Option("--show", help="Print the register instead, to know what to ask.")] = False,
@@ -33,12 +35,12 @@ def ask(
     output = Output(as_json=json_)
     drawn = draw_register(register, split=Split.EVAL, holdings=HOLDINGS)
     if show:
-        output.show(plain(drawn.text))
+        output.show_as_it_is(drawn.text)
         output.emit({"register": drawn.text})
         return
     own = None if question else _any_question(drawn)
     asked = wording(own) if own else question
-    answer = run(_answered(find_workers(worker), f"{drawn.text}\nQuestion: {asked}\nAnswer:", salt))
+    answer = run(_answered(worker, f"{drawn.text}\nQuestion: {asked}\nAnswer:", salt))
     right = is_correct(own, answer.text) if own else None
     output.show(*_lines(asked, answer, right))
     output.emit(
@@ -56,9 +58,10 @@ def _any_question(register: Register) -> Question:
     return draw_questions(register, secrets.randbelow(1 << 31), 6)[secrets.randbelow(6)]
 
 
-async def _answered(workers: tuple[str, ...], prompt: str, salt: str) -> Answer:
-    async with StemcacheClient("", workers) as client:
-        return await client.generate(await client.healthy_worker(), prompt, sentence(MAX_ANSWER_TOKENS), salt=salt)
+async def _answered(worker: str, prompt: str, salt: str) -> Answer:
+    async with StemcacheClient(cache_of_workers(worker), find_workers(worker)) as client:
+        picked = await pick_worker(client, prompt, salt)
+        return await client.generate(picked, prompt, sentence(MAX_ANSWER_TOKENS), salt=salt)
 
 
 def _lines(asked: str, answer: Answer, right: bool | None) -> tuple[str, str, str]:

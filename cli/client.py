@@ -21,7 +21,22 @@ from rpc.client import open_channel
 
 CALL_TIMEOUT_S = 30.0
 GENERATE_TIMEOUT_S = 300.0
-RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+PROBE_TIMEOUT_S = 2.0
+PREFIX_CACHE = cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name
+CACHE_ADMIN = cache_pb2.DESCRIPTOR.services_by_name["CacheAdmin"].full_name
+MODEL_WORKER = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
+NAMES = {
+    PREFIX_CACHE: "the cache service",
+    CACHE_ADMIN: "the cache service's admin address",
+    MODEL_WORKER: "a worker",
+}
+# Another worker may serve what one could not. Not CANCELLED: a server cancels calls in a burst, and a client that asks
+# again at once makes the burst longer.
+RETRIED = (grpc.StatusCode.UNAVAILABLE,)
+
+
+class WrongService(Exception):
+    """An address is that of another service than the one that was meant."""
 
 
 @dataclass(slots=True)
@@ -40,19 +55,47 @@ class Answer:
 
 
 class StemcacheClient:
-    """Channels to one cache service and its workers. Close it, or use it as an async context."""
+    """Channels to one cache service, its workers and its admin address. Close it, or use it as an async context."""
 
-    def __init__(self, cache: str, workers: Sequence[str]) -> None:
+    def __init__(self, cache: str, workers: Sequence[str], cache_admin: str = "") -> None:
+        self.cache = cache
+        self.cache_admin = cache_admin
         self.workers = tuple(workers)
-        self._channels = {address: open_channel(address) for address in dict.fromkeys((cache, *workers)) if address}
+        self._channels = {
+            address: open_channel(address) for address in dict.fromkeys((cache, cache_admin, *workers)) if address
+        }
         self._models = {w: worker_pb2_grpc.ModelWorkerStub(self._channels[w]) for w in workers}
         self._cache_stub = cache_pb2_grpc.PrefixCacheStub(self._channels[cache]) if cache else None
+        self._admin_stub = cache_pb2_grpc.CacheAdminStub(self._channels[cache_admin]) if cache_admin else None
 
     async def __aenter__(self) -> StemcacheClient:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Raises WrongService for a call that failed since its service is not at that address."""
+        try:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                await self._check_services()
+        finally:
+            await self.close()
+
+    async def _check_services(self) -> None:
+        meant = [(self.cache, PREFIX_CACHE)] if self.cache else []
+        meant += [(self.cache_admin, CACHE_ADMIN)] if self.cache_admin else []
+        for address, service in [*meant, *((worker, MODEL_WORKER) for worker in self.workers)]:
+            if await self._serves(address, service) is False:
+                other = MODEL_WORKER if service == PREFIX_CACHE else PREFIX_CACHE
+                found = NAMES[other] if await self._serves(address, other) else "something else"
+                raise WrongService(f"{address} is {found}, not {NAMES[service]}")
+
+    async def _serves(self, address: str, service: str) -> bool | None:
+        """Whether this service is at `address`; None when nothing answers."""
+        stub = health_pb2_grpc.HealthStub(self._channels[address])
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return False if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED) else None
+        return True
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
@@ -136,20 +179,27 @@ class StemcacheClient:
 
     async def pin(self, namespace: types_pb2.Namespace, tokens: bytes, ttl_ms: int) -> cache_pb2.PinResponse:
         request = cache_pb2.PinRequest(namespace=namespace, tokens=tokens, ttl_ms=ttl_ms)
-        return await self._cache().Pin(request, timeout=CALL_TIMEOUT_S)
+        return await self._admin().Pin(request, timeout=CALL_TIMEOUT_S)
 
-    async def clear(self, namespace: types_pb2.Namespace | None, *, unused_only: bool) -> cache_pb2.ClearResponse:
-        request = cache_pb2.ClearRequest(namespace=namespace, unused_only=unused_only)
-        return await self._cache().Clear(request, timeout=CALL_TIMEOUT_S)
+    async def clear(
+        self, namespace: types_pb2.Namespace | None, *, unused_only: bool, dry_run: bool = False
+    ) -> cache_pb2.ClearResponse:
+        request = cache_pb2.ClearRequest(namespace=namespace, unused_only=unused_only, dry_run=dry_run)
+        return await self._admin().Clear(request, timeout=CALL_TIMEOUT_S)
 
     async def is_serving(self, address: str) -> bool:
         """Whether the service at `address` answers its health check with SERVING."""
         stub = health_pb2_grpc.HealthStub(self._channels[address])
         try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _admin(self) -> cache_pb2_grpc.CacheAdminAsyncStub:
+        if self._admin_stub is None:
+            raise ValueError("cache_admin: no address was given")
+        return self._admin_stub
 
     def _cache(self) -> cache_pb2_grpc.PrefixCacheAsyncStub:
         if self._cache_stub is None:

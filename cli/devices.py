@@ -51,5 +51,11 @@ def _sharers(gpu: int, num_workers: int, num_gpus: int) -> int:
     return len(range(gpu, num_workers, num_gpus))
 
 
+def has_gpu() -> bool:
+    """Whether a driver shows one, and it is not hidden."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists())
+
+
 def _has_driver() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or "CUDA_VISIBLE_DEVICES" in os.environ
+    return has_gpu() or "CUDA_VISIBLE_DEVICES" in os.environ

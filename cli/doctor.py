@@ -5,7 +5,6 @@ Changes nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -13,27 +12,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from pathlib import Path
 
 import typer
 
-from cli.app import CacheOption, JsonOption, app, check_address, run
-from cli.client import StemcacheClient
+from cli.app import CacheOption, JsonOption, app, run
+from cli.checkup import Finding, look_at_services
+from cli.devices import has_gpu
 from cli.output import Output, plain, table
+from cli.places import check_address
 from cli.redis_server import find_redis_binary
-from cli.run_file import read_record, state_dir
+from cli.run_file import state_dir
 
-PACKAGES = ("grpcio", "protobuf", "redis", "hiredis", "torch", "triton", "safetensors", "tokenizers")
+PACKAGES = ("stemcache", "grpcio", "protobuf", "redis", "hiredis")
+WORKER_PACKAGES = ("torch", "safetensors", "tokenizers")
 MIN_FREE_BYTES = 2 << 30
-
-
-class Finding(NamedTuple):
-    """`ok` is False for what keeps Stemcache from working and None for what merely limits it."""
-
-    what: str
-    ok: bool | None
-    seen: str
-    advice: str = ""
 
 
 @app.command()
@@ -43,7 +36,7 @@ def doctor(cache: CacheOption = "", json_: JsonOption = False) -> None:
     if cache:
         check_address("--cache", cache)
     with output.working("looking"):
-        findings = [check() for check in CHECKS] + run(_services(cache))
+        findings = [check() for check in CHECKS] + run(look_at_services(cache))
     marks = {True: "[green]ok[/green]", None: "[yellow]note[/yellow]", False: "[red]broken[/red]"}
     rows = [(marks[f.ok], f.what, plain(f.seen + (f"; {f.advice}" if f.advice else ""))) for f in findings]
     output.show(table("", ("", "what", "seen"), rows, left=3))
@@ -59,32 +52,39 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    found, missing = [], []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            missing.append(name)
-    advice = f"not installed: {', '.join(missing)}; run `make setup`" if missing else ""
-    return Finding("packages", not missing, ", ".join(found), advice)
+    found = {name: _version(name) for name in (*PACKAGES, *WORKER_PACKAGES, "triton")}
+    seen = ", ".join(f"{name} {number}" for name, number in found.items() if number)
+    if missing := [name for name in PACKAGES if not found[name]]:
+        return Finding("packages", False, seen, f"not installed: {', '.join(missing)}; run `make setup`")
+    if missing := [name for name in WORKER_PACKAGES if not found[name]]:
+        return Finding("packages", None, seen, f"not installed: {', '.join(missing)}, so no worker runs here")
+    return Finding("packages", True, seen)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _accelerator() -> Finding:
-    if importlib.util.find_spec("torch") is None:
-        return Finding("accelerator", None, "PyTorch is not installed", "workers need it; the cache service does not")
-    # In a process of its own: importing PyTorch here would cost seconds and may start a driver.
-    code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    """Without importing PyTorch, which takes seconds: the driver says what it has."""
     try:
-        seen = subprocess.run(  # noqa: S603 - our own interpreter and text
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-        ).stdout.strip()
-    except (subprocess.SubprocessError, OSError) as error:
-        return Finding("accelerator", False, f"PyTorch does not start: {type(error).__name__}", "reinstall it")
-    return (
-        Finding("accelerator", True, seen)
-        if seen
-        else Finding("accelerator", None, f"none; {os.cpu_count()} CPU cores", "workers run on the CPU")
-    )
+        torch = version("torch")
+    except PackageNotFoundError:
+        return Finding("accelerator", None, "PyTorch is not installed", "workers need it; the cache service does not")
+    if not has_gpu():
+        return Finding("accelerator", None, f"none; {os.cpu_count()} CPU cores", "workers run on the CPU")
+    if torch.endswith("+cpu"):
+        return Finding("accelerator", None, f"a GPU, but PyTorch {torch} is a build for CPUs", "install one with CUDA")
+    return Finding("accelerator", True, _gpu_names() or "a GPU")
+
+
+def _gpu_names() -> str:
+    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = [line for path in found for line in path.read_text().splitlines() if line.startswith("Model:")]
+    return ", ".join(line.partition(":")[2].strip() for line in lines)
 
 
 def _redis() -> Finding:
@@ -109,31 +109,3 @@ def _disk() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (_python, _packages, _accelerator, _redis, _disk)
-
-
-async def _services(cache: str) -> list[Finding]:
-    record = read_record()
-    address = cache or (record.cache if record else "")
-    if not address:
-        return [Finding("services", None, "none running here", "start them with `stemcache up`")]
-    workers = record.workers if record and not cache else ()
-    async with StemcacheClient(address, workers) as client:
-        findings = []
-        for name, one in [("cache service", address), *(("worker", worker) for worker in workers)]:
-            good = await client.is_serving(one)
-            findings.append(
-                Finding(name, good, one, "" if good else f"not serving; see the logs in {state_dir() / 'logs'}")
-            )
-        if findings[0].ok:
-            findings.append(await _host_tier(client))
-    return findings
-
-
-async def _host_tier(client: StemcacheClient) -> Finding:
-    stats = await client.stats()
-    gone = [w.worker_id for w in stats.workers if not w.connected]
-    if stats.host_tier.breaker_open:
-        return Finding("host tier", False, "the breaker is open", "Redis does not answer; serving goes on without it")
-    return Finding(
-        "sessions", not gone, f"{len(stats.workers) - len(gone)} connected", f"gone: {', '.join(gone)}" if gone else ""
-    )

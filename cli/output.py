@@ -46,6 +46,11 @@ class Output:
             for renderable in renderables:
                 self.console.print(renderable)
 
+    def show_as_it_is(self, text: str) -> None:
+        """A text that another command may read: no line is broken anew."""
+        if not self.as_json:
+            sys.stdout.write(text.rstrip("\n") + "\n")
+
     def progress(self, text: str) -> None:
         stderr.print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
 

@@ -27,6 +27,8 @@ class RunRecord:
     cache: str
     workers: tuple[str, ...]
     cache_metrics: str = ""
+    cache_admin: str = ""
+    worker_admins: tuple[str, ...] = ()
 
 
 class AlreadyRunning(Exception):
@@ -105,7 +107,9 @@ def remove_record() -> None:
 def _parse_record() -> RunRecord | None:
     try:
         raw = json.loads(_record_path().read_text())
-        return RunRecord(int(raw["pid"]), str(raw["cache"]), tuple(map(str, raw["workers"])), str(raw["cache_metrics"]))
+        workers, admins = (tuple(map(str, raw[name])) for name in ("workers", "worker_admins"))
+        cache = (str(raw["cache"]), workers, str(raw["cache_metrics"]), str(raw["cache_admin"]))
+        return RunRecord(int(raw["pid"]), *cache, admins)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

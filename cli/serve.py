@@ -15,17 +15,13 @@ import typer
 from rich.console import Group, RenderableType
 
 from cache_service.config import POLICIES
+from cli.addresses import CannotStart
 from cli.app import JsonOption, app, check_choice, fail, run
-from cli.cluster import (
-    HOST_TIERS,
-    CannotStart,
-    Cluster,
-    ClusterOptions,
-    start_cluster,
-)
+from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, start_cluster
 from cli.demo import as_json, passed, play
 from cli.models import RANDOM, model_to_serve
 from cli.output import Output, plain, table
+from cli.places import command_name
 from cli.run_file import AlreadyRunning, RunRecord, claim_state_dir, is_claimed, read_record, state_dir, write_record
 from cli.scene_table import scene_table
 from cli.scenes import SCENES
@@ -35,46 +31,47 @@ DEVICES = ("auto", "cpu", "cuda")
 DOWN_WAIT_S = 60.0
 DEMO_POOL_MB = 512
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model", help=f"Folder or hub id of a checkpoint, or {RANDOM}: random weights; default: the one in the box."
-    ),
-]
-TierOption = Annotated[str, typer.Option("--host-tier", help=f"Where pages spill to: {', '.join(HOST_TIERS)}.")]
-DeviceOption = Annotated[str, typer.Option("--device", help=f"Where the model runs: {', '.join(DEVICES)}.")]
+MODEL_HELP = f"Folder or hub id of a checkpoint, or {RANDOM}: random weights; default: the one in the box."
+TIER_HELP = f"Where pages spill to: {', '.join(HOST_TIERS)}."
+DEVICE_HELP = f"Where the model runs: {', '.join(DEVICES)}."
+POOL_HELP = "MiB of pages of each worker; 0: 512 on a CPU, its share of 90 % of a GPU's."
+POLICY_HELP = f"Eviction policy: {', '.join(POLICIES)}."
+WORKER_PORT_HELP = (
+    "The first worker's, the others' follow; 0: any free ones. Default: 7500, or as STEMCACHE_WORKER_LISTEN says."
+)
+CACHE_PORT_HELP = "The cache service's; 0: any free one. Default: 7400, or as STEMCACHE_CACHE_LISTEN says."
+
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
+TierOption = Annotated[str, typer.Option("--host-tier", help=TIER_HELP)]
+DeviceOption = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of what is asked, and of a random model.")]
 
 
 @app.command()
 def up(
-    model: ModelOption = "",
+    model: Annotated[str, typer.Option("--model", envvar="STEMCACHE_WORKER_MODEL", help=MODEL_HELP)] = "",
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Worker processes.")] = 2,
-    cache_port: Annotated[
-        int, typer.Option("--cache-port", min=0, max=65535, help="The cache service's; 0: any free one.")
-    ] = 7400,
-    worker_port: Annotated[
+    cache_port: Annotated[int | None, typer.Option("--cache-port", min=0, max=65535, help=CACHE_PORT_HELP)] = None,
+    worker_port: Annotated[int | None, typer.Option("--worker-port", min=0, max=65535, help=WORKER_PORT_HELP)] = None,
+    host_tier: Annotated[
+        str, typer.Option("--host-tier", envvar="STEMCACHE_WORKER_HOST_TIER", help=TIER_HELP)
+    ] = "auto",
+    host_mb: Annotated[
         int,
         typer.Option(
-            "--worker-port", min=0, max=65535, help="The first worker's, the others' follow; 0: any free ones."
+            "--host-mb", envvar="STEMCACHE_CACHE_HOST_QUOTA_MB", min=1, help="MiB that the host tier may hold."
         ),
-    ] = 7500,
-    host_tier: TierOption = "auto",
-    host_mb: Annotated[int, typer.Option("--host-mb", min=1, help="MiB that the host tier may hold.")] = 1024,
-    pool_mb: Annotated[
-        int,
-        typer.Option(
-            "--pool-mb", min=0, help="MiB of pages of each worker; 0: 512 on a CPU, its share of 90 % of a GPU's."
-        ),
-    ] = 0,
-    policy: Annotated[str, typer.Option("--policy", help=f"Eviction policy: {', '.join(POLICIES)}.")] = "lru",
-    device: DeviceOption = "auto",
+    ] = 1024,
+    pool_mb: Annotated[int, typer.Option("--pool-mb", envvar="STEMCACHE_WORKER_POOL_MB", min=0, help=POOL_HELP)] = 0,
+    policy: Annotated[str, typer.Option("--policy", envvar="STEMCACHE_CACHE_POLICY", help=POLICY_HELP)] = "lru",
+    device: Annotated[str, typer.Option("--device", envvar="STEMCACHE_WORKER_DEVICE", help=DEVICE_HELP)] = "auto",
     seed: SeedOption = 0,
     json_: JsonOption = False,
 ) -> None:
     """Start Redis, the cache service and workers; restart what dies; Ctrl-C ends them all.
 
-    Other settings of the services come from STEMCACHE_CACHE_* and STEMCACHE_WORKER_* variables.
+    Every other setting of the services counts, too: STEMCACHE_CACHE_* and STEMCACHE_WORKER_*. An address for workers is
+    the first one's; the others' ports follow it.
     """
     check_choice("--host-tier", host_tier, HOST_TIERS)
     check_choice("--policy", policy, POLICIES)
@@ -92,31 +89,32 @@ def up(
                 pool_mb=pool_mb,
                 device=device,
                 policy=policy,
+                environ=os.environ,
             )
             run(_serve(options, output))
     except AlreadyRunning:
-        fail(f"`stemcache up` is running here already (in {state_dir()}); `stemcache down` stops it")
+        fail(f"`stemcache up` is running here already (in {state_dir()}); `{command_name()} down` stops it")
     except (ChildFailed, CannotStart) as error:
         fail(str(error))
 
 
 @app.command()
 def down(json_: JsonOption = False) -> None:
-    """Stop what `stemcache up` runs here, and wait until it has ended."""
+    """Stop what `stemcache up` runs here, and wait until it has ended; nothing running is no error."""
     record = read_record()
+    output = Output(as_json=json_)
     if record is None:
-        fail(
-            "`stemcache up` is still starting here; try again in a moment"
-            if is_claimed()
-            else "nothing is running here"
-        )
+        if is_claimed():
+            fail("`stemcache up` is still starting here; try again in a moment")
+        output.show("nothing is running here")
+        output.emit({"stopped": False})
+        return
     os.kill(record.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_WAIT_S
     while is_claimed():
         if time.monotonic() > deadline:
             fail(f"process {record.pid} has not ended after {DOWN_WAIT_S:.0f} s")
         time.sleep(0.05)
-    output = Output(as_json=json_)
     output.show("stopped")
     output.emit({"stopped": True, "pid": record.pid})
 
@@ -170,7 +168,14 @@ async def _serve(options: ClusterOptions, output: Output) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         cluster = starting.result()
-        record = RunRecord(os.getpid(), cluster.cache, cluster.workers, cluster.cache_metrics)
+        record = RunRecord(
+            os.getpid(),
+            cluster.cache,
+            cluster.workers,
+            cluster.cache_metrics,
+            cluster.cache_admin,
+            cluster.worker_admins,
+        )
         write_record(record)
         output.show(_welcome(cluster))
         output.emit(
@@ -179,6 +184,7 @@ async def _serve(options: ClusterOptions, output: Output) -> None:
                 "cache": cluster.cache,
                 "cache_metrics": cluster.cache_metrics,
                 "workers": dict(zip(cluster.worker_names, cluster.workers, strict=True)),
+                "worker_metrics": dict(zip(cluster.worker_names, cluster.worker_metrics, strict=True)),
                 "host_tier": cluster.host_tier,
             }
         )
@@ -187,14 +193,19 @@ async def _serve(options: ClusterOptions, output: Output) -> None:
 
 
 def _welcome(cluster: Cluster) -> RenderableType:
-    rows = [("cache service", cluster.cache), ("metrics", f"http://{cluster.cache_metrics}/metrics")]
-    rows += list(zip(cluster.worker_names, cluster.workers, strict=True))
-    rows += [("host tier", cluster.host_tier), ("logs", plain(str(state_dir() / "logs")))]
+    served = [("cache service", cluster.cache, cluster.cache_admin, cluster.cache_metrics)]
+    served += zip(cluster.worker_names, cluster.workers, cluster.worker_admins, cluster.worker_metrics, strict=True)
+    rows = [(*one[:2], *(address or "-" for address in one[2:])) for one in served]
+    command = plain(command_name())
     return Group(
-        table("Stemcache is running; Ctrl-C stops it", ("what", "where"), rows, left=2),
+        table("Stemcache is running; Ctrl-C stops it", ("what", "calls", "admin", "metrics"), rows, left=4),
         "",
+        f"host tier: {cluster.host_tier}; logs: {plain(str(state_dir() / 'logs'))}",
         "In another terminal, in the same folder:",
-        "  stemcache ask   a question about a register, and another one: the register is cached now",
-        '  stemcache explain "..."   what of a prompt is cached where, and why the rest is not',
-        "  stemcache top   pools, hit rates and leases, live",
+        f"  {command} ask",
+        "      a question about a register, and again another one: the register is cached now",
+        f'  {command} explain "$({command} ask --show)"',
+        "      what of that register is cached where, and why the rest is not",
+        f"  {command} top",
+        "      requests, hit rates and pools, live",
     )

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 RESTART_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -28,6 +28,10 @@ class ChildSpec:
     ready: Callable[[], Awaitable[None]]
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
+
+    def with_env(self, env: Mapping[str, str]) -> ChildSpec:
+        """The same with further variables."""
+        return replace(self, env={**self.env, **env})
 
 
 class ChildFailed(Exception):
@@ -81,12 +85,19 @@ class Child:
             reason = (
                 f"ended with code {self.process.returncode}" if ended in done else f"not ready after {timeout_s:.0f} s"
             )
-            raise ChildFailed(f"{self.spec.name} {reason}; the end of {self.log_path}:\n{self.log_tail()}")
+            raise ChildFailed(f"{self.spec.name} {reason}{self._why()}")
         finally:
             for task in (ended, ready):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
+
+    def _why(self) -> str:
+        """One line where the child's last word is its error, as a service's is; else the end of its log."""
+        last = self.log_tail(1)
+        if ": error: " in last[:40]:
+            return f": {last.partition(': error: ')[2]} (log: {self.log_path})"
+        return f"; the end of {self.log_path}:\n{self.log_tail()}"
 
     def log_tail(self, num_lines: int = 15) -> str:
         with contextlib.suppress(OSError):

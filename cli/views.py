@@ -6,35 +6,58 @@ Knows messages only; asks nobody.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 
 from cli.client import Answer
 from cli.output import binary_size, plain, stacked, table
+from cli.rates import WINDOW_S, Rates
 from protos.v1 import cache_pb2, types_pb2
 
 NO_WORKER = "no worker is known to the cache service"
 
 
-def stats_view(stats: cache_pb2.StatsResponse) -> RenderableType:
-    """The whole status as tables: workers, their tokens, misses and pools, the host tier."""
-    workers = _sorted(stats)
+class Moment(NamedTuple):
+    """One look. `silent_since` is when the cache service at `address` stopped answering: the rest is from before."""
+
+    stats: cache_pb2.StatsResponse
+    rates: Mapping[str, Rates] = {}
+    silent_since: str = ""
+    address: str = ""
+
+
+def stats_view(moment: Moment) -> RenderableType:
+    """The whole status as tables: workers, what happens per second, their tokens, misses and pools, the host tier."""
+    stats, workers = moment.stats, _sorted(moment.stats)
     if not workers:
-        return stacked((_heading(stats), NO_WORKER, _host_table(stats.host_tier)))
-    views = [_workers_table(stats, workers), _tokens_table(workers), *_misses_table(workers), _pools_table(workers)]
+        return stacked((_heading(moment), NO_WORKER, _host_table(stats.host_tier)))
+    views = [_heading(moment), _workers_table(workers), *_rates_table(workers, moment.rates), _tokens_table(workers)]
+    views += [*_remarks(stats, workers), *_misses_table(workers), _pools_table(workers)]
     return stacked((*views, _host_table(stats.host_tier)))
 
 
-def live_view(stats: cache_pb2.StatsResponse, console: Console) -> RenderableType:
+def live_view(moment: Moment, console: Console) -> RenderableType:
     """What of the status fits the terminal's height: what moves most comes first, and no table is cut."""
-    workers = _sorted(stats)
-    tables = [_tokens_table(workers), _pools_table(workers), _host_table(stats.host_tier)]
-    tables += [_workers_table(stats, workers), *_misses_table(workers)]
-    shown: list[RenderableType] = [_heading(stats) if workers else f"{_heading(stats)} · {NO_WORKER}"]
-    room = console.height - 3
-    for one in tables:
+    workers = _sorted(moment.stats)
+    tables = [
+        *_rates_table(workers, moment.rates),
+        _tokens_table(workers),
+        *_remarks(moment.stats, workers),
+        _pools_table(workers),
+    ]
+    tables += [_host_table(moment.stats.host_tier), _workers_table(workers), *_misses_table(workers)]
+    shown: list[RenderableType] = [_heading(moment) if workers else f"{_heading(moment)} · {NO_WORKER}"]
+    # One line is for the heading, two for what stands at the end.
+    room = console.height - 4
+    for at, one in enumerate(tables):
         room -= len(console.render_lines(one, pad=False)) + 1
         if room < 0:
+            hidden = len(tables) - at
+            shown.append(
+                f"[dim]{hidden} more table{'s' * (hidden > 1)}: on a taller terminal, or `stemcache status`[/dim]"
+            )
             break
         shown.append(one)
     return stacked(shown)
@@ -44,11 +67,14 @@ def _sorted(stats: cache_pb2.StatsResponse) -> list[cache_pb2.WorkerStats]:
     return sorted(stats.workers, key=lambda worker: worker.worker_id)
 
 
-def _heading(stats: cache_pb2.StatsResponse) -> str:
-    return f"workers · policy {plain(stats.policy)} · {time.strftime('%H:%M:%S')}"
+def _heading(moment: Moment) -> str:
+    heading = f"workers · policy {plain(moment.stats.policy)} · {time.strftime('%H:%M:%S')}"
+    if not moment.silent_since:
+        return heading
+    return f"{heading} · [red]{plain(moment.address)} gives no answer since {moment.silent_since}[/red]"
 
 
-def _workers_table(stats: cache_pb2.StatsResponse, workers: list[cache_pb2.WorkerStats]) -> RenderableType:
+def _workers_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
     rows = [
         (
             plain(w.worker_id),
@@ -59,7 +85,50 @@ def _workers_table(stats: cache_pb2.StatsResponse, workers: list[cache_pb2.Worke
         for w in workers
     ]
     columns = ("worker", "endpoint", "session", "leases", "tickets", "refusals", "nodes")
-    return table(_heading(stats), columns, rows, left=3)
+    return table("sessions", columns, rows, left=3)
+
+
+def _rates_table(workers: list[cache_pb2.WorkerStats], rates: Mapping[str, Rates]) -> list[RenderableType]:
+    """No table before the second look."""
+    if not rates:
+        return []
+    rows = []
+    for w in workers:
+        one = rates.get(w.worker_id, Rates())
+        per_s = (f"{one.requests_per_s:,.1f}", f"{one.prompt_tokens_per_s:,.0f}", f"{one.computed_tokens_per_s:,.0f}")
+        hits = "-" if one.hit_rate is None else f"{bar(one.hit_rate)} {one.hit_rate:4.0%}"
+        held = _held_share(w)
+        rows.append((plain(w.worker_id), *per_s, hits, f"{bar(held)} {held:4.0%}"))
+    columns = ("worker", "requests/s", "tokens/s", "computed/s", "hit rate", "pages held")
+    return [table(f"the last {WINDOW_S:.0f} s", columns, rows)]
+
+
+def _held_share(worker: cache_pb2.WorkerStats) -> float:
+    """Pages that running sequences hold, over all pages of the fullest pool."""
+    shares = [1 - (g.num_free + g.num_evictable) / g.num_pages for g in worker.groups if g.num_pages]
+    return max(0.0, *shares) if shares else 0.0
+
+
+def bar(share: float) -> str:
+    """Ten signs."""
+    filled = round(min(max(share, 0.0), 1.0) * 10)
+    return f"[green]{'█' * filled}[/green][dim]{'░' * (10 - filled)}[/dim]"
+
+
+def _remarks(stats: cache_pb2.StatsResponse, workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
+    """What is there at times only: pins, kept prompts, pages that were resident and of no use, or damaged."""
+    lines = []
+    for w in workers:
+        parts = [f"{w.pinned_tokens:,} tokens are pinned"] if w.pinned_tokens else []
+        parts += [f"{binary_size(w.kept_bytes)} of prompts are kept for their next try"] if w.kept_bytes else []
+        unused = w.matched_tokens - w.cached_tokens
+        parts += (
+            [f"{unused:,} prompt tokens were resident and could not be used"] if w.matched_tokens and unused > 0 else []
+        )
+        lines += [f"{plain(w.worker_id)}: {'; '.join(parts)}"] if parts else []
+    corrupt = stats.host_tier.num_corrupt_pages
+    lines += [f"[red]host tier: {corrupt:,} pages failed their checks and were recomputed[/red]"] if corrupt else []
+    return ["\n".join(lines)] if lines else []
 
 
 def _tokens_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
@@ -97,29 +166,42 @@ def _pools_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
 
 
 def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
-    row = (
-        "[red]open[/red]" if tier.breaker_open else "closed",
-        f"{tier.num_rows:,}",
-        binary_size(tier.num_bytes),
-        binary_size(tier.quota_bytes),
-        f"{tier.num_spilled_pages:,}",
-        f"{tier.num_fetched_pages:,}",
-        f"{tier.num_missing_pages:,}",
-    )
-    columns = ("breaker", "rows", "size", "quota", "spilled\npages", "fetched\npages", "missing\npages")
+    cells = {
+        "breaker": "[red]open[/red]" if tier.breaker_open else "closed",
+        "rows": f"{tier.num_rows:,}",
+        "size": binary_size(tier.num_bytes),
+        "quota": binary_size(tier.quota_bytes),
+        "spilled\npages": f"{tier.num_spilled_pages:,}",
+        "fetched\npages": f"{tier.num_fetched_pages:,}",
+        "missing\npages": f"{tier.num_missing_pages:,}",
+    }
     title = f"host tier · spill {plain(tier.spill_policy)} · fetch {plain(tier.fetch_policy)}"
-    return table(title, columns, [row])
+    return table(title, tuple(cells), [tuple(cells.values())])
 
 
 def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> RenderableType:
     """Where each stretch of the prompt is on each worker, the best worker first."""
     if not explained.workers:
         return "no worker of this model is known to the cache service"
-    workers = sorted(explained.workers, key=lambda one: (-_within_reach(one), one.worker_id))
+    workers = sorted(explained.workers, key=lambda one: (-_within_reach(one), -one.match.usable_tokens, one.worker_id))
     rows = [row for one in workers for row in _stretches(one)]
     title = f"{num_tokens:,} prompt tokens; {_verdict(workers[0])}"
-    notes = [f"{plain(one.worker_id)}: {plain(note)}" for one in workers for note in one.notes]
+    notes = [f"{plain(one.worker_id)}: {plain(note)}" for one in workers for note in (*_pin_note(one), *one.notes)]
     return Group(table(title, ("worker", "tokens", "where", "why not", "count"), rows, left=4), "", *notes)
+
+
+def _pin_note(one: cache_pb2.WorkerExplanation) -> list[str]:
+    if not one.pinned_tokens:
+        return []
+    return [f"the first {one.pinned_tokens:,} tokens are pinned, for {span(one.pin_left_ms / 1000)} more"]
+
+
+def span(seconds: float) -> str:
+    """In the largest unit of which there are two and more: 90 s, 3 min, 47 h."""
+    for unit, size_s in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _within_reach(one: cache_pb2.WorkerExplanation) -> int:

@@ -1,34 +1,36 @@
-"""Ends unary calls that take longer than their caller, or this server, allows.
+"""Ends calls that take longer than their caller, or this server, allows.
 
-Knows no method; exceptions from the default are an argument. Streams live as long as their peers want.
+Exceptions from the default are an argument. A stream without one lives as long as its peer wants. A stream whose peer
+does not read is given up: all that it holds is freed, and the status follows when the peer has taken the last message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import grpc
 
 from rpc.interceptor import Around, Call
 
+_log = logging.getLogger("rpc.deadline")
+
 
 def deadlines(default_s: float, by_method: Mapping[str, float] | None = None) -> Around:
-    """At most `default_s` for each unary call; `by_method` maps full method names to other maxima."""
+    """At most `default_s` for each unary call; `by_method` has other maxima by full method name, of streams too."""
     maxima = dict(by_method or {})
 
     def around(call: Call) -> AbstractAsyncContextManager[None]:
-        return _limited(call, maxima.get(call.method, default_s))
+        maximum_s = maxima.get(call.method, default_s if call.is_unary else None)
+        return nullcontext() if maximum_s is None else _limited(call, maximum_s)
 
     return around
 
 
 @asynccontextmanager
 async def _limited(call: Call, maximum_s: float) -> AsyncIterator[None]:
-    if not call.is_unary:
-        yield
-        return
     remaining = call.context.time_remaining()
     limit = maximum_s if remaining is None else min(maximum_s, remaining)
     try:
@@ -37,4 +39,9 @@ async def _limited(call: Call, maximum_s: float) -> AsyncIterator[None]:
     except TimeoutError:
         if not timeout.expired():
             raise
-        await call.context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"not done within {limit:.3f} s")
+        status = (grpc.StatusCode.DEADLINE_EXCEEDED, f"not done within {limit:.3f} s")
+        if call.progress.is_writing:
+            _log.info("given up: its peer does not read", extra={"method": call.method})
+            call.progress.late = status
+            raise asyncio.CancelledError from None
+        await call.context.abort(*status)

@@ -19,6 +19,9 @@ from rpc.request_id import current_request_id
 
 ErrorTable = Mapping[type[Exception], grpc.StatusCode]
 
+# What a read or a write raises when its peer has left, if it did so a moment before the call counts as cancelled.
+_PEER_GONE = (grpc.aio.InternalError, grpc.aio.UsageError)
+
 # Details travel in HTTP/2 trailers, which peers cap at 8 KiB and which percent-encoding may triple.
 MAX_DETAILS = 1_000
 
@@ -52,7 +55,7 @@ async def _translated(call: Call, table: ErrorTable) -> AsyncIterator[None]:
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
     except Exception as error:
-        if call.context.cancelled():
+        if call.context.cancelled() or isinstance(error, _PEER_GONE):
             # The peer is gone, and a write to it failed: nobody is left to be answered.
             _log.debug("call ended by its peer", extra={"method": call.method})
             raise asyncio.CancelledError from error

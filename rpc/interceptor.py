@@ -8,6 +8,8 @@ decoded here and not by gRPC, since gRPC's own answer to unparsable bytes is UNK
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import Any, NamedTuple, TypeAlias
@@ -23,6 +25,18 @@ Decode = Callable[[bytes], Any]
 Serve = Callable[[Any, Context], Any]
 
 
+class Progress:
+    """`is_writing` while a message of a stream waits for its peer: gRPC then takes no status for the call.
+
+    A stream that is given up in such a wait gets its status, `late`, once its peer reads again.
+    """
+
+    def __init__(self) -> None:
+        self.is_writing = False
+        self.is_given_up = False
+        self.late: tuple[grpc.StatusCode, str] | None = None
+
+
 class Call(NamedTuple):
     """One call as the arounds see it."""
 
@@ -30,6 +44,7 @@ class Call(NamedTuple):
     is_unary: bool
     context: Context
     metadata: Mapping[str, str | bytes]
+    progress: Progress
 
 
 Around = Callable[[Call], AbstractAsyncContextManager[None]]
@@ -44,6 +59,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, arounds: Sequence[Around]) -> None:
         self._arounds = tuple(arounds)
+        self._given_up: set[asyncio.Task[None]] = set()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -54,7 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._wrap(handler, handler_call_details)
 
     def _wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        surround = _Surround(self._arounds, handler, details)
+        surround = _Surround(self._arounds, handler, details, self._given_up)
         serializer = handler.response_serializer
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(surround.streaming, None, serializer)
@@ -68,8 +84,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class _Surround:
     """One call's behaviour inside the arounds; gRPC gives it raw bytes."""
 
-    def __init__(self, arounds: Sequence[Around], handler: Handler, details: grpc.HandlerCallDetails) -> None:
+    def __init__(
+        self,
+        arounds: Sequence[Around],
+        handler: Handler,
+        details: grpc.HandlerCallDetails,
+        given_up: set[asyncio.Task[None]],
+    ) -> None:
         self._arounds = arounds
+        self._given_up = given_up
         self._details = details
         self._request_streaming = bool(handler.request_streaming)
         self._is_unary = not (handler.request_streaming or handler.response_streaming)
@@ -90,20 +113,35 @@ class _Surround:
     async def streaming(self, request: Any, context: Context) -> None:
         """Writes by `context.write`, the one style that fits generators and writing handlers alike."""
         async with AsyncExitStack() as stack:
-            await self._enter(stack, context)
+            progress = await self._enter(stack, context)
             served = self._serve(self._decoded(request), context)
             if not hasattr(served, "__aiter__"):
                 await served
                 return
             async with aclosing(served) as responses:
-                async for response in responses:
-                    await context.write(response)
+                await self._pumped(responses, context, progress)
 
-    async def _enter(self, stack: AsyncExitStack, context: Context) -> None:
+    async def _pumped(self, responses: AsyncIterator[Any], context: Context, progress: Progress) -> None:
+        """Writes every response. A write cannot be taken back, so one that is given up goes on in a task of its own."""
+        pump = asyncio.ensure_future(_pump(responses, context, progress))
+        try:
+            await asyncio.shield(pump)
+        except asyncio.CancelledError:
+            if progress.is_writing and not context.cancelled():
+                progress.is_given_up = True
+                self._given_up.add(pump)
+                pump.add_done_callback(self._given_up.discard)
+            else:
+                pump.cancel()
+                await asyncio.gather(pump, return_exceptions=True)
+            raise
+
+    async def _enter(self, stack: AsyncExitStack, context: Context) -> Progress:
         metadata = dict(self._details.invocation_metadata or ())
-        call = Call(self._details.method, self._is_unary, context, metadata)
+        call = Call(self._details.method, self._is_unary, context, metadata, Progress())
         for around in self._arounds:
             await stack.enter_async_context(around(call))
+        return call.progress
 
     def _decoded(self, request: Any) -> Any:
         return self._decoded_stream(request) if self._request_streaming else self._decoded_message(request)
@@ -118,3 +156,20 @@ class _Surround:
         except Exception as error:
             # protobuf implementations disagree on the type they raise for bad bytes.
             raise UndecodableRequest(f"request: {len(raw)} bytes that are no message of this method") from error
+
+
+async def _pump(responses: AsyncIterator[Any], context: Context, progress: Progress) -> None:
+    async for response in responses:
+        progress.is_writing = True
+        try:
+            await context.write(response)
+        except Exception:
+            if not progress.is_given_up:
+                raise
+            return  # its peer is gone
+        progress.is_writing = False
+        if progress.late is not None:
+            with contextlib.suppress(grpc.aio.AbortError):
+                await context.abort(*progress.late)
+        if progress.is_given_up:
+            return

@@ -27,6 +27,35 @@ def set_up_logging(service: str, level: str = "info", stream: TextIO | None = No
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+def announcement(service: str, **facts: str) -> str:
+    """One JSON line in the shape of the log that says where a service listens. Empty facts are left out."""
+    head = {"time": _timestamp(time.time()), "level": "info", "service": service, "logger": service}
+    said = {"message": "listening", "event": "listening"}
+    return json.dumps({**head, **said, **{name: fact for name, fact in facts.items() if fact}})
+
+
+class Outage:
+    """Logs the first failure of a series, and how many there were at its end: a line a second would hide the others."""
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self._log = log
+        self._what = what
+        self._since_s = 0.0
+        self._num_failures = 0
+
+    def failed(self, error: Exception) -> None:
+        if not self._num_failures:
+            self._since_s = time.monotonic()
+            self._log.warning("%s: %s; trying on", self._what, error)
+        self._num_failures += 1
+
+    def ended(self) -> None:
+        if self._num_failures:
+            lasted = {"failures": self._num_failures, "seconds": round(time.monotonic() - self._since_s, 3)}
+            self._log.info("%s is over", self._what, extra=lasted)
+        self._num_failures = 0
+
+
 class JsonLines(logging.Formatter):
     """One JSON object a record: time, level, service, logger, message, request id, then the record's extras."""
 

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from rpc.address import HostPort, parse_address
 from rpc.health import NOT_SERVING, SERVING, Health
 from rpc.health import SERVICE_NAME as HEALTH_NAME
 from rpc.interceptor import Around, CallInterceptor
+from rpc.limit import CallLimit
 from rpc.options import ServerLimits, server_options
+from rpc.reflection import add_reflection
+
+# Calls that gRPC keeps for each one that is being served: ended ones, whose peer has not read everything yet.
+UNREAD_FACTOR = 4
 
 _log = logging.getLogger("rpc.server")
 
@@ -45,15 +50,15 @@ class RpcServer:
         limits = limits or ServerLimits()
         self.health = Health(service.name for service in services)
         self._server = grpc.aio.server(
-            interceptors=(CallInterceptor(arounds),),
+            # Innermost, so that a refusal is counted and logged like any other.
+            interceptors=(CallInterceptor([*arounds, CallLimit(limits.max_concurrent_calls)]),),
             options=server_options(limits),
-            maximum_concurrent_rpcs=limits.max_concurrent_calls,
+            maximum_concurrent_rpcs=limits.max_concurrent_calls * UNREAD_FACTOR,
         )
         for service in services:
             service.add_to_server(service.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        names = [service.name for service in services]
-        reflection.enable_server_reflection([*names, HEALTH_NAME, reflection.SERVICE_NAME], self._server)
+        add_reflection([*(service.name for service in services), HEALTH_NAME], self._server)
 
     async def start(self, address: str) -> HostPort:
         """Binds, serves, and returns the address with the real port."""
@@ -77,3 +82,16 @@ class RpcServer:
                 _log.warning("streams did not end within the grace period")
         await self.health.end_watches()
         await self._server.stop(grace_s)
+
+
+@asynccontextmanager
+async def listening(server: RpcServer, address: str, grace_s: float) -> AsyncIterator[HostPort | None]:
+    """The server at `address` while inside, and the address with its real port; an empty address starts nothing."""
+    if not address:
+        yield None
+        return
+    bound = await server.start(address)
+    try:
+        yield bound
+    finally:
+        await server.stop(grace_s)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
@@ -52,13 +53,18 @@ def load(cls: type[T], prefix: str, argv: Sequence[str], environ: Mapping[str, s
         if key.startswith(prefix):
             name = key.removeprefix(prefix).lower()
             if name not in fields or key != key.upper():
-                raise SettingsError(key, "no such setting")
+                raise SettingsError(key, f"no such setting{_hint(prefix, name, fields)}")
             values[name] = _parse(key, text, kinds[name], fields[name].metadata)
     flags = vars(_parser(fields, prefix, prog).parse_args(list(argv)))
     for name, text in flags.items():
         if text is not None:
             values[name] = _parse(_flag(name), text, kinds[name], fields[name].metadata)
     return cls(**values)
+
+
+def _hint(prefix: str, name: str, fields: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, fields, 1)
+    return f"; did you mean {prefix}{close[0].upper()}?" if close else ""
 
 
 def describe(config: Any) -> dict[str, str]:

@@ -5,8 +5,10 @@ Knows nothing of what is stored in it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -19,6 +21,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 START_SECONDS = 20.0
+PORT_RANGES = tuple(range(first, first + 1000) for first in range(20_000, 32_000, 1000))
 # A Redis built on the C library's allocator would hand back each large value's memory, and fault it in again.
 KEEP_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
@@ -35,10 +38,17 @@ def find_redis_binary() -> str | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that stays free while its owner is down.
+
+    The kernel deals out ports from 32768 on to whoever connects or asks for any, so this one comes from below, and each
+    process of a distributed run draws from ports of its own.
+    """
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(PORT_RANGES)
+    while True:
+        port = random.SystemRandom().choice(PORT_RANGES[number])
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RedisProcess:

@@ -23,7 +23,7 @@ def main() -> int:
     set_up_logging("worker_service", config.log_level)
     # Behind the settings, so that --help and a typo are answered before PyTorch is loaded.
     from worker_service import bootstrap
-    from worker_service.cache_client import SessionRefused
+    from worker_service.core.ports import SessionRefused
     from worker_service.core.sequence import InvalidField
     from worker_service.generation import RequestFailed
     from worker_service.gpu.kv_pages import PoolError
@@ -38,7 +38,11 @@ def main() -> int:
         return _complain(f"redis_url: {error}", USAGE_ERROR)
     except (ModelError, PoolError, InvalidField, CannotListen) as error:
         return _complain(str(error), USAGE_ERROR)
-    except (SessionRefused, RequestFailed, DeviceLost, OSError) as error:
+    except DeviceLost as error:
+        _complain(str(error), FAILURE)
+        # The interpreter's orderly end would wait for threads that are stuck, and abort in destructors of the device.
+        os._exit(FAILURE)
+    except (SessionRefused, RequestFailed, OSError) as error:
         return _complain(str(error), FAILURE)
     return 0
 
@@ -50,6 +54,7 @@ def _announce(line: str) -> None:
 
 def _complain(reason: str, code: int) -> int:
     sys.stderr.write(f"worker_service: error: {reason}\n")
+    sys.stderr.flush()
     return code
 
 

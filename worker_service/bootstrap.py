@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
+import os
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,45 +20,52 @@ import torch
 import xxhash
 from prometheus_client import CollectorRegistry
 
+from kernels.backend import Backend
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.address import HostPort
 from rpc.client import open_channel
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.health import NOT_SERVING, SERVING
+from rpc.interceptor import Around
 from rpc.lifecycle import stop_event
+from rpc.logs import announcement
 from rpc.metrics import RpcMetrics
 from rpc.metrics_http import serving_metrics
 from rpc.request_id import with_request_id
-from rpc.server import RpcServer, Service
+from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
 from worker_service import codec
 from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
 from worker_service.config import WorkerConfig
-from worker_service.core.batch import Batch
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import Ack, HostTier
 from worker_service.core.scheduler import Scheduler
+from worker_service.device_runner import DeviceRunner
 from worker_service.engine import Engine
-from worker_service.gpu.kv_pages import KvPages, KvShape, plan_pages, pool_budget
+from worker_service.gpu.kv_pages import KvPages, KvShape, PoolError, plan_pages, pool_budget
 from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
+from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
 from worker_service.launcher import DeviceLost, Launcher
 from worker_service.metrics import Load, WorkerMetrics
-from worker_service.model.device import pick_device, prepare_process
+from worker_service.model.device import numerics, pick_device, prepare_process
 from worker_service.model.load import LoadedModel, kv_shape, load_model
 from worker_service.model.products import Invariance
-from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
-from worker_service.servicer import CODES, ModelWorkerServicer, ServicerLimits
+from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 from worker_service.tier_watch import TierWatch
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
+ADMIN_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerAdmin"].full_name
 CPU_POOL_MB = 512
 CALL_TIMEOUT_S = 30.0
 STOP_GRACE_S = 2.0
+# Enough for the calls' last answers and a Goodbye.
+LOST_DEVICE_EXIT_S = 10.0
 NUM_RANKS = 1
 # Codes of element types in a page's header; never reused.
 DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -83,20 +91,34 @@ class WorkerService(NamedTuple):
     running: asyncio.Task[None]
     worker_id: str
     incarnation: str
+    drained: asyncio.Event
     address: HostPort
+    admin_address: HostPort | None
     metrics_address: HostPort | None
 
 
 def prepare(config: WorkerConfig) -> Compute:
     """Load the model, make its pages, capture its graphs. Raises ModelError or PoolError, which name what is wrong."""
+    try:
+        return _prepare(config)
+    except torch.OutOfMemoryError as error:
+        raise PoolError(
+            "memory_fraction, pool_mb, token_budget, max_num_seqs: the model, its pages and its captured graphs do not "
+            f"fit into the device's memory together ({str(error).partition('. ')[0]})"
+        ) from error
+
+
+def _prepare(config: WorkerConfig) -> Compute:
     device = pick_device(config.device)
     invariance = Invariance(config.invariance)
     prepare_process(device, config.threads, stable_products=invariance is not Invariance.FAST)
     if config.host_tier != "none":
         keep_freed_blocks()
-    loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len)
+    backend = Backend(config.kernel_backend)
+    loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
     shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
     pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
+    _log_pools(pool_report(pages.specs(), config.page_tokens, loaded.config.max_model_len))
     limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs)
     return Compute(loaded, device, shape, pages, invariance, Runner(loaded.model, pages, device, limits))
 
@@ -111,6 +133,13 @@ def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_m
     return plan_pages(shape, budget, max_model_len, config.token_budget)
 
 
+def _log_pools(report: PoolReport) -> None:
+    groups = [group._asdict() for group in report.groups]
+    _log.info("pools made", extra={"groups": groups, "least_hit_tokens": report.least_hit_tokens})
+    if report.warning:
+        _log.warning(report.warning)
+
+
 def fingerprint(compute: Compute) -> bytes:
     """What must agree before two workers may exchange pages; each field is framed by its length."""
     fields = (
@@ -119,8 +148,9 @@ def fingerprint(compute: Compute) -> bytes:
         repr(compute.loaded.config.rope),
         str(NUM_RANKS),
         compute.invariance.value,
+        numerics(compute.device, compute.loaded.model.backend),
     )
-    digest = hashlib.sha256(b"stemcache fingerprint 1")
+    digest = hashlib.sha256(b"stemcache fingerprint 2")
     for field in fields:
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -159,19 +189,6 @@ def make_tier(config: WorkerConfig, metrics: WorkerMetrics) -> HostTier | None:
     return MeteredTier(tier, record)
 
 
-class _DeviceRunner:
-    """A Runner that tells a request's fault from the device's end: after such an error CUDA fails every later call."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def run(self, batch: Batch) -> LaunchResult:
-        try:
-            return self._runner.run(batch)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error).partition("\n")[0]) from error
-
-
 class _Worker:
     """The parts that know each other; `bootstrap` functions below start and stop them."""
 
@@ -188,12 +205,13 @@ class _Worker:
         self.engine = Engine(
             Scheduler(scheduler_config(config, compute)),
             self._cache_client(),
-            Launcher(_DeviceRunner(compute.runner)),
+            Launcher(DeviceRunner(compute.runner, compute.device), config.launch_timeout_s),
             self._mover,
             self.metrics,
         )
         self.metrics.watch(self._load)
-        self.server = self._server()
+        self.drained = asyncio.Event()
+        self.server, self.admin = self._servers()
 
     def _cache_client(self) -> CacheClient:
         facts = WorkerFacts(
@@ -202,6 +220,7 @@ class _Worker:
             fingerprint(self.compute),
             self.config.page_tokens,
             self.compute.pages.specs(),
+            self.compute.loaded.digest.hex(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
         return CacheClient(lambda: open_channel(self.config.cache), facts, self._whereabouts, limits)
@@ -226,15 +245,22 @@ class _Worker:
             transfers=self.mover.num_running,
         )
 
-    def _server(self) -> RpcServer:
-        limits = ServicerLimits(self.config.request_timeout_s, self.config.drain_timeout_s, self.config.prefix_caching)
-        servicer = ModelWorkerServicer(self.engine, self.compute.loaded.tokenizer, self._description(), limits)
-        # A Drain may name its own time, so only its stream's end bounds it.
-        calls = deadlines(CALL_TIMEOUT_S, {f"/{SERVICE_NAME}/Drain": self.config.request_timeout_s})
-        return RpcServer(
-            [Service(SERVICE_NAME, worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer)],
-            [RpcMetrics(self.registry), with_request_id, errors_to_status(CODES), calls],
+    def _servers(self) -> tuple[RpcServer, RpcServer]:
+        """The public one and the admin one."""
+        config = self.config
+        self.servicer = servicer = ModelWorkerServicer(
+            self.engine, self.compute.loaded.tokenizer, self._description(), prefix_caching=config.prefix_caching
         )
+        service = Service(SERVICE_NAME, worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer)
+        admin_servicer = WorkerAdminServicer(self.engine, config.drain_timeout_s, self.drained)
+        admin = Service(ADMIN_NAME, worker_pb2_grpc.add_WorkerAdminServicer_to_server, admin_servicer)
+        # A Drain may name its own time, so only its caller's patience and this bound it.
+        calls = deadlines(
+            CALL_TIMEOUT_S,
+            dict.fromkeys((f"/{SERVICE_NAME}/Generate", f"/{ADMIN_NAME}/Drain"), config.request_timeout_s),
+        )
+        arounds: list[Around] = [RpcMetrics(self.registry), with_request_id, errors_to_status(CODES), calls]
+        return RpcServer([service], arounds), RpcServer([admin], arounds)
 
     def _description(self) -> codec.WorkerDescription:
         compute, model = self.compute, self.compute.loaded.config
@@ -259,10 +285,12 @@ async def running(config: WorkerConfig, compute: Compute) -> AsyncIterator[Worke
     async with AsyncExitStack() as stack:
         metrics = await stack.enter_async_context(serving_metrics(worker.registry, config.metrics_listen))
         await worker.tier_watch.refresh()
+        admin = await stack.enter_async_context(listening(worker.admin, config.admin_listen, STOP_GRACE_S))
         worker.address = await worker.server.start(config.listen)
         await worker.server.health.set_all(NOT_SERVING)
         task = await stack.enter_async_context(_engine(worker))
-        yield WorkerService(worker.engine, task, worker.worker_id, worker.incarnation, worker.address, metrics)
+        names = (worker.worker_id, worker.incarnation)
+        yield WorkerService(worker.engine, task, *names, worker.drained, worker.address, admin, metrics)
 
 
 @asynccontextmanager
@@ -281,6 +309,7 @@ async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
         if not task.done():
             await engine.drain(worker.config.drain_timeout_s)
         await worker.server.stop(STOP_GRACE_S)
+        worker.servicer.close()
         engine.stop()
         await asyncio.gather(task, return_exceptions=True)
         if worker.config.trace_path:
@@ -293,27 +322,43 @@ async def _follow_health(worker: _Worker) -> None:
     await worker.server.health.set_all(SERVING)
     await worker.engine.draining.wait()
     await worker.server.health.set_all(NOT_SERVING)
+    if isinstance(worker.engine.fault, DeviceLost):
+        _end_process_within(LOST_DEVICE_EXIT_S)
+
+
+def _end_process_within(seconds: float) -> None:
+    """Exit code 1 after that time: threads that wait for a lost device may never come back, nor let others end."""
+
+    def end() -> None:
+        _log.error("the process did not end within %g s after the loss of the device", seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str], None]) -> None:
-    """Runs until SIGTERM or SIGINT, or until the engine gives up. `announce` gets one JSON line with the addresses."""
+    """Runs until SIGTERM or SIGINT, a Drain, or the engine's end. `announce` gets one JSON line with the addresses."""
     stop = asyncio.ensure_future(stop_event().wait())
     async with running(config, compute) as service:
         _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
-        announce(json.dumps(_announcement(service)))
-        await asyncio.wait({stop, service.running}, return_when=asyncio.FIRST_COMPLETED)
-        _log.info("stopping")
+        announce(_announcement(service))
+        drained = asyncio.ensure_future(service.drained.wait())
+        await asyncio.wait({stop, drained, service.running}, return_when=asyncio.FIRST_COMPLETED)
+        _log.info("stopping", extra={"reason": "drained" if drained.done() else "told to, or the engine ended"})
     stop.cancel()
+    drained.cancel()
     service.running.result()
     _log.info("stopped")
 
 
-def _announcement(service: WorkerService) -> dict[str, str]:
-    metrics = {"metrics": str(service.metrics_address)} if service.metrics_address else {}
-    return {
-        "event": "listening",
-        "address": str(service.address),
-        **metrics,
-        "worker_id": service.worker_id,
-        "incarnation": service.incarnation,
-    }
+def _announcement(service: WorkerService) -> str:
+    addresses = {"admin": service.admin_address, "metrics": service.metrics_address}
+    return announcement(
+        "worker_service",
+        address=str(service.address),
+        **{name: str(address or "") for name, address in addresses.items()},
+        worker_id=service.worker_id,
+        incarnation=service.incarnation,
+    )

@@ -1,7 +1,8 @@
 """The session with the cache service: CachePort over one gRPC stream.
 
-Knows no scheduler and no page. One reader task sorts what arrives: replies to whoever waits for them, orders to a
-bounded queue. Whatever goes wrong with a stream is one SessionLost; only a refused Hello is final, a SessionRefused.
+Knows no scheduler. One reader task sorts what arrives: replies to the calls that wait for them, orders to a bounded
+queue. Whatever goes wrong with a stream is one SessionLost; only a Hello that is refused twice for the same reason is
+final, a SessionRefused: one refusal may be a message that was damaged on its way.
 """
 
 from __future__ import annotations
@@ -10,47 +11,56 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
+from rpc.logs import Outage
 from worker_service import session_codec
 from worker_service.core.ports import (
-    Adopt,
-    Grant,
     GroupSpec,
     HostTierKind,
-    Refusal,
-    SequenceId,
     SessionLost,
+    SessionRefused,
     Step,
+    StepRejected,
     StepReply,
     Transfer,
     Welcome,
 )
+from worker_service.session_checks import PoolCheck
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _FINAL_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED, grpc.StatusCode.UNIMPLEMENTED}
+# What a repeated step may meet again; the other codes speak of the link, or of a service that ends.
+_STEP_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.INTERNAL,
+}
+# The field that the service names when a message of ours failed its checksum.
+_DAMAGED = "session.crc32"
 _Answer = TypeVar("_Answer")
 _StreamCall = grpc.aio.StreamStreamCall[cache_pb2.SessionRequest, cache_pb2.SessionResponse]
 _log = logging.getLogger(__name__)
 
 
-class SessionRefused(Exception):
-    """The cache service will not take this worker: another one has its name, or the two do not fit together."""
-
-
 class WorkerFacts(NamedTuple):
-    """What a Hello says about this worker beside its live sequences and what may change: where it is, and its tier."""
+    """What a Hello says about this worker, except what may change: where it is, its tier and its generation."""
 
     worker_id: str
     incarnation: str
     fingerprint: bytes
     page_tokens: int
     groups: tuple[GroupSpec, ...]
+    model: str
 
 
 class Whereabouts(NamedTuple):
@@ -82,55 +92,70 @@ class CacheClient:
         self._facts = facts
         self._whereabouts = whereabouts
         self._limits = limits or ClientLimits()
+        self._check = PoolCheck(facts.groups, facts.page_tokens)
         self._inbox = _Inbox(self._limits.max_orders)
         self._stream: _Stream | None = None
+        self._outage = Outage(_log, "no session with the cache service")
 
-    async def connect(self, live_sequences: Sequence[SequenceId]) -> Welcome:
+    async def connect(self, generation: int) -> Welcome:
         """Try until a cache service welcomes this worker."""
         pause_s = self._limits.backoff_min_s
+        refusal = ""
         while True:
-            await self._hang_up()
+            await self.hang_up()
             try:
-                return await self._say_hello(live_sequences)
+                return await self._say_hello(generation)
             except SessionLost as lost:
-                _log.info("no session with the cache service: %s", lost)
+                self._outage.failed(lost)
+            except SessionRefused as refused:
+                if str(refused) == refusal:
+                    raise
+                refusal = str(refused)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, guards nothing
             pause_s = min(2 * pause_s, self._limits.backoff_max_s)
 
     async def step(self, step: Step) -> StepReply:
-        request = session_codec.encode_step(step)
-        message = await self._ask(("step", step.step_id), request)
-        return session_codec.decode_reply(message.step_reply, len(self._facts.groups))
-
-    async def adopt(self, adopt: Adopt) -> Grant | Refusal:
-        message = await self._ask(("adopt", adopt.sequence_id), session_codec.encode_adopt(adopt))
-        reply = message.adopt_reply
-        if reply.WhichOneof("result") == "grant":
-            return session_codec.decode_grant(reply.grant)
-        return session_codec.decode_refusal(reply.refusal)
+        message = await self._ask(("step", step.step_id), session_codec.encode_step(step))
+        try:
+            reply = session_codec.decode_reply(message.step_reply, len(self._facts.groups))
+            self._check.reply(reply)
+        except SessionLost as error:
+            # Its checksum was right, so the service said this, and would say it again.
+            raise StepRejected(str(error)) from error
+        return reply
 
     async def next_order(self) -> Transfer:
         while True:
-            if self._inbox.orders:
-                return self._inbox.orders.popleft()
             if self._stream is not None:
+                if self._inbox.orders:
+                    return self._inbox.orders.popleft()
                 self._stream.tell_loss_once()
             self._inbox.news.clear()
             await self._inbox.news.wait()
+
+    async def hang_up(self) -> None:
+        """Orders of this stream that nobody took are dropped: a Hello voids their tickets."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.close()
+        self._inbox.orders.clear()
 
     async def close(self) -> None:
         """Say Goodbye where somebody still listens, then end the stream."""
         if self._stream is not None:
             await self._stream.say_goodbye()
-        await self._hang_up()
+        await self.hang_up()
 
-    async def _say_hello(self, live_sequences: Sequence[SequenceId]) -> Welcome:
-        hello = self._hello(live_sequences)
-        self._stream = _Stream(self._make_channel(), self._inbox, self._limits)
-        message = await self._ask(("welcome", 0), cache_pb2.SessionRequest(hello=hello))
-        return session_codec.decode_welcome(message.welcome)
+    async def _say_hello(self, generation: int) -> Welcome:
+        hello = self._hello(generation)
+        self._stream = _Stream(self._make_channel(), self._inbox, self._check, self._limits)
+        message = await self._ask(("welcome", 0), cache_pb2.WorkerMessage(hello=hello))
+        self._outage.ended()
+        welcome = session_codec.decode_welcome(message.welcome)
+        self._check.take_limit(welcome.limits.max_sequence_tokens)
+        return welcome
 
-    def _hello(self, live_sequences: Sequence[SequenceId]) -> cache_pb2.Hello:
+    def _hello(self, generation: int) -> cache_pb2.Hello:
         facts, whereabouts = self._facts, self._whereabouts()
         return cache_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -140,28 +165,24 @@ class CacheClient:
             fingerprint=facts.fingerprint,
             page_tokens=facts.page_tokens,
             groups=[session_codec.encode_group(spec) for spec in facts.groups],
-            live_sequences=session_codec.pack_u64(live_sequences),
             host_tier=cache_pb2.HostTierKind.ValueType(int(whereabouts.host_tier)),
             host_tier_id=whereabouts.host_tier_id,
             num_ranks=1,
+            model=facts.model,
+            generation=generation,
         )
 
-    async def _ask(self, key: _Key, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
+    async def _ask(self, key: _Key, message: cache_pb2.WorkerMessage) -> cache_pb2.ManagerMessage:
         if self._stream is None:
             raise SessionLost("there is no session yet")
-        return await self._stream.ask(key, request)
-
-    async def _hang_up(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.close()
+        return await self._stream.ask(key, message)
 
 
 _Key = tuple[str, int]
 
 
 class _Inbox:
-    """What streams bring unasked: orders, and the news that one of them has ended. Outlives every stream."""
+    """What the present stream brings unasked: orders, and the news that it has ended. A closed one puts nothing in."""
 
     def __init__(self, max_orders: int) -> None:
         self.news = asyncio.Event()
@@ -178,11 +199,12 @@ class _Inbox:
 class _Stream:
     """One stream from its first write to its end. Knows nothing of the streams before and after it."""
 
-    def __init__(self, channel: grpc.aio.Channel, inbox: _Inbox, limits: ClientLimits) -> None:
+    def __init__(self, channel: grpc.aio.Channel, inbox: _Inbox, check: PoolCheck, limits: ClientLimits) -> None:
         self._channel = channel
         self._inbox = inbox
+        self._check = check
         self._limits = limits
-        self._waiting: dict[_Key, asyncio.Future[cache_pb2.SessionResponse]] = {}
+        self._waiting: dict[_Key, asyncio.Future[cache_pb2.ManagerMessage]] = {}
         self._lost: Exception | None = None
         self._is_loss_told = False
         self._welcomed = False
@@ -191,14 +213,14 @@ class _Stream:
         self._call: _StreamCall = stub.Session()
         self._reader = asyncio.create_task(self._read(), name="session-reader")
 
-    async def ask(self, key: _Key, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
+    async def ask(self, key: _Key, message: cache_pb2.WorkerMessage) -> cache_pb2.ManagerMessage:
         if self._lost is not None:
             raise self._lost
         answer = asyncio.get_running_loop().create_future()
         self._waiting[key] = answer
         try:
             async with asyncio.timeout(self._limits.reply_timeout_s):
-                await self._call.write(request)
+                await self._call.write(session_codec.seal(message))
                 return await asyncio.shield(answer)
         except TimeoutError as error:
             lost = SessionLost(f"no reply to {key[0]} within {self._limits.reply_timeout_s} s")
@@ -223,7 +245,7 @@ class _Stream:
             return
         try:
             async with asyncio.timeout(self._limits.reply_timeout_s):
-                await self._call.write(cache_pb2.SessionRequest(goodbye=cache_pb2.Goodbye()))
+                await self._call.write(session_codec.seal(cache_pb2.WorkerMessage(goodbye=cache_pb2.Goodbye())))
                 await self._call.done_writing()
                 await asyncio.wait({self._reader})
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
@@ -238,8 +260,8 @@ class _Stream:
 
     async def _read(self) -> None:
         try:
-            async for message in self._call:
-                self._sort(message)
+            async for response in self._call:
+                self._sort(session_codec.unseal(response))
             self._end(SessionLost("the cache service ended the stream"))
         except grpc.aio.AioRpcError as error:
             self._end(self._loss(error))
@@ -248,35 +270,36 @@ class _Stream:
             self._call.cancel()
 
     def _loss(self, error: grpc.aio.AioRpcError) -> Exception:
-        text = f"{error.code().name}: {error.details()}"
-        if not self._welcomed and error.code() in _FINAL_CODES:
+        code, details = error.code(), error.details() or ""
+        text = f"{code.name}: {details}"
+        if details.startswith(_DAMAGED):
+            return SessionLost(text)
+        if not self._welcomed and code in _FINAL_CODES:
             return SessionRefused(text)
-        return SessionLost(text)
+        return StepRejected(text) if self._welcomed and code in _STEP_CODES else SessionLost(text)
 
-    def _sort(self, message: cache_pb2.SessionResponse) -> None:
+    def _sort(self, message: cache_pb2.ManagerMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "order":
             self._take_order(message.order)
         elif kind == "step_reply":
             self._answer(("step", message.step_reply.step_id), message)
-        elif kind == "adopt_reply":
-            result = message.adopt_reply
-            grant = result.WhichOneof("result") == "grant"
-            self._answer(("adopt", result.grant.sequence_id if grant else result.refusal.sequence_id), message)
         elif kind == "welcome":
             self._welcomed = True
             self._answer(("welcome", 0), message)
         else:
             raise SessionLost("the cache service said something that this worker does not know")
 
-    def _answer(self, key: _Key, message: cache_pb2.SessionResponse) -> None:
+    def _answer(self, key: _Key, message: cache_pb2.ManagerMessage) -> None:
         answer = self._waiting.get(key)
         if answer is None or answer.done():
             raise SessionLost(f"{key[0]} {key[1]} was answered but not asked")
         answer.set_result(message)
 
     def _take_order(self, order: cache_pb2.Order) -> None:
-        self._inbox.put(session_codec.decode_transfer("order.spill", order.spill))
+        transfer = session_codec.decode_transfer("order.spill", order.spill)
+        self._check.order(transfer)
+        self._inbox.put(transfer)
 
     def _end(self, lost: Exception) -> None:
         if self._lost is None:

@@ -11,14 +11,24 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from protos.v1 import worker_pb2
+from protos.v1 import types_pb2, worker_pb2
 from worker_service.core.ports import GroupSpec, Namespace
-from worker_service.core.sequence import FinishReason, InvalidField, SamplingParams, Timing, TokenLogprobs, Usage
+from worker_service.core.sequence import (
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    FinishReason,
+    InvalidField,
+    SamplingParams,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
 from worker_service.session_codec import encode_group, encode_namespace
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 256
+MAX_PRIORITY = 1000
 _FINISH = {
     FinishReason.STOP: worker_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: worker_pb2.FINISH_REASON_LENGTH,
@@ -57,14 +67,26 @@ def check_name(field: str, text: str) -> str:
     return text
 
 
+def check_priority(priority: int) -> int:
+    """The priority itself. The range is narrow enough that a client's overflowing or made-up number is noticed."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidField("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}")
+    return priority
+
+
 def decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) -> SamplingParams:
-    """Zero means the default that the protocol names, except where a field knows whether it was set."""
+    """Zero means the default that the protocol names, except where a field knows whether it was set.
+
+    A top_k of the vocabulary's size or more keeps every token, so it is off; some clients send 2^32 - 1 for that.
+    """
     _require_finite(message)
+    if len(message.stop) > MAX_STOP_STRINGS:
+        raise InvalidField("sampling.stop", f"must be at most {MAX_STOP_STRINGS} strings, not {len(message.stop)}")
     sampling = SamplingParams(
         max_tokens=message.max_tokens or DEFAULT_MAX_TOKENS,
         temperature=message.temperature,
         top_p=message.top_p or 1.0,
-        top_k=message.top_k,
+        top_k=message.top_k if message.top_k < limits.vocab_size else 0,
         min_p=message.min_p,
         repetition_penalty=message.repetition_penalty or 1.0,
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
@@ -72,6 +94,7 @@ def decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) -> 
         stop_token_ids=_stop_token_ids(message.stop_token_ids, limits.vocab_size),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        include_stop_token_text=message.include_stop_token_text,
     )
     try:
         sampling.validate()
@@ -91,6 +114,8 @@ def _require_finite(message: worker_pb2.SamplingParams) -> None:
 def _stop_token_ids(packed: bytes, vocab_size: int) -> frozenset[int]:
     if len(packed) % 4:
         raise InvalidField("sampling.stop_token_ids", f"length {len(packed)} is no multiple of 4")
+    if len(packed) > 4 * MAX_STOP_TOKENS:
+        raise InvalidField("sampling.stop_token_ids", f"must be at most {MAX_STOP_TOKENS} token ids")
     tokens = array("i")
     tokens.frombytes(packed)
     if any(not 0 <= token < vocab_size for token in tokens):
@@ -127,6 +152,10 @@ def encode_usage(usage: Usage, timing: Timing) -> worker_pb2.Usage:
         num_preemptions=usage.num_preemptions,
         time_to_first_token_s=timing.time_to_first_token_s,
         queued_s=timing.queued_s,
+        matched_tokens=usage.matched_tokens,
+        usable_tokens=usage.usable_tokens,
+        limiting_group=usage.limiting_group,
+        miss_reason=types_pb2.MissReason.ValueType(usage.miss_reason),
     )
 
 

@@ -18,6 +18,7 @@ ENV_PREFIX = "STEMCACHE_WORKER_"
 TIERS = ("none", "memory", "redis")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "reference")
 INVARIANCES = ("strict", "batch", "fast")
 
 
@@ -28,6 +29,9 @@ class WorkerConfig:
     cache: str = setting("127.0.0.1:7400", "Address of the cache service.")
     listen: str = setting("127.0.0.1:7500", "Address to serve ModelWorker on; port 0 takes a free one.")
     advertise: str = setting("", "Address at which others reach this worker; empty: the bound one.")
+    admin_listen: str = setting(
+        "127.0.0.1:7580", "Address to serve WorkerAdmin (Drain) on; port 0 takes a free one, empty: nowhere."
+    )
     metrics_listen: str = setting("", "Address of the Prometheus endpoint; empty: none.")
     host_tier: str = setting("none", "Where spilled pages go.", choices=TIERS)
     redis_url: str = setting("", "redis://user:password@host:port/db, for host_tier redis.", secret=True)
@@ -36,6 +40,9 @@ class WorkerConfig:
     host_timeout_s: float = setting(2.0, "Silence of Redis after which a transfer fails.", minimum=0.01)
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str = setting("auto", "auto: fp32 on a CPU, the checkpoint's on a GPU.", choices=DTYPES)
+    kernel_backend: str = setting(
+        "auto", "auto: the kernels of the device; reference: plain PyTorch, slow, to compare with.", choices=BACKENDS
+    )
     page_tokens: int = setting(16, "Token slots of a page.", minimum=1, maximum=256)
     pool_pages: int = setting(0, "Pages of each pool; 0: as many as pool_mb holds.", minimum=0)
     pool_mb: int = setting(0, "Memory of the pools; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0)
@@ -60,6 +67,9 @@ class WorkerConfig:
     reply_timeout_s: float = setting(10.0, "Silence of the cache service that ends the session.", minimum=0.05)
     drain_timeout_s: float = setting(30.0, "The most time that running requests get at the end.", minimum=0.0)
     request_timeout_s: float = setting(3600.0, "The most time that one Generate call may take.", minimum=0.001)
+    launch_timeout_s: float = setting(
+        60.0, "Time after which a forward pass counts as hung and the worker ends; 0: no limit.", minimum=0.0
+    )
     trace_path: str = setting("", "File for a trace of the last steps and launches, written at the end; empty: none.")
     log_level: str = setting("info", "Least severity that is logged.", choices=LEVELS)
 
@@ -70,11 +80,11 @@ class WorkerConfig:
             raise SettingsError("redis_url", "goes with host_tier redis, and only with it")
         if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             raise SettingsError("redis_url", "must start with redis://, rediss:// or unix://")
-        for name in ("cache", "listen", "advertise", "metrics_listen"):
+        for name in ("cache", "listen", "advertise", "admin_listen", "metrics_listen"):
             self._check_address(name, getattr(self, name))
 
     def _check_address(self, name: str, text: str) -> None:
-        if not text and name in ("advertise", "metrics_listen"):
+        if not text and name in ("advertise", "admin_listen", "metrics_listen"):
             return
         try:
             parse_address(text)

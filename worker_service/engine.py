@@ -13,42 +13,37 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from worker_service.core.ports import Ack, CachePort, Namespace, SequenceId, SessionLost, TicketId, Transfer, Welcome
-from worker_service.core.scheduler import Effects, Launch, Output, Scheduler
+from worker_service.core.ports import (
+    Ack,
+    CachePort,
+    Mover,
+    Namespace,
+    SequenceId,
+    SessionLost,
+    TicketId,
+    Welcome,
+)
+from worker_service.core.scheduler import Effects, Failed, Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
-from worker_service.generation import Detokenizer, Generation, RequestFailed
-from worker_service.launcher import DeviceLost, Landed, Launcher
+from worker_service.generation import (
+    Detokenizer,
+    Draining,
+    Generation,
+    RequestFailed,
+    Unservable,
+    WorkerStopped,
+)
+from worker_service.launcher import Harvest, Landed, Launcher
+from worker_service.losses import Losses
 from worker_service.observer import Observer
 from worker_service.trace import EngineTrace, RateMeter, Span
 
 # How long an idle engine waits before it asks again for a request that was refused.
 RETRY_S = 0.25
-# Sessions lost one after the other, without an answer to any step between them, before the worker gives up on itself.
-MAX_LOST_OVER_ONE_STEP = 5
 _log = logging.getLogger(__name__)
-
-
-class Unservable(Exception):
-    """The request can never run on this worker's pages."""
-
-
-class Draining(Exception):
-    """The worker takes no new requests."""
-
-
-class Mover(Protocol):
-    """Every transfer ends in exactly one ack, handed over in the event loop."""
-
-    def fetch(self, transfer: Transfer, barrier: Callable[[], None]) -> None: ...
-
-    def spill(self, transfer: Transfer) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class Wish(NamedTuple):
@@ -58,23 +53,12 @@ class Wish(NamedTuple):
     prompt: bytes
     sampling: SamplingParams
     priority: int = 0
+    bypass_cache: bool = False
 
 
 class DrainResult(NamedTuple):
     num_finished: int
     num_aborted: int
-
-
-class _Harvest(NamedTuple):
-    """Tokens of a launch that the scheduler knows and their callers do not yet."""
-
-    landed: Landed
-    outputs: tuple[Output, ...]
-
-    def logprobs(self) -> dict[SequenceId, TokenLogprobs | None]:
-        tokens = self.landed.tokens
-        sampling = (row.sequence_id for row in self.landed.launch.rows if row.samples)
-        return dict(zip(sampling, tokens.logprobs, strict=True)) if tokens is not None else {}
 
 
 class Engine:
@@ -102,24 +86,32 @@ class Engine:
         self._one_ended = asyncio.Event()
         self._stopping = asyncio.Event()
         self._rates = RateMeter()
-        self._num_lost = 0
+        self._losses = Losses()
         self._hello_due = ""
         self.trace = EngineTrace()
         # Of the present session; empty while there is none.
         self.epoch = ""
         self.connected = asyncio.Event()
         self.draining = asyncio.Event()
+        # Why `run` ended, if not by `stop`.
+        self.fault: BaseException | None = None
 
     # -- for callers --
 
-    def submit(self, wish: Wish, detokenizer: Detokenizer) -> Generation:
-        """Queue a request. Raises QueueFull, Draining, or InvalidField."""
+    def require_room(self) -> None:
+        """Raises Draining or QueueFull when no request would be taken now, whatever it asks for."""
         if self.draining.is_set():
             raise Draining("this worker takes no new requests")
+        self.scheduler.require_room()
+
+    def submit(self, wish: Wish, detokenizer: Detokenizer) -> Generation:
+        """Queue a request. Raises QueueFull, Draining, or InvalidField."""
+        self.require_room()
         sequence_id = SequenceId(next(self._numbers))
         now_s = time.monotonic()
-        self.scheduler.add(Request(sequence_id, wish.namespace, wish.prompt, wish.sampling, wish.priority, now_s))
-        generation = Generation(sequence_id, detokenizer, wish.sampling.stop, now_s)
+        wished = (wish.namespace, wish.prompt, wish.sampling, wish.priority)
+        self.scheduler.add(Request(sequence_id, *wished, now_s, wish.bypass_cache))
+        generation = Generation(sequence_id, detokenizer, wish.sampling, now_s)
         self._generations[sequence_id] = generation
         self._wake.set()
         self._urgent.set()
@@ -128,8 +120,8 @@ class Engine:
     def abort(self, generation: Generation) -> None:
         """Free everything that an unfinished request holds; nothing happens to a finished one."""
         if self._forget(generation.sequence_id) is not None:
+            self._observer.aborted(self.scheduler.usage(generation.sequence_id))
             self.scheduler.abort(generation.sequence_id)
-            self._observer.aborted()
             self._wake.set()
 
     async def drain(self, timeout_s: float) -> DrainResult:
@@ -174,7 +166,10 @@ class Engine:
                 await self._iterate()
             await self._say_the_rest()
         except BaseException as error:
-            self._fail_all(RequestFailed(f"the engine stopped: {type(error).__name__}"))
+            # At once, so that health follows before anything is waited for.
+            self.fault = error
+            self.draining.set()
+            self._fail_all(WorkerStopped(f"the worker stopped: {type(error).__name__}; another one may serve this"))
             raise
         finally:
             orders.cancel()
@@ -190,6 +185,8 @@ class Engine:
             return
         try:
             has_stepped = await self._exchange()
+            while self.scheduler.num_adopting:
+                await self._exchange()
             while await self._launcher.flies_until(self._urgent):
                 await self._exchange()
         except SessionLost as lost:
@@ -216,7 +213,7 @@ class Engine:
         start_s = time.monotonic()
         self._follow(self.scheduler.apply(await self._cache.step(step)))
         end_s = time.monotonic()
-        self._num_lost = 0
+        self._losses.answered()
         self._observer.stepped(end_s - start_s)
         self.trace.note(Span("step", step.step_id, start_s, end_s))
         return True
@@ -226,8 +223,11 @@ class Engine:
             self._fetch_tickets.add(fetch.transfer.ticket)
             # The granted pages may have been freed by sequences of the launch in flight, which still writes to them.
             self._mover.fetch(fetch.transfer, self._launcher.barrier())
-        for failed in effects.failed:
-            self._give_up(failed.sequence_id, Unservable(f"prompt: {failed.detail}"))
+        self._fail_each(effects.failed)
+
+    def _fail_each(self, failed: Iterable[Failed]) -> None:
+        for sequence_id, detail, field in failed:
+            self._give_up(sequence_id, Unservable(f"{field}: {detail}"))
 
     def _start(self, launch: Launch) -> None:
         now_s = time.monotonic()
@@ -236,21 +236,20 @@ class Engine:
             if (generation := self._generations.get(row.sequence_id)) is not None:
                 generation.started(now_s)
 
-    async def _land(self) -> _Harvest | None:
+    async def _land(self) -> Harvest | None:
         """Wait for the launch in flight and take its tokens in; None when there is none."""
         landed = await self._launcher.land()
         if landed is None:
             return None
         self._note_launch(landed)
-        if landed.tokens is not None:
-            accepted = [(token_id,) for token_id in landed.tokens.token_ids]
-            return _Harvest(landed, self.scheduler.complete(landed.launch, accepted))
-        _log.error("launch %d failed", landed.launch.number, exc_info=landed.error)
-        for sequence_id in self.scheduler.fail(landed.launch):
-            self._give_up(sequence_id, RequestFailed(f"the forward pass failed: {type(landed.error).__name__}"))
-        if isinstance(landed.error, DeviceLost):
-            raise landed.error
-        return _Harvest(landed, ())
+        if landed.results is None:
+            raise landed.lost or AssertionError("a launch ends with results or with the loss of the device")
+        rows, results = landed.launch.rows, landed.results
+        accepted = [(token_id,) for token_id in results.token_ids]
+        for row, error in results.errors.items():
+            self._give_up(rows[row].sequence_id, RequestFailed(f"the forward pass failed: {type(error).__name__}"))
+        outputs = self.scheduler.complete(landed.launch, accepted, results.errors)
+        return Harvest(landed, outputs)
 
     async def _come_to_rest(self) -> None:
         """No launch is in flight afterwards, and nobody waits for tokens of the last one."""
@@ -261,20 +260,27 @@ class Engine:
     def _note_launch(self, landed: Landed) -> None:
         batch, seconds = landed.launch.batch, landed.end_s - landed.start_s
         self.trace.note(Span("launch", landed.launch.number, landed.start_s, landed.end_s, batch.num_tokens))
-        if landed.error is not None:
+        error = landed.lost or (landed.results.first_error if landed.results is not None else None)
+        if error is not None:
             self._observer.launch_failed()
+            num_failed = len(landed.results.errors) if landed.results is not None else batch.num_seqs
+            what = "launch %d raised; %d of its %d rows failed"
+            _log.error(what, landed.launch.number, num_failed, batch.num_seqs, exc_info=error)
             return
         self._rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, seconds)
         self._observer.launched(batch.num_tokens, seconds)
 
-    def _hand_out(self, harvest: _Harvest) -> None:
+    def _hand_out(self, harvest: Harvest) -> None:
         logprobs = harvest.logprobs()
         for output in harvest.outputs:
             if (generation := self._generations.get(output.sequence_id)) is not None:
                 self._push(generation, output, logprobs[output.sequence_id], harvest.landed.end_s)
 
     def _push(self, generation: Generation, output: Output, logprobs: TokenLogprobs | None, now_s: float) -> None:
-        stopped = generation.push(output.token_ids, (logprobs,), now_s)
+        since_last_s = now_s - generation.last_token_s if generation.last_token_s else None
+        self._observer.generated(len(output.token_ids), since_last_s)
+        by_token = output.finish is FinishReason.STOP
+        stopped = generation.push(output.token_ids, (logprobs,), now_s, ends_with_stop_token=by_token)
         if stopped:
             # A launch with this sequence may be in flight again; what it brings is dropped.
             usage = output.usage or self.scheduler.finish(output.sequence_id)
@@ -290,7 +296,7 @@ class Engine:
 
     def _give_up(self, sequence_id: SequenceId, error: Exception) -> None:
         if (generation := self._forget(sequence_id)) is not None:
-            self._observer.failed()
+            self._observer.failed(self.scheduler.usage(sequence_id))
             generation.fail(error)
 
     def _fail_all(self, error: Exception) -> None:
@@ -342,18 +348,20 @@ class Engine:
         _log.warning("the session ends: %s", reason)
         self.epoch = ""
         self._observer.session_lost()
+        # A spill order that started after the mover was drained would read pages that Hello gives to others.
+        await self._cache.hang_up()
         await self._come_to_rest()
         await self._connect()
 
     def _count(self, lost: SessionLost) -> None:
-        """A step that ends every session would go round for ever; a worker that starts anew does not send it again."""
-        self._num_lost += 1
-        if self._num_lost > MAX_LOST_OVER_ONE_STEP:
-            raise RequestFailed(f"{self._num_lost} sessions were lost over one step: {lost}") from lost
+        if self._losses.count(lost):
+            self._fail_each(self.scheduler.reject_step())
 
     async def _connect(self) -> None:
         while not self._stopping.is_set():
+            await self._cache.hang_up()
             await self._mover.drain()
+            await self._losses.pause(self._stopping)
             self._hello_due = ""
             welcome = await self._hello()
             if welcome is None:
@@ -370,7 +378,7 @@ class Engine:
 
     async def _hello(self) -> Welcome | None:
         """The cache service's Welcome, or None when this worker stops before there is one."""
-        connecting = asyncio.create_task(self._cache.connect(self.scheduler.live_sequences()))
+        connecting = asyncio.create_task(self._cache.connect(self.scheduler.generation))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -382,7 +390,7 @@ class Engine:
 
     async def _readmit(self, welcome: Welcome) -> None:
         readmission = self.scheduler.readmit(welcome)
+        self._fail_each(readmission.failed)
         if readmission.repeat is not None:
             self._follow(self.scheduler.apply(await self._cache.step(readmission.repeat)))
-        for adopt in readmission.adopts:
-            self.scheduler.apply_adopt(adopt.sequence_id, await self._cache.adopt(adopt))
+            self._losses.answered()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from worker_service.core.ports import SequenceId
-from worker_service.core.sequence import FinishReason, Timing, TokenLogprobs, Usage
+from worker_service.core.sequence import FinishReason, SamplingParams, Timing, TokenLogprobs, Usage
 from worker_service.text_stream import StopFilter
 
 
@@ -38,29 +38,62 @@ class RequestFailed(Exception):
     """The engine gave up on this request; others go on."""
 
 
+class Unservable(Exception):
+    """The request can never run on this worker's pages, or the cache service takes no such request."""
+
+
+class Draining(Exception):
+    """The worker takes no new requests."""
+
+
+class WorkerStopped(Exception):
+    """This worker serves nothing any more; another one may serve the request."""
+
+
 class Generation:
     """Tokens go in, pieces come out."""
 
-    def __init__(self, sequence_id: SequenceId, detokenizer: Detokenizer, stop: tuple[str, ...], now_s: float) -> None:
+    def __init__(
+        self, sequence_id: SequenceId, detokenizer: Detokenizer, sampling: SamplingParams, now_s: float
+    ) -> None:
         self.sequence_id = sequence_id
         self.is_finished = False
         self._detokenizer = detokenizer
-        self._filter = StopFilter(stop)
+        self._filter = StopFilter(sampling.stop)
+        self._shows_stop_token = sampling.include_stop_token_text
         self._arrived_s = now_s
         self._started_s = 0.0
         self._first_token_s = 0.0
+        self._last_token_s = 0.0
         self._piece = Piece()
         self._error: Exception | None = None
         self._news = asyncio.Event()
+
+    @property
+    def last_token_s(self) -> float:
+        """When the last token was sampled; 0 before the first."""
+        return self._last_token_s
 
     def started(self, now_s: float) -> None:
         """The first launch with a token of this request went out."""
         self._started_s = self._started_s or now_s
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], now_s: float) -> bool:
-        """Add sampled tokens; True when their text completes a stop string."""
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        now_s: float,
+        *,
+        ends_with_stop_token: bool = False,
+    ) -> bool:
+        """Add tokens sampled at `now_s`; True when their text completes a stop string.
+
+        The text of a stop token is left out unless the request wants it.
+        """
         self._first_token_s = self._first_token_s or now_s
-        cut = self._filter.push(self._detokenizer.add(token_ids))
+        self._last_token_s = now_s
+        shown = token_ids[:-1] if ends_with_stop_token and not self._shows_stop_token else token_ids
+        cut = self._filter.push(self._detokenizer.add(shown))
         self._piece.token_ids.extend(token_ids)
         self._piece.logprobs.extend(item for item in logprobs if item is not None)
         self._piece.text += cut.text
@@ -73,9 +106,8 @@ class Generation:
             self._piece.text += cut.text if cut.stopped else cut.text + self._filter.flush()
         self._piece.finish_reason = reason
         self._piece.usage = usage
-        self._piece.timing = Timing(
-            max(0.0, self._first_token_s - self._arrived_s), max(0.0, self._started_s - self._arrived_s)
-        )
+        moments = (self._first_token_s, self._started_s, self._last_token_s)
+        self._piece.timing = Timing(*(max(0.0, moment - self._arrived_s) for moment in moments))
         self.is_finished = True
         self._news.set()
         return self._piece.timing

@@ -9,25 +9,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 from worker_service.core.batch import Batch
-from worker_service.core.scheduler import Launch
+from worker_service.core.ports import SequenceId
+from worker_service.core.scheduler import Launch, Output
 from worker_service.core.sequence import TokenLogprobs
+from worker_service.row_faults import DeviceLost, LaunchTokens, RowResults, run_rows
+
+__all__ = ["BatchRunner", "DeviceLost", "Harvest", "Landed", "LaunchTokens", "Launcher"]
 
 # The most that the event loop waits for the model's thread to take a launch over.
 BEGIN_S = 0.002
-
-
-class LaunchTokens(Protocol):
-    """One entry for each sampled row of the batch."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
 
 
 class BatchRunner(Protocol):
@@ -36,60 +30,95 @@ class BatchRunner(Protocol):
     def run(self, batch: Batch) -> LaunchTokens: ...
 
 
-class DeviceLost(Exception):
-    """The device answers no launch any more; only a new process can use it."""
-
-
 class Landed(NamedTuple):
-    """A launch that has ended: its tokens, or what went wrong."""
+    """A launch that has ended: its rows' results, or the loss of the device."""
 
     launch: Launch
-    tokens: LaunchTokens | None
-    error: Exception | None
+    results: RowResults | None
+    lost: DeviceLost | None
     start_s: float
     end_s: float
 
 
-class _Flight(NamedTuple):
-    launch: Launch
-    ended: Future[Landed]
+class Harvest(NamedTuple):
+    """Tokens of a launch that the scheduler knows and their callers do not yet."""
+
+    landed: Landed
+    outputs: tuple[Output, ...]
+
+    def logprobs(self) -> dict[SequenceId, TokenLogprobs | None]:
+        results = self.landed.results
+        sampling = (row.sequence_id for row in self.landed.launch.rows if row.samples)
+        return dict(zip(sampling, results.logprobs, strict=True)) if results is not None else {}
+
+
+class _Flight:
+    """A launch on its way. `run_start_s` moves with each part of it that is run."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.has_begun = threading.Event()
+        self.ended: Future[Landed] = Future()
+        self.start_s = self.run_start_s = time.monotonic()
+
+    def end(self, results: RowResults | None, lost: DeviceLost | None) -> None:
+        try:
+            self.ended.set_result(Landed(self.launch, results, lost, self.start_s, time.monotonic()))
+        except InvalidStateError:  # it was given up, and came back nevertheless
+            return
 
 
 class Launcher:
-    """At most one launch in flight."""
+    """At most one launch in flight. One that does not return within `timeout_s` (0: no limit) is a DeviceLost."""
 
-    def __init__(self, runner: BatchRunner) -> None:
+    def __init__(self, runner: BatchRunner, timeout_s: float = 0.0) -> None:
         self._runner = runner
+        self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._flight: _Flight | None = None
+        self._is_stuck = False
 
     def start(self, launch: Launch) -> None:
         assert self._flight is None, "one launch in flight at most"
-        has_begun = threading.Event()
-        self._flight = _Flight(launch, self._thread.submit(self._run, launch, has_begun))
+        flight = self._flight = _Flight(launch)
+        self._thread.submit(self._run, flight)
         # Block for this moment: otherwise the loop, busy with streams, keeps the interpreter lock and the device idles.
-        has_begun.wait(BEGIN_S)
+        flight.has_begun.wait(BEGIN_S)
 
     async def flies_until(self, news: asyncio.Event) -> bool:
         """True when `news` came before the launch in flight has ended; False when it has, or there is none."""
-        if self._flight is None or self._flight.ended.done():
+        flight = self._flight
+        if flight is None or flight.ended.done():
             return False
-        ended = asyncio.wrap_future(self._flight.ended)
         told = asyncio.create_task(news.wait())
-        both: set[asyncio.Future[Any]] = {ended, told}
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            return not ended.done()
+            await self._wait(flight, told)
+            return not flight.ended.done()
         finally:
             told.cancel()
 
     async def land(self) -> Landed | None:
-        """Wait for the launch in flight; None when there is none. A launch never ends as an exception here."""
-        if self._flight is None:
+        """Wait for the launch in flight; None when there is none. It always ends as a value."""
+        flight = self._flight
+        if flight is None:
             return None
-        landed = await asyncio.wrap_future(self._flight.ended)
+        await self._wait(flight)
         self._flight = None
-        return landed
+        return flight.ended.result()
+
+    async def _wait(self, flight: _Flight, *others: asyncio.Task[Any]) -> None:
+        """Until the flight or one of the others has ended; a flight that takes too long is ended here."""
+        ended: set[asyncio.Future[Any]] = {asyncio.wrap_future(flight.ended), *others}
+        while True:
+            left_s = flight.run_start_s + self._timeout_s - time.monotonic() if self._timeout_s else None
+            if left_s is not None and left_s <= 0:
+                self._is_stuck = True
+                reason = f"launch {flight.launch.number} did not return within {self._timeout_s:g} s"
+                flight.end(None, DeviceLost(reason))
+                return
+            done, _ = await asyncio.wait(ended, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
 
     def barrier(self) -> Callable[[], None]:
         """Waits, in another thread, for the launch that is in flight now, however it ends."""
@@ -102,13 +131,20 @@ class Launcher:
         return wait
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """Ends the thread; not waited for when a launch is stuck in it."""
+        self._thread.shutdown(wait=not self._is_stuck)
 
-    def _run(self, launch: Launch, has_begun: threading.Event) -> Landed:
-        start_s = time.monotonic()
-        has_begun.set()
+    def _run(self, flight: _Flight) -> None:
+        flight.start_s = flight.run_start_s = time.monotonic()
+        flight.has_begun.set()
+
+        def run(batch: Batch) -> LaunchTokens:
+            flight.run_start_s = time.monotonic()
+            return self._runner.run(batch)
+
+        # A row that owns a working slot changes it in place, so it cannot be run twice.
+        may_repeat = not any(row.working for row in flight.launch.rows)
         try:
-            tokens = self._runner.run(launch.batch)
-        except Exception as error:  # whatever a forward pass raises concerns its own requests only
-            return Landed(launch, None, error, start_s, time.monotonic())
-        return Landed(launch, tokens, None, start_s, time.monotonic())
+            flight.end(run_rows(run, flight.launch.batch, may_repeat=may_repeat), None)
+        except DeviceLost as lost:
+            flight.end(None, lost)

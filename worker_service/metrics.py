@@ -17,6 +17,10 @@ from worker_service.observer import Observer
 
 PREFIX = "stemcache_worker_"
 _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
+_TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+_WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+OUTCOMES = ("finished", "failed", "aborted")
+ORIGINS = ("cached", "fetched", "computed", "generated")
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 
 
@@ -36,10 +40,12 @@ class WorkerMetrics(Observer):
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
-        self._tokens = self._counter("tokens", "Tokens of finished requests by origin.", "origin")
+        self._tokens = self._counter("tokens", "Tokens by origin; a prompt's count at its end.", "origin")
+        self._matched_tokens = self._counter("matched_tokens", "Prompt tokens whose KV was there at admission.")
+        self._aborted_tokens = self._counter("aborted_tokens", "Tokens generated for aborted and failed requests.")
         self._launched_tokens = self._counter("launched_tokens", "Tokens computed by forward passes.")
         self._failed_launches = self._counter("failed_launches", "Forward passes that raised.")
-        self._preemptions = self._counter("preemptions", "Preemptions of finished requests.")
+        self._preemptions = self._counter("preemptions", "Preemptions of requests that have ended.")
         self._lost_sessions = self._counter("lost_sessions", "Times that the session broke.")
         self._host_bytes = self._counter("host_tier_bytes", "Bytes moved to and from the host tier.", "operation")
         self._host_failures = self._counter("host_tier_failures", "Calls that the host tier failed.", "operation")
@@ -47,6 +53,13 @@ class WorkerMetrics(Observer):
         self._launch_s = self._histogram("launch_seconds", "Duration of a forward pass.", _LONG)
         self._first_token_s = self._histogram("first_token_seconds", "From arrival to the first token.", _LONG)
         self._queued_s = self._histogram("queued_seconds", "From arrival to the first launch.", _LONG)
+        self._end_to_end_s = self._histogram("end_to_end_seconds", "From arrival to the last token.", _WHOLE)
+        self._inter_token_s = self._histogram("inter_token_seconds", "Between two tokens of a request.", _TOKEN)
+        # A rate over a counter that appears with its first event misses that event.
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        for origin in ORIGINS:
+            self._tokens.labels(origin)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self._registry)
@@ -73,21 +86,37 @@ class WorkerMetrics(Observer):
     def launch_failed(self) -> None:
         self._failed_launches.inc()
 
+    def generated(self, num_tokens: int, since_last_s: float | None) -> None:
+        self._tokens.labels("generated").inc(num_tokens)
+        if since_last_s is not None and num_tokens:
+            self._inter_token_s.observe(since_last_s / num_tokens)
+
     def finished(self, usage: Usage, timing: Timing) -> None:
-        self._requests.labels("finished").inc()
+        self._ended("finished", usage)
+        self._first_token_s.observe(timing.time_to_first_token_s)
+        self._queued_s.observe(timing.queued_s)
+        self._end_to_end_s.observe(timing.end_to_end_s)
+
+    def failed(self, usage: Usage | None) -> None:
+        self._gave_up("failed", usage)
+
+    def aborted(self, usage: Usage | None) -> None:
+        self._gave_up("aborted", usage)
+
+    def _gave_up(self, outcome: str, usage: Usage | None) -> None:
+        self._ended(outcome, usage)
+        if usage is not None:
+            self._aborted_tokens.inc(usage.generated_tokens)
+
+    def _ended(self, outcome: str, usage: Usage | None) -> None:
+        self._requests.labels(outcome).inc()
+        if usage is None:
+            return
         self._tokens.labels("cached").inc(usage.cached_tokens)
         self._tokens.labels("fetched").inc(usage.fetched_tokens)
         self._tokens.labels("computed").inc(usage.computed_tokens)
-        self._tokens.labels("generated").inc(usage.generated_tokens)
+        self._matched_tokens.inc(usage.matched_tokens)
         self._preemptions.inc(usage.num_preemptions)
-        self._first_token_s.observe(timing.time_to_first_token_s)
-        self._queued_s.observe(timing.queued_s)
-
-    def failed(self) -> None:
-        self._requests.labels("failed").inc()
-
-    def aborted(self) -> None:
-        self._requests.labels("aborted").inc()
 
     def session_lost(self) -> None:
         self._lost_sessions.inc()

@@ -1,4 +1,4 @@
-"""ModelWorker's calls: decode, one call to the engine, encode.
+"""ModelWorker's and WorkerAdmin's calls: decode, one call to the engine, encode.
 
 Knows no schedule and no page. A call that ends early, for whatever reason, aborts its request.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -19,20 +18,19 @@ from rpc.request_id import current_request_id
 from worker_service import codec
 from worker_service.core.ports import Namespace
 from worker_service.core.sequence import InvalidField, QueueFull
-from worker_service.engine import Draining, Engine, Unservable, Wish
-from worker_service.generation import Detokenizer, Generation, Piece, RequestFailed
+from worker_service.engine import DrainResult, Engine, Wish
+from worker_service.generation import (
+    Detokenizer,
+    Draining,
+    Piece,
+    RequestFailed,
+    Unservable,
+    WorkerStopped,
+)
 from worker_service.session_codec import encode_namespace
-
-# Longer texts go to the tokenizer in a thread, so that others' tokens are not held up.
-LONG_TEXT_CHARS = 4096
-# No tokenizer makes fewer tokens of a text than this; longer texts are refused without being read.
-MAX_CHARS_PER_TOKEN = 128
+from worker_service.text_encoder import TextEncoder
 
 _log = logging.getLogger(__name__)
-
-
-class TookTooLong(Exception):
-    """A call was not done within the service's own limit."""
 
 
 CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -41,53 +39,50 @@ CODES: dict[type[Exception], grpc.StatusCode] = {
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     RequestFailed: grpc.StatusCode.INTERNAL,
-    TookTooLong: grpc.StatusCode.DEADLINE_EXCEEDED,
+    WorkerStopped: grpc.StatusCode.UNAVAILABLE,
 }
 
 
 class TextCodec(Protocol):
-    """The model's tokenizer."""
+    """The model's tokenizer. `encode` is called from threads."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special_tokens: bool = True) -> Sequence[int]: ...
 
     def detokenizer(self) -> Detokenizer: ...
-
-
-class ServicerLimits(NamedTuple):
-    request_timeout_s: float
-    drain_timeout_s: float
-    prefix_caching: bool
 
 
 class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
     """One engine's calls."""
 
     def __init__(
-        self, engine: Engine, tokenizer: TextCodec, facts: codec.WorkerDescription, limits: ServicerLimits
+        self, engine: Engine, tokenizer: TextCodec, facts: codec.WorkerDescription, *, prefix_caching: bool = True
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._texts = TextEncoder(tokenizer, facts.limits)
         self._facts = facts
-        self._limits = limits
+        self._prefix_caching = prefix_caching
 
     async def Generate(  # noqa: N802 - the protocol's name
         self, request: worker_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        wish = Wish(
-            self._namespace(request.salt, request.adapter, private=not self._limits.prefix_caching),
-            await self._prompt(request),
-            codec.decode_sampling(request.sampling, self._facts.limits),
-            request.priority,
-        )
+        # What costs nothing is checked first: a text is tokenized only for a request that is taken otherwise.
+        self._engine.require_room()
         request_id = codec.check_name("request_id", request.request_id) or current_request_id()
+        namespace = self._namespace(request.salt, request.adapter)
+        sampling = codec.decode_sampling(request.sampling, self._facts.limits)
+        priority = codec.check_priority(request.priority)
+        prompt = await self._prompt(request)
+        bypass_cache = request.bypass_cache or not self._prefix_caching
+        wish = Wish(namespace, prompt, sampling, priority, bypass_cache)
         generation = self._engine.submit(wish, self._tokenizer.detokenizer())
-        deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         try:
             while True:
-                piece = await self._next(generation, deadline_s)
+                piece = await generation.next_piece()
                 yield _encode(piece)
                 if piece.usage is not None:
-                    _log.info("generated", extra={"request_id": request_id, "usage": piece.usage._asdict()})
+                    counts, times = piece.usage._asdict(), piece.timing._asdict() if piece.timing else {}
+                    _log.info("generated", extra={"request_id": request_id, "usage": counts, **times})
                     return
         finally:
             if not generation.is_finished:
@@ -97,11 +92,9 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
     async def Tokenize(  # noqa: N802
         self, request: worker_pb2.TokenizeRequest, context: Context
     ) -> worker_pb2.TokenizeResponse:
-        namespace = self._namespace(request.salt, request.adapter, private=False)
-        token_ids = await self._encode(request.text)
-        return worker_pb2.TokenizeResponse(
-            token_ids=codec.pack_tokens(token_ids), namespace=encode_namespace(namespace)
-        )
+        namespace = self._namespace(request.salt, request.adapter)
+        token_ids = await self._texts.tokens(request.text, special_tokens=not request.no_special_tokens)
+        return worker_pb2.TokenizeResponse(token_ids=token_ids, namespace=encode_namespace(namespace))
 
     async def Describe(  # noqa: N802
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -116,19 +109,11 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             draining=self._engine.draining.is_set(),
         )
 
-    async def Drain(  # noqa: N802
-        self, request: worker_pb2.DrainRequest, context: Context
-    ) -> worker_pb2.DrainResponse:
-        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else self._limits.drain_timeout_s
-        result = await self._engine.drain(timeout_s)
-        return worker_pb2.DrainResponse(num_finished=result.num_finished, num_aborted=result.num_aborted)
-
-    def _namespace(self, salt: str, adapter: str, *, private: bool) -> Namespace:
+    def _namespace(self, salt: str, adapter: str) -> Namespace:
         codec.check_name("salt", salt)
         if adapter:
             raise InvalidField("adapter", f"{adapter[:64]!r} is not loaded; this worker serves the bare model")
-        # A salt that nobody shares is a namespace that nobody shares: nothing of it is ever reused.
-        return Namespace(self._facts.model, "", f"{salt}/{secrets.token_hex(16)}" if private else salt)
+        return Namespace(self._facts.model, "", salt)
 
     async def _prompt(self, request: worker_pb2.GenerateRequest) -> bytes:
         limits = self._facts.limits
@@ -136,22 +121,34 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         if kind == "token_ids":
             return codec.check_prompt_tokens("token_ids", request.token_ids.ids, limits)
         if kind == "text":
-            return codec.check_prompt_tokens("text", codec.pack_tokens(await self._encode(request.text)), limits)
+            return await self._texts.prompt(request.text, special_tokens=not request.no_special_tokens)
         raise InvalidField("prompt", "needs text or token_ids")
 
-    async def _encode(self, text: str) -> Sequence[int]:
-        if len(text) > MAX_CHARS_PER_TOKEN * self._facts.limits.max_model_len:
-            raise InvalidField("text", f"{len(text)} characters are more than any prompt of this model has")
-        if len(text) < LONG_TEXT_CHARS:
-            return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+    def close(self) -> None:
+        self._texts.close()
 
-    async def _next(self, generation: Generation, deadline_s: float) -> Piece:
+
+class WorkerAdminServicer(worker_pb2_grpc.WorkerAdminServicer):
+    """What ends a worker: for operators, on the admin address only."""
+
+    def __init__(self, engine: Engine, drain_timeout_s: float, drained: asyncio.Event) -> None:
+        self._engine = engine
+        self._drain_timeout_s = drain_timeout_s
+        self._drained = drained
+
+    async def Drain(  # noqa: N802
+        self, request: worker_pb2.DrainRequest, context: Context
+    ) -> worker_pb2.DrainResponse:
+        """Sets `drained` when nothing runs any more, even if the caller has gone by then."""
+        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else self._drain_timeout_s
+        result = await asyncio.shield(asyncio.create_task(self._drain(timeout_s)))
+        return worker_pb2.DrainResponse(num_finished=result.num_finished, num_aborted=result.num_aborted)
+
+    async def _drain(self, timeout_s: float) -> DrainResult:
         try:
-            async with asyncio.timeout_at(deadline_s):
-                return await generation.next_piece()
-        except TimeoutError:
-            raise TookTooLong(f"not done within {self._limits.request_timeout_s:g} s") from None
+            return await self._engine.drain(timeout_s)
+        finally:
+            self._drained.set()
 
 
 def _encode(piece: Piece) -> worker_pb2.GenerateResponse:

@@ -1,14 +1,17 @@
 """The session's words between protobuf and the worker's core.
 
-Knows no stream and no scheduler. What the cache service says is checked as well: a malformed reply is a SessionLost,
-since nothing after it can be trusted.
+Knows no stream and no scheduler. Each message is sealed with a checksum; one that fails it, and a malformed one, is a
+SessionLost: nothing after it can be trusted.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from array import array
 from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError
 
 from protos.v1 import cache_pb2, types_pb2
 from worker_service.core.ports import (
@@ -28,6 +31,7 @@ from worker_service.core.ports import (
     Release,
     Remap,
     SequenceId,
+    SessionLimits,
     SessionLost,
     SnapshotSlot,
     Step,
@@ -37,6 +41,23 @@ from worker_service.core.ports import (
     TransferPages,
     Welcome,
 )
+
+MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}
+
+
+def seal(message: cache_pb2.WorkerMessage) -> cache_pb2.SessionRequest:
+    body = message.SerializeToString()
+    return cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body))
+
+
+def unseal(response: cache_pb2.SessionResponse) -> cache_pb2.ManagerMessage:
+    """Returns the message inside; raises SessionLost when it was damaged on its way."""
+    if zlib.crc32(response.body) != response.crc32:
+        raise SessionLost("session.crc32: a message of the cache service was damaged on its way")
+    try:
+        return cache_pb2.ManagerMessage.FromString(response.body)
+    except DecodeError as error:
+        raise SessionLost(f"session.body: {error}") from error
 
 
 def pack_u64(values: Iterable[int]) -> bytes:
@@ -72,12 +93,13 @@ def encode_group(spec: GroupSpec) -> types_pb2.GroupSpec:
     )
 
 
-def encode_step(step: Step) -> cache_pb2.SessionRequest:
+def encode_step(step: Step) -> cache_pb2.WorkerMessage:
     message = cache_pb2.Step(
         step_id=step.step_id,
         acks=[_encode_ack(ack) for ack in step.acks],
         publishes=[_encode_publish(publish) for publish in step.publishes],
         releases=[_encode_release(release) for release in step.releases],
+        adopts=[_encode_adopt(adopt) for adopt in step.adopts],
         acquires=[_encode_acquire(acquire) for acquire in step.acquires],
     )
     if step.extends:
@@ -85,7 +107,7 @@ def encode_step(step: Step) -> cache_pb2.SessionRequest:
     if step.rates is not None:
         message.rates.prefill_tokens_per_s = step.rates.prefill_tokens_per_s
         message.rates.fetch_bytes_per_s = step.rates.fetch_bytes_per_s
-    return cache_pb2.SessionRequest(step=message)
+    return cache_pb2.WorkerMessage(step=message)
 
 
 def _encode_ack(ack: Ack) -> cache_pb2.Ack:
@@ -106,7 +128,9 @@ def _encode_publish(publish: Publish) -> cache_pb2.Publish:
 
 def _encode_release(release: Release) -> cache_pb2.Release:
     return cache_pb2.Release(
-        sequence_id=release.sequence_id, reason=cache_pb2.ReleaseReason.ValueType(int(release.reason))
+        sequence_id=release.sequence_id,
+        reason=cache_pb2.ReleaseReason.ValueType(int(release.reason)),
+        rolling_tokens=release.rolling_tokens,
     )
 
 
@@ -125,21 +149,22 @@ def _encode_acquire(acquire: Acquire) -> cache_pb2.Acquire:
         reserve_pages=acquire.reserve_pages,
         chunk_tokens=acquire.chunk_tokens,
         priority=acquire.priority,
+        kept_tokens=acquire.kept_tokens,
+        bypass_cache=acquire.bypass_cache,
     )
 
 
-def encode_adopt(adopt: Adopt) -> cache_pb2.SessionRequest:
-    return cache_pb2.SessionRequest(
-        adopt=cache_pb2.Adopt(
-            sequence_id=adopt.sequence_id,
-            namespace=encode_namespace(adopt.namespace),
-            tokens=adopt.tokens,
-            computed_tokens=adopt.computed_tokens,
-            tables=[_encode_pages(pages) for pages in adopt.tables],
-            working=[_encode_slot(slot) for slot in adopt.working],
-            rolling=[_encode_slot(slot) for slot in adopt.rolling],
-            priority=adopt.priority,
-        )
+def _encode_adopt(adopt: Adopt) -> cache_pb2.Adopt:
+    return cache_pb2.Adopt(
+        sequence_id=adopt.sequence_id,
+        namespace=encode_namespace(adopt.namespace),
+        tokens=adopt.tokens,
+        computed_tokens=adopt.computed_tokens,
+        tables=[_encode_pages(pages) for pages in adopt.tables],
+        working=[_encode_slot(slot) for slot in adopt.working],
+        rolling=[_encode_slot(slot) for slot in adopt.rolling],
+        priority=adopt.priority,
+        bypass_cache=adopt.bypass_cache,
     )
 
 
@@ -152,8 +177,13 @@ def _encode_slot(slot: SnapshotSlot) -> types_pb2.SnapshotSlot:
 
 
 def decode_welcome(message: cache_pb2.Welcome) -> Welcome:
-    known = unpack_u64("welcome.known_sequences", message.known_sequences)
-    return Welcome(message.epoch, frozenset(SequenceId(number) for number in known), message.last_step_id)
+    limits = SessionLimits(*(getattr(message.limits, field) for field in SessionLimits._fields))
+    for field in SessionLimits._fields:
+        if not getattr(limits, field) and field not in MAY_BE_ZERO:
+            raise SessionLost(f"welcome.limits.{field}: must be at least 1")
+    if not message.generation:
+        raise SessionLost("welcome.generation: must be at least 1")
+    return Welcome(message.epoch, message.generation, message.last_step_id, limits, tuple(message.capabilities))
 
 
 def decode_reply(message: cache_pb2.StepReply, num_groups: int) -> StepReply:
@@ -184,7 +214,7 @@ def decode_grant(message: types_pb2.Grant) -> Grant:
             match.limiting_group,
             int(match.miss_reason),
         ),
-        fetch=decode_transfer("grant.fetch", message.fetch) if message.HasField("fetch") else None,
+        fetches=tuple(decode_transfer("grant.fetches", fetch) for fetch in message.fetches),
         restore=tuple(_decode_slot(slot) for slot in message.restore),
         leave=tuple(_decode_slot(slot) for slot in message.leave),
         working=tuple(_decode_slot(slot) for slot in message.working),
@@ -197,7 +227,7 @@ def decode_refusal(message: types_pb2.Refusal) -> Refusal:
         reason = RefusalReason(int(message.reason))
     except ValueError as error:
         raise SessionLost(f"refusal.reason: {message.reason} is unknown") from error
-    return Refusal(SequenceId(message.sequence_id), reason, message.detail)
+    return Refusal(SequenceId(message.sequence_id), reason, message.detail, message.field)
 
 
 def _decode_pages(message: types_pb2.GroupPages) -> GroupPages:
@@ -212,9 +242,11 @@ def _decode_slot(message: types_pb2.SnapshotSlot) -> SnapshotSlot:
 def decode_transfer(field: str, message: types_pb2.Transfer) -> Transfer:
     groups = []
     for group in message.groups:
-        if _count(f"{field}.page_ids", group.page_ids, 4) != message.num_pages or len(group.keys) != message.num_pages:
-            raise SessionLost(f"{field}.groups: needs one page id and one key for each of {message.num_pages} pages")
-        groups.append(TransferPages(group.group, group.page_ids, tuple(group.keys)))
+        num_ids = _count(f"{field}.page_ids", group.page_ids, 4)
+        num_hashes = _count(f"{field}.page_hashes", group.page_hashes, 32)
+        if num_ids != message.num_pages or num_hashes != message.num_pages:
+            raise SessionLost(f"{field}.groups: needs one page id and one hash for each of {message.num_pages} pages")
+        groups.append(TransferPages(group.group, group.page_ids, group.key_prefix, group.page_hashes))
     return Transfer(TicketId(message.ticket), tuple(groups), message.first_page, message.num_pages)
 
 

@@ -1,19 +1,25 @@
 """Messages of peers -> the core's words, checked field by field.
 
 Knows no manager and no connection. What it lets pass is well-formed; whether it makes sense now is the core's to say.
+An item of a Step that is malformed becomes a BadItem in its place, for the manager to refuse alone.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from cache_service.codec import fields
-from cache_service.codec.fields import Limits
-from cache_service.core.errors import InvalidInput
+from cache_service.codec.version import CAPABILITIES, PROTOCOL_VERSION
+from cache_service.core.errors import CacheError, InvalidInput
+from cache_service.core.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
 from cache_service.core.types import (
+    TOKEN_BYTES,
     Ack,
     Acquire,
     Adopt,
+    BadItem,
     Extend,
     GroupKind,
     GroupPages,
@@ -27,6 +33,7 @@ from cache_service.core.types import (
     Release,
     ReleaseReason,
     SequenceId,
+    SessionLimits,
     SnapshotSlot,
     Step,
     TicketId,
@@ -35,16 +42,21 @@ from cache_service.core.types import (
 )
 from protos.v1 import cache_pb2, types_pb2
 
-PROTOCOL_VERSION = 1
 FINGERPRINT_BYTES = 32
-MAX_RANKS = 1_024
 LENGTH_BYTES = 4
 
+T = TypeVar("T")
+M = TypeVar("M", cache_pb2.Publish, cache_pb2.Release, cache_pb2.Adopt, cache_pb2.Acquire)
 
-def hello(message: cache_pb2.Hello, limits: Limits) -> Hello:
+
+def hello(message: cache_pb2.Hello) -> Hello:
     if message.protocol_version != PROTOCOL_VERSION:
         reason = f"is {message.protocol_version}; this service speaks {PROTOCOL_VERSION}"
         raise InvalidInput("hello.protocol_version", reason)
+    fields.nothing_unknown(message, "hello")
+    for i, name in enumerate(message.capabilities):
+        if name not in CAPABILITIES:
+            raise InvalidInput(f"hello.capabilities[{i}]", f"{name[:MAX_NAME_CHARS]!r} is none of this service's")
     if len(message.fingerprint) != FINGERPRINT_BYTES:
         reason = f"has {len(message.fingerprint)} bytes; must be {FINGERPRINT_BYTES}"
         raise InvalidInput("hello.fingerprint", reason)
@@ -55,49 +67,68 @@ def hello(message: cache_pb2.Hello, limits: Limits) -> Hello:
         endpoint=fields.text(message.endpoint, "hello.endpoint"),
         incarnation=fields.text(message.incarnation, "hello.incarnation", required=True),
         fingerprint=message.fingerprint,
-        page_tokens=fields.in_range(message.page_tokens, "hello.page_tokens", 1, fields.MAX_PAGE_TOKENS),
+        page_tokens=fields.in_range(message.page_tokens, "hello.page_tokens", 1, MAX_PAGE_TOKENS),
         groups=_group_specs(message),
-        live_sequences=fields.sequence_ids(message.live_sequences, "hello.live_sequences", limits.max_live_sequences),
         host_tier=tier,
         host_tier_id=tier_id,
         num_ranks=fields.in_range(message.num_ranks, "hello.num_ranks", 1, MAX_RANKS),
+        model=fields.text(message.model, "hello.model", required=True),
+        generation=message.generation,
     )
 
 
 def _group_specs(message: cache_pb2.Hello) -> tuple[GroupSpec, ...]:
-    fields.in_range(len(message.groups), "hello.groups", 1, fields.MAX_GROUPS)
+    fields.in_range(len(message.groups), "hello.groups", 1, MAX_GROUPS)
     specs = tuple(_group_spec(group, f"hello.groups[{i}]") for i, group in enumerate(message.groups))
     fields.unique((spec.name for spec in specs), "hello.groups")
     return specs
 
 
 def _group_spec(message: types_pb2.GroupSpec, field: str) -> GroupSpec:
+    fields.nothing_unknown(message, field)
     kind = fields.member(GroupKind, message.kind, f"{field}.kind")
     if (kind is GroupKind.WINDOW) != (message.window_tokens > 0):
         raise InvalidInput(f"{field}.window_tokens", "must be set for a WINDOW group, and for no other")
     return GroupSpec(
         name=fields.text(message.name, f"{field}.name", required=True),
         kind=kind,
-        num_pages=fields.in_range(message.num_pages, f"{field}.num_pages", 1, fields.MAX_PAGES),
+        num_pages=fields.in_range(message.num_pages, f"{field}.num_pages", 1, MAX_PAGES),
         page_bytes=message.page_bytes,
         window_tokens=message.window_tokens,
     )
 
 
-def step(message: cache_pb2.Step, limits: Limits) -> Step:
+def step(message: cache_pb2.Step, limits: SessionLimits) -> Step:
+    """Raises for what belongs to no item; an item that is malformed becomes a BadItem in its place."""
     if not message.step_id:
         raise InvalidInput("step.step_id", "must be at least 1")
-    for name in ("acks", "publishes", "releases", "acquires"):
-        fields.at_most(getattr(message, name), f"step.{name}", limits.max_items)
+    most, most_tokens = limits.max_step_items, limits.max_sequence_tokens
+    fields.at_most(message.acks, "step.acks", most)
     return Step(
         message.step_id,
         tuple([_ack(ack, f"step.acks[{i}]") for i, ack in enumerate(message.acks)]),
-        tuple([_publish(item, f"step.publishes[{i}]", limits) for i, item in enumerate(message.publishes)]),
-        tuple([_release(item, f"step.releases[{i}]") for i, item in enumerate(message.releases)]),
-        _extends(message.extends, limits) if message.HasField("extends") else (),
-        tuple([_acquire(item, f"step.acquires[{i}]", limits) for i, item in enumerate(message.acquires)]),
+        _items("step.publishes", message.publishes, most, _publish, most_tokens),
+        _items("step.releases", message.releases, most, _release, most_tokens),
+        _items("step.adopts", message.adopts, most, _adopt, most_tokens),
+        _extends(message.extends, most) if message.HasField("extends") else (),
+        _items("step.acquires", message.acquires, most, _acquire, most_tokens),
         _rates(message.rates) if message.HasField("rates") else None,
     )
+
+
+def _items(
+    field: str, items: Sequence[M], most: int, decoded: Callable[[M, int], T], most_tokens: int
+) -> tuple[T | BadItem, ...]:
+    if not items:
+        return ()
+    fields.at_most(items, field, most)
+    out: list[T | BadItem] = []
+    for item in items:
+        try:
+            out.append(decoded(item, most_tokens))
+        except CacheError as error:
+            out.append(BadItem(SequenceId(item.sequence_id), error.field, error.reason))
+    return tuple(out)
 
 
 def _ack(message: cache_pb2.Ack, field: str) -> Ack:
@@ -110,33 +141,73 @@ def _ack(message: cache_pb2.Ack, field: str) -> Ack:
     )
 
 
-def _publish(message: cache_pb2.Publish, field: str, limits: Limits) -> Publish:
-    new_tokens = fields.tokens(message.tokens, f"{field}.tokens", limits.max_prompt_tokens)
+# Items: fields are named from the item on.
+
+
+def _publish(message: cache_pb2.Publish, most_tokens: int) -> Publish:
+    new_tokens = message.tokens
+    if len(new_tokens) % TOKEN_BYTES or len(new_tokens) > most_tokens * TOKEN_BYTES:
+        fields.tokens(new_tokens, "tokens", most_tokens)
     return Publish(SequenceId(message.sequence_id), new_tokens, message.computed_tokens)
 
 
-def _release(message: cache_pb2.Release, field: str) -> Release:
-    reason = fields.member(ReleaseReason, message.reason, f"{field}.reason")
-    return Release(SequenceId(message.sequence_id), reason)
+def _release(message: cache_pb2.Release, most_tokens: int) -> Release:
+    reason = fields.member(ReleaseReason, message.reason, "reason")
+    return Release(SequenceId(message.sequence_id), reason, message.rolling_tokens)
 
 
-def _extends(message: cache_pb2.Extends, limits: Limits) -> tuple[Extend, ...]:
-    ids = fields.sequence_ids(message.sequence_ids, "step.extends.sequence_ids", limits.max_live_sequences)
+def _acquire(message: cache_pb2.Acquire, most_tokens: int) -> Acquire:
+    fields.nothing_unknown(message, "")
+    return Acquire(
+        SequenceId(message.sequence_id),
+        _required_namespace(message, "namespace"),
+        fields.tokens(message.tokens, "tokens", most_tokens, required=not message.kept_tokens),
+        message.reserve_pages,
+        message.chunk_tokens,
+        message.priority,
+        message.kept_tokens,
+        message.bypass_cache,
+    )
+
+
+def _adopt(message: cache_pb2.Adopt, most_tokens: int) -> Adopt:
+    fields.nothing_unknown(message, "")
+    for name in ("tables", "working", "rolling"):
+        fields.at_most(getattr(message, name), name, MAX_GROUPS)
+    tables = tuple(_pages(pages, f"tables[{i}]") for i, pages in enumerate(message.tables))
+    fields.unique((pages.group for pages in tables), "tables")
+    return Adopt(
+        sequence_id=SequenceId(message.sequence_id),
+        namespace=_required_namespace(message, "namespace"),
+        tokens=fields.tokens(message.tokens, "tokens", most_tokens, required=True),
+        computed_tokens=message.computed_tokens,
+        tables=tables,
+        working=tuple(_slot(slot, f"working[{i}]") for i, slot in enumerate(message.working)),
+        rolling=tuple(_slot(slot, f"rolling[{i}]") for i, slot in enumerate(message.rolling)),
+        priority=message.priority,
+        bypass_cache=message.bypass_cache,
+    )
+
+
+def _pages(message: types_pb2.GroupPages, field: str) -> GroupPages:
+    fields.nothing_unknown(message, field)
+    group = fields.in_range(message.group, f"{field}.group", 0, MAX_GROUPS - 1)
+    return GroupPages(group, message.first_page, fields.page_ids(message.page_ids, f"{field}.page_ids"))
+
+
+def _slot(message: types_pb2.SnapshotSlot, field: str) -> SnapshotSlot:
+    fields.nothing_unknown(message, field)
+    group = fields.in_range(message.group, f"{field}.group", 0, MAX_GROUPS - 1)
+    return SnapshotSlot(group, message.boundary_tokens, PageId(message.slot))
+
+
+def _extends(message: cache_pb2.Extends, most: int) -> tuple[Extend, ...]:
+    """Packed arrays that do not fit together belong to no item."""
+    ids = fields.sequence_ids(message.sequence_ids, "step.extends.sequence_ids", most)
     count = fields.packed(message.num_tokens, "step.extends.num_tokens", LENGTH_BYTES)
     if count != len(ids):
         raise InvalidInput("step.extends.num_tokens", f"has {count} items for {len(ids)} sequence ids")
     return tuple(map(Extend, ids, struct.unpack(f"<{count}I", message.num_tokens)))
-
-
-def _acquire(message: cache_pb2.Acquire, field: str, limits: Limits) -> Acquire:
-    return Acquire(
-        SequenceId(message.sequence_id),
-        _required_namespace(message, field),
-        fields.tokens(message.tokens, f"{field}.tokens", limits.max_prompt_tokens, required=True),
-        message.reserve_pages,
-        message.chunk_tokens,
-        message.priority,
-    )
 
 
 def _rates(message: cache_pb2.Rates) -> Rates:
@@ -146,35 +217,11 @@ def _rates(message: cache_pb2.Rates) -> Rates:
     )
 
 
-def adopt(message: cache_pb2.Adopt, limits: Limits) -> Adopt:
-    for name in ("tables", "working", "rolling"):
-        fields.at_most(getattr(message, name), f"adopt.{name}", fields.MAX_GROUPS)
-    tables = tuple(_pages(pages, f"adopt.tables[{i}]", limits) for i, pages in enumerate(message.tables))
-    fields.unique((pages.group for pages in tables), "adopt.tables")
-    return Adopt(
-        sequence_id=SequenceId(message.sequence_id),
-        namespace=_required_namespace(message, "adopt"),
-        tokens=fields.tokens(message.tokens, "adopt.tokens", limits.max_prompt_tokens, required=True),
-        computed_tokens=message.computed_tokens,
-        tables=tables,
-        working=tuple(_slot(slot, f"adopt.working[{i}]") for i, slot in enumerate(message.working)),
-        rolling=tuple(_slot(slot, f"adopt.rolling[{i}]") for i, slot in enumerate(message.rolling)),
-        priority=message.priority,
-    )
-
-
-def _pages(message: types_pb2.GroupPages, field: str, limits: Limits) -> GroupPages:
-    group = fields.in_range(message.group, f"{field}.group", 0, fields.MAX_GROUPS - 1)
-    ids = fields.page_ids(message.page_ids, f"{field}.page_ids", limits.max_prompt_tokens)
-    return GroupPages(group, message.first_page, ids)
-
-
-def _slot(message: types_pb2.SnapshotSlot, field: str) -> SnapshotSlot:
-    group = fields.in_range(message.group, f"{field}.group", 0, fields.MAX_GROUPS - 1)
-    return SnapshotSlot(group, message.boundary_tokens, PageId(message.slot))
+# Namespaces, and what unary calls ask.
 
 
 def namespace(message: types_pb2.Namespace, field: str) -> Namespace:
+    fields.nothing_unknown(message, field)
     return Namespace(
         fields.text(message.model, f"{field}.model", required=True),
         fields.text(message.adapter, f"{field}.adapter"),
@@ -187,16 +234,16 @@ _Named = cache_pb2.Acquire | cache_pb2.Adopt | cache_pb2.MatchRequest | cache_pb
 
 def _required_namespace(message: _Named, field: str) -> Namespace:
     if not message.HasField("namespace"):
-        raise InvalidInput(f"{field}.namespace", "must be set")
-    return namespace(message.namespace, f"{field}.namespace")
+        raise InvalidInput(field, "must be set")
+    return namespace(message.namespace, field)
 
 
 def prompt(
-    message: cache_pb2.MatchRequest | cache_pb2.ExplainRequest | cache_pb2.PinRequest, limits: Limits
+    message: cache_pb2.MatchRequest | cache_pb2.ExplainRequest | cache_pb2.PinRequest, limits: SessionLimits
 ) -> tuple[Namespace, bytes]:
     """The namespace and the tokens that every question about a prompt carries."""
-    named = _required_namespace(message, "request")
-    return named, fields.tokens(message.tokens, "request.tokens", limits.max_prompt_tokens, required=True)
+    named = _required_namespace(message, "request.namespace")
+    return named, fields.tokens(message.tokens, "request.tokens", limits.max_sequence_tokens, required=True)
 
 
 def worker_id(message: cache_pb2.MatchRequest | cache_pb2.ExplainRequest) -> WorkerId | None:

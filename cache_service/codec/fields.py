@@ -1,6 +1,6 @@
 """Checks of single fields; each failure is an InvalidInput that names the field.
 
-Knows no message.
+Knows no message of ours.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ import math
 import struct
 from collections.abc import Iterable, Sized
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cache_service.core.errors import InvalidInput, TooMany
+from cache_service.core.limits import MAX_NAME_CHARS
 from cache_service.core.types import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
 
 E = TypeVar("E", bound=IntEnum)
 
 SEQUENCE_ID_BYTES = 8
-MAX_TEXT = 256
-MAX_GROUPS = 32
-MAX_PAGE_TOKENS = 65_536
-MAX_PAGES = 2**31 - 1
 
 
-class Limits(NamedTuple):
-    """The most that one message may ask for."""
+def nothing_unknown(message: Message, field: str) -> None:
+    """A field that this service does not know may be part of an identity: dropped, it would merge what must differ."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        number = unknown[0].field_number
+        raise InvalidInput(field, f"has a field {number}, which this version of the service does not know")
 
-    max_prompt_tokens: int = 1_048_576
-    max_live_sequences: int = 4_096
-    max_items: int = 8_192
 
-
-def text(value: str, field: str, *, required: bool = False, most: int = MAX_TEXT) -> str:
+def text(value: str, field: str, *, required: bool = False) -> str:
     if required and not value:
         raise InvalidInput(field, "must not be empty")
-    if len(value) > most:
-        raise InvalidInput(field, f"has {len(value)} characters; at most {most}")
+    if len(value) > MAX_NAME_CHARS:
+        raise InvalidInput(field, f"has {len(value)} characters; at most {MAX_NAME_CHARS}")
     return value
 
 
@@ -89,10 +89,8 @@ def tokens(value: bytes, field: str, most: int, *, required: bool = False) -> by
     return value
 
 
-def page_ids(value: bytes, field: str, most: int) -> bytes:
-    count = packed(value, field, PAGE_ID_BYTES)
-    if count > most:
-        raise InvalidInput(field, f"has {count} pages; at most {most}")
+def page_ids(value: bytes, field: str) -> bytes:
+    packed(value, field, PAGE_ID_BYTES)
     return value
 
 
@@ -101,6 +99,4 @@ def sequence_ids(value: bytes, field: str, most: int) -> tuple[SequenceId, ...]:
     if count > most:
         raise TooMany(field, f"has {count} items; at most {most}")
     ids: tuple[SequenceId, ...] = struct.unpack(f"<{count}Q", value)
-    if len(set(ids)) != count:
-        unique(ids, field)
     return ids

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.layout import Layout
 from cache_service.core.lease_table import Lease
+from cache_service.core.page_hash import PromptHashes
 from cache_service.core.page_pool import unpack
-from cache_service.core.radix_node import Node
+from cache_service.core.radix_node import Node, Root
 from cache_service.core.radix_tree import Walk
 from cache_service.core.resume import window_start
 from cache_service.core.survey import Survey, survey
@@ -59,14 +60,22 @@ class Plan:
     snapshots: dict[int, int]  # by STATE group: the slot to restore; 0: to be fetched
 
 
-def plan_acquire(cache: DeviceCache, acquire: Acquire, may_fetch: bool) -> Plan | Refusal:
+def plan_acquire(
+    cache: DeviceCache, acquire: Acquire, may_fetch: bool, hashes: PromptHashes | None = None
+) -> Plan | Refusal:
     """The best way in that fits: with a fetch, without, and from 0 where a pool could never hold the resumed window."""
     num_tokens = len(acquire.tokens) // TOKEN_BYTES
     never = never_fits(cache, acquire)
     if never:
         return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, never)
     host = cache.host if may_fetch else None
-    found = survey(cache.tree, cache.layout, acquire.namespace, acquire.tokens, host)
+    if acquire.bypass_cache:
+        found = _nothing(cache.layout, acquire)
+    else:
+        found = survey(cache.tree, cache.layout, acquire.namespace, acquire.tokens, host, hashes)
+    most = cache.config.max_lease_bytes
+    if cache.leases and cache.leases.num_bytes + len(acquire.tokens) > most:
+        return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, f"live sequences may hold {most} bytes of tokens")
     detail = ""
     for boundary in _boundaries(cache, found):
         plan = _plan_at(cache, acquire, found, boundary, num_tokens)
@@ -76,6 +85,13 @@ def plan_acquire(cache: DeviceCache, acquire: Acquire, may_fetch: bool) -> Plan 
         if boundary <= found.usable and not _can_never_hold(cache, plan):
             break
     return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, detail)
+
+
+def _nothing(layout: Layout, acquire: Acquire) -> Survey:
+    """What a request that bypasses the cache finds."""
+    walk = Walk(Root(acquire.namespace, len(layout.specs)), None, 0)
+    limit = (len(acquire.tokens) - 1) // layout.page_bytes
+    return Survey(walk, limit, 0, 0, dict.fromkeys(layout.sparse, b""), "", MissReason.BYPASSED, 0)
 
 
 def _boundaries(cache: DeviceCache, found: Survey) -> Sequence[int]:
@@ -199,20 +215,20 @@ def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str:
 def locate(walk: Walk, base: int) -> Walk:
     """The part of a walk that ends at page number `base`, before the walk's own end."""
     if base == 0:
-        return Walk(walk.node.root, None, 0, False)
+        return Walk(walk.node.root, None, 0)
     node = walk.child if walk.child is not None and walk.pages else walk.node
     while node.start >= base:
         assert node.parent is not None
         node = node.parent
     if node.end == base:
-        return Walk(node, None, 0, False)
+        return Walk(node, None, 0)
     assert node.parent is not None
-    return Walk(node.parent, node, base - node.start, False)
+    return Walk(node.parent, node, base - node.start)
 
 
 def evictable_hits(plan: Plan) -> int:
     """Pages up to `base` that nobody pins yet: the commit takes them out of the evictable ones."""
-    node, child, pages, _ = plan.place
+    node, child, pages = plan.place
     hits = pages if child is not None and not child.pins else 0
     step: Node | None = node
     while step is not None and not step.pins:

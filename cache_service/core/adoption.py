@@ -1,164 +1,221 @@
-"""Take over a live sequence after a manager restart: whole computed pages are published as they stand.
+"""Take over the pages of a live sequence from an earlier state: whole computed pages are published as they stand.
 
 Knows no session. Sequences that shared pages share them again: a page that stands in the tree at the same place is a
-hit. Pages that are not whole and computed stay private.
+hit. Pages that are not whole and computed stay private. The tree is walked once, and bytes are compared as bytes: the
+cost is that of the sequence's own pages, whatever the pool's size.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache_service.core import leasing, publishing
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import InvalidInput
 from cache_service.core.lease_table import HeldSlot, Lease, WindowHold
-from cache_service.core.page_pool import pack, unpack
+from cache_service.core.page_pool import PagePool, unpack
+from cache_service.core.radix_tree import Walk
 from cache_service.core.resume import window_start
-from cache_service.core.step_check import check_one_acquire
+from cache_service.core.step_check import check_sequence, check_tokens
 from cache_service.core.types import (
     PAGE_ID_BYTES,
-    TOKEN_BYTES,
-    Acquire,
     Adopt,
     Grant,
     GroupKind,
+    GroupPages,
+    GroupSpec,
     Match,
     MissReason,
+    PageId,
     Refusal,
     RefusalReason,
+    SnapshotSlot,
 )
 
 
 @dataclass(slots=True)
-class Claim:
-    """What the worker says that the sequence holds. `shared` pages of the path stand in the tree already."""
+class WindowClaim:
+    """Pages of one WINDOW group: `hits` stand in the tree, `fresh` must be free."""
 
-    shared: int = 0
-    full: dict[int, list[int]] = field(default_factory=dict)
-    windows: dict[int, WindowHold] = field(default_factory=dict)
+    hold: WindowHold
+    hits: list[int]
+    fresh: list[int]
+
+
+@dataclass(slots=True)
+class Claim:
+    """What the worker says that the sequence holds. The first `shared` pages of its path stand in the tree already."""
+
+    walk: Walk | None
+    shared: int
+    own: dict[int, bytes] = field(default_factory=dict)  # by FULL group: the pages from `shared` on
+    windows: dict[int, WindowClaim] = field(default_factory=dict)
 
 
 def adopt(cache: DeviceCache, adopt: Adopt) -> Grant | Refusal:
     """Refused (queue it again) where a page that it names is somebody else's by now; nothing changed then."""
     _check(cache, adopt)
-    claim = _claim(cache, adopt)
-    taken = _taken(cache, adopt, claim)
-    if taken:
-        return Refusal(adopt.sequence_id, RefusalReason.NO_ROOM, taken)
+    claim = _claimed(cache, adopt)
+    if isinstance(claim, str):
+        return Refusal(adopt.sequence_id, RefusalReason.NO_ROOM, claim)
     lease = _commit(cache, adopt, claim)
     page_tokens = cache.layout.page_tokens
     done = lease.published * page_tokens
+    reason = MissReason.BYPASSED if adopt.bypass_cache else MissReason.NONE
     return Grant(
         sequence_id=adopt.sequence_id,
         usable_tokens=adopt.computed_tokens,
         cached_tokens=0,
         fetched_tokens=0,
         tables=leasing.tables(cache, lease),
-        match=Match(done, done, 0, "", MissReason.NONE),
+        match=Match(done, done, 0, "", reason),
         working=adopt.working,
         rolling=adopt.rolling,
     )
 
 
+# Checks.
+
+
 def _check(cache: DeviceCache, adopt: Adopt) -> None:
-    check_one_acquire(cache, Acquire(adopt.sequence_id, adopt.namespace, adopt.tokens), "adopt")
-    num_tokens = len(adopt.tokens) // TOKEN_BYTES
+    check_sequence(cache, adopt.sequence_id, adopt.namespace)
+    num_tokens = check_tokens(adopt.tokens, "tokens", cache.config.max_sequence_tokens)
     if not 0 <= adopt.computed_tokens <= num_tokens:
-        raise InvalidInput("adopt.computed_tokens", f"{adopt.computed_tokens} is not in 0..{num_tokens}")
-    groups = [table.group for table in adopt.tables]
+        raise InvalidInput("computed_tokens", f"{adopt.computed_tokens} is not in 0..{num_tokens}")
     expected = sorted((*cache.layout.full, *cache.layout.window))
-    if sorted(groups) != expected:
-        raise InvalidInput("adopt.tables", f"one table for each of the groups {expected} is needed")
+    if sorted(table.group for table in adopt.tables) != expected:
+        raise InvalidInput("tables", f"one table for each of the groups {expected} is needed")
+    computed_pages = cache.layout.pages(adopt.computed_tokens)
     for number, table in enumerate(adopt.tables):
-        where, spec = f"adopt.tables[{number}]", cache.layout.specs[table.group]
-        if len(table.page_ids) % PAGE_ID_BYTES or table.first_page < 0:
-            raise InvalidInput(f"{where}.page_ids", "is no whole number of uint32 page ids")
-        ids = [page_id for page_id in unpack(table.page_ids) if page_id]
-        if len(set(ids)) != len(ids) or any(page_id > spec.num_pages for page_id in ids):
-            raise InvalidInput(f"{where}.page_ids", "names a page twice or beyond the pool")
-        if table.first_page + len(table.page_ids) // PAGE_ID_BYTES < cache.layout.pages(adopt.computed_tokens):
-            raise InvalidInput(f"{where}.page_ids", "does not cover the computed tokens")
-        if spec.kind == GroupKind.FULL and (table.first_page or len(ids) * PAGE_ID_BYTES != len(table.page_ids)):
-            raise InvalidInput(f"{where}.page_ids", "a FULL group has no holes")
+        _check_table(table, cache.layout.specs[table.group], f"tables[{number}]", computed_pages)
+    lengths = {len(table.page_ids) for table in adopt.tables if table.group in cache.pools}
+    if len(lengths) > 1:
+        raise InvalidInput("tables", "the tables of FULL groups must have the same length")
+    _check_slots(cache, adopt)
+
+
+def _check_table(table: GroupPages, spec: GroupSpec, where: str, computed_pages: int) -> None:
+    num_pages, rest = divmod(len(table.page_ids), PAGE_ID_BYTES)
+    if rest or table.first_page < 0:
+        raise InvalidInput(f"{where}.page_ids", "is no whole number of uint32 page ids")
+    ids = array("I")
+    ids.frombytes(table.page_ids)
+    if max(ids, default=0) > spec.num_pages:
+        raise InvalidInput(f"{where}.page_ids", f"names a page beyond the pool of {spec.num_pages}")
+    num_holes = ids.count(0)
+    if len(set(ids)) - (num_holes > 0) != num_pages - num_holes:
+        raise InvalidInput(f"{where}.page_ids", "names a page twice")
+    if table.first_page + num_pages < computed_pages:
+        raise InvalidInput(f"{where}.page_ids", "does not cover the computed tokens")
+    if spec.kind == GroupKind.FULL and (table.first_page or num_holes):
+        raise InvalidInput(f"{where}.page_ids", "a FULL group has no holes")
+
+
+def _check_slots(cache: DeviceCache, adopt: Adopt) -> None:
     for name, slots in (("working", adopt.working), ("rolling", adopt.rolling)):
         if [slot.group for slot in slots] != sorted({slot.group for slot in slots} & set(cache.layout.state)):
-            raise InvalidInput(f"adopt.{name}", "names a group twice, out of order, or one without slots")
+            raise InvalidInput(name, "names a group twice, out of order, or one without slots")
     if [slot.group for slot in adopt.working] != list(cache.layout.state):
-        raise InvalidInput("adopt.working", "one slot for each STATE group is needed")
+        raise InvalidInput("working", "one slot for each STATE group is needed")
 
 
-def _claim(cache: DeviceCache, adopt: Adopt) -> Claim:
-    claim = Claim()
-    page_tokens = cache.layout.page_tokens
-    limit = adopt.computed_tokens // page_tokens
-    root = cache.tree.roots.get(adopt.namespace)
+# The claim: reads only.
+
+
+def _claimed(cache: DeviceCache, adopt: Adopt) -> Claim | str:
+    """What is to be taken, or which page is neither free nor standing in the tree at this very place."""
+    layout = cache.layout
+    claim = Claim(None, 0)
+    root = None if adopt.bypass_cache else cache.tree.roots.get(adopt.namespace)
     if root is not None:
-        walk = cache.tree.walk(root, adopt.tokens, 0, limit * cache.layout.page_bytes)
-        claim.shared = walk.end
+        limit = adopt.computed_tokens // layout.page_tokens
+        claim.walk = cache.tree.walk(root, adopt.tokens, 0, limit * layout.page_bytes)
+        claim.shared = claim.walk.end
     for table in adopt.tables:
-        ids, spec = unpack(table.page_ids), cache.layout.specs[table.group]
+        spec = layout.specs[table.group]
+        standing = _standing(cache, claim.walk, table.group)
         if spec.kind == GroupKind.FULL:
-            claim.full[table.group] = ids
-            continue
-        first = window_start(adopt.computed_tokens, spec, page_tokens)
-        kept = ids[max(first - table.first_page, 0) :]
-        if first < table.first_page or not all(kept):
-            raise InvalidInput("adopt.tables", f"group {spec.name} has a hole inside its window")
-        claim.windows[table.group] = WindowHold(first, kept)
-    return claim
+            pool = cache.pools[table.group]
+            taken = _claim_full(pool, claim, table, standing)
+        else:
+            pool = cache.sparse[table.group].pool
+            claim.windows[table.group] = window = _window(cache, adopt, table, unpack(standing))
+            taken = _first_taken(pool, window.fresh)
+        if taken:
+            return f"page {taken} of group {spec.name} is taken"
+    return _taken_slot(cache, (*adopt.working, *adopt.rolling)) or claim
 
 
-def _taken(cache: DeviceCache, adopt: Adopt, claim: Claim) -> str:
-    """The first page that is neither free nor standing in the tree at this very place; empty when there is none."""
-    for group, ids in claim.full.items():
-        standing = _standing(cache, adopt, claim, group)
-        for page, page_id in enumerate(ids):
-            if not cache.pools[group].is_free(page_id) and (page >= len(standing) or standing[page] != page_id):
-                return f"page {page_id} of group {cache.layout.specs[group].name} is taken"
-    for group, hold in claim.windows.items():
-        standing = _standing(cache, adopt, claim, group)
-        for page, page_id in enumerate(hold.page_ids, hold.first):
-            is_hit = page < len(standing) and standing[page] == page_id
-            if not is_hit and not cache.sparse[group].pool.is_free(page_id):
-                return f"page {page_id} of group {cache.layout.specs[group].name} is taken"
-    slots = [(slot.group, int(slot.slot)) for slot in (*adopt.working, *adopt.rolling)]
-    for group, slot in slots:
-        if slots.count((group, slot)) > 1 or not cache.sparse[group].pool.is_free(slot):
-            return f"slot {slot} of group {cache.layout.specs[group].name} is taken"
-    return ""
-
-
-def _standing(cache: DeviceCache, adopt: Adopt, claim: Claim, group: int) -> list[int]:
+def _standing(cache: DeviceCache, walk: Walk | None, group: int) -> bytes:
     """The tree's pages of the shared part of the path."""
-    root = cache.tree.roots.get(adopt.namespace)
-    if root is None:
-        return []
-    walk = cache.tree.walk(root, adopt.tokens, 0, claim.shared * cache.layout.page_bytes)
+    if walk is None:
+        return b""
     parts = [node.pages[group] for node in cache.tree.path(walk.node)]
     if walk.child is not None:
         parts.append(walk.child.pages[group][: walk.pages * PAGE_ID_BYTES])
-    return unpack(b"".join(parts))
+    return b"".join(parts)
+
+
+def _claim_full(pool: PagePool, claim: Claim, table: GroupPages, standing: bytes) -> int:
+    """Returns a page that is taken; 0 for none. Duplicates of what stands are left free: the grant shows the others."""
+    shared, own = table.page_ids[: len(standing)], table.page_ids[len(standing) :]
+    claim.own[table.group] = own
+    if shared != standing:
+        pairs = zip(unpack(shared), unpack(standing), strict=True)
+        taken = _first_taken(pool, (page_id for page_id, stands in pairs if page_id != stands))
+        if taken:
+            return taken
+    return _first_taken(pool, unpack(own))
+
+
+def _window(cache: DeviceCache, adopt: Adopt, table: GroupPages, standing: list[int]) -> WindowClaim:
+    spec = cache.layout.specs[table.group]
+    first = window_start(adopt.computed_tokens, spec, cache.layout.page_tokens)
+    kept = unpack(table.page_ids)[max(first - table.first_page, 0) :]
+    if first < table.first_page or not all(kept):
+        raise InvalidInput("tables", f"group {spec.name} has a hole inside its window")
+    claim = WindowClaim(WindowHold(first, kept), [], [])
+    for page, page_id in enumerate(kept, first):
+        is_hit = page < len(standing) and standing[page] == page_id
+        (claim.hits if is_hit else claim.fresh).append(page_id)
+    return claim
+
+
+def _first_taken(pool: PagePool, page_ids: Iterable[int]) -> int:
+    return next((page_id for page_id in page_ids if not pool.is_free(page_id)), 0)
+
+
+def _taken_slot(cache: DeviceCache, slots: tuple[SnapshotSlot, ...]) -> str:
+    seen: set[tuple[int, PageId]] = set()
+    for slot in slots:
+        if (slot.group, slot.slot) in seen or not cache.sparse[slot.group].pool.is_free(slot.slot):
+            return f"slot {slot.slot} of group {cache.layout.specs[slot.group].name} is taken"
+        seen.add((slot.group, slot.slot))
+    return ""
+
+
+# The commit: cannot fail.
 
 
 def _commit(cache: DeviceCache, adopt: Adopt, claim: Claim) -> Lease:
     """Pins the shared part, claims the rest as private pages, and publishes what is computed and whole."""
-    tree = cache.tree
-    root = tree.root(adopt.namespace)
+    tree, walk = cache.tree, claim.walk
     private = [bytearray()] * len(cache.layout.specs)
-    for group, ids in claim.full.items():
-        private[group] = bytearray(pack(ids[claim.shared :]))
-        standing = _standing(cache, adopt, claim, group)
-        fresh = [page_id for page, page_id in enumerate(ids) if page >= len(standing) or standing[page] != page_id]
-        cache.pools[group].claim(frozenset(fresh))
-        # Duplicates of pages that stand in the tree: the grant's table shows the canonical ones.
-        cache.pools[group].give(pack(fresh[: len(fresh) - len(ids[claim.shared :])]))
-    for group, hold in claim.windows.items():
-        _claim_window(cache, hold, _standing(cache, adopt, claim, group), group)
+    for group, own in claim.own.items():
+        private[group] = bytearray(own)
+        cache.pools[group].claim(frozenset(unpack(own)))
+    for group, window in claim.windows.items():
+        cache.sparse[group].claim(frozenset(window.fresh))
+        cache.sparse[group].read(window.hits)
     for slot in (*adopt.working, *adopt.rolling):
         cache.sparse[slot.group].claim(frozenset((int(slot.slot),)))
-    walk = tree.walk(root, adopt.tokens, 0, claim.shared * cache.layout.page_bytes)
-    node = tree.split(walk.child, walk.pages) if walk.child is not None and walk.pages else walk.node
+    node = tree.root(adopt.namespace) if walk is None else walk.node
+    if walk is not None and walk.child is not None and walk.pages:
+        node = tree.split(walk.child, walk.pages)
     tree.pin(node)
+    own_pages = max((len(own) // PAGE_ID_BYTES for own in claim.own.values()), default=0)
     lease = Lease(
         sequence_id=adopt.sequence_id,
         namespace=adopt.namespace,
@@ -171,23 +228,13 @@ def _commit(cache: DeviceCache, adopt: Adopt, claim: Claim) -> Lease:
         resumed=claim.shared,
         matched=claim.shared,
         private=private,
-        full_end=max([claim.shared, *map(len, claim.full.values())]),
-        windows=claim.windows,
+        full_end=claim.shared + own_pages,
+        windows={group: window.hold for group, window in claim.windows.items()},
         working=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.working),
         rolling=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.rolling),
         room=adopt.computed_tokens,
+        bypass=adopt.bypass_cache,
     )
     cache.leases.add(lease)
     publishing.publish(cache, lease, b"", adopt.computed_tokens)
     return lease
-
-
-def _claim_window(cache: DeviceCache, hold: WindowHold, standing: list[int], group: int) -> None:
-    pages = cache.sparse[group]
-    hits: list[int] = []
-    fresh: list[int] = []
-    for at, page in enumerate(range(hold.first, hold.end)):
-        is_hit = page < len(standing) and standing[page] == hold.page_ids[at]
-        (hits if is_hit else fresh).append(hold.page_ids[at])
-    pages.claim(frozenset(fresh))
-    pages.read(hits)

@@ -27,12 +27,13 @@ def check(manager: CacheManager) -> None:
         for group in cache.layout.sparse:
             _check_sparse_pool(cache, group, f"{where}, group {group}")
         _check_hashes(cache, where)
+        cache.kept.check()
     _check_host(manager)
 
 
 def nodes_of(cache: DeviceCache) -> Iterator[Node]:
     """Every node but the roots, parents first."""
-    pending: list[Node] = list(cache.tree.roots.values())
+    pending: list[Node] = [*cache.tree.roots.values(), *cache.tree.detached]
     for node in pending:
         pending.extend(node.children.values())
         if node.parent is not None:
@@ -41,8 +42,7 @@ def nodes_of(cache: DeviceCache) -> Iterator[Node]:
 
 def _check_shape(cache: DeviceCache, where: str) -> None:
     tree, size = cache.tree, cache.layout.page_bytes
-    num_nodes = ghosts = evictable = 0
-    with_ghosts = set()
+    num_nodes = evictable = 0
     for node in nodes_of(cache):
         parent = node.parent
         assert parent is not None
@@ -50,31 +50,24 @@ def _check_shape(cache: DeviceCache, where: str) -> None:
         num_nodes += 1
         assert pages * size == len(node.key) and pages, f"{where}: a node has no whole page"
         assert parent.children.get(bytes(node.key[:size])) is node, f"{where}: a node is filed under a wrong key"
-        start = parent.start + len(parent.key) // size
-        assert node.start == start and node.root is parent.root, f"{where}: a node starts at a wrong page"
-        assert 0 <= node.resident <= pages, f"{where}: more resident pages than tokens"
-        assert not node.resident or parent.end == node.start, f"{where}: pages below a ghost"
+        assert node.start == parent.end and node.root is parent.root, f"{where}: a node starts at a wrong page"
+        assert node.resident == pages, f"{where}: {node.resident} pages counted, tokens of {pages}"
         for group, ids in enumerate(node.pages):
             held = len(ids) // PAGE_ID_BYTES
             assert held == node.resident, f"{where}: node at {node.start} has {held} pages of group {group}"
-        live = sum(1 for child in node.children.values() if child.resident)
-        assert node.live_children == live, f"{where}: {node.live_children} live children counted, {live} there"
-        ghosts += pages - node.resident
-        if pages > node.resident:
-            with_ghosts.add(node)
-            assert not node.pins, f"{where}: a pinned node has ghosts"
         if not node.pins:
             evictable += node.resident
-        is_leaf = not node.pins and not live and node.resident > 0
+        is_leaf = node.pins == node.ticket_pins and not node.children
         assert (node.queue is not None) == is_leaf, f"{where}: evictable order and leaf at {node.start} disagree"
         assert node.queue is None or node in node.queue, f"{where}: a node is not in its queue"
     assert tree.num_nodes == num_nodes, f"{where}: {tree.num_nodes} nodes counted, {num_nodes} there"
-    assert tree.ghost_pages == ghosts, f"{where}: {tree.ghost_pages} ghosts counted, {ghosts} there"
-    assert set(tree.ghosts) == with_ghosts, f"{where}: the order of ghosts is not that of the tree"
     assert tree.evictable_pages == evictable, f"{where}: {tree.evictable_pages} evictable counted, {evictable} there"
+    tree.ghosts.check()
     order = list(cache.policy.order())
     leaves = {node for node in nodes_of(cache) if node.queue is not None}
     assert len(order) == len(leaves) and set(order) == leaves, f"{where}: the policy's order is not the leaves"
+    gone = [node for node in cache.spill_queue if not node.resident]
+    assert not gone, f"{where}: a node that left the tree is kept"
 
 
 def _check_pins(cache: DeviceCache, where: str) -> None:
@@ -85,12 +78,11 @@ def _check_pins(cache: DeviceCache, where: str) -> None:
     for spill in cache.transfers.spills.values():
         own[id(spill.node)] += 1
         tickets[id(spill.node)] += 1
-    for root in cache.tree.roots.values():
+    for root in (*cache.tree.roots.values(), *cache.tree.detached):
         own[id(root)] += 1
-        assert root.children or own[id(root)] > 1, f"{where}: an empty root stands"
-        live = sum(1 for child in root.children.values() if child.resident)
-        assert root.live_children == live, f"{where}: a root counts {root.live_children} live children, not {live}"
-    for node in (*cache.tree.roots.values(), *nodes_of(cache)):
+        is_empty = not root.children and own[id(root)] == 1
+        assert not is_empty or root in cache.tree.detached, f"{where}: an empty root stands"
+    for node in (*cache.tree.roots.values(), *cache.tree.detached, *nodes_of(cache)):
         pins = own.pop(id(node), 0) + sum(1 for child in node.children.values() if child.pins)
         assert node.pins == pins, f"{where}: node at {node.start} counts {node.pins} pins, {pins} hold it"
         assert node.ticket_pins == tickets.pop(id(node), 0), f"{where}: ticket pins of node at {node.start}"
@@ -106,11 +98,13 @@ def _check_leases(cache: DeviceCache, where: str) -> None:
         assert path == lease.tokens(0, lease.published * size), f"{name}: its node is not on its path"
         assert lease.node.root.namespace == lease.namespace, f"{name}: its node is in another namespace"
         assert lease.computed <= lease.num_tokens, f"{name}: computed more than it has"
-        if lease.fetch is None:
+        if not lease.fetches:
             whole = lease.computed // cache.layout.page_tokens
-            assert lease.published == max(whole, lease.published), f"{name}: whole pages are not published"
+            assert lease.published >= whole or lease.bypass, f"{name}: whole pages are not published"
+            assert not (lease.bypass and lease.published), f"{name}: bypasses the cache, and published"
         else:
-            assert lease.fetch in cache.transfers.fetches, f"{name}: waits for a closed ticket"
+            waiting = lease.fetches <= cache.transfers.fetches.keys()
+            assert waiting, f"{name}: waits for a closed ticket"
         for group in cache.layout.full:
             end = lease.published + len(lease.private[group]) // PAGE_ID_BYTES
             assert lease.full_end == end, f"{name}: group {group} ends at {end}, not at {lease.full_end}"
@@ -125,8 +119,10 @@ def _conserved(pool: PagePool, held: list[int], where: str) -> None:
     counts.update(held)
     twice = sorted(page_id for page_id, count in counts.items() if count > 1)
     assert not twice, f"{where}: pages {twice[:5]} are in two places"
-    assert all(0 < page_id < pool.fresh for page_id in counts), f"{where}: a page that was never handed out"
-    lost = pool.fresh - 1 - len(counts)
+    ahead = pool.claimed_ahead
+    pool.check()
+    assert all(0 < page_id < pool.fresh or page_id in ahead for page_id in counts), f"{where}: a page never handed out"
+    lost = pool.fresh - 1 + len(ahead) - len(counts)
     assert not lost, f"{where}: {lost} pages are lost"
     assert pool.num_free == pool.num_pages - len(held), f"{where}: free count"
 
@@ -180,12 +176,22 @@ def _check_hashes(cache: DeviceCache, where: str) -> None:
     for node in nodes_of(cache):
         have = len(node.hashes) // HASH_BYTES
         assert have <= node.resident, f"{where}: more hashes than pages"
-        assert not cache.keeps_hashes or have == node.resident, f"{where}: node at {node.start} lacks hashes"
         if not have:
             continue
+        above = node.parent
+        assert above is not None
+        whole = above.parent is None or len(above.hashes) == above.resident * HASH_BYTES
+        assert whole, f"{where}: node at {node.start} has hashes, and the one above lacks some"
         path = b"".join(bytes(step.key) for step in cache.tree.path(node))[: (node.start + have) * size]
         expected = page_hashes(node.root.digest, b"", path, size)[node.start * HASH_BYTES :]
         assert bytes(node.hashes) == expected, f"{where}: hashes of node at {node.start} are wrong"
+    pinned = [node for node in nodes_of(cache) if node.soft_until_ms]
+    assert all(node in cache.soft_pins for node in pinned) and len(pinned) == len(cache.soft_pins), f"{where}: pins"
+    assert cache.soft_pins.num_pages == sum(node.resident for node in pinned), f"{where}: pinned pages"
+    queued = {*cache.spill_queue, *cache.renewals}
+    assert queued <= set(nodes_of(cache)), f"{where}: a node waits for its spill or renewal and is not in the tree"
+    num_bytes = sum(len(lease.prompt) + len(lease.accepted) for lease in cache.leases.all())
+    assert cache.leases.num_bytes == num_bytes, f"{where}: bytes of leases"
     for spill in cache.transfers.spills.values():
         assert spill.transfer.num_pages == len(spill.rows), f"{where}: a spill's rows"
 
@@ -198,7 +204,9 @@ def _check_host(manager: CacheManager) -> None:
         on_the_way: dict[bytes, int] = {}
         for worker in manager.workers.values():
             host = worker.cache.host
-            for spill in worker.cache.transfers.spills.values() if host is not None and host.index is index else ():
+            transfers = worker.cache.transfers
+            spills = (*transfers.spills.values(), *transfers.abandoned.values())
+            for spill in spills if host is not None and host.index is index else ():
                 for row in spill.rows:
                     if row is not None and host is not None:
                         key = host.fingerprint + row.page_hash
@@ -206,7 +214,8 @@ def _check_host(manager: CacheManager) -> None:
         assert on_the_way == index.pending, "host index and open spills disagree on what is on its way"
 
 
-# Snapshots: everything that decides what happens next, except counters and the session's step id.
+# Snapshots: everything that decides what happens next, except counters and the session's step id. Hashes are left out:
+# they are a pure function of the path, filled in when somebody asks.
 
 
 def snapshot(manager: CacheManager) -> tuple[object, ...]:
@@ -227,20 +236,21 @@ def snapshot(manager: CacheManager) -> tuple[object, ...]:
 
 def _worker_state(cache: DeviceCache) -> tuple[object, ...]:
     numbers: dict[Node, int] = {}
-    for number, node in enumerate((*cache.tree.roots.values(), *nodes_of(cache))):
+    for number, node in enumerate((*cache.tree.roots.values(), *cache.tree.detached, *nodes_of(cache))):
         numbers[node] = number
     tree = cache.tree
     return (
         tuple((_node_state(node), numbers.get(node.parent) if node.parent else None) for node in numbers),
         tuple(numbers[node] for node in cache.policy.order()),
-        tuple(numbers[node] for node in tree.ghosts),
+        tree.ghosts.snapshot(),
         tuple(numbers.get(node) for node in cache.spill_queue),
-        (tree.num_nodes, tree.evictable_pages, tree.ghost_pages),
-        tuple((pool.free_ids(), pool.fresh) for pool in cache.pools.values()),
+        (tree.num_nodes, tree.evictable_pages),
+        tuple((pool.free_ids(), pool.fresh, pool.claimed_ahead) for pool in cache.pools.values()),
         tuple(
             (
                 pages.pool.free_ids(),
                 pages.pool.fresh,
+                pages.pool.claimed_ahead,
                 tuple(sorted(pages.readers.items())),
                 tuple(tuple(order) for order in pages.orders),
             )
@@ -258,9 +268,8 @@ def _node_state(node: Node) -> tuple[object, ...]:
         node.start,
         bytes(node.key),
         tuple(bytes(pages) for pages in node.pages),
-        bytes(node.hashes),
-        (node.resident, node.pins, node.ticket_pins, node.live_children, node.uses, node.priority),
-        (node.spilled, node.soft_until_ms),
+        (node.resident, node.pins, node.ticket_pins, node.uses, node.priority),
+        (node.spilled, node.soft_until_ms, node.used_at),
     )
 
 
@@ -270,7 +279,7 @@ def _lease_state(lease: Lease, numbers: dict[Node, int]) -> tuple[object, ...]:
         lease.namespace,
         lease.tokens(0, lease.num_tokens * 4),
         numbers[lease.node],
-        (lease.published, lease.computed, lease.priority, lease.room, lease.fetch),
+        (lease.published, lease.computed, lease.priority, lease.room, sorted(lease.fetches), len(lease.arrived)),
         tuple(bytes(private) for private in lease.private),
         repr(lease.windows),
         (tuple(lease.working), tuple(lease.rolling), tuple(lease.restore), tuple(lease.leave)),

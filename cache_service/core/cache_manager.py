@@ -1,4 +1,4 @@
-"""The verbs over all workers: hello, step, adopt, goodbye, match, explain, pin, clear, tick.
+"""The verbs over all workers: hello, step, goodbye, match, explain, pin, clear, tick.
 
 Knows no clock, no transport and no thread: time comes in as `now_ms`; orders, events and host keys are taken out.
 """
@@ -6,21 +6,21 @@ Knows no clock, no transport and no thread: time comes in as `now_ms`; orders, e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import TypeVar, cast
 
-from cache_service.core import adoption, leasing, overview, publishing, spilling, step_check, upkeep
+from cache_service.core import clearing, overview, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import InvalidInput, LeasesInScope, Superseded, TooMany, UnknownWorker
 from cache_service.core.event_log import EventLog
 from cache_service.core.host_tiers import HostTiers
+from cache_service.core.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
 from cache_service.core.manager_config import ManagerConfig
+from cache_service.core.prompt_match import PromptMatch
 from cache_service.core.stats import ClearResult, ManagerStats
-from cache_service.core.stepping import apply_step
-from cache_service.core.survey import survey
 from cache_service.core.transfer_table import TicketIds
 from cache_service.core.types import (
     Acquire,
-    Adopt,
     Cleared,
     Event,
     Explanation,
@@ -33,6 +33,7 @@ from cache_service.core.types import (
     Refusal,
     Release,
     Remap,
+    SessionLimits,
     Step,
     StepReply,
     Transfer,
@@ -43,6 +44,8 @@ from cache_service.core.types import (
 from cache_service.core.worker import Worker
 
 __all__ = ["CacheManager", "ManagerConfig"]
+
+_Result = TypeVar("_Result")
 
 # Superseded incarnations that are remembered for each worker id.
 MAX_SUPERSEDED = 64
@@ -57,45 +60,62 @@ class CacheManager:
         self.tiers = HostTiers(config)
         self._superseded: dict[WorkerId, deque[str]] = {}
         self._ticket_ids = TicketIds()
-        self._events = EventLog(config.max_events)
+        self._events = EventLog(config.max_events, is_wanted=config.watch)
+        self._last_generation = 0
+        self.limits = SessionLimits(
+            max_sequence_tokens=config.max_sequence_tokens,
+            max_live_sequences=config.max_live_sequences,
+            max_step_items=MAX_STEP_ITEMS,
+            max_message_bytes=config.max_message_bytes,
+            max_name_chars=MAX_NAME_CHARS,
+            max_adopt_pages=config.max_adopt_pages,
+            max_kept_bytes=config.max_kept_bytes,
+            grace_ms=config.grace_ms,
+        )
 
     # Sessions.
 
     def hello(self, hello: Hello, now_ms: int) -> Welcome:
-        """The same incarnation keeps its state; a new one replaces the old, which is refused from then on."""
+        """The state that Hello's generation names goes on; any other of this worker is dropped for a new one.
+
+        A new incarnation replaces the old, which is refused from then on.
+        """
         step_check.check_hello(hello)
         if hello.incarnation in self._superseded.get(hello.worker_id, ()):
             raise Superseded("hello.incarnation", f"a newer incarnation of {hello.worker_id} took over")
+        self.tiers.tick(now_ms)
         worker = self.workers.get(hello.worker_id)
         if worker is not None and worker.hello.incarnation == hello.incarnation:
-            return self._welcome_back(worker, hello)
-        if worker is None and len(self.workers) >= self.config.max_workers:
-            raise TooMany("hello.worker_id", f"more than {self.config.max_workers} workers")
-        if worker is not None:
+            _check_same(worker.hello, hello)
+            if worker.generation == hello.generation:
+                return self._welcome_back(worker, hello)
+            self._forget(worker)
+        elif worker is not None:
             self._supersede(worker)
-        record = self._events.record if self.config.watch else None
-        cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, record)
-        self.workers[hello.worker_id] = Worker(hello, cache)
+        elif len(self.workers) >= self.config.max_workers:
+            raise TooMany("hello.worker_id", f"more than {self.config.max_workers} workers")
+        return self._begin(hello)
+
+    def _begin(self, hello: Hello) -> Welcome:
+        cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, self._events)
+        self._last_generation += 1
+        self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
         self._prune_tiers()
-        return Welcome(self.epoch, (), 0)
+        return Welcome(self.epoch, self._last_generation, 0, self.limits)
 
     def _prune_tiers(self) -> None:
         self.tiers.prune({worker.hello.host_tier_id for worker in self.workers.values()})
 
     def _welcome_back(self, worker: Worker, hello: Hello) -> Welcome:
         old = worker.hello
-        for name in ("fingerprint", "page_tokens", "groups", "num_ranks"):
-            if getattr(hello, name) != getattr(old, name):
-                raise InvalidInput(f"hello.{name}", "differs from what this incarnation said before")
         spilling.void(worker.cache)
         # A store may answer for the first time, or be another one than before.
         if (hello.host_tier, hello.host_tier_id) != (old.host_tier, old.host_tier_id):
             worker.cache.host = self.tiers.view(hello)
-            spilling.forget_marks(worker.cache)
+            renewal.start_refill(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None
         self._prune_tiers()
-        known = tuple(sequence for sequence in hello.live_sequences if sequence in worker.cache.leases)
-        return Welcome(self.epoch, known, worker.last_step_id)
+        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits)
 
     def _supersede(self, worker: Worker) -> None:
         worker_id = worker.hello.worker_id
@@ -105,13 +125,12 @@ class CacheManager:
         self._forget(worker)
 
     def _forget(self, worker: Worker) -> None:
-        """Leases and device pages go; host copies in a shared tier stay."""
+        """Leases, tickets and device pages go; host copies in a shared tier stay."""
         worker_id = worker.hello.worker_id
+        del self.workers[worker_id]
+        self._events.record(Cleared(worker_id))
         spilling.abandon(worker.cache)
         self.tiers.forget_worker(worker_id)
-        del self.workers[worker_id]
-        if self.config.watch:
-            self._events.record(Cleared(worker_id))
 
     def disconnect(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> None:
         """The stream broke; the grace period begins. A stream of another incarnation does not count."""
@@ -130,105 +149,106 @@ class CacheManager:
         return worker
 
     def step(self, worker_id: WorkerId, step: Step, now_ms: int) -> StepReply:
-        """Refused whole or applied whole; a repeated step id is answered with the kept reply."""
+        """Items that are wrong are refused in the reply; a repeated step id is answered with the kept reply.
+
+        A CacheError changes nothing. Any other exception is a fault of ours that may have left a step half applied:
+        the worker's state is dropped, so that the step cannot be repeated on it, and the worker adopts what it holds.
+        """
         worker = self._worker(worker_id)
         if worker.kept_reply is not None and step.step_id == worker.last_step_id:
             return worker.kept_reply
         if step.step_id <= worker.last_step_id:
             raise InvalidInput("step.step_id", f"{step.step_id} comes after {worker.last_step_id}")
-        step_check.check_step(worker.cache, step)
-        reply = apply_step(worker.cache, step, now_ms)
-        if step.acquires and not worker.model:
-            worker.model = step.acquires[0].namespace.model
+        step_check.check_acks(worker.cache, step.acks)
+        try:
+            reply = stepping.apply_step(worker.cache, step, now_ms)
+        except Exception:
+            self._forget(worker)
+            raise
         worker.last_step_id, worker.kept_reply = step.step_id, reply
         return reply
-
-    def adopt(self, worker_id: WorkerId, adopt: Adopt, now_ms: int) -> Grant | Refusal:
-        worker = self._worker(worker_id)
-        answer = adoption.adopt(worker.cache, adopt)
-        worker.model = worker.model or adopt.namespace.model
-        return answer
 
     def worker(self, worker_id: WorkerId) -> DeviceCache:
         """The device cache of a connected worker; for audits, replays and tests."""
         return self._worker(worker_id).cache
 
-    # One verb at a time, for replays and tests; each checks, then applies.
+    # One verb at a time, for replays and tests. A CacheError changes nothing.
 
     def acquire(self, worker_id: WorkerId, acquire: Acquire, now_ms: int) -> Grant | Refusal:
-        worker = self._worker(worker_id)
-        step_check.check_one_acquire(worker.cache, acquire, "acquire")
-        worker.model = worker.model or acquire.namespace.model
-        return leasing.acquire(worker.cache, acquire)
+        return stepping.acquire(self._worker(worker_id).cache, acquire)
 
     def extend(self, worker_id: WorkerId, extend: Extend, now_ms: int) -> ExtendGrant | Refusal:
-        cache = self._worker(worker_id).cache
-        return leasing.extend(cache, step_check.check_extend(cache, extend, "extend"), extend)
+        return stepping.extend(self._worker(worker_id).cache, extend)
 
     def publish(self, worker_id: WorkerId, publish: Publish, now_ms: int) -> Remap | None:
-        cache = self._worker(worker_id).cache
-        lease = step_check.check_publish(cache, publish, "publish")
-        return publishing.publish(cache, lease, publish.tokens, publish.computed_tokens)
+        return stepping.publish(self._worker(worker_id).cache, publish)
 
     def release(self, worker_id: WorkerId, release: Release, now_ms: int) -> None:
-        cache = self._worker(worker_id).cache
-        leasing.release(cache, step_check.known_lease(cache, release.sequence_id, "release"), release.reason)
+        stepping.release(self._worker(worker_id).cache, release)
 
     # For people, routers and tools.
 
     def match(self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None) -> tuple[WorkerMatch, ...]:
         """Read-only: how far each connected worker of the model could reuse the prompt."""
-        step_check.check_tokens(tokens, "tokens", self.config.max_prompt_tokens)
-        out = []
-        for worker in self._asked(namespace, worker_id):
-            cache = worker.cache
-            found = survey(cache.tree, cache.layout, namespace, tokens, cache.host)
-            match = found.match(cache.layout.page_tokens)
-            out.append(WorkerMatch(worker.hello.worker_id, worker.hello.endpoint, match))
-        return tuple(out)
+        step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
+        prompt = PromptMatch(namespace, tokens)
+        workers = self._asked(namespace, worker_id)
+        return tuple(WorkerMatch(w.hello.worker_id, w.hello.endpoint, prompt.match(w.cache)) for w in workers)
 
     def explain(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None
     ) -> tuple[Explanation, ...]:
-        """For the operator only: may say that another salt holds the tokens."""
-        step_check.check_tokens(tokens, "tokens", self.config.max_prompt_tokens)
-        return tuple(overview.explain(worker, namespace, tokens) for worker in self._asked(namespace, worker_id))
+        """All slices of `explaining` at once; for tests."""
+        return _to_the_end(self.explaining(namespace, tokens, worker_id, 0))
+
+    def explaining(
+        self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None, now_ms: int
+    ) -> Generator[None, None, tuple[Explanation, ...]]:
+        """For the operator only: may say that another salt holds the tokens. Other calls may come in between."""
+        step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
+        prompt = PromptMatch(namespace, tokens)
+        out = []
+        for worker in list(self._asked(namespace, worker_id)):
+            out.append((yield from overview.explain(worker, namespace, tokens, prompt, now_ms)))
+        return tuple(out)
 
     def _asked(self, namespace: Namespace, worker_id: WorkerId | None) -> Iterator[Worker]:
         if worker_id:
             yield self._worker(worker_id)
             return
         for worker in self.workers.values():
-            if worker.connected and worker.model in ("", namespace.model):
+            if worker.connected and worker.hello.model in ("", namespace.model):
                 yield worker
 
     def pin(self, namespace: Namespace, tokens: bytes, ttl_ms: int, now_ms: int) -> int:
         """Rank the cached prefix last for so long (0 unpins); answers the most tokens on any worker."""
-        step_check.check_tokens(tokens, "tokens", self.config.max_prompt_tokens)
+        step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         if ttl_ms < 0:
             raise InvalidInput("ttl_ms", "must not be negative")
         until_ms = now_ms + ttl_ms if ttl_ms else 0
         caches = [worker.cache for worker in self.workers.values()]
+        lacks = next(filter(None, (upkeep.lacks_pin_room(cache, namespace, tokens) for cache in caches)), "")
+        if until_ms and lacks:
+            raise TooMany("tokens", lacks)
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 
     def clear(self, namespace: Namespace | None, unused_only: bool, now_ms: int) -> ClearResult:
-        """Drop what is cached, on devices and in the host tier; with leases in scope only what nobody holds."""
+        """All slices of `clearing` at once; for tests and replays."""
+        return _to_the_end(self.clearing(namespace, unused_only))
+
+    def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
+        """Drop what is cached, on devices and in the host tier; with leases in scope only what nobody holds.
+
+        To be run to its end; other calls may come between the slices. Raises LeasesInScope at the first one.
+        """
         caches = [worker.cache for worker in self.workers.values()]
         if not unused_only and any(upkeep.has_holders(cache, namespace) for cache in caches):
             raise LeasesInScope("namespace", "live sequences or open spills hold pages in scope")
-        if namespace is None and not unused_only and self.config.watch:
-            num_pages = self._clear_all(caches)
-        else:
-            num_pages = sum(upkeep.drop_unused(cache, namespace) for cache in caches)
-        return ClearResult(num_pages, self.tiers.clear(namespace))
-
-    def _clear_all(self, caches: list[DeviceCache]) -> int:
-        """One event says it all, after everything is gone."""
-        self._events.pause()
-        num_pages = sum(upkeep.drop_unused(cache, None) for cache in caches)
-        self._events.resume()
-        self._events.record(Cleared(None))
-        return num_pages
+        if dry_run:
+            return (yield from clearing.count(caches, self.tiers.all(), namespace))
+        if namespace is None and not unused_only:
+            self._events.record(Cleared(None))
+        return (yield from clearing.clear(caches, self.tiers.all(), namespace, detach=not unused_only))
 
     def stats(self) -> ManagerStats:
         workers = tuple(overview.worker_stats(worker) for worker in self.workers.values())
@@ -251,6 +271,14 @@ class CacheManager:
         worker = self.workers.get(worker_id)
         return spilling.next_orders(worker.cache) if worker is not None and worker.connected else ()
 
+    def watch(self, is_watched: bool) -> None:
+        """Whether anybody wants events; from now on they are made, or are not."""
+        self._events.is_wanted = is_watched
+
+    def has_effects(self) -> bool:
+        """Whether any of the three below has something to take."""
+        return bool(self._events) or self.tiers.has_work()
+
     def take_events(self) -> tuple[Event, ...]:
         return self._events.take()
 
@@ -261,6 +289,10 @@ class CacheManager:
     def take_host_deletes(self) -> tuple[bytes, ...]:
         """Keys to unlink."""
         return self.tiers.take_deletes()
+
+    def num_host_deletes(self) -> int:
+        """Rows whose keys wait to be taken for deletion."""
+        return sum(len(index.deletes) for index in self.tiers.shared.values())
 
     def take_host_touches(self) -> tuple[bytes, ...]:
         """Keys whose time to live is to be refreshed, tails before heads."""
@@ -285,7 +317,7 @@ class CacheManager:
         index.lose()
         for worker in self.workers.values():
             if worker.cache.host is not None and worker.cache.host.index is index:
-                spilling.forget_marks(worker.cache)
+                renewal.start_refill(worker.cache)
 
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None:
         index = self.tiers.shared.get(host_tier_id)
@@ -296,3 +328,18 @@ class CacheManager:
         index = self.tiers.shared.get(host_tier_id)
         if index is not None:
             index.breaker.succeeded()
+
+
+def _to_the_end(slices: Generator[None, None, _Result]) -> _Result:
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            return cast(_Result, end.value)
+
+
+def _check_same(old: Hello, new: Hello) -> None:
+    """What one process says of its pages cannot change."""
+    for name in ("fingerprint", "page_tokens", "groups", "num_ranks", "model"):
+        if getattr(new, name) != getattr(old, name):
+            raise InvalidInput(f"hello.{name}", "differs from what this incarnation said before")

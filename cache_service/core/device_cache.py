@@ -6,10 +6,13 @@ Knows no plan, no other worker, no stream and no clock; the verbs that work on i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 
+from cache_service.core.event_log import EventLog
 from cache_service.core.eviction import make_policy
+from cache_service.core.ghost_table import GhostTable
 from cache_service.core.hash_index import HostView
+from cache_service.core.kept_prompts import KeptPrompts
 from cache_service.core.layout import make_layout
 from cache_service.core.lease_table import LeaseTable
 from cache_service.core.manager_config import ManagerConfig
@@ -21,7 +24,6 @@ from cache_service.core.transfer_table import TicketIds, TransferTable
 from cache_service.core.types import (
     HASH_BYTES,
     PAGE_ID_BYTES,
-    Event,
     Hello,
     MissReason,
     PageHash,
@@ -51,24 +53,35 @@ class DeviceCache:
         config: ManagerConfig,
         host: HostView | None,
         ids: TicketIds,
-        record: Callable[[Event], None] | None = None,
+        events: EventLog,
     ) -> None:
-        self.worker_id, self.config, self.host, self.record = hello.worker_id, config, host, record
+        self.model = hello.model
+        self.worker_id, self.config, self.host, self.events = hello.worker_id, config, host, events
         self.layout = layout = make_layout(hello.groups, hello.page_tokens)
         self.pools = {group: PagePool(layout.specs[group].num_pages) for group in layout.full}
+        self._pools = tuple(self.pools.items())
         self.sparse = {group: SparsePages(group, layout.specs[group]) for group in layout.sparse}
         size = min((pool.num_pages for pool in self.pools.values()), default=0)
-        size = size or max((spec.num_pages for spec in layout.specs), default=0)
+        size = self.num_pages = size or max((spec.num_pages for spec in layout.specs), default=0)
         self.policy = make_policy(config.policy, size)
-        self.tree = RadixTree(layout.page_tokens, len(layout.specs), self.policy, config.ghost_factor * size)
+        ghosts = GhostTable(config.ghost_factor * size, size)
+        self.tree = RadixTree(layout.page_tokens, len(layout.specs), self.policy, ghosts)
         self.leases = LeaseTable()
+        self.kept = KeptPrompts(config.max_kept_bytes)
         self.transfers = TransferTable(ids)
         self.rates = Rates()
         self.counters = Counters()
-        self.keeps_hashes = host is not None or record is not None
-        self.marks_uses = self.policy.counts_uses or (host is not None and config.spill is SpillPolicy.SELECTIVE)
         self.spill_queue: OrderedDict[Node, None] = OrderedDict()
-        self.soft_nodes: dict[Node, None] = {}
+        self.soft_pins = self.tree.soft_pins
+        self.now_ms = 0  # of the last step or tick
+        self.renewals: OrderedDict[Node, None] = OrderedDict()  # whose host copies are to be renewed
+        self.refill: Iterator[Node] | None = None  # what is still to be spilled to a store that lost everything
+
+    @property
+    def marks_uses(self) -> bool:
+        """The host tier may come, go or change with each Hello, so this follows it."""
+        selective = self.host is not None and self.config.spill is SpillPolicy.SELECTIVE
+        return selective or self.policy.counts_uses
 
     def unpin(self, node: Node) -> None:
         self.tree.unpin(node)
@@ -79,7 +92,7 @@ class DeviceCache:
 
     def make_room(self, count: int) -> None:
         """Evict until every FULL group has `count` free pages."""
-        for pool in self.pools.values():
+        for _, pool in self._pools:
             lacking = count - pool.num_free
             if lacking > 0:
                 self.evict(lacking)
@@ -94,25 +107,43 @@ class DeviceCache:
             self.cut(node, taken)
             count -= taken
 
-    def cut(self, node: Node, count: int) -> int:
+    def cut(self, node: Node, count: int, is_cleared: bool = False) -> int:
         """Free the last pages of an unpinned leaf, and the WINDOW and STATE pages at and behind them."""
-        if self.record is not None:
+        if self.events.is_wanted:
             self._record_removed(node, count)
-        removed = self.tree.cut(node, count)
-        for group, pool in self.pools.items():
+        if node.soft_until_ms:
+            self.soft_pins.shrunk(node, count)
+        if count == node.resident:
+            self.spill_queue.pop(node, None)
+            self.renewals.pop(node, None)
+        removed = self.tree.cut(node, count, is_cleared)
+        for group, pool in self._pools:
             pool.give(removed[group])
-        freed = count * len(self.pools)
+        freed = count * len(self._pools)
         if self.sparse:
             freed += sum(pages.discard(removed[group]) for group, pages in self.sparse.items())
         return freed
 
     def _record_removed(self, node: Node, count: int) -> None:
-        assert self.record is not None
+        told = self.tree.detached.get(node.root)
+        if told:
+            return
         self.tree.ensure_hashes(node)
-        packed = bytes(node.hashes[(node.resident - count) * HASH_BYTES :])
+        first = node.resident - count
+        if told is not None:
+            first = max(first, min(self._published_again(node) - node.start, node.resident))
+        packed = bytes(node.hashes[first * HASH_BYTES :])
         hashes = tuple(PageHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES))
-        for group in self.layout.full or (0,):
-            self.record(Removed(self.worker_id, group, hashes))
+        for group in self.layout.full or (0,) if hashes else ():
+            self.events.record(Removed(self.worker_id, group, hashes))
+
+    def _published_again(self, node: Node) -> int:
+        """Pages of a detached path that are findable anew: watchers were told of them already."""
+        root = self.tree.roots.get(node.root.namespace)
+        if root is None:
+            return 0
+        tokens = b"".join(bytes(step.key) for step in self.tree.path(node))
+        return self.tree.walk(root, tokens, 0, len(tokens)).end
 
     # Without a FULL group nothing else shortens a path: places that hold no page any more are trimmed.
 
@@ -128,7 +159,7 @@ class DeviceCache:
     def trim(self, node: Node) -> None:
         """Cut the empty tail of an unpinned leaf, then look at its parent."""
         step: Node | None = node if not self.layout.full else None
-        while step is not None and step.parent is not None and not step.pins and not step.live_children:
+        while step is not None and step.parent is not None and not step.pins and not step.children:
             if step.resident:
                 held = max(len(bytes(step.pages[group]).rstrip(b"\0")) for group in self.layout.sparse)
                 keep = -(-held // PAGE_ID_BYTES)

@@ -2,6 +2,7 @@
 
     lru       one queue; the leaf that was released longest ago goes first
     slru      prefixes that were used again (or came back from a ghost) are protected from those seen once
+    adaptive  the same, but for as long as pays: between lru and slru, learnt from the uses
     priority  lower priority first, lru within
 
 Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last.
@@ -12,10 +13,13 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator
+from heapq import merge
 from itertools import chain
 from typing import Protocol
 
 from cache_service.core.errors import InvalidInput
+from cache_service.core.ghost_table import Ghost, GhostKind
+from cache_service.core.lifetimes import Lifetimes
 from cache_service.core.radix_node import Node, Queue
 
 # The share of the pool that SLRU keeps for prefixes that were used again.
@@ -28,22 +32,40 @@ class LeafOrder(Protocol):
     counts_uses: bool
 
     def add(self, node: Node) -> None:
-        """The node became an evictable leaf, just used."""
+        """The node became a leaf that no lease holds, just used."""
 
     def remove(self, node: Node) -> None:
-        """The node is no evictable leaf any more."""
+        """The node is no such leaf any more."""
 
     def shrunk(self, node: Node, num_pages: int) -> None:
         """A node in the order lost pages; it keeps its place."""
 
     def victim(self) -> Node:
-        """The leaf to cut next; the order is not empty."""
+        """The first leaf that no spill ticket holds; there is one."""
 
     def order(self) -> Iterator[Node]:
         """Every node in the order, next victim first."""
 
+    # What a policy may learn from; most do not.
 
-class Lru:
+    def stored(self, node: Node) -> None:
+        """The node is new in the tree; its `uses` are set."""
+        return
+
+    def grown(self, node: Node, num_pages: int) -> None:
+        """The node got more pages."""
+        return
+
+    def used(self, node: Node) -> None:
+        """A request uses the node; this use is not in `uses` yet."""
+        return
+
+    def returned(self, ghost: Ghost) -> None:
+        """An evicted run will be stored again."""
+        return
+
+
+class Lru(LeafOrder):
     """Least recently released first."""
 
     counts_uses = False
@@ -66,13 +88,13 @@ class Lru:
         pass
 
     def victim(self) -> Node:
-        return next(iter(self._queue or self._soft))
+        return _unheld(self._queue, self._soft)
 
     def order(self) -> Iterator[Node]:
         return chain(self._queue, self._soft)
 
 
-class SegmentedLru:
+class SegmentedLru(LeafOrder):
     """Leaves seen once leave before leaves that were used again, while these take no more than their share."""
 
     counts_uses = True
@@ -115,13 +137,71 @@ class SegmentedLru:
             self._pages -= num_pages
 
     def victim(self) -> Node:
-        return next(iter(self._probation or self._protected or self._soft))
+        return _unheld(self._probation, self._protected, self._soft)
 
     def order(self) -> Iterator[Node]:
         return chain(self._probation, self._protected, self._soft)
 
 
-class Priority:
+class Adaptive(LeafOrder):
+    """Two queues by last release; the first leaf goes whose age is the larger part of its queue's lifetime."""
+
+    counts_uses = True
+
+    def __init__(self, num_pages: int) -> None:
+        self.lifetimes = Lifetimes(num_pages)
+        self._once: Queue = OrderedDict()
+        self._again: Queue = OrderedDict()
+        self._soft: Queue = OrderedDict()
+
+    def add(self, node: Node) -> None:
+        node.queue = self._soft if node.soft_until_ms else self._again if node.uses else self._once
+        node.queue[node] = None
+        node.queued_at = self.lifetimes.clock
+
+    def remove(self, node: Node) -> None:
+        assert node.queue is not None
+        del node.queue[node]
+        node.queue = None
+
+    def shrunk(self, node: Node, num_pages: int) -> None:
+        pass
+
+    def victim(self) -> Node:
+        once, again = _first_unheld(self._once), _first_unheld(self._again)
+        if once is None or again is None:
+            return once or again or _unheld(self._soft)
+        return once if self._rank(once) <= self._rank(again) else again
+
+    def _rank(self, node: Node) -> float:
+        """Lowest first."""
+        age = self.lifetimes.clock - node.queued_at
+        return -age if node.queue is self._again else -age * self.lifetimes.ratio
+
+    def order(self) -> Iterator[Node]:
+        return chain(merge(self._once, self._again, key=self._rank), self._soft)
+
+    def stored(self, node: Node) -> None:
+        self.lifetimes.stored(node.uses > 0, node.resident)
+        node.used_at = self.lifetimes.clock
+
+    def grown(self, node: Node, num_pages: int) -> None:
+        self.lifetimes.grown(node.uses > 0, node.used_at, num_pages)
+
+    def used(self, node: Node) -> None:
+        self.lifetimes.used(node.uses > 0, node.used_at, node.resident)
+        node.used_at = self.lifetimes.clock
+
+    def returned(self, ghost: Ghost) -> None:
+        """The ghost's age counts from its eviction; the age that it had then is taken from the oldest leaf of today."""
+        is_again = ghost.kind is GhostKind.AGAIN
+        oldest = next(iter(self._again if is_again else self._once), None)
+        lifetimes = self.lifetimes
+        used_at = (oldest.used_at if oldest else lifetimes.clock) - ghost.age * lifetimes.unit_pages
+        lifetimes.returned(is_again, used_at, ghost.num_pages)
+
+
+class Priority(LeafOrder):
     """Lower priority first; least recently released first within one priority."""
 
     counts_uses = False
@@ -155,10 +235,23 @@ class Priority:
         pass
 
     def victim(self) -> Node:
-        return next(iter(self._queues[self._levels[0]] if self._levels else self._soft))
+        return _unheld(*(self._queues[level] for level in self._levels), self._soft)
 
     def order(self) -> Iterator[Node]:
         return chain(*(self._queues[level] for level in self._levels), self._soft)
+
+
+def _unheld(*queues: Queue) -> Node:
+    """At most as many are passed over as tickets may be open."""
+    for queue in queues:
+        for node in queue:
+            if not node.pins:
+                return node
+    raise AssertionError("no page is evictable")
+
+
+def _first_unheld(queue: Queue) -> Node | None:
+    return next((node for node in queue if not node.pins), None)
 
 
 def make_policy(name: str, num_pages: int) -> LeafOrder:
@@ -167,6 +260,8 @@ def make_policy(name: str, num_pages: int) -> LeafOrder:
         return Lru()
     if name == "slru":
         return SegmentedLru(num_pages)
+    if name == "adaptive":
+        return Adaptive(num_pages)
     if name == "priority":
         return Priority()
     raise InvalidInput("policy", f"{name!r} is unknown")

@@ -7,30 +7,41 @@ What the store is to do (keys to delete, keys whose time to live is to be refres
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
-from cache_service.core.host_key import HostKey, build_key
+from cache_service.core.host_key import HostKey, build_key, key_prefix
 from cache_service.core.types import HASH_BYTES, Namespace, PageHash
 
 # Refreshing a key's time to live is best effort; so many may wait.
 MAX_TOUCHES = 65_536
 
-# Keys that nobody came to delete die by their time to live.
-MAX_DELETES = 1_048_576
+# Rows whose keys are still to be deleted. Beyond so many the oldest die by their time to live.
+MAX_DELETES = 4_194_304
 
 # Rows of which a scan has seen some rank but not all; beyond so many the oldest wait for the next scan.
 MAX_HALF_SEEN = 262_144
 
 
+# Cleared namespaces that are remembered.
+MAX_HIDDEN = 4_096
+
+NOTHING_HIDDEN = -1
+
+
 @dataclass(slots=True)
 class HostRow:
-    """`groups` is a bit mask of the groups present; `namespace` is None where a scan found the row."""
+    """`groups` is a bit mask of the groups present; `namespace` is None where a scan found the row.
+
+    `stamp` numbers the additions, and is 0 where a scan found the row. A Clear call hides the rows up to its number.
+    """
 
     groups: int
     num_bytes: int
     namespace: Namespace | None
-    group_bytes: dict[int, int] = field(default_factory=dict)
+    stamp: int
+    used_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -69,6 +80,7 @@ class HostCounters:
     spilled: int = 0
     fetched: int = 0
     missing: int = 0
+    corrupt: int = 0
 
 
 class HashIndex:
@@ -81,24 +93,70 @@ class HashIndex:
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
         self.num_ranks: dict[bytes, int] = {}  # by fingerprint
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
-        self.deletes: deque[bytes] = deque(maxlen=MAX_DELETES)
-        self.touches: dict[bytes, None] = {}
+        self.deletes: deque[tuple[bytes, int]] = deque(maxlen=MAX_DELETES)  # keys of rows, and the groups that went
+        self.touches: dict[bytes, None] = {}  # keys of rows
         self.counters = HostCounters()
+        self.now_ms = 0  # of the last tick
         self._key_prefix = key_prefix
+        self._stamp = 0
+        self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
+        self._prefixes: dict[bytes, list[str]] = {}
         self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
 
-    def groups(self, fingerprint: bytes, page_hash: bytes) -> int:
+    def groups(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
         """Groups that can be fetched; none while the breaker is open."""
         if self.breaker.is_open:
             return 0
         row = self.rows.get(fingerprint + page_hash)
-        return row.groups if row is not None else 0
+        return row.groups if row is not None and row.stamp > floor else 0
 
-    def known(self, fingerprint: bytes, page_hash: bytes) -> int:
+    def leading(self, fingerprint: bytes, hashes: Sequence[bytes], mask: int, floor: int = NOTHING_HIDDEN) -> int:
+        """How many of these pages are there with all groups of the mask, before one is not."""
+        keys = [fingerprint + page_hash for page_hash in hashes]
+        for count, row in enumerate(map(self.rows.get, keys)):
+            if row is None or row.stamp <= floor:
+                return count
+            groups = row.groups
+            if not groups or groups & mask != mask:
+                return count
+        return len(hashes)
+
+    def known(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
         """Groups that are there or on their way."""
         key = fingerprint + page_hash
         row = self.rows.get(key)
-        return (row.groups if row is not None else 0) | self.pending.get(key, 0)
+        return (row.groups if row is not None and row.stamp > floor else 0) | self.pending.get(key, 0)
+
+    # What a Clear call hides. A row that a scan found may be of any namespace: it stays for the others, hidden from the
+    # cleared one, whose prompts are the only ones that lead to its hash if it is theirs.
+
+    def floor(self, digest: bytes) -> int:
+        """Rows with stamps up to this are hidden from the namespace with this digest."""
+        if not self._hidden:
+            return NOTHING_HIDDEN
+        return max(self._hidden.get(digest, NOTHING_HIDDEN), self._hidden.get(None, NOTHING_HIDDEN))
+
+    def hide(self, digest: bytes | None) -> int:
+        """Hide every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
+        self._hidden.pop(digest, None)
+        self._hidden[digest] = self._stamp
+        if len(self._hidden) > MAX_HIDDEN:
+            # Too many namespaces to remember: what their oldest could still find goes for everybody.
+            _, floor = self._hidden.popitem(last=False)
+            for key in [k for k, row in self.rows.items() if row.namespace is None and row.stamp <= floor]:
+                self._drop(key)
+        return self._stamp
+
+    def drop_hidden(self, key: bytes, namespace: Namespace | None, floor: int) -> bool:
+        """Drop a row that is known to be of the namespace (None: of any) and hidden; whether it was."""
+        row = self.rows.get(key)
+        if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
+            return False
+        return self._drop(key)
+
+    def key_prefix(self, fingerprint: bytes, group: int) -> str:
+        """See TransferPages."""
+        return key_prefix(self._key_prefix, fingerprint, group)
 
     def key_of(self, fingerprint: bytes, group: int, page_hash: bytes, rank: int = 0) -> bytes:
         return build_key(self._key_prefix, HostKey(fingerprint, group, rank, PageHash(page_hash)))
@@ -117,21 +175,41 @@ class HashIndex:
         else:
             self.pending.pop(key, None)
 
+    def all_keys(self) -> list[bytes]:
+        """Of all rows, in no order: the ordered way takes 100 ms for 300,000, this one 3."""
+        return list(dict.__iter__(self.rows))
+
+    def hidden_first(self, floor: int) -> Iterator[bytes]:
+        """Keys of rows up to that stamp, for somebody who drops each before asking for the next: rows that were written
+        since stand behind them."""
+        while True:
+            key = next(iter(self.rows), None)
+            if key is None or self.rows[key].stamp > floor:
+                return
+            yield key
+
+    def is_unknown(self, key: bytes) -> bool:
+        """There is such a row, and nobody knows of which namespace."""
+        row = self.rows.get(key)
+        return row is not None and row.namespace is None
+
     def add(self, fingerprint: bytes, page_hash: bytes, groups: int, namespace: Namespace | None) -> None:
         """The tier holds these groups of the page, on every rank; most recently used."""
         key = fingerprint + page_hash
         row = self.rows.get(key)
         if row is None:
-            row = self.rows[key] = HostRow(0, 0, namespace)
+            row = self.rows[key] = HostRow(0, 0, namespace, 0)
+        if namespace is not None:  # written now; what a scan found may have been written before any Clear call
+            self._stamp += 1
+            row.stamp = self._stamp
         ranks = self.num_ranks.get(fingerprint, 1)
         for group, page_bytes in enumerate(self.group_bytes.get(fingerprint, ())):
             if groups >> group & 1 and not row.groups >> group & 1:
                 row.groups |= 1 << group
-                row.group_bytes[group] = page_bytes * ranks
                 row.num_bytes += page_bytes * ranks
                 self.num_bytes += page_bytes * ranks
         row.namespace = row.namespace or namespace
-        self.rows.move_to_end(key)
+        self._use(key, row)
 
     def adopt(self, key: HostKey) -> bool:
         """A scan saw this key; True when its row becomes visible, which takes every rank."""
@@ -147,6 +225,9 @@ class HashIndex:
                 self._seen_ranks.popitem(last=False)
             return False
         self._seen_ranks.pop(seen_key, None)
+        if None in self._hidden:
+            self.delete(key.fingerprint, key.page_hash, 1 << key.group)
+            return False
         self.add(key.fingerprint, key.page_hash, 1 << key.group, None)
         return True
 
@@ -157,27 +238,36 @@ class HashIndex:
             row = self.rows.get(key)
             if row is None:
                 continue
-            self.rows.move_to_end(key)
-            if self.shared and len(self.touches) < MAX_TOUCHES:
-                for name in self._names(key, row):
-                    self.touches.pop(name, None)
-                    self.touches[name] = None
+            self._use(key, row)
+            if self.shared and (key in self.touches or len(self.touches) < MAX_TOUCHES):
+                self.touches.pop(key, None)
+                self.touches[key] = None
 
     def forget(self, fingerprint: bytes, page_hash: bytes) -> bool:
         """Drop one row, and its keys."""
         return self._drop(fingerprint + page_hash)
 
+    def delete(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
+        """Keys that stand for no row."""
+        if self.shared:
+            self.deletes.append((fingerprint + page_hash, groups))
+
+    def _use(self, key: bytes, row: HostRow) -> None:
+        row.used_ms = self.now_ms
+        self.rows.move_to_end(key)
+
+    def expire(self, before_ms: int, most: int) -> None:
+        """Drop rows, at most so many, that were last used before that: a shared store's time to live has ended them."""
+        for _ in range(most if self.shared else 0):
+            key = next(iter(self.rows), None)
+            if key is None or self.rows[key].used_ms >= before_ms:
+                return
+            self._drop(key)
+
     def shrink(self) -> None:
         """Drop the least recently used rows beyond the quota."""
         while self.num_bytes > self.quota_bytes and self.rows:
             self._drop(next(iter(self.rows)))
-
-    def clear(self, namespace: Namespace | None) -> int:
-        """Drop a namespace's rows (None: all); a row of unknown namespace counts as in scope."""
-        keys = [key for key, row in self.rows.items() if namespace is None or row.namespace in (None, namespace)]
-        for key in keys:
-            self._drop(key)
-        return len(keys)
 
     def lose(self) -> None:
         """The store lost everything: forget the rows; there is nothing to delete."""
@@ -185,6 +275,7 @@ class HashIndex:
         self.touches.clear()
         self.deletes.clear()
         self._seen_ranks.clear()
+        self._hidden.clear()
         self.num_bytes = 0
 
     def _drop(self, key: bytes) -> bool:
@@ -193,16 +284,40 @@ class HashIndex:
             return False
         self.num_bytes -= row.num_bytes
         if self.shared:
-            names = self._names(key, row)
-            self.deletes += names
-            for name in names:
-                self.touches.pop(name, None)
+            self.deletes.append((key, row.groups))
+            self.touches.pop(key, None)
         return True
 
-    def _names(self, key: bytes, row: HostRow) -> list[bytes]:
-        fingerprint, page_hash = key[:-HASH_BYTES], key[-HASH_BYTES:]
+    def take_deletes(self, count: int) -> list[bytes]:
+        """Names to unlink, of at most `count` rows; those dropped first come first."""
+        taken = (self.deletes.popleft() for _ in range(min(count, len(self.deletes))))
+        # A row that came back meanwhile has been written anew.
+        return [n for key, groups in taken for n in self._names(key, groups & ~self._groups_now(key))]
+
+    def take_touches(self, count: int) -> list[bytes]:
+        """Names whose time to live is to be refreshed, of at most `count` rows."""
+        taken = list(islice(self.touches, count))
+        for key in taken:
+            del self.touches[key]
+        return [name for key in taken for name in self._names(key, self.rows[key].groups)]
+
+    def _groups_now(self, key: bytes) -> int:
+        row = self.rows.get(key)
+        return (row.groups if row is not None else 0) | self.pending.get(key, 0)
+
+    def _names(self, key: bytes, groups: int) -> list[bytes]:
+        fingerprint, tail = key[:-HASH_BYTES], f":{key[-HASH_BYTES:].hex()}"
         ranks = range(self.num_ranks.get(fingerprint, 1))
-        return [self.key_of(fingerprint, group, page_hash, rank) for group in row.group_bytes for rank in ranks]
+        prefixes = self._prefixes.get(fingerprint)
+        if prefixes is None:
+            count = len(self.group_bytes.get(fingerprint, ()))
+            prefixes = self._prefixes[fingerprint] = [self.key_prefix(fingerprint, g) for g in range(count)]
+        return [
+            f"{prefix}{rank}{tail}".encode()
+            for group, prefix in enumerate(prefixes)
+            if groups >> group & 1
+            for rank in ranks
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,11 @@ class HostKey(NamedTuple):
     page_hash: PageHash
 
 
+def key_prefix(prefix: bytes, fingerprint: bytes, group: int) -> str:
+    """What the keys of one group start with: the rank in decimal, ":" and the page hash in hex follow."""
+    return f"{prefix.decode()}{fingerprint.hex()}:{group}:"
+
+
 def build_key(prefix: bytes, key: HostKey) -> bytes:
     """prefix, fingerprint hex, group, rank, page hash hex; joined by colons."""
     middle = f"{key.fingerprint.hex()}:{key.group}:{key.rank}:{key.page_hash.hex()}"

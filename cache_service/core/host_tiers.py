@@ -11,10 +11,13 @@ from cache_service.core.hash_index import Breaker, HashIndex, HostView
 from cache_service.core.host_key import parse_key
 from cache_service.core.manager_config import ManagerConfig
 from cache_service.core.stats import HostTierStats
-from cache_service.core.types import Hello, HostTierKind, Namespace, WorkerId
+from cache_service.core.types import Hello, HostTierKind, WorkerId
 
 # A shared tier whose workers are all gone is kept for their return, but not many of them.
 MAX_UNUSED_TIERS = 4
+
+# Rows of one tier whose keys are named at once: about 2 ms.
+MAX_TAKEN = 2_048
 
 
 class HostTiers:
@@ -22,6 +25,7 @@ class HostTiers:
 
     def __init__(self, config: ManagerConfig) -> None:
         self._config = config
+        self._now_ms = 0
         self.shared: dict[str, HashIndex] = {}
         self.private: dict[WorkerId, HashIndex] = {}
 
@@ -49,7 +53,9 @@ class HostTiers:
     def _make(self, is_shared: bool) -> HashIndex:
         config = self._config
         breaker = Breaker(config.breaker_failures, config.breaker_ms)
-        return HashIndex(config.host_quota_bytes, breaker, is_shared, config.key_prefix)
+        index = HashIndex(config.host_quota_bytes, breaker, is_shared, config.key_prefix)
+        index.now_ms = self._now_ms
+        return index
 
     def forget_worker(self, worker_id: WorkerId) -> None:
         self.private.pop(worker_id, None)
@@ -70,24 +76,21 @@ class HostTiers:
         index.shrink()
         return adopted
 
-    def clear(self, namespace: Namespace | None) -> int:
-        return sum(index.clear(namespace) for index in self.all())
-
     def tick(self, now_ms: int) -> None:
+        self._now_ms = now_ms
         for index in self.all():
             index.breaker.tick(now_ms)
+            index.now_ms = now_ms
+            index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
+
+    def has_work(self) -> bool:
+        return any(index.deletes or index.touches for index in self.all())
 
     def take_deletes(self) -> tuple[bytes, ...]:
-        taken = tuple(key for index in self.all() for key in index.deletes)
-        for index in self.all():
-            index.deletes.clear()
-        return taken
+        return tuple(name for index in self.all() for name in index.take_deletes(MAX_TAKEN))
 
     def take_touches(self) -> tuple[bytes, ...]:
-        taken = tuple(key for index in self.all() for key in index.touches)
-        for index in self.all():
-            index.touches.clear()
-        return taken
+        return tuple(name for index in self.all() for name in index.take_touches(MAX_TAKEN))
 
     def stats(self) -> HostTierStats:
         tiers = self.all()
@@ -98,6 +101,7 @@ class HostTiers:
             num_spilled_pages=sum(index.counters.spilled for index in tiers),
             num_fetched_pages=sum(index.counters.fetched for index in tiers),
             num_missing_pages=sum(index.counters.missing for index in tiers),
+            num_corrupt_pages=sum(index.counters.corrupt for index in tiers),
             breaker_open=any(index.breaker.is_open for index in tiers),
             spill_policy=self._config.spill,
             fetch_policy=self._config.fetch,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cache_service.core.types import TOKEN_BYTES, GroupKind, GroupSpec
 
@@ -26,13 +26,16 @@ class Layout:
         return -(-num_tokens // self.page_tokens)
 
 
-def make_layout(specs: Sequence[GroupSpec], page_tokens: int) -> Layout:
+@lru_cache(maxsize=256)
+def make_layout(specs: tuple[GroupSpec, ...], page_tokens: int) -> Layout:
+    """Workers that declare the same groups share one layout."""
+
     def of(*kinds: GroupKind) -> tuple[int, ...]:
         return tuple(group for group, spec in enumerate(specs) if spec.kind in kinds)
 
     full = of(GroupKind.FULL)
     return Layout(
-        specs=tuple(specs),
+        specs=specs,
         page_tokens=page_tokens,
         full=full,
         window=of(GroupKind.WINDOW),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cache_service.core.page_hash import PromptHashes
 from cache_service.core.radix_node import Node
+from cache_service.core.transfer_table import Fetch
 from cache_service.core.types import TOKEN_BYTES, Namespace, SequenceId, TicketId
 
 
@@ -34,6 +36,13 @@ class HeldSlot(NamedTuple):
     slot: int
 
 
+class Arrival(NamedTuple):
+    """One acknowledged fetch: its leading `num_done` pages hold what they are to hold."""
+
+    fetch: Fetch
+    num_done: int
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """One sequence. `node` is the deepest node that it pins; `published` pages lie at or before it."""
@@ -57,9 +66,13 @@ class Lease:
     leave: tuple[LeaveSlot, ...] = ()
     room: int = 0  # tokens up to which snapshot boundaries have been offered
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
-    fetch: TicketId | None = None  # waits for this ticket's ack
+    fetches: set[TicketId] = field(default_factory=set)  # waits for the acks of these tickets
+    arrived: list[Arrival] = field(default_factory=list)  # what the acks said so far
+    may_fetch: bool = True  # no ticket of this round failed
+    hashes: PromptHashes | None = None  # of the prompt, for the plan after a fetch
     device_tokens: int = 0  # usable on the device when first acquired
     fetched_any: bool = False  # what is usable beyond that came from the host tier
+    bypass: bool = False  # reuses nothing and publishes nothing: all that it holds is its own
 
     @property
     def num_tokens(self) -> int:
@@ -78,11 +91,23 @@ class Lease:
 class LeaseTable(dict[SequenceId, Lease]):
     """Leases by sequence id, in the order in which they were granted."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        """Of tokens that the leases hold."""
+
     def add(self, lease: Lease) -> None:
         self[lease.sequence_id] = lease
+        self.num_bytes += len(lease.prompt) + len(lease.accepted)
 
     def remove(self, sequence_id: SequenceId) -> None:
-        del self[sequence_id]
+        lease = self.pop(sequence_id)
+        self.num_bytes -= len(lease.prompt) + len(lease.accepted)
+
+    def accept(self, lease: Lease, tokens: bytes) -> None:
+        """Tokens beyond the prompt."""
+        lease.accepted += tokens
+        self.num_bytes += len(tokens)
 
     def all(self) -> list[Lease]:
         return list(self.values())

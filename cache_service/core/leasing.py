@@ -5,7 +5,7 @@ Knows no other worker, no stream and no clock. A commit pins the hits, then evic
 
 from __future__ import annotations
 
-from cache_service.core import fetching, publishing
+from cache_service.core import fetching, publishing, renewal
 from cache_service.core.admission import Plan, lacks_for_extend, plan_acquire
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold
@@ -47,7 +47,7 @@ def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | No
         lease.device_tokens, lease.fetched_any = earlier.device_tokens, earlier.fetched_any
     cache.leases.add(lease)
     if plan.fetches:
-        return _grant(cache, lease, plan, fetching.start(cache, lease, plan))
+        return _grant(cache, lease, plan, fetches=fetching.start(cache, lease, plan))
     return _admit(cache, lease, plan)
 
 
@@ -59,7 +59,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
         lease.room = plan.boundary * cache.layout.page_tokens
         chunk = lease.chunk_tokens or plan.num_tokens
         leave = _offer_leave(cache, lease, min(plan.num_tokens, lease.room + chunk))
-    grant = _grant(cache, lease, plan, None, leave)
+    grant = _grant(cache, lease, plan, leave)
     counters = cache.counters
     counters.requests += 1
     counters.prompt += plan.num_tokens
@@ -72,12 +72,13 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
 
 
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
-    node, child, pages, _ = plan.place
+    node, child, pages = plan.place
     if child is not None and pages:
         node = cache.tree.split(child, pages)
     elif node.parent is None:
         node = cache.tree.root(acquire.namespace)
     cache.tree.pin(node)
+    renewal.note_hit(cache, node)
     if cache.marks_uses or acquire.priority:
         _mark_use(cache, node, acquire.priority)
     lease = Lease(
@@ -94,6 +95,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
         private=[bytearray()] * len(cache.layout.specs),
         full_end=plan.total,
         windows={},
+        bypass=acquire.bypass_cache,
     )
     if cache.sparse:
         _read_hits(cache, lease, plan)
@@ -133,6 +135,7 @@ def _mark_use(cache: DeviceCache, node: Node, priority: int) -> None:
     selective = cache.host is not None and cache.config.spill is SpillPolicy.SELECTIVE
     step = node
     while step.parent is not None:
+        cache.policy.used(step)
         step.uses += 1
         step.priority = max(step.priority, priority)
         if selective and step.spilled < step.resident:
@@ -141,6 +144,8 @@ def _mark_use(cache: DeviceCache, node: Node, priority: int) -> None:
 
 
 def _take_rolling(cache: DeviceCache, lease: Lease) -> None:
+    if lease.bypass:
+        return
     for group in cache.layout.state:
         if cache.sparse[group].num_available:
             lease.rolling += (HeldSlot(group, cache.sparse[group].take(1)[0]),)
@@ -155,7 +160,7 @@ def _offer_leave(cache: DeviceCache, lease: Lease, room: int) -> tuple[SnapshotS
     num_tokens = len(lease.prompt) // 4
     wanted = {(num_tokens - 1) // page_tokens, lease.matched, num_tokens // page_tokens}
     offered = []
-    for boundary in sorted(wanted):
+    for boundary in sorted(wanted) if not lease.bypass else ():
         if not lease.room < boundary * page_tokens <= room:
             continue
         for group in cache.layout.state:
@@ -169,14 +174,18 @@ def _offer_leave(cache: DeviceCache, lease: Lease, room: int) -> tuple[SnapshotS
 
 
 def _grant(
-    cache: DeviceCache, lease: Lease, plan: Plan, fetch: Transfer | None, leave: tuple[SnapshotSlot, ...] = ()
+    cache: DeviceCache,
+    lease: Lease,
+    plan: Plan,
+    leave: tuple[SnapshotSlot, ...] = (),
+    fetches: tuple[Transfer, ...] = (),
 ) -> Grant:
     layout, page_tokens = cache.layout, cache.layout.page_tokens
-    usable = (plan.usable if fetch is not None else plan.boundary) * page_tokens
+    usable = (plan.usable if fetches else plan.boundary) * page_tokens
     fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
     cached, match = usable - fetched, plan.match
     if not layout.state:
-        return Grant(lease.sequence_id, usable, cached, fetched, tables(cache, lease), match, fetch)
+        return Grant(lease.sequence_id, usable, cached, fetched, tables(cache, lease), match, fetches)
     return Grant(
         sequence_id=lease.sequence_id,
         usable_tokens=usable,
@@ -184,8 +193,8 @@ def _grant(
         fetched_tokens=fetched,
         tables=tables(cache, lease),
         match=match,
-        fetch=fetch,
-        restore=() if fetch is not None else _slots(lease.restore, usable),
+        fetches=fetches,
+        restore=() if fetches else _slots(lease.restore, usable),
         leave=leave,
         working=_slots(lease.working, usable),
         rolling=_slots(lease.rolling, usable),
@@ -217,14 +226,16 @@ def _page_ids(lease: Lease, group: int) -> bytes:
     return b"".join(parts)
 
 
-def plan_again(cache: DeviceCache, lease: Lease, may_fetch: bool) -> Grant | Refusal:
-    """After the ack of its fetch, from the tokens that the lease keeps; a refusal ends it."""
+def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
+    """After the acks of its fetches, from the tokens that the lease keeps; a refusal ends it."""
     drop_holdings(cache, lease)
     cache.leases.remove(lease.sequence_id)
     acquire = Acquire(
         lease.sequence_id, lease.namespace, lease.prompt, chunk_tokens=lease.chunk_tokens, priority=lease.priority
     )
-    plan = plan_acquire(cache, acquire, may_fetch)
+    if lease.hashes is not None:
+        lease.hashes.reach.clear()  # rows have come and gone since
+    plan = plan_acquire(cache, acquire, lease.may_fetch, lease.hashes)
     if isinstance(plan, Refusal):
         cache.counters.refusals += 1
         return plan
@@ -281,11 +292,12 @@ def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
 # Release.
 
 
-def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason) -> None:
-    if lease.fetch is not None:
+def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason, rolling_tokens: int = 0) -> None:
+    """`rolling_tokens`: the boundary whose state the rolling slots hold; 0: none."""
+    if lease.fetches:
         fetching.orphan(cache, lease)
-    elif lease.rolling and reason is ReleaseReason.FINISHED:
-        publishing.publish_rolling(cache, lease)
+    elif lease.rolling and rolling_tokens and reason is ReleaseReason.FINISHED:
+        publishing.publish_rolling(cache, lease, rolling_tokens // cache.layout.page_tokens)
     drop_holdings(cache, lease)
     cache.leases.remove(lease.sequence_id)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from itertools import takewhile
+
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.prompt_match import PromptMatch
 from cache_service.core.stats import GroupStats, WorkerStats
-from cache_service.core.survey import Survey, survey
+from cache_service.core.survey import Survey
 from cache_service.core.types import Explanation, MissReason, Namespace, Residence, Segment
 from cache_service.core.worker import Worker
+
+# Namespaces that Explain looks at between two yields: about 1 ms.
+ROOTS_IN_A_SLICE = 2_000
 
 _SENTENCES = {
     MissReason.NEVER_SEEN: "No request with these tokens has been published here.",
@@ -15,38 +22,66 @@ _SENTENCES = {
     MissReason.NO_SNAPSHOT: "The KV is cached, but group {group} has no snapshot at a later boundary.",
     MissReason.WINDOW_GONE: "The KV is cached, but the window of group {group} before a later boundary is gone.",
     MissReason.OTHER_SALT: "The tokens are cached under another salt.",
+    MissReason.CLEARED: "These tokens were cached, and dropped by a Clear call since.",
+    MissReason.BYPASSED: "The request bypassed the cache.",
 }
 
 
-def explain(worker: Worker, namespace: Namespace, tokens: bytes) -> Explanation:
-    """Where each part of the prompt is, and why the rest is missing."""
+def explain(
+    worker: Worker, namespace: Namespace, tokens: bytes, prompt: PromptMatch, now_ms: int
+) -> Generator[None, None, Explanation]:
+    """Where each part of the prompt is, and why the rest is missing; in slices."""
     cache = worker.cache
-    found = survey(cache.tree, cache.layout, namespace, tokens, cache.host)
+    found = prompt.survey(cache)
+    pinned, left_ms = _pinned(cache, found, now_ms)
     match = found.match(cache.layout.page_tokens)
-    if _cached_under_other_salt(cache, found, namespace, tokens):
+    segments = _segments(found, cache.layout.page_tokens, len(tokens) // 4)
+    yield
+    if found.reason is MissReason.NEVER_SEEN and (yield from _is_under_other_salt(cache, found, namespace, tokens)):
         match = match._replace(miss_reason=MissReason.OTHER_SALT)
-    size, num_tokens = cache.layout.page_tokens, len(tokens) // 4
-    segments = []
-    if found.usable:
-        segments.append(Segment(0, found.usable * size, Residence.DEVICE))
-    if found.host > found.usable:
-        segments.append(Segment(found.usable * size, (found.host - found.usable) * size, Residence.HOST))
-    rest = found.host * size
-    segments.append(Segment(rest, num_tokens - rest, Residence.MISSING, match.miss_reason))
+    segments[-1] = segments[-1]._replace(miss_reason=match.miss_reason)
     notes = [_SENTENCES[match.miss_reason].format(group=match.limiting_group)]
     if cache.host is not None and cache.host.index.breaker.is_open:
         notes.append("The host tier is not asked: its breaker is open.")
-    return Explanation(worker.hello.worker_id, worker.hello.endpoint, match, tuple(segments), tuple(notes))
+    hello = worker.hello
+    return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms)
 
 
-def _cached_under_other_salt(cache: DeviceCache, found: Survey, namespace: Namespace, tokens: bytes) -> bool:
-    if found.reason is not MissReason.NEVER_SEEN:
-        return False
-    for other in cache.tree.roots:
-        if other.salt != namespace.salt and other._replace(salt=namespace.salt) == namespace:
-            there = survey(cache.tree, cache.layout, other, tokens, None)
-            if there.matched > found.matched:
-                return True
+def _segments(found: Survey, page_tokens: int, num_tokens: int) -> list[Segment]:
+    segments = []
+    if found.usable:
+        segments.append(Segment(0, found.usable * page_tokens, Residence.DEVICE))
+    if found.host > found.usable:
+        segments.append(Segment(found.usable * page_tokens, (found.host - found.usable) * page_tokens, Residence.HOST))
+    rest = found.host * page_tokens
+    return [*segments, Segment(rest, num_tokens - rest, Residence.MISSING)]
+
+
+def _pinned(cache: DeviceCache, found: Survey, now_ms: int) -> tuple[int, int]:
+    """Leading tokens under a Pin call, and for how many ms more all of them are."""
+    walk = found.walk
+    path = [*cache.tree.path(walk.node), *([walk.child] if walk.child is not None and walk.pages else [])]
+    pinned = list(takewhile(lambda node: node.soft_until_ms, path))
+    if not pinned:
+        return 0, 0
+    end = min(pinned[-1].end, walk.end)
+    return end * cache.layout.page_tokens, max(min(node.soft_until_ms for node in pinned) - now_ms, 0)
+
+
+def _is_under_other_salt(
+    cache: DeviceCache, found: Survey, namespace: Namespace, tokens: bytes
+) -> Generator[None, None, bool]:
+    first = tokens[: cache.layout.page_bytes]
+    for number, (other, root) in enumerate(list(cache.tree.roots.items())):
+        if number % ROOTS_IN_A_SLICE == ROOTS_IN_A_SLICE - 1:
+            yield
+        if first not in root.children or (other.model, other.adapter) != (namespace.model, namespace.adapter):
+            continue
+        if (
+            other.salt != namespace.salt
+            and cache.tree.walk(root, tokens, 0, len(first) * found.limit).end > found.matched
+        ):
+            return True
     return False
 
 
@@ -56,7 +91,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         worker_id=worker.hello.worker_id,
         endpoint=worker.hello.endpoint,
         incarnation=worker.hello.incarnation,
-        model=worker.model,
+        model=worker.hello.model,
         connected=worker.connected,
         groups=tuple(_group_stats(cache, group) for group in range(len(cache.layout.specs))),
         num_leases=len(cache.leases),
@@ -68,8 +103,10 @@ def worker_stats(worker: Worker) -> WorkerStats:
         computed_tokens=counters.computed,
         num_refusals=counters.refusals,
         num_nodes=cache.tree.num_nodes,
-        num_ghost_pages=cache.tree.ghost_pages,
+        num_ghost_pages=cache.tree.ghosts.num_pages,
+        kept_bytes=cache.kept.num_bytes,
         misses=tuple(sorted(counters.misses.items())),
+        pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
     )
 
 

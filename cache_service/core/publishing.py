@@ -41,11 +41,11 @@ class Run(NamedTuple):
 
 def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> Remap | None:
     """Take over the accepted tokens and the computed length; every page wholly below it becomes findable."""
-    lease.accepted += tokens
+    cache.leases.accept(lease, tokens)
     lease.computed = computed
     remaps: list[GroupPages] = []
     end = computed // cache.layout.page_tokens
-    if end > lease.published:
+    if end > lease.published and not lease.bypass:
         remaps = publish_pages(cache, lease, end)
     if cache.sparse:
         _publish_snapshots(cache, lease)
@@ -68,8 +68,7 @@ def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages
         del lease.private[group][: (end - start) * PAGE_ID_BYTES]
     if cache.layout.sparse:
         _fill_windows(cache, lease, runs, remaps)
-    if cache.keeps_hashes:
-        _tell(cache, lease, runs)
+    _tell(cache, lease, runs)
     return remaps
 
 
@@ -94,21 +93,21 @@ def _descend(cache: DeviceCache, lease: Lease, end: int, remaps: list[GroupPages
     while page < end:
         child = node.children.get(tokens[pos : pos + size])
         if child is None:
-            leaf_tokens = bytearray(memoryview(tokens)[pos:limit])
-            node = tree.attach(node, leaf_tokens, _own(cache, lease, page, end), end - page)
-            node.priority = lease.priority
-            runs.append(Run(node, page, end, True))
-            break
-        if child.resident:
-            common = tree.common_pages(child, tokens, pos, min(limit, pos + child.resident * size))
-            node = tree.split(child, common) if common * size < len(child.key) else child
-            _remap_full(cache, lease, node, page, remaps)
-            runs.append(Run(node, page, page + common, False))
-        else:
-            common = tree.common_pages(child, tokens, pos, limit)
-            node = tree.revive(child, _own(cache, lease, page, page + common), common)
-            node.priority = lease.priority
-            runs.append(Run(node, page, page + common, True))
+            # What was evicted comes back as the run that it was: policies take that as a use.
+            count = tree.take_ghosts(node, tokens, pos, limit)
+            stop = page + count if count else end
+            key = bytearray(memoryview(tokens)[pos : pos + (stop - page) * size])
+            node = tree.attach(node, key, _own(cache, lease, page, stop), stop - page)
+            node.uses, node.priority = int(count > 0), lease.priority
+            tree.policy.stored(node)
+            runs.append(Run(node, page, stop, True))
+            pos += (stop - page) * size
+            page = stop
+            continue
+        common = tree.common_pages(child, tokens, pos, limit)
+        node = tree.split(child, common) if common < child.resident else child
+        _remap_full(cache, lease, node, page, remaps)
+        runs.append(Run(node, page, page + common, False))
         page += common
         pos += common * size
     return runs
@@ -193,10 +192,9 @@ def fill_hole(cache: DeviceCache, node: Node, target: SparsePage) -> None:
         cache.sparse[target.group].publish(target.page_id, node, target.page)
 
 
-def publish_rolling(cache: DeviceCache, lease: Lease) -> None:
-    """The last boundary that decode crossed; only a finished sequence has no launch that could have moved it on."""
-    boundary = lease.computed // cache.layout.page_tokens
-    if lease.rolling and boundary == lease.published and boundary * cache.layout.page_bytes > len(lease.prompt):
+def publish_rolling(cache: DeviceCache, lease: Lease, boundary: int) -> None:
+    """The snapshot of the page boundary that the worker names, if what lies before it is published."""
+    if 0 < boundary <= lease.published:
         for held in lease.rolling:
             publish_slot(cache, lease.node, held.group, boundary, held.slot)
         lease.rolling = ()
@@ -208,7 +206,9 @@ def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
     prompt_tokens = len(lease.prompt) // TOKEN_BYTES
     for group, hold in lease.windows.items():
         spec = layout.specs[group]
-        first = min(window_start(lease.computed, spec, layout.page_tokens), lease.published, hold.end)
+        first = min(window_start(lease.computed, spec, layout.page_tokens), hold.end)
+        if not lease.bypass:
+            first = min(first, lease.published)
         if first <= hold.first:
             continue
         run = window_pages(spec, layout.page_tokens)
@@ -226,17 +226,18 @@ def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
 
 
 def _tell(cache: DeviceCache, lease: Lease, runs: list[Run]) -> None:
-    cache.tree.ensure_hashes(lease.node)
-    spills = cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH
-    for run in runs:
-        if spills and run.node.spilled < run.node.resident:
-            cache.spill_queue[run.node] = None
-        if run.fresh and cache.record is not None:
-            _record_stored(cache, run)
+    if cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH:
+        for run in runs:
+            if run.node.spilled < run.node.resident:
+                cache.spill_queue[run.node] = None
+    if cache.events.is_wanted:
+        cache.tree.ensure_hashes(lease.node)
+        for run in runs:
+            if run.fresh:
+                _record_stored(cache, run)
 
 
 def _record_stored(cache: DeviceCache, run: Run) -> None:
-    assert cache.record is not None
     node, size = run.node, cache.layout.page_bytes
     first, end = run.first - node.start, run.end - node.start
     packed = bytes(node.hashes[first * HASH_BYTES : end * HASH_BYTES])
@@ -245,4 +246,4 @@ def _record_stored(cache: DeviceCache, run: Run) -> None:
     parent = bytes(before if before is not None else node.parent.hashes[-HASH_BYTES:])  # type: ignore[union-attr]
     tokens = bytes(node.key[first * size : end * size])
     for group in cache.layout.full or (0,):
-        cache.record(Stored(cache.worker_id, group, node.root.namespace, parent, hashes, tokens))
+        cache.events.record(Stored(cache.worker_id, group, node.root.namespace, parent, hashes, tokens))

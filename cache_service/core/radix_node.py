@@ -1,7 +1,4 @@
-"""One run of pages on one path, and the root of a namespace. Values only: the tree keeps their counts and their shape.
-
-A node's tokens may reach beyond its pages: what follows the resident pages are ghosts.
-"""
+"""One run of pages on one path, and the root of a namespace. Values only: the tree keeps their counts and shape."""
 
 from __future__ import annotations
 
@@ -21,19 +18,20 @@ class Node:
         "children",
         "hashes",
         "key",
-        "live_children",
         "pages",
         "parent",
         "pins",
         "priority",
         "queue",
+        "queued_at",
+        "renewed_ms",
         "resident",
         "root",
         "soft_until_ms",
         "spilled",
-        "stamp",
         "start",
         "ticket_pins",
+        "used_at",
         "uses",
     )
 
@@ -42,20 +40,21 @@ class Node:
         self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
         self.start, self.key, self.pages, self.resident = start, key, pages, resident
         self.children: dict[bytes, Node] = {}
-        self.live_children = 0  # those with resident pages
         self.pins = 0
-        self.ticket_pins = 0  # how many of the pins belong to spill tickets, which do not mind growth
+        self.ticket_pins = 0  # how many of the pins belong to spill tickets, which mind neither growth nor the order
         self.hashes = bytearray()  # of leading resident pages
         self.spilled = 0  # leading pages that need no look at the host tier any more
-        self.queue: Queue | None = None
-        self.stamp = 0  # when a lease last let go of it, on the tree's own count
+        self.queue: Queue | None = None  # while no lease holds it and it has no child
+        self.queued_at = 0  # on the policy's clock
         self.uses = 0
+        self.used_at = 0  # on the policy's clock
         self.priority = 0
         self.soft_until_ms = 0
+        self.renewed_ms = 0  # when its host copies were last renewed
 
     @property
     def end(self) -> int:
-        """The page number behind the last resident page."""
+        """The page number behind the last page."""
         return self.start + self.resident
 
 

@@ -1,24 +1,23 @@
 """Page-aligned runs of tokens -> pages of every group; walk, pin, grow, attach, split, cut.
 
-Knows no pool, lease, ticket or time. A node is a run of pages on one path. Its tokens may reach beyond its pages: what
-follows the resident pages are ghosts, tokens of evicted pages that are remembered for a while:
+Knows no pool, lease, ticket or time. A node is a run of pages on one path:
 
-    key       |  page  |  page  |  page  | ghost | ghost |
-    pages[g]  |   17   |    4   |    9   |                     `resident` = 3
+    key       |  page  |  page  |  page  |
+    pages[g]  |   17   |    4   |    9   |      `resident` = 3
 
-Laws: a pinned node has no ghost; below a ghost everything is ghost; the lower half of a split keeps its identity;
-a node counts its own pins and its pinned children, so a pin walks up only to the first pinned ancestor.
+Laws: the lower half of a split keeps its identity; a node without pages leaves the tree, and leaves a mark among the
+ghosts; a node counts its own pins and its pinned children, so a pin walks up only to the first pinned ancestor.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import takewhile
 from typing import NamedTuple
 
 from cache_service.core.eviction import LeafOrder
+from cache_service.core.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, fingerprint
 from cache_service.core.page_hash import page_hashes
 from cache_service.core.radix_node import Node, Packed, Root
+from cache_service.core.soft_pins import SoftPins
 from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 
 # A divergence inside a node is searched for by strides of pages, then by halves.
@@ -43,12 +42,11 @@ def _tail(packed: Packed, at: int) -> Packed:
 
 
 class Walk(NamedTuple):
-    """How far tokens lead: `node` wholly, then `pages` resident pages of `child`; `ghost`: the next page is one."""
+    """How far tokens lead: `node` wholly, then `pages` pages of `child`, of which more do not match."""
 
     node: Node
     child: Node | None
     pages: int
-    ghost: bool
 
     @property
     def end(self) -> int:
@@ -58,17 +56,16 @@ class Walk(NamedTuple):
 class RadixTree:
     """All namespaces of one worker."""
 
-    def __init__(self, page_tokens: int, num_groups: int, policy: LeafOrder, ghost_limit: int) -> None:
+    def __init__(self, page_tokens: int, num_groups: int, policy: LeafOrder, ghosts: GhostTable) -> None:
         self.page_bytes = page_tokens * TOKEN_BYTES
         self.policy = policy
         self.roots: dict[Namespace, Root] = {}
         self.num_nodes = 0
         self.evictable_pages = 0  # pages of unpinned nodes
-        self.ghost_pages = 0
-        self.ghosts: OrderedDict[Node, None] = OrderedDict()  # nodes with ghosts, oldest first
-        self._clock = 0
+        self.ghosts = ghosts
+        self.soft_pins = SoftPins()
+        self.detached: dict[Root, bool] = {}
         self._num_groups = num_groups
-        self._ghost_limit = ghost_limit
 
     def root(self, namespace: Namespace) -> Root:
         """The namespace's root, made on first use; dropped again when nothing hangs on it."""
@@ -76,6 +73,20 @@ class RadixTree:
         if root is None:
             root = self.roots[namespace] = Root(namespace, self._num_groups)
         return root
+
+    # Clearing. A detached namespace is found no more; its pages are still evictable until they are cut.
+
+    def roots_of(self, namespace: Namespace | None) -> list[Root]:
+        """The roots in scope (None: all)."""
+        return [root for name, root in self.roots.items() if namespace in (None, name)]
+
+    def detach(self, root: Root, *, told: bool) -> None:
+        """Nobody holds anything of it. `told`: watchers know that all of it is gone."""
+        del self.roots[root.namespace]
+        self.detached[root] = told
+
+    def forget_detached(self, root: Root) -> None:
+        self.detached.pop(root, None)
 
     # Reading.
 
@@ -87,18 +98,15 @@ class RadixTree:
             if child is None:
                 break
             key = child.key
-            if child.resident * size == len(key) <= limit - pos and tokens.startswith(key, pos):
+            if len(key) <= limit - pos and tokens.startswith(key, pos):
                 pos += len(key)
                 node = child
                 continue
-            # One page beyond the resident ones says whether ghosts go on; how far does not matter here.
-            held = child.resident
-            pages = self.common_pages(child, tokens, pos, min(limit, pos + (held + 1) * size))
-            return Walk(node, child, min(pages, held), pages > held)
-        return Walk(node, None, 0, False)
+            return Walk(node, child, self.common_pages(child, tokens, pos, limit))
+        return Walk(node, None, 0)
 
     def common_pages(self, node: Node, tokens: bytes, pos: int, limit: int) -> int:
-        """Leading pages of the node, ghosts included, that tokens[pos:limit] share; the first one is known to match."""
+        """Leading pages of the node that tokens[pos:limit] share; the first one is known to match."""
         size, key = self.page_bytes, memoryview(node.key)
         end = min(len(key), limit - pos)
         low = high = size
@@ -148,27 +156,44 @@ class RadixTree:
     def pin(self, node: Node | None) -> None:
         while node is not None:
             node.pins += 1
+            if node.queue is not None:
+                self.policy.remove(node)
             if node.pins > 1:
                 return
             self.evictable_pages -= node.resident
-            if node.queue is not None:
-                self.policy.remove(node)
             node = node.parent
+
+    def pin_for_ticket(self, node: Node) -> None:
+        """Hold a node without using it: a leaf keeps its place in the order, where victims pass it over."""
+        node.ticket_pins += 1
+        node.pins += 1
+        if node.pins == 1:
+            self.evictable_pages -= node.resident
+            self.pin(node.parent)
+
+    def unpin_for_ticket(self, node: Node) -> None:
+        node.ticket_pins -= 1
+        node.pins -= 1
+        if not node.pins:
+            self.evictable_pages += node.resident
+            self.unpin(node.parent)
 
     def unpin(self, node: Node | None) -> None:
         """Let go of a node; everything that becomes unpinned counts as just used."""
-        self._clock += 1
         while node is not None:
             node.pins -= 1
-            node.stamp = self._clock
+            self._queue_leaf(node)
             if node.pins:
                 if node.parent is None:
                     self._drop_if_empty(node.root)
                 return
             self.evictable_pages += node.resident
-            if not node.live_children and node.resident:
-                self.policy.add(node)
             node = node.parent
+
+    def _queue_leaf(self, node: Node) -> None:
+        """A leaf that no lease holds stands in the order, just used; tickets do not count."""
+        if node.pins == node.ticket_pins and not node.children and node.resident and node.queue is None:
+            self.policy.add(node)
 
     def hand_down(self, node: Node, child: Node) -> bool:
         """Pin an unpinned child in place of its parent, whose count stays: it loses a pin and gains a pinned child."""
@@ -178,28 +203,13 @@ class RadixTree:
         self.evictable_pages -= child.resident
         if child.queue is not None:
             self.policy.remove(child)
-        self._clock += 1
-        node.stamp = self._clock
         return True
-
-    def unpin_unused(self, node: Node) -> None:
-        """Let go of a node that was held but not used: its place in the order is the one that its last use gave it."""
-        stamp = node.stamp
-        self.unpin(node)
-        node.stamp = stamp
-        queue = node.queue
-        if queue is None:
-            return
-        newer = list(takewhile(lambda other: other.stamp > stamp or other is node, reversed(queue)))
-        for other in reversed(newer):
-            if other is not node:
-                queue.move_to_end(other)
 
     def _drop_if_empty(self, root: Root) -> None:
         if not root.children and root.pins == 1 and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]
 
-    # Changing the shape. New and revived nodes are unpinned and outside the order: the caller pins them next.
+    # Changing the shape. A new node is unpinned and outside the order: the caller pins it next.
 
     def grow(self, node: Node, tokens: Packed, pages: list[bytearray], count: int) -> None:
         """Extend a childless pinned node in place."""
@@ -209,74 +219,53 @@ class RadixTree:
         for held, more in zip(node.pages, pages, strict=True):
             held += more
         node.resident += count
+        self.policy.grown(node, count)
 
     def attach(self, parent: Node, key: Packed, pages: list[bytearray], count: int) -> Node:
-        """A new leaf behind the wholly resident `parent`."""
+        """A new leaf behind `parent`."""
         leaf = Node(parent, parent.end, key, pages, count)
         parent.children[bytes(key[: self.page_bytes])] = leaf
-        parent.live_children += 1
         self.num_nodes += 1
         self.evictable_pages += count
         return leaf
-
-    def revive(self, ghost: Node, pages: list[bytearray], count: int) -> Node:
-        """Give the first `count` pages of a node that is all ghost their pages again."""
-        node = self.split(ghost, count) if count * self.page_bytes < len(ghost.key) else ghost
-        node.pages = pages
-        node.resident = count
-        node.uses = 1  # policies take a ghost's return as a use
-        assert node.parent is not None
-        node.parent.live_children += 1
-        self.evictable_pages += count
-        self.ghost_pages -= count
-        if node is ghost:
-            del self.ghosts[ghost]
-        return node
 
     def split(self, node: Node, count: int) -> Node:
         """Cut a node in two; answers the new upper half of `count` pages. `node` stays the lower half."""
         assert node.parent is not None
         parent, at = node.parent, count * self.page_bytes
-        live = count <= node.resident
-        requeue = node.queue is not None and count == node.resident
-        if requeue:  # only ghosts are left below: the upper half becomes the leaf
-            self.policy.remove(node)
-        elif node.queue is not None:
+        if node.queue is not None:
             self.policy.shrunk(node, count)
         top = Node(parent, node.start, bytes(memoryview(node.key)[:at]), [], 0)
         top.pages = [pages[: count * PAGE_ID_BYTES] for pages in node.pages]
-        top.resident = count if live else 0
+        top.resident = count
         parent.children[top.key[: self.page_bytes]] = top  # type: ignore[index]
         node.key, node.parent, node.start = _tail(node.key, at), top, node.start + count
         node.pages = [pages[count * PAGE_ID_BYTES :] for pages in node.pages]
-        node.resident -= top.resident
+        node.resident -= count
         top.hashes, node.hashes = node.hashes[: count * HASH_BYTES], node.hashes[count * HASH_BYTES :]
         top.spilled, node.spilled = min(node.spilled, count), max(node.spilled - count, 0)
         top.uses, top.priority, top.soft_until_ms = node.uses, node.priority, node.soft_until_ms
-        top.stamp = node.stamp
+        top.used_at = node.used_at
+        top.renewed_ms = node.renewed_ms
         top.children[bytes(node.key[: self.page_bytes])] = node
         top.pins = 1 if node.pins else 0
-        top.live_children = 1 if node.resident else 0
         self.num_nodes += 1
-        if requeue:
-            self.policy.add(top)
+        self.soft_pins.was_split(top, node)
         return top
 
-    def cut(self, node: Node, count: int) -> list[bytearray]:
-        """Take the last `count` resident pages off an unpinned leaf; answers them, group by group."""
+    def cut(self, node: Node, count: int, is_cleared: bool = False) -> list[bytearray]:
+        """Take the last `count` pages off an unpinned leaf; answers them, group by group. Ghosts stay behind."""
+        kind = GhostKind.AGAIN if node.uses else GhostKind.ONCE
+        if is_cleared or (self.detached and node.root in self.detached):
+            kind = GhostKind.CLEARED
+        keep = node.resident - count
+        self._leave_ghosts(node, keep, kind)
         removed = node.pages
-        if count == node.resident:
-            node.pages = [bytearray() for _ in removed]
-            node.hashes.clear()
-            self._empty(node)
+        if keep:
+            removed = self._shorten(node, keep)
         else:
-            removed = self._shorten(node, node.resident - count)
+            self._detach(node)
         self.evictable_pages -= count
-        # The pages become ghosts; beyond the limit the oldest are forgotten.
-        self.ghosts.setdefault(node)
-        self.ghost_pages += count
-        while self.ghost_pages > self._ghost_limit:
-            self.forget(next(iter(self.ghosts)))
         return removed
 
     def _shorten(self, node: Node, keep: int) -> list[bytearray]:
@@ -287,6 +276,7 @@ class RadixTree:
             del pages[at:]
         if node.queue is not None:
             self.policy.shrunk(node, node.resident - keep)
+        node.key = _head(node.key, keep * self.page_bytes)
         node.resident = keep
         if node.hashes:
             del node.hashes[keep * HASH_BYTES :]
@@ -294,35 +284,65 @@ class RadixTree:
             node.spilled = keep
         return removed
 
-    def _empty(self, node: Node) -> None:
-        """The node loses its last page; a parent that becomes a leaf by this ranks as just used."""
-        if node.queue is not None:
-            self.policy.remove(node)
-        node.resident = node.spilled = 0
-        parent = node.parent
-        assert parent is not None
-        parent.live_children -= 1
-        if not parent.live_children and not parent.pins and parent.resident:
-            self._clock += 1
-            parent.stamp = self._clock
-            self.policy.add(parent)
-
-    # Ghosts. A child became a ghost no later than its parent, so forgetting the oldest first never orphans a node.
-
-    def forget(self, node: Node) -> None:
-        """Forget the ghosts of a node whose children have none left."""
-        del self.ghosts[node]
-        size = self.page_bytes
-        self.ghost_pages -= len(node.key) // size - node.resident
-        if node.resident:
-            node.key = _head(node.key, node.resident * size)
-        else:
-            self._detach(node)
-
     def _detach(self, node: Node) -> None:
+        """The node loses its last page and leaves; a parent that becomes a leaf by this ranks as just used."""
         parent = node.parent
         assert parent is not None and not node.children
+        if node.queue is not None:
+            self.policy.remove(node)
         del parent.children[bytes(node.key[: self.page_bytes])]
+        node.pages = [bytearray() for _ in node.pages]
+        node.hashes.clear()
+        node.resident = node.spilled = 0
         self.num_nodes -= 1
         if parent.parent is None:
             self._drop_if_empty(parent.root)
+        else:
+            self._queue_leaf(parent)
+
+    # Ghosts.
+
+    def ghost_at(self, root: Root, tokens: bytes, page: int) -> Ghost | None:
+        """What became of that page of a prompt; None where nothing is known of it."""
+        size = self.page_bytes
+        return self.ghosts.find(fingerprint(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
+
+    def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
+        """Marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
+        first, end = node.start + keep, node.end
+        page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
+        while page > first:
+            self.ghosts.add(self._mark(node, page), kind, end - page)
+            end = page
+            page -= STRIDE_PAGES
+        self.ghosts.add(self._mark(node, first), kind, end - first, opens_node=not keep)
+
+    def _mark(self, node: Node, page: int) -> int:
+        """The fingerprint of a page of the node."""
+        size, at = self.page_bytes, page - node.start
+        if at:
+            return fingerprint(node.root.digest, page, bytes(node.key[(at - 1) * size : (at + 1) * size]))
+        assert node.parent is not None
+        return fingerprint(node.root.digest, page, bytes(node.parent.key[-size:]) + bytes(node.key[:size]))
+
+    def take_ghosts(self, parent: Node, tokens: bytes, pos: int, limit: int) -> int:
+        """How many pages of tokens[pos:limit], to stand behind `parent`, were evicted as one node; their marks go.
+
+        What was another node becomes one again, so that trunks are older than tails once more. Exact where the tokens
+        part from the evicted ones at a multiple of 512 pages, else up to 511 pages off.
+        """
+        size, page = self.page_bytes, parent.end
+        start, end = page, page + (limit - pos) // size
+        before = bytes(parent.key[-size:])
+        origin = pos - page * size  # where page 0 would stand
+        while page < end:
+            at = origin + page * size
+            mark = fingerprint(parent.root.digest, page, before + tokens[at : at + size])
+            ghost = self.ghosts.find(mark)
+            if ghost is None or ghost.kind is GhostKind.CLEARED or (ghost.opens_node and page > start):
+                break
+            self.ghosts.take(mark)
+            self.policy.returned(ghost)
+            page += ghost.num_pages
+            before = tokens[origin + (page - 1) * size : origin + page * size]
+        return min(page, end) - start

@@ -11,9 +11,9 @@ Knows no token, hash or time. One page is in exactly one of these states:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
-from itertools import takewhile
+from heapq import heapify, heappop, heappush, merge
 from typing import NamedTuple
 
 from cache_service.core.page_pool import PagePool, pack, unpack
@@ -51,6 +51,53 @@ class Place(NamedTuple):
         return node
 
 
+class _Order:
+    """Pages of one rank, those first that were let go of longest ago; every page has a stamp of its own.
+
+    A page that was copied meanwhile comes back with its old stamp. It waits in a heap beside the queue, since moving
+    every newer entry behind it took 97 ms at 24,000 pages.
+    """
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[int, int] = OrderedDict()  # stamps rise
+        self._back: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []  # (stamp, page); also of pages that have left `_back`
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._back)
+
+    def __contains__(self, page_id: int) -> bool:
+        return page_id in self._queue or page_id in self._back
+
+    def __iter__(self) -> Iterator[int]:
+        queued = ((stamp, page_id) for page_id, stamp in self._queue.items())
+        back = sorted((stamp, page_id) for page_id, stamp in self._back.items())
+        return (page_id for _, page_id in merge(queued, back))
+
+    def append(self, page_id: int, stamp: int) -> None:
+        self._queue[page_id] = stamp
+
+    def put_back(self, page_id: int, stamp: int) -> None:
+        self._back[page_id] = stamp
+        heappush(self._heap, (stamp, page_id))
+        if len(self._heap) > 2 * len(self._back) + 64:
+            self._heap = [(stamp, page_id) for page_id, stamp in self._back.items()]
+            heapify(self._heap)
+
+    def remove(self, page_id: int) -> bool:
+        """Whether it was here."""
+        return self._queue.pop(page_id, None) is not None or self._back.pop(page_id, None) is not None
+
+    def first(self) -> int:
+        """The page to go next; the order is not empty."""
+        while self._heap and self._back.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
+        queued = next(iter(self._queue), None)
+        if queued is None or (self._heap and self._heap[0][0] < self._queue[queued]):
+            return self._heap[0][1]
+        return queued
+
+
 class SparsePages:
     """One group's pool, readers and evictable order."""
 
@@ -59,7 +106,7 @@ class SparsePages:
         self.pool = PagePool(spec.num_pages)
         self.readers: dict[int, int] = {}
         self.places: dict[int, Place] = {}
-        self.orders: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in Rank)
+        self.orders = tuple(_Order() for _ in Rank)
         self._uses: dict[int, Use] = {}
         self._clock = 0
         self.num_evicted = 0
@@ -115,22 +162,20 @@ class SparsePages:
                 del self._uses[page_id]
             else:
                 soft = place.holder().soft_until_ms
-                self.orders[Rank.SOFT if soft else rank][page_id] = None
+                self.orders[Rank.SOFT if soft else rank].append(page_id, self._clock)
         if freed:
             self.pool.give(pack(freed))
 
     def drop_unused(self, page_id: int) -> None:
         """One reader less that was no use: the page takes the place in the order that its last use gave it."""
-        last = self._uses.get(page_id, Use(Rank.COLD, 0))
-        self.drop((page_id,), last.rank)
-        if page_id in self.readers or page_id not in self.places:
+        held, place = self.readers[page_id], self.places[page_id]  # a ticket's pages stand in the tree
+        if held > 1:
+            self.readers[page_id] = held - 1
             return
-        self._uses[page_id] = last
-        order = next(order for order in self.orders if page_id in order)
-        newer = list(takewhile(lambda other: other == page_id or self._uses[other].stamp > last.stamp, reversed(order)))
-        for other in reversed(newer):
-            if other != page_id:
-                order.move_to_end(other)
+        del self.readers[page_id]
+        last = self._uses.setdefault(page_id, Use(Rank.COLD, 0))
+        soft = place.holder().soft_until_ms
+        self.orders[Rank.SOFT if soft else last.rank].put_back(page_id, last.stamp)
 
     def publish(self, page_id: int, node: Node, page: int) -> None:
         """Fill the hole at that page number with a page that has readers."""
@@ -143,7 +188,7 @@ class SparsePages:
         """Leave holes where the first `count` victims stood."""
         for order in self.orders:
             while order and count > 0:
-                self.evict_one(next(iter(order)))
+                self.evict_one(order.first())
                 count -= 1
 
     def evict_one(self, page_id: int) -> None:
@@ -175,11 +220,12 @@ class SparsePages:
         for page_id in page_ids:
             if page_id and page_id not in self.readers:
                 self._leave_order(page_id)
-                self.orders[rank][page_id] = None
+                self._clock += 1
+                self._uses[page_id] = self._uses[page_id]._replace(stamp=self._clock)
+                self.orders[rank].append(page_id, self._clock)
 
     def _leave_order(self, page_id: int) -> None:
         for order in self.orders:
-            if page_id in order:
-                del order[page_id]
+            if order.remove(page_id):
                 return
         raise AssertionError(f"page {page_id} of group {self.group} is in no order")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from cache_service.core import renewal
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.page_pool import pack, unpack
 from cache_service.core.radix_node import Node
@@ -18,6 +19,7 @@ from cache_service.core.types import (
     PAGE_ID_BYTES,
     Ack,
     PageHash,
+    TicketId,
     Transfer,
     TransferPages,
     TransferStatus,
@@ -36,9 +38,12 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         queue.clear()
         return ()
     orders = []
-    while queue and len(cache.transfers.spills) < cache.config.max_open_tickets and not _holds_much(cache):
+    transfers = cache.transfers
+    while queue and len(transfers.spills) < cache.config.max_open_tickets and not _holds_much(cache):
+        if len(transfers.abandoned) >= cache.config.max_open_tickets:
+            break
         node = next(iter(queue))
-        order = _order(cache, _without_ghosts(cache, node))
+        order = _order(cache, node)
         if order is None:
             queue.pop(node, None)
         else:
@@ -60,16 +65,6 @@ def _holds_much(cache: DeviceCache) -> bool:
     )
 
 
-def _without_ghosts(cache: DeviceCache, node: Node) -> Node:
-    """The node's resident part: a ticket pins, and a pinned node has no ghosts."""
-    if not node.resident or node not in cache.tree.ghosts or node.spilled >= node.resident:
-        return node
-    del cache.spill_queue[node]
-    top = cache.tree.split(node, node.resident)
-    cache.spill_queue[top] = None
-    return top
-
-
 def _order(cache: DeviceCache, node: Node) -> Transfer | None:
     """The next run of pages of the node that the tier lacks; moves the node's mark on behind it."""
     rows = _lacking(cache, node)
@@ -80,21 +75,14 @@ def _order(cache: DeviceCache, node: Node) -> Transfer | None:
     ids, sparse = _page_ids(cache, node, rows, first, num_pages)
     assert cache.host is not None
     index, fingerprint = cache.host.index, cache.host.fingerprint
-    groups = []
-    for group, row_ids in ids.items():
-        pages = range(first, first + num_pages)
-        keys = (
-            index.key_of(fingerprint, group, rows[page].page_hash) if page_id else b""
-            for page, page_id in zip(pages, row_ids, strict=True)
-        )
-        groups.append(TransferPages(group, pack(row_ids), tuple(keys)))
+    hashes = bytes(node.hashes[(first - node.start) * HASH_BYTES : (first - node.start + num_pages) * HASH_BYTES])
+    groups = (TransferPages(g, pack(ids[g]), index.key_prefix(fingerprint, g), hashes) for g in ids)
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), first, num_pages)
     ordered = tuple(rows.get(page) for page in range(first, first + num_pages))
-    cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, sparse)
+    cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, sparse, cache.now_ms)
     for row in rows.values():
         index.begin(fingerprint, row.page_hash, row.groups)
-    cache.tree.pin(node)
-    node.ticket_pins += 1
+    cache.tree.pin_for_ticket(node)
     for page in sparse:
         cache.sparse[page.group].read((page.page_id,))
     return transfer
@@ -104,18 +92,19 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
     """By page number, at most one order's worth of pages."""
     assert cache.host is not None
     index, fingerprint, layout = cache.host.index, cache.host.fingerprint, cache.layout
-    if node.spilled >= node.resident:
+    if node.spilled >= node.resident or node.root in cache.tree.detached:
         return {}
     cache.tree.ensure_hashes(node)
     sparse = {group: unpack(node.pages[group]) for group in layout.sparse}
     rows: dict[int, SpillRow] = {}
+    floor = index.floor(node.root.digest)
     for at in range(node.spilled, node.resident):
         if rows and node.start + at - min(rows) >= cache.config.transfer_pages:
             break
         node.spilled = at + 1
         page_hash = PageHash(bytes(node.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]))
         groups = layout.full_mask | sum(1 << group for group, ids in sparse.items() if ids[at])
-        groups &= ~index.known(fingerprint, page_hash)
+        groups &= ~index.known(fingerprint, page_hash, floor)
         num_bytes = sum(spec.page_bytes for group, spec in enumerate(layout.specs) if groups >> group & 1)
         if groups and num_bytes * index.num_ranks.get(fingerprint, 1) <= index.quota_bytes:
             rows[node.start + at] = SpillRow(page_hash, groups)
@@ -151,6 +140,8 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
     _close(cache, spill)
     for row in reversed(done):
         index.add(fingerprint, row.page_hash, row.groups, namespace)
+    # The store learns the order too, for a service that is started anew and reads it from the times to live.
+    index.touch(fingerprint, [row.page_hash for row in done])
     index.counters.spilled += len(done)
     if ack.status is TransferStatus.FAILED:
         index.breaker.failed(now_ms)
@@ -162,6 +153,8 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
 
 def void(cache: DeviceCache) -> None:
     """The stream broke and the worker's mover is drained: no order of it is under way any more."""
+    for ticket in list(cache.transfers.abandoned):
+        forget_abandoned(cache, ticket)
     for ticket in list(cache.transfers.spills):
         spill = cache.transfers.spills.pop(ticket)
         _close(cache, spill)
@@ -169,16 +162,57 @@ def void(cache: DeviceCache) -> None:
         cache.spill_queue[spill.node] = None
 
 
-def _close(cache: DeviceCache, spill: Spill) -> None:
+def abandon_old(cache: DeviceCache, now_ms: int) -> None:
+    """Let go of the pages of spills that nobody acknowledged for too long.
+
+    The worker may read them later, when they hold something else, and write that under the old keys. So until its
+    late ack, or its next Hello, these rows count as on their way: nobody spills them, and nothing makes them findable.
+    """
+    while cache.transfers.spills:
+        ticket, spill = next(iter(cache.transfers.spills.items()))  # the oldest
+        if now_ms - spill.opened_ms < cache.config.max_spill_ms:
+            return
+        del cache.transfers.spills[ticket]
+        _release(cache, spill)
+        cache.transfers.abandoned[ticket] = spill
+
+
+def forget_abandoned(cache: DeviceCache, ticket: TicketId) -> None:
+    """The late ack, or the end of the mover: what was written is nobody's row, and its keys are dropped."""
+    spill = cache.transfers.abandoned.pop(ticket)
+    _end_rows(cache, spill)
+    _unmark(spill, spill.transfer.first_page)
+    if spill.node.resident:
+        cache.spill_queue[spill.node] = None
+    else:  # its pages may have come back in another node, which passed them over as on their way
+        renewal.start_refill(cache)
+    _delete_rows(cache, spill)
+
+
+def _delete_rows(cache: DeviceCache, spill: Spill) -> None:
+    assert cache.host is not None
+    for row in spill.rows:
+        if row is not None:
+            cache.host.index.delete(cache.host.fingerprint, row.page_hash, row.groups)
+
+
+def _end_rows(cache: DeviceCache, spill: Spill) -> None:
     assert cache.host is not None
     for row in spill.rows:
         if row is not None:
             cache.host.index.end(cache.host.fingerprint, row.page_hash, row.groups)
-    # Being copied is no use: pages and nodes go back to the place in the order that their last use gave them.
+
+
+def _close(cache: DeviceCache, spill: Spill) -> None:
+    _end_rows(cache, spill)
+    _release(cache, spill)
+
+
+def _release(cache: DeviceCache, spill: Spill) -> None:
+    # Being copied is no use: pages and nodes keep the place in the order that their last use gave them.
     for page in spill.sparse:
         cache.sparse[page.group].drop_unused(page.page_id)
-    spill.node.ticket_pins -= 1
-    cache.tree.unpin_unused(spill.node)
+    cache.tree.unpin_for_ticket(spill.node)
     cache.trim(spill.node)
 
 
@@ -201,14 +235,11 @@ def queue_cold_end(cache: DeviceCache) -> None:
 
 
 def abandon(cache: DeviceCache) -> None:
-    """The worker is forgotten: what it was spilling is on its way no more."""
-    for ticket in list(cache.transfers.spills):
-        _close(cache, cache.transfers.spills.pop(ticket))
-
-
-def forget_marks(cache: DeviceCache) -> None:
-    """The tier lost what it held: every page may be spilled again."""
-    nodes = [child for root in cache.tree.roots.values() for child in root.children.values()]
-    for node in nodes:
-        node.spilled = 0
-        nodes.extend(node.children.values())
+    """The worker is forgotten: what it was spilling is on its way no more. Nothing else of its cache is looked at."""
+    for spill in cache.transfers.abandoned.values():
+        _end_rows(cache, spill)
+        _delete_rows(cache, spill)
+    for spill in cache.transfers.spills.values():
+        _end_rows(cache, spill)
+    cache.transfers.abandoned.clear()
+    cache.transfers.spills.clear()

@@ -35,7 +35,9 @@ class WorkerStats(NamedTuple):
     num_refusals: int
     num_nodes: int
     num_ghost_pages: int
+    kept_bytes: int
     misses: tuple[tuple[MissReason, int], ...]
+    pinned_tokens: int = 0
 
 
 class HostTierStats(NamedTuple):
@@ -45,6 +47,7 @@ class HostTierStats(NamedTuple):
     num_spilled_pages: int
     num_fetched_pages: int
     num_missing_pages: int
+    num_corrupt_pages: int
     breaker_open: bool
     spill_policy: SpillPolicy
     fetch_policy: FetchPolicy
@@ -60,3 +63,5 @@ class ManagerStats(NamedTuple):
 class ClearResult(NamedTuple):
     num_pages: int
     num_host_rows: int
+    num_pinned_pages: int = 0
+    num_hidden_rows: int = 0  # of unknown namespace: kept for others, hidden from the cleared one

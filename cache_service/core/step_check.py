@@ -1,9 +1,11 @@
-"""Everything that can be wrong with what a worker says, checked before anything is applied. Reads only.
+"""What can be wrong with what a worker says, checked before it is applied. Reads only.
 
-A field's place in the Step is part of its name: "step.acquires[0].tokens".
+The field of an item's error is named from the item on, as "computed_tokens"; stepping puts "step.publishes[0]." before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import (
@@ -14,6 +16,14 @@ from cache_service.core.errors import (
     UnknownTicket,
 )
 from cache_service.core.lease_table import Lease
+from cache_service.core.limits import (
+    MAX_GROUPS,
+    MAX_NAME_CHARS,
+    MAX_PAGE_TOKENS,
+    MAX_PAGES,
+    MAX_RANKS,
+    MAX_SEQUENCE_ID,
+)
 from cache_service.core.types import (
     TOKEN_BYTES,
     Ack,
@@ -22,15 +32,11 @@ from cache_service.core.types import (
     GroupKind,
     Hello,
     HostTierKind,
+    Namespace,
     Publish,
+    Release,
     SequenceId,
-    Step,
 )
-
-MAX_GROUPS = 32
-MAX_PAGE_TOKENS = 65_536
-MAX_PAGES = 2**32 - 1
-MAX_SEQUENCE_ID = 2**64 - 1
 
 
 def check_hello(hello: Hello) -> None:
@@ -39,12 +45,10 @@ def check_hello(hello: Hello) -> None:
             raise InvalidInput(f"hello.{name}", "is empty")
     if not 1 <= hello.page_tokens <= MAX_PAGE_TOKENS:
         raise InvalidInput("hello.page_tokens", f"{hello.page_tokens} is not in 1..{MAX_PAGE_TOKENS}")
-    if hello.num_ranks < 1:
-        raise InvalidInput("hello.num_ranks", "must be at least 1")
+    if not 1 <= hello.num_ranks <= MAX_RANKS:
+        raise InvalidInput("hello.num_ranks", f"{hello.num_ranks} is not in 1..{MAX_RANKS}")
     if hello.host_tier is HostTierKind.SHARED and not hello.host_tier_id:
         raise InvalidInput("hello.host_tier_id", "a shared host tier needs its identity")
-    if len(set(hello.live_sequences)) != len(hello.live_sequences):
-        raise InvalidInput("hello.live_sequences", "names a sequence twice")
     _check_groups(hello)
 
 
@@ -65,129 +69,105 @@ def _check_groups(hello: Hello) -> None:
             raise InvalidInput(f"{where}.window_tokens", "is for WINDOW groups, which need at least 1")
 
 
-def check_tokens(tokens: bytes, where: str, most: int) -> int:
-    """How many tokens the packed bytes hold."""
-    if not tokens:
-        raise InvalidInput(where, "is empty")
+def check_tokens(tokens: bytes, where: str, most: int, kept_tokens: int = 0) -> int:
+    """Returns how many tokens the packed bytes and the kept ones before them hold."""
     count, rest = divmod(len(tokens), TOKEN_BYTES)
     if rest:
         raise InvalidInput(where, f"{len(tokens)} bytes are no whole number of int32 tokens")
-    if count > most:
-        raise InvalidInput(where, f"{count} tokens; at most {most} are allowed")
-    return count
+    if count + kept_tokens < 1:
+        raise InvalidInput(where, "is empty")
+    if count + kept_tokens > most:
+        raise InvalidInput(where, f"{count + kept_tokens} tokens; at most {most} are allowed")
+    return count + kept_tokens
 
 
-def check_step(cache: DeviceCache, step: Step) -> None:
-    """Raises before anything changed; what passes can be applied to the end."""
-    for number, ack in enumerate(step.acks):
-        check_ack(cache, ack, f"step.acks[{number}]")
-    seen: set[SequenceId] = set()
-    for number, publish in enumerate(step.publishes):
-        where = f"step.publishes[{number}]"
-        _check_once(publish.sequence_id, seen, where)
-        check_publish(cache, publish, where)
-    released: set[SequenceId] = set()
-    for number, release in enumerate(step.releases):
-        where = f"step.releases[{number}]"
-        _check_once(release.sequence_id, released, where)
-        known_lease(cache, release.sequence_id, where)
-    seen = set()
-    for number, extend in enumerate(step.extends):
-        where = f"step.extends[{number}]"
-        _check_once(extend.sequence_id, seen, where)
-        if extend.sequence_id in released:
-            raise InvalidInput(f"{where}.sequence_id", "is released by the same step")
-        check_extend(cache, extend, where)
-    _check_acquires(cache, step, released)
-
-
-def _check_acquires(cache: DeviceCache, step: Step, released: set[SequenceId]) -> None:
-    seen: set[SequenceId] = set()
-    for number, acquire in enumerate(step.acquires):
-        where = f"step.acquires[{number}]"
-        if acquire.sequence_id in seen:
-            raise DuplicateSequence(f"{where}.sequence_id", f"{acquire.sequence_id} is named twice")
-        seen.add(acquire.sequence_id)
-        check_acquire(cache, acquire, where, acquire.sequence_id in released)
-    if step.acquires:
-        live = len(cache.leases) - len(released) + len(step.acquires)
-        _check_live(cache, live, f"step.acquires[{len(step.acquires) - 1}]")
-
-
-def _check_once(sequence_id: SequenceId, seen: set[SequenceId], where: str) -> None:
-    if sequence_id in seen:
-        raise InvalidInput(f"{where}.sequence_id", f"{sequence_id} is named twice")
-    seen.add(sequence_id)
-
-
-def _check_live(cache: DeviceCache, live: int, where: str) -> None:
-    if live > cache.config.max_live_sequences:
-        raise TooMany(where, f"more than {cache.config.max_live_sequences} live sequences")
-
-
-def known_lease(cache: DeviceCache, sequence_id: SequenceId, where: str) -> Lease:
+def known_lease(cache: DeviceCache, sequence_id: SequenceId) -> Lease:
     lease = cache.leases.get(sequence_id)
     if lease is None:
-        raise UnknownSequence(f"{where}.sequence_id", f"{sequence_id} holds no lease")
+        raise UnknownSequence("sequence_id", f"{sequence_id} holds no lease")
     return lease
 
 
-def _running_lease(cache: DeviceCache, sequence_id: SequenceId, where: str) -> Lease:
+def _running_lease(cache: DeviceCache, sequence_id: SequenceId) -> Lease:
     lease = cache.leases.get(sequence_id)
-    if lease is None or lease.fetch is not None:
-        lease = known_lease(cache, sequence_id, where)
-        raise InvalidInput(f"{where}.sequence_id", f"{sequence_id} waits for the ack of its fetch")
+    if lease is None or lease.fetches:
+        known_lease(cache, sequence_id)
+        raise InvalidInput("sequence_id", f"{sequence_id} waits for the acks of its fetches")
     return lease
 
 
-def check_ack(cache: DeviceCache, ack: Ack, where: str) -> None:
-    open_transfer = cache.transfers.find(ack.ticket)
-    if open_transfer is None:
-        if not cache.transfers.was_issued(ack.ticket):
-            raise UnknownTicket(f"{where}.ticket", f"{ack.ticket} was never issued to this worker")
-        return  # a repeated or late ack of a closed ticket: applies to nothing
-    if not 0 <= ack.num_done <= open_transfer.num_pages:
-        raise InvalidInput(f"{where}.num_done", f"{ack.num_done} is not in 0..{open_transfer.num_pages}")
+def check_acks(cache: DeviceCache, acks: Sequence[Ack]) -> None:
+    """A wrong ack belongs to no sequence: it ends the stream, and nothing of its Step is applied."""
+    for number, ack in enumerate(acks):
+        open_transfer = cache.transfers.find(ack.ticket)
+        if open_transfer is None:
+            if not cache.transfers.was_issued(ack.ticket):
+                reason = f"{ack.ticket} was never issued to this worker"
+                raise UnknownTicket(f"step.acks[{number}].ticket", reason)
+            continue  # a repeated or late ack of a closed ticket: applies to nothing
+        if not 0 <= ack.num_done <= open_transfer.num_pages:
+            reason = f"{ack.num_done} is not in 0..{open_transfer.num_pages}"
+            raise InvalidInput(f"step.acks[{number}].num_done", reason)
 
 
-def check_publish(cache: DeviceCache, publish: Publish, where: str) -> Lease:
-    lease = _running_lease(cache, publish.sequence_id, where)
+def check_publish(cache: DeviceCache, publish: Publish) -> Lease:
+    lease = _running_lease(cache, publish.sequence_id)
     computed, num_bytes = publish.computed_tokens, len(publish.tokens)
     num_tokens, rest = divmod(len(lease.prompt) + len(lease.accepted) + num_bytes, TOKEN_BYTES)
     if rest:
-        raise InvalidInput(f"{where}.tokens", f"{num_bytes} bytes are no whole number of int32 tokens")
-    if num_tokens > cache.config.max_prompt_tokens:
-        raise InvalidInput(f"{where}.tokens", f"{num_tokens} tokens; at most {cache.config.max_prompt_tokens}")
+        raise InvalidInput("tokens", f"{num_bytes} bytes are no whole number of int32 tokens")
+    if num_tokens > cache.config.max_sequence_tokens:
+        raise InvalidInput("tokens", f"{num_tokens} tokens; at most {cache.config.max_sequence_tokens}")
     if not lease.computed <= computed <= num_tokens:
         wrong = f"is less than {lease.computed}" if computed < lease.computed else f"of {num_tokens} accepted tokens"
-        raise InvalidInput(f"{where}.computed_tokens", f"{computed} {wrong}")
+        raise InvalidInput("computed_tokens", f"{computed} {wrong}")
     layout = cache.layout
     if layout.full and computed > lease.full_end * layout.page_tokens:
-        raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {lease.full_end} granted pages")
+        raise InvalidInput("computed_tokens", f"{computed} lies beyond {lease.full_end} granted pages")
     for hold in lease.windows.values():
         if computed > hold.end * layout.page_tokens:
-            raise InvalidInput(f"{where}.computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
+            raise InvalidInput("computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
     return lease
 
 
-def check_extend(cache: DeviceCache, extend: Extend, where: str) -> Lease:
-    lease = _running_lease(cache, extend.sequence_id, where)
-    if not 1 <= extend.num_tokens <= cache.config.max_prompt_tokens:
-        limit = cache.config.max_prompt_tokens
-        raise InvalidInput(f"{where}.num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
+def check_release(cache: DeviceCache, release: Release) -> Lease:
+    lease = known_lease(cache, release.sequence_id)
+    page_tokens = cache.layout.page_tokens
+    if release.rolling_tokens < 0 or release.rolling_tokens % page_tokens:
+        raise InvalidInput("rolling_tokens", f"{release.rolling_tokens} is no boundary of pages of {page_tokens}")
     return lease
 
 
-def check_acquire(cache: DeviceCache, acquire: Acquire, where: str, is_released: bool = False) -> None:
-    if not 0 <= acquire.sequence_id <= MAX_SEQUENCE_ID:
-        raise InvalidInput(f"{where}.sequence_id", "is no uint64")
-    if acquire.sequence_id in cache.leases and not is_released:
-        raise DuplicateSequence(f"{where}.sequence_id", f"{acquire.sequence_id} holds a lease already")
-    check_tokens(acquire.tokens, f"{where}.tokens", cache.config.max_prompt_tokens)
+def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
+    lease = _running_lease(cache, extend.sequence_id)
+    if not 1 <= extend.num_tokens <= cache.config.max_sequence_tokens:
+        limit = cache.config.max_sequence_tokens
+        raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
+    return lease
+
+
+def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
+    check_sequence(cache, acquire.sequence_id, acquire.namespace)
+    if acquire.kept_tokens < 0:
+        raise InvalidInput("kept_tokens", "must not be negative")
+    check_tokens(acquire.tokens, "tokens", cache.config.max_sequence_tokens, acquire.kept_tokens)
     if acquire.reserve_pages < 0 or acquire.chunk_tokens < 0:
-        raise InvalidInput(where, "reserve_pages and chunk_tokens must not be negative")
+        name = "reserve_pages" if acquire.reserve_pages < 0 else "chunk_tokens"
+        raise InvalidInput(name, "must not be negative")
 
 
-def check_one_acquire(cache: DeviceCache, acquire: Acquire, where: str) -> None:
-    check_acquire(cache, acquire, where)
-    _check_live(cache, len(cache.leases) + 1, where)
+def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:
+    """May there be a lease of this id in that namespace?"""
+    if not 0 <= sequence_id <= MAX_SEQUENCE_ID:
+        raise InvalidInput("sequence_id", "is no uint64")
+    if sequence_id in cache.leases:
+        raise DuplicateSequence("sequence_id", f"{sequence_id} holds a lease already")
+    if len(cache.leases) >= cache.config.max_live_sequences:
+        raise TooMany("sequence_id", f"more than {cache.config.max_live_sequences} live sequences")
+    if cache.model and namespace.model != cache.model:
+        raise InvalidInput("namespace.model", f"{namespace.model!r} is not {cache.model!r}, this worker's model")
+    if max(map(len, namespace)) <= MAX_NAME_CHARS:
+        return
+    for name, text in zip(("model", "adapter", "salt"), namespace, strict=True):
+        if len(text) > MAX_NAME_CHARS:
+            raise InvalidInput(f"namespace.{name}", f"has {len(text)} characters; at most {MAX_NAME_CHARS}")

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cache_service.core.ghost_table import GhostKind
 from cache_service.core.hash_index import HostView
 from cache_service.core.layout import Layout
-from cache_service.core.page_hash import namespace_digest, page_hashes
-from cache_service.core.radix_node import Node, Root
+from cache_service.core.page_hash import PromptHashes
+from cache_service.core.radix_node import Root
 from cache_service.core.radix_tree import RadixTree, Walk
 from cache_service.core.resume import limiting_group, residency, resume, window_pages
 from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES, GroupKind, Match, MissReason, Namespace
+
+# Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
+_MOST_AT_ONCE = 512
 
 
 @dataclass(slots=True)
@@ -31,12 +35,7 @@ class Survey:
     limiting: str
     reason: MissReason
     host: int  # the boundary that a fetch would reach; `usable` without one
-    first_hash: int = 0  # the page number of hashes[0]
-    hashes: bytes = b""  # packed, up to the page before `host`
-
-    def hash_of(self, page: int) -> bytes:
-        at = (page - self.first_hash) * HASH_BYTES
-        return self.hashes[at : at + HASH_BYTES]
+    hashes: PromptHashes | None = None  # up to the page before `host`; None where no host copy was found
 
     def match(self, page_tokens: int) -> Match:
         return Match(
@@ -48,8 +47,18 @@ class Survey:
         )
 
 
-def survey(tree: RadixTree, layout: Layout, namespace: Namespace, tokens: bytes, host: HostView | None) -> Survey:
-    """Walk once, then take the largest boundary at which every group can resume."""
+def survey(
+    tree: RadixTree,
+    layout: Layout,
+    namespace: Namespace,
+    tokens: bytes,
+    host: HostView | None,
+    hashes: PromptHashes | None = None,
+) -> Survey:
+    """Walk once, then take the largest boundary at which every group can resume.
+
+    `hashes` are the prompt's, where several workers are asked about it.
+    """
     limit = (len(tokens) - 1) // layout.page_bytes
     root = tree.roots.get(namespace)
     if root is None:
@@ -59,10 +68,10 @@ def survey(tree: RadixTree, layout: Layout, namespace: Namespace, tokens: bytes,
     found = Survey(walk, limit, matched, matched, {}, "", MissReason.NONE, matched)
     if layout.sparse:
         _resume_on_device(found, tree, layout)
-    found.reason = _miss_reason(found, layout)
+    found.reason = _miss_reason(found, tree, layout, tokens, root)
     found.host = found.usable
     if host is not None and found.usable < limit and not host.index.breaker.is_open:
-        _look_in_host(found, layout, root, tokens, host)
+        _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_bytes))
     return found
 
 
@@ -82,72 +91,82 @@ def _resume_on_device(found: Survey, tree: RadixTree, layout: Layout) -> None:
         found.limiting = spec.name if spec is not None else ""
 
 
-def _miss_reason(found: Survey, layout: Layout) -> MissReason:
+def _miss_reason(found: Survey, tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> MissReason:
     if found.usable == found.limit:
         return MissReason.PAGE_TAIL
     if found.usable < found.matched:
         limiting = next(spec for spec in layout.specs if spec.name == found.limiting)
         return MissReason.WINDOW_GONE if limiting.kind == GroupKind.WINDOW else MissReason.NO_SNAPSHOT
-    return MissReason.EVICTED if found.walk.ghost else MissReason.NEVER_SEEN
+    ghost = tree.ghost_at(root, tokens, found.matched)
+    if ghost is None:
+        return MissReason.NEVER_SEEN
+    return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED
 
 
-def _look_in_host(found: Survey, layout: Layout, root: Root, tokens: bytes, host: HostView) -> None:
-    """Goes on from the matched node's hash and stops at the first absent page, so a long miss costs one hash."""
-    first = _first_page_of_interest(found, layout)
-    hashes = bytearray(_path_hashes(found.walk, first)) if first < found.matched else bytearray()
-    parent = bytes(hashes[-HASH_BYTES:]) if hashes else _last_hash(found.walk)
-    end, size, digest = found.matched, layout.page_bytes, namespace_digest(root.namespace)
-    while end < found.limit:
-        parent = page_hashes(digest, parent, tokens[end * size : (end + 1) * size], size)
-        groups = host.index.groups(host.fingerprint, parent)
-        if not groups or groups & layout.full_mask != layout.full_mask:
-            break
-        hashes += parent
-        end += 1
+def _look_in_host(found: Survey, tree: RadixTree, layout: Layout, host: HostView, hashes: PromptHashes) -> None:
+    """Goes on from the matched pages and stops at the first absent page, so a long miss costs one hash."""
+    _seed(found, tree, hashes)
+    end = _reach(found, layout, host, hashes)
     if end == found.usable:
         return
-    found.first_hash, found.hashes = first, bytes(hashes)
+    found.hashes = hashes
     boundary = end
     if layout.sparse:
-        flags = [_with_host(found, group, end, host) for group in layout.sparse]
+        first = _first_page_of_interest(found, layout)
+        flags = [_with_host(found, group, first, end, host) for group in layout.sparse]
         boundary = resume([layout.specs[group] for group in layout.sparse], layout.page_tokens, flags, end)
     found.host = max(boundary, found.usable)
 
 
+def _seed(found: Survey, tree: RadixTree, hashes: PromptHashes) -> None:
+    """The tree keeps the hashes of the matched pages once somebody has asked for them."""
+    if hashes.num_pages >= found.matched:
+        return
+    walk = found.walk
+    partly = walk.child if walk.pages else None
+    tree.ensure_hashes(walk.node if partly is None else partly)
+    parts: list[bytes | bytearray] = [node.hashes for node in tree.path(walk.node)]
+    if partly is not None:
+        parts.append(partly.hashes[: walk.pages * HASH_BYTES])
+    hashes.seed(b"".join(parts))
+
+
+def _reach(found: Survey, layout: Layout, host: HostView, hashes: PromptHashes) -> int:
+    """The first page number from the matched ones on that the tier does not hold whole.
+
+    What was found for one worker holds for the next: 64 workers would look up the same 8,192 pages each.
+    """
+    runs = hashes.reach.setdefault((host.index, host.fingerprint, layout.full_mask), [])
+    for first, end in runs:
+        if first <= found.matched <= end:
+            return end
+    page, count = found.matched, 1
+    while page < found.limit:
+        stop = min(page + count, found.limit)
+        held = host.index.leading(
+            host.fingerprint, hashes.run(page, stop), layout.full_mask, host.index.floor(hashes.digest)
+        )
+        page += held
+        if page < stop:
+            break
+        count = min(2 * count, _MOST_AT_ONCE)
+    runs.append((found.matched, page))
+    return page
+
+
 def _first_page_of_interest(found: Survey, layout: Layout) -> int:
     """A boundary beyond `usable` needs no WINDOW page before this one."""
-    if not layout.sparse:
-        return found.matched
     runs = (window_pages(layout.specs[group], layout.page_tokens) for group in layout.window)
     return max(0, found.usable + 1 - max(runs, default=1) - 1)
 
 
-def _with_host(found: Survey, group: int, end: int, host: HostView) -> bytes:
-    """Residency of a group up to `end`, counting the host's pages from the first hash on."""
+def _with_host(found: Survey, group: int, first: int, end: int, host: HostView) -> bytes:
+    """Residency of a group up to `end`, counting the host's pages from page number `first` on."""
     flags = bytearray(residency(found.sparse_ids[group]))
     flags += bytes(end - len(flags))
-    for page in range(found.first_hash, end):
-        if not flags[page] and host.index.groups(host.fingerprint, found.hash_of(page)) >> group & 1:
+    assert found.hashes is not None
+    floor = host.index.floor(found.hashes.digest)
+    for page, page_hash in enumerate(found.hashes.run(first, end), first):
+        if not flags[page] and host.index.groups(host.fingerprint, page_hash, floor) >> group & 1:
             flags[page] = 1
     return bytes(flags)
-
-
-def _last_hash(walk: Walk) -> bytes:
-    if walk.child is not None and walk.pages:
-        return bytes(walk.child.hashes[(walk.pages - 1) * HASH_BYTES : walk.pages * HASH_BYTES])
-    return bytes(walk.node.hashes[-HASH_BYTES:])
-
-
-def _path_hashes(walk: Walk, first: int) -> bytes:
-    """Hashes of the matched pages from page number `first` on."""
-    parts: list[bytes | bytearray] = []
-    if walk.child is not None:
-        parts.append(walk.child.hashes[: walk.pages * HASH_BYTES])
-    start = walk.node.end
-    node: Node | None = walk.node
-    while node is not None and start > first:
-        parts.append(node.hashes)
-        start, node = node.start, node.parent
-    joined = b"".join(reversed(parts))
-    skip = first - start
-    return joined[skip * HASH_BYTES :]

@@ -10,8 +10,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cache_service.core.hash_index import HostView
 from cache_service.core.radix_node import Node
-from cache_service.core.types import PageHash, SequenceId, TicketId, Transfer
+from cache_service.core.types import HASH_BYTES, PageHash, SequenceId, TicketId, Transfer
 
 MAX_RUNS = 1024
 
@@ -26,15 +27,20 @@ class SparsePage(NamedTuple):
 
 @dataclass(slots=True)
 class Fetch:
-    """A run of pages for one sequence; of its own FULL pages the first `num_full` are targets."""
+    """A run of pages for one sequence; the FULL pages with the page numbers in `full` are targets."""
 
     transfer: Transfer
     sequence_id: SequenceId
-    num_full: int
-    hashes: tuple[PageHash, ...]
+    host: HostView  # as it was when the ticket was opened: the worker may name another tier meanwhile
+    full: range
     sparse: tuple[SparsePage, ...]
     orphaned: bool = False
     full_targets: dict[int, bytes] = field(default_factory=dict)  # by group; once orphaned
+
+    def hashes(self, count: int) -> list[bytes]:
+        """Of the first `count` pages."""
+        packed = self.transfer.groups[0].page_hashes
+        return [packed[at : at + HASH_BYTES] for at in range(0, count * HASH_BYTES, HASH_BYTES)]
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class Spill:
     node: Node
     rows: tuple[SpillRow | None, ...]
     sparse: tuple[SparsePage, ...]
+    opened_ms: int
 
 
 @dataclass(slots=True)
@@ -91,6 +98,7 @@ class TransferTable:
         self._ids = ids
         self.fetches: dict[TicketId, Fetch] = {}
         self.spills: dict[TicketId, Spill] = {}
+        self.abandoned: dict[TicketId, Spill] = {}  # hold nothing; their rows stay on the way until the late ack
         self._issued = _Issued()
 
     def __len__(self) -> int:

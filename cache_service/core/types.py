@@ -38,11 +38,15 @@ class MissReason(IntEnum):
     NO_SNAPSHOT = 5
     WINDOW_GONE = 6
     OTHER_SALT = 7
+    CLEARED = 8
+    BYPASSED = 9
 
 
 class RefusalReason(IntEnum):
     NEVER_FITS = 1
     NO_ROOM = 2
+    INVALID = 3
+    RESEND = 4
 
 
 class ReleaseReason(IntEnum):
@@ -55,6 +59,7 @@ class TransferStatus(IntEnum):
     DONE = 1
     MISSING = 2
     FAILED = 3
+    CORRUPT = 4
 
 
 class HostTierKind(IntEnum):
@@ -99,22 +104,41 @@ class GroupSpec(NamedTuple):
 
 
 class Hello(NamedTuple):
+    """`generation`: Welcome's number of the state that the worker goes on from; 0 begins a new one."""
+
     worker_id: WorkerId
     endpoint: str
     incarnation: str
     fingerprint: bytes
     page_tokens: int
     groups: tuple[GroupSpec, ...]
-    live_sequences: tuple[SequenceId, ...] = ()
     host_tier: HostTierKind = HostTierKind.NONE
     host_tier_id: str = ""
     num_ranks: int = 1
+    model: str = ""  # of every namespace that the worker names; empty: of any
+    generation: int = 0
+
+
+class SessionLimits(NamedTuple):
+    """What the service takes from one worker, as Welcome tells it."""
+
+    max_sequence_tokens: int = 1_048_576
+    max_live_sequences: int = 4_096
+    max_step_items: int = 8_192
+    max_message_bytes: int = 64 << 20
+    max_name_chars: int = 256
+    max_adopt_pages: int = 2_048
+    max_kept_bytes: int = 32 << 20
+    grace_ms: int = 10_000
 
 
 class Welcome(NamedTuple):
+    """`generation` is Hello's where the worker may go on; any other number names a state that holds nothing yet."""
+
     epoch: str
-    known_sequences: tuple[SequenceId, ...]
+    generation: int
     last_step_id: int
+    limits: SessionLimits
 
 
 class GroupPages(NamedTuple):
@@ -132,11 +156,15 @@ class SnapshotSlot(NamedTuple):
 
 
 class TransferPages(NamedTuple):
-    """A page id and a key for each page of the transfer; NO_PAGE and b"" where the group does not move that page."""
+    """A page id and a hash for each page of the transfer, packed; NO_PAGE where the group does not move that page.
+
+    The store's key of a page is `key_prefix`, the rank in decimal, ":", the page's hash in hex.
+    """
 
     group: int
     page_ids: bytes
-    keys: tuple[bytes, ...]
+    key_prefix: str
+    page_hashes: bytes
 
 
 class Transfer(NamedTuple):
@@ -165,10 +193,12 @@ class Acquire(NamedTuple):
     reserve_pages: int = 0
     chunk_tokens: int = 0  # 0: the whole prompt in one launch
     priority: int = 0
+    kept_tokens: int = 0  # leading tokens that `tokens` leaves out, since the service kept them
+    bypass_cache: bool = False
 
 
 class Grant(NamedTuple):
-    """A sequence may run on these pages; while `fetch` is set it waits for that ticket's ack instead."""
+    """A sequence may run on these pages; while there are `fetches` it waits for the acks of all of them instead."""
 
     sequence_id: SequenceId
     usable_tokens: int
@@ -176,7 +206,7 @@ class Grant(NamedTuple):
     fetched_tokens: int
     tables: tuple[GroupPages, ...]
     match: Match
-    fetch: Transfer | None = None
+    fetches: tuple[Transfer, ...] = ()
     restore: tuple[SnapshotSlot, ...] = ()
     leave: tuple[SnapshotSlot, ...] = ()
     working: tuple[SnapshotSlot, ...] = ()
@@ -184,11 +214,20 @@ class Grant(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """No pages now; nothing changed."""
+    """The item was not applied; nothing changed. `field` is for INVALID only."""
 
     sequence_id: SequenceId
     reason: RefusalReason
     detail: str
+    field: str = ""
+
+
+class BadItem(NamedTuple):
+    """An item of a Step that is malformed. `field` is named from the item on, as "namespace.salt"."""
+
+    sequence_id: SequenceId
+    field: str
+    reason: str
 
 
 class Extend(NamedTuple):
@@ -216,10 +255,11 @@ class Remap(NamedTuple):
 
 
 class Release(NamedTuple):
-    """FINISHED says that every launch of the sequence is reported: its rolling snapshot stands at its last boundary."""
+    """FINISHED may say which boundary's state the rolling slots hold, whatever is in flight; 0: none."""
 
     sequence_id: SequenceId
     reason: ReleaseReason
+    rolling_tokens: int = 0
 
 
 class Ack(NamedTuple):
@@ -235,26 +275,6 @@ class Rates(NamedTuple):
     fetch_bytes_per_s: float = 0.0
 
 
-class Step(NamedTuple):
-    """Everything that one engine iteration wants, applied in the order of the fields, or refused whole."""
-
-    step_id: int
-    acks: tuple[Ack, ...] = ()
-    publishes: tuple[Publish, ...] = ()
-    releases: tuple[Release, ...] = ()
-    extends: tuple[Extend, ...] = ()
-    acquires: tuple[Acquire, ...] = ()
-    rates: Rates | None = None
-
-
-class StepReply(NamedTuple):
-    step_id: int
-    grants: tuple[Grant, ...] = ()
-    extends: tuple[ExtendGrant, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    remaps: tuple[Remap, ...] = ()
-
-
 class Adopt(NamedTuple):
     sequence_id: SequenceId
     namespace: Namespace
@@ -264,6 +284,28 @@ class Adopt(NamedTuple):
     working: tuple[SnapshotSlot, ...] = ()
     rolling: tuple[SnapshotSlot, ...] = ()
     priority: int = 0
+    bypass_cache: bool = False
+
+
+class Step(NamedTuple):
+    """Everything that one engine iteration wants, applied in the order of the fields; a bad item is refused alone."""
+
+    step_id: int
+    acks: tuple[Ack, ...] = ()
+    publishes: tuple[Publish | BadItem, ...] = ()
+    releases: tuple[Release | BadItem, ...] = ()
+    adopts: tuple[Adopt | BadItem, ...] = ()
+    extends: tuple[Extend, ...] = ()
+    acquires: tuple[Acquire | BadItem, ...] = ()
+    rates: Rates | None = None
+
+
+class StepReply(NamedTuple):
+    step_id: int
+    grants: tuple[Grant, ...] = ()
+    extends: tuple[ExtendGrant, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    remaps: tuple[Remap, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -279,6 +321,8 @@ class Explanation(NamedTuple):
     match: Match
     segments: tuple[Segment, ...]
     notes: tuple[str, ...]
+    pinned_tokens: int = 0
+    pin_left_ms: int = 0
 
 
 class WorkerMatch(NamedTuple):

@@ -10,11 +10,14 @@ from cache_service.core.types import Hello, StepReply
 
 @dataclass(slots=True)
 class Worker:
-    """`kept_reply` answers a repeated step; `gone_since_ms` counts towards the grace period."""
+    """A state that the manager made for an incarnation, numbered by `generation`.
+
+    `kept_reply` answers a repeated step; `gone_since_ms` counts towards the grace period.
+    """
 
     hello: Hello
     cache: DeviceCache
-    model: str = ""
+    generation: int
     last_step_id: int = 0
     kept_reply: StepReply | None = None
     gone_since_ms: int | None = None

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from cli.addresses import CannotStart
 from cli.app import JsonOption, app, check_choice, fail, run
-from cli.cluster import CannotStart, ClusterOptions
+from cli.cluster import ClusterOptions
 from cli.evaluation.plot import eval_plot
 from cli.evaluation.run import Evaluation, LeastAccuracy, as_json, evaluate
 from cli.evaluation.sheets import SheetPlan
@@ -48,7 +49,7 @@ def eval_command(
     ] = None,
     ways: Annotated[
         list[str] | None,
-        typer.Option("--way", help=f"Only this way, of {', '.join(WAYS)}, and cold; may be given several times."),
+        typer.Option("--way", help=f"Only cold and this way, of {', '.join(WAYS)}; may be given several times."),
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write accuracy and times as an SVG.")] = None,
     model: ModelOption = "",

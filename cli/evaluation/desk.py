@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cli.addresses import LOOPBACK, free_port
 from cli.client import Answer, StemcacheClient, sentence
-from cli.cluster import LOOPBACK, Cluster, ClusterOptions, free_port, start_worker
+from cli.cluster import Cluster, ClusterOptions, start_worker
 from cli.evaluation.result import Reply
 from cli.evaluation.sheets import Asked, Sheet
 from cli.supervisor import Supervisor

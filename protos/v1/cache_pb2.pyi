@@ -52,18 +52,22 @@ class _TransferStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transf
     TRANSFER_STATUS_UNSPECIFIED: _TransferStatus.ValueType  # 0
     TRANSFER_STATUS_DONE: _TransferStatus.ValueType  # 1
     TRANSFER_STATUS_MISSING: _TransferStatus.ValueType  # 2
-    """The page after the done ones was not in the host tier, or failed its checks."""
+    """The page after the done ones was not in the host tier."""
     TRANSFER_STATUS_FAILED: _TransferStatus.ValueType  # 3
     """The host tier failed, stalled or was full."""
+    TRANSFER_STATUS_CORRUPT: _TransferStatus.ValueType  # 4
+    """The page after the done ones was there and failed its checks."""
 
 class TransferStatus(_TransferStatus, metaclass=_TransferStatusEnumTypeWrapper): ...
 
 TRANSFER_STATUS_UNSPECIFIED: TransferStatus.ValueType  # 0
 TRANSFER_STATUS_DONE: TransferStatus.ValueType  # 1
 TRANSFER_STATUS_MISSING: TransferStatus.ValueType  # 2
-"""The page after the done ones was not in the host tier, or failed its checks."""
+"""The page after the done ones was not in the host tier."""
 TRANSFER_STATUS_FAILED: TransferStatus.ValueType  # 3
 """The host tier failed, stalled or was full."""
+TRANSFER_STATUS_CORRUPT: TransferStatus.ValueType  # 4
+"""The page after the done ones was there and failed its checks."""
 Global___TransferStatus: _TypeAlias = TransferStatus  # noqa: Y015
 
 class _ReleaseReason:
@@ -106,35 +110,26 @@ Global___Residence: _TypeAlias = Residence  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
+    """A page id with a flipped bit names another page, so each message of a session carries a checksum of its own:
+    TCP's misses about one damaged segment in 65,536. A message that fails it ends the stream.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    HELLO_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    ADOPT_FIELD_NUMBER: _builtins.int
-    GOODBYE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def hello(self) -> Global___Hello: ...
-    @_builtins.property
-    def step(self) -> Global___Step: ...
-    @_builtins.property
-    def adopt(self) -> Global___Adopt: ...
-    @_builtins.property
-    def goodbye(self) -> Global___Goodbye: ...
+    BODY_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    """A serialized WorkerMessage."""
+    crc32: _builtins.int
+    """CRC-32 (as in zlib) of `body`."""
     def __init__(
         self,
         *,
-        hello: Global___Hello | None = ...,
-        step: Global___Step | None = ...,
-        adopt: Global___Adopt | None = ...,
-        goodbye: Global___Goodbye | None = ...,
+        body: _builtins.bytes = ...,
+        crc32: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "goodbye", b"goodbye", "hello", b"hello", "message", b"message", "step", b"step"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "goodbye", b"goodbye", "hello", b"hello", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "crc32", b"crc32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "adopt", "goodbye"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
@@ -142,16 +137,64 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 class SessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BODY_FIELD_NUMBER: _builtins.int
+    CRC32_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    """A serialized ManagerMessage."""
+    crc32: _builtins.int
+    """CRC-32 (as in zlib) of `body`."""
+    def __init__(
+        self,
+        *,
+        body: _builtins.bytes = ...,
+        crc32: _builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "crc32", b"crc32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class WorkerMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___Hello: ...
+    @_builtins.property
+    def step(self) -> Global___Step: ...
+    @_builtins.property
+    def goodbye(self) -> Global___Goodbye: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___Hello | None = ...,
+        step: Global___Step | None = ...,
+        goodbye: Global___Goodbye | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "hello", b"hello", "message", b"message", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "hello", b"hello", "message", b"message", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "goodbye"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
+
+@_typing.final
+class ManagerMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     WELCOME_FIELD_NUMBER: _builtins.int
     STEP_REPLY_FIELD_NUMBER: _builtins.int
-    ADOPT_REPLY_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def step_reply(self) -> Global___StepReply: ...
-    @_builtins.property
-    def adopt_reply(self) -> Global___AdoptReply: ...
     @_builtins.property
     def order(self) -> Global___Order: ...
     def __init__(
@@ -159,18 +202,17 @@ class SessionResponse(_message.Message):
         *,
         welcome: Global___Welcome | None = ...,
         step_reply: Global___StepReply | None = ...,
-        adopt_reply: Global___AdoptReply | None = ...,
         order: Global___Order | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt_reply", b"adopt_reply", "message", b"message", "order", b"order", "step_reply", b"step_reply", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "order", b"order", "step_reply", b"step_reply", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt_reply", b"adopt_reply", "message", b"message", "order", b"order", "step_reply", b"step_reply", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "order", b"order", "step_reply", b"step_reply", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "step_reply", "adopt_reply", "order"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "step_reply", "order"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+Global___ManagerMessage: _TypeAlias = ManagerMessage  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -183,11 +225,14 @@ class Hello(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
-    LIVE_SEQUENCES_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
     HOST_TIER_ID_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
+    """2. The service refuses any other."""
     worker_id: _builtins.str
     endpoint: _builtins.str
     """Where this worker serves ModelWorker: host:port."""
@@ -196,15 +241,23 @@ class Hello(_message.Message):
     fingerprint: _builtins.bytes
     """32 bytes: model, revision, dtype, layout, page size, rank count, rope, group specs."""
     page_tokens: _builtins.int
-    live_sequences: _builtins.bytes
-    """Ids of the sequences that hold pages, packed uint64."""
     host_tier: Global___HostTierKind.ValueType
     host_tier_id: _builtins.str
     """Identity of the shared tier (the sentinel's value), so that two Redis are never confused."""
     num_ranks: _builtins.int
     """Ranks that must each acknowledge a spill; 1 without tensor parallelism."""
+    model: _builtins.str
+    """Namespace.model of every request of this worker."""
+    generation: _builtins.int
+    """Welcome.generation of the state that this worker goes on from. 0: it holds no lease, or adopts what it holds; the
+    service then drops what it knows of this incarnation.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.GroupSpec]: ...
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Optional parts of the protocol that this worker uses. The service refuses a Hello that names one it does not have."""
+
     def __init__(
         self,
         *,
@@ -215,12 +268,14 @@ class Hello(_message.Message):
         fingerprint: _builtins.bytes = ...,
         page_tokens: _builtins.int = ...,
         groups: _abc.Iterable[_types_pb2.GroupSpec] | None = ...,
-        live_sequences: _builtins.bytes = ...,
         host_tier: Global___HostTierKind.ValueType = ...,
         host_tier_id: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
+        model: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "fingerprint", b"fingerprint", "groups", b"groups", "host_tier", b"host_tier", "host_tier_id", b"host_tier_id", "incarnation", b"incarnation", "live_sequences", b"live_sequences", "num_ranks", b"num_ranks", "page_tokens", b"page_tokens", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "host_tier", b"host_tier", "host_tier_id", b"host_tier_id", "incarnation", b"incarnation", "model", b"model", "num_ranks", b"num_ranks", "page_tokens", b"page_tokens", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
@@ -230,28 +285,92 @@ class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
-    KNOWN_SEQUENCES_FIELD_NUMBER: _builtins.int
     LAST_STEP_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
-    known_sequences: _builtins.bytes
-    """Which of live_sequences the manager knows, packed uint64. The others are to be adopted or queued again."""
+    """Drawn anew at each start of the service."""
     last_step_id: _builtins.int
-    """The last step id that was applied for this incarnation; 0 for none."""
+    """The last step id that was applied to this generation; 0 for none."""
+    generation: _builtins.int
+    """Numbers the states that this service kept for workers. Hello.generation where the worker may go on: it repeats its
+    unanswered Step. Any other number: the service knows none of the worker's leases, tickets and pages.
+    """
+    @_builtins.property
+    def limits(self) -> Global___SessionLimits: ...
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Optional parts of the protocol that this service has. A worker uses no other."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.str = ...,
-        known_sequences: _builtins.bytes = ...,
         last_step_id: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        limits: Global___SessionLimits | None = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "known_sequences", b"known_sequences", "last_step_id", b"last_step_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "epoch", b"epoch", "generation", b"generation", "last_step_id", b"last_step_id", "limits", b"limits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
+class SessionLimits(_message.Message):
+    """What the service takes from this worker. An item of a Step beyond a limit is refused alone (INVALID); a message
+    beyond max_message_bytes or max_step_items ends the stream.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LIVE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    MAX_STEP_ITEMS_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_NAME_CHARS_FIELD_NUMBER: _builtins.int
+    MAX_ADOPT_PAGES_FIELD_NUMBER: _builtins.int
+    MAX_KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    max_sequence_tokens: _builtins.int
+    """Tokens of one sequence, prompt and answer together."""
+    max_live_sequences: _builtins.int
+    max_step_items: _builtins.int
+    """Items in each repeated field of a Step."""
+    max_message_bytes: _builtins.int
+    max_name_chars: _builtins.int
+    """Characters of a salt, and of any other name."""
+    max_adopt_pages: _builtins.int
+    """Pages that the adopts of one Step may name, all groups together; a single sequence may exceed it."""
+    max_kept_bytes: _builtins.int
+    """Bytes of refused and preempted prompts that are kept for Acquire.kept_tokens; 0: none are."""
+    grace_ms: _builtins.int
+    """How long this worker may be gone before its leases and pages are forgotten."""
+    def __init__(
+        self,
+        *,
+        max_sequence_tokens: _builtins.int = ...,
+        max_live_sequences: _builtins.int = ...,
+        max_step_items: _builtins.int = ...,
+        max_message_bytes: _builtins.int = ...,
+        max_name_chars: _builtins.int = ...,
+        max_adopt_pages: _builtins.int = ...,
+        max_kept_bytes: _builtins.int = ...,
+        grace_ms: _builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_ms", b"grace_ms", "max_adopt_pages", b"max_adopt_pages", "max_kept_bytes", b"max_kept_bytes", "max_live_sequences", b"max_live_sequences", "max_message_bytes", b"max_message_bytes", "max_name_chars", b"max_name_chars", "max_sequence_tokens", b"max_sequence_tokens", "max_step_items", b"max_step_items"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SessionLimits: _TypeAlias = SessionLimits  # noqa: Y015
+
+@_typing.final
 class Step(_message.Message):
-    """Everything that one engine iteration wants, applied in the order of its fields, or refused whole."""
+    """Everything that one engine iteration wants, applied in this order: acks, publishes, releases, adopts, extends,
+    acquires. An item that cannot be applied is refused alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -262,6 +381,7 @@ class Step(_message.Message):
     EXTENDS_FIELD_NUMBER: _builtins.int
     ACQUIRES_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    ADOPTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts from 1 for each incarnation. A repeated id is answered with the kept reply."""
     @_builtins.property
@@ -276,6 +396,8 @@ class Step(_message.Message):
     def acquires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acquire]: ...
     @_builtins.property
     def rates(self) -> Global___Rates: ...
+    @_builtins.property
+    def adopts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adopt]: ...
     def __init__(
         self,
         *,
@@ -286,10 +408,11 @@ class Step(_message.Message):
         extends: Global___Extends | None = ...,
         acquires: _abc.Iterable[Global___Acquire] | None = ...,
         rates: Global___Rates | None = ...,
+        adopts: _abc.Iterable[Global___Adopt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "acquires", b"acquires", "extends", b"extends", "publishes", b"publishes", "rates", b"rates", "releases", b"releases", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "acquires", b"acquires", "adopts", b"adopts", "extends", b"extends", "publishes", b"publishes", "rates", b"rates", "releases", b"releases", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
@@ -354,15 +477,19 @@ class Release(_message.Message):
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ROLLING_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     reason: Global___ReleaseReason.ValueType
+    rolling_tokens: _builtins.int
+    """FINISHED only: the boundary in tokens whose state the rolling slots hold, whatever is still in flight; 0: none."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         reason: Global___ReleaseReason.ValueType = ...,
+        rolling_tokens: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "rolling_tokens", b"rolling_tokens", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Release: _TypeAlias = Release  # noqa: Y015
@@ -399,15 +526,21 @@ class Acquire(_message.Message):
     RESERVE_PAGES_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BYPASS_CACHE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     tokens: _builtins.bytes
-    """The prompt (after a preemption: prompt and generated tokens), packed int32."""
+    """The prompt (after a preemption: prompt and generated tokens) from `kept_tokens` on, packed int32."""
     reserve_pages: _builtins.int
     """Pages of each FULL group that must stay free or evictable after the grant."""
     chunk_tokens: _builtins.int
     """The most tokens that the first launch will compute."""
     priority: _builtins.int
     """Higher outlives lower under the priority policy."""
+    kept_tokens: _builtins.int
+    """Leading tokens that the service has from a refused acquire or a preempted lease of this sequence id."""
+    bypass_cache: _builtins.bool
+    """Reuse nothing, publish nothing."""
     @_builtins.property
     def namespace(self) -> _types_pb2.Namespace: ...
     def __init__(
@@ -419,10 +552,12 @@ class Acquire(_message.Message):
         reserve_pages: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         priority: _builtins.int = ...,
+        kept_tokens: _builtins.int = ...,
+        bypass_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "namespace", b"namespace", "priority", b"priority", "reserve_pages", b"reserve_pages", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bypass_cache", b"bypass_cache", "chunk_tokens", b"chunk_tokens", "kept_tokens", b"kept_tokens", "namespace", b"namespace", "priority", b"priority", "reserve_pages", b"reserve_pages", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Acquire: _TypeAlias = Acquire  # noqa: Y015
@@ -559,6 +694,10 @@ Global___Remap: _TypeAlias = Remap  # noqa: Y015
 
 @_typing.final
 class Adopt(_message.Message):
+    """Take over the pages of a sequence that an earlier state of the service granted. No acquire and no extend goes out
+    before every adopt is answered: they could be granted pages that are still to be adopted.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
@@ -569,10 +708,12 @@ class Adopt(_message.Message):
     WORKING_FIELD_NUMBER: _builtins.int
     ROLLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    BYPASS_CACHE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     tokens: _builtins.bytes
     computed_tokens: _builtins.int
     priority: _builtins.int
+    bypass_cache: _builtins.bool
     @_builtins.property
     def namespace(self) -> _types_pb2.Namespace: ...
     @_builtins.property
@@ -592,39 +733,14 @@ class Adopt(_message.Message):
         working: _abc.Iterable[_types_pb2.SnapshotSlot] | None = ...,
         rolling: _abc.Iterable[_types_pb2.SnapshotSlot] | None = ...,
         priority: _builtins.int = ...,
+        bypass_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "namespace", b"namespace", "priority", b"priority", "rolling", b"rolling", "sequence_id", b"sequence_id", "tables", b"tables", "tokens", b"tokens", "working", b"working"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bypass_cache", b"bypass_cache", "computed_tokens", b"computed_tokens", "namespace", b"namespace", "priority", b"priority", "rolling", b"rolling", "sequence_id", b"sequence_id", "tables", b"tables", "tokens", b"tokens", "working", b"working"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
-
-@_typing.final
-class AdoptReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GRANT_FIELD_NUMBER: _builtins.int
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def grant(self) -> _types_pb2.Grant: ...
-    @_builtins.property
-    def refusal(self) -> _types_pb2.Refusal: ...
-    def __init__(
-        self,
-        *,
-        grant: _types_pb2.Grant | None = ...,
-        refusal: _types_pb2.Refusal | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "refusal", b"refusal", "result", b"result"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "refusal", b"refusal", "result", b"result"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal"]  # noqa: Y015
-    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
-
-Global___AdoptReply: _TypeAlias = AdoptReply  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):
@@ -778,8 +894,13 @@ class WorkerExplanation(_message.Message):
     MATCH_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    PIN_LEFT_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     endpoint: _builtins.str
+    pinned_tokens: _builtins.int
+    """Leading tokens under a Pin call, and how long the shortest of those pins still lasts."""
+    pin_left_ms: _builtins.int
     @_builtins.property
     def match(self) -> _types_pb2.MatchResult: ...
     @_builtins.property
@@ -796,10 +917,12 @@ class WorkerExplanation(_message.Message):
         match: _types_pb2.MatchResult | None = ...,
         segments: _abc.Iterable[Global___Segment] | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        pinned_tokens: _builtins.int = ...,
+        pin_left_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "match", b"match", "notes", b"notes", "segments", b"segments", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "match", b"match", "notes", b"notes", "pin_left_ms", b"pin_left_ms", "pinned_tokens", b"pinned_tokens", "segments", b"segments", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerExplanation: _TypeAlias = WorkerExplanation  # noqa: Y015
@@ -908,6 +1031,9 @@ class WorkerStats(_message.Message):
     NUM_GHOST_PAGES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
@@ -923,6 +1049,12 @@ class WorkerStats(_message.Message):
     num_nodes: _builtins.int
     num_ghost_pages: _builtins.int
     model: _builtins.str
+    matched_tokens: _builtins.int
+    """Prompt tokens whose KV was resident, usable or not."""
+    pinned_tokens: _builtins.int
+    """Cached tokens that a Pin call ranks last for eviction."""
+    kept_bytes: _builtins.int
+    """Refused and preempted prompts that are kept for their next acquire."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStats]: ...
     @_builtins.property
@@ -947,8 +1079,11 @@ class WorkerStats(_message.Message):
         num_ghost_pages: _builtins.int = ...,
         model: _builtins.str = ...,
         misses: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        matched_tokens: _builtins.int = ...,
+        pinned_tokens: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "connected", b"connected", "endpoint", b"endpoint", "fetched_tokens", b"fetched_tokens", "groups", b"groups", "incarnation", b"incarnation", "misses", b"misses", "model", b"model", "num_ghost_pages", b"num_ghost_pages", "num_leases", b"num_leases", "num_nodes", b"num_nodes", "num_refusals", b"num_refusals", "num_requests", b"num_requests", "num_tickets", b"num_tickets", "prompt_tokens", b"prompt_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "connected", b"connected", "endpoint", b"endpoint", "fetched_tokens", b"fetched_tokens", "groups", b"groups", "incarnation", b"incarnation", "kept_bytes", b"kept_bytes", "matched_tokens", b"matched_tokens", "misses", b"misses", "model", b"model", "num_ghost_pages", b"num_ghost_pages", "num_leases", b"num_leases", "num_nodes", b"num_nodes", "num_refusals", b"num_refusals", "num_requests", b"num_requests", "num_tickets", b"num_tickets", "pinned_tokens", b"pinned_tokens", "prompt_tokens", b"prompt_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
@@ -997,6 +1132,7 @@ class HostTierStats(_message.Message):
     BREAKER_OPEN_FIELD_NUMBER: _builtins.int
     SPILL_POLICY_FIELD_NUMBER: _builtins.int
     FETCH_POLICY_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPT_PAGES_FIELD_NUMBER: _builtins.int
     num_rows: _builtins.int
     num_bytes: _builtins.int
     quota_bytes: _builtins.int
@@ -1006,6 +1142,8 @@ class HostTierStats(_message.Message):
     breaker_open: _builtins.bool
     spill_policy: _builtins.str
     fetch_policy: _builtins.str
+    num_corrupt_pages: _builtins.int
+    """Pages that were there and failed their checks; num_missing_pages counts the absent ones only."""
     def __init__(
         self,
         *,
@@ -1018,8 +1156,9 @@ class HostTierStats(_message.Message):
         breaker_open: _builtins.bool = ...,
         spill_policy: _builtins.str = ...,
         fetch_policy: _builtins.str = ...,
+        num_corrupt_pages: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker_open", b"breaker_open", "fetch_policy", b"fetch_policy", "num_bytes", b"num_bytes", "num_fetched_pages", b"num_fetched_pages", "num_missing_pages", b"num_missing_pages", "num_rows", b"num_rows", "num_spilled_pages", b"num_spilled_pages", "quota_bytes", b"quota_bytes", "spill_policy", b"spill_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker_open", b"breaker_open", "fetch_policy", b"fetch_policy", "num_bytes", b"num_bytes", "num_corrupt_pages", b"num_corrupt_pages", "num_fetched_pages", b"num_fetched_pages", "num_missing_pages", b"num_missing_pages", "num_rows", b"num_rows", "num_spilled_pages", b"num_spilled_pages", "quota_bytes", b"quota_bytes", "spill_policy", b"spill_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HostTierStats: _TypeAlias = HostTierStats  # noqa: Y015
@@ -1073,8 +1212,11 @@ class ClearRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     UNUSED_ONLY_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     unused_only: _builtins.bool
     """Drop only what no lease holds, instead of failing when a lease is in scope."""
+    dry_run: _builtins.bool
+    """Count what would be dropped; drop nothing."""
     @_builtins.property
     def namespace(self) -> _types_pb2.Namespace:
         """Unset: every namespace."""
@@ -1084,10 +1226,11 @@ class ClearRequest(_message.Message):
         *,
         namespace: _types_pb2.Namespace | None = ...,
         unused_only: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "unused_only", b"unused_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "namespace", b"namespace", "unused_only", b"unused_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ClearRequest: _TypeAlias = ClearRequest  # noqa: Y015
@@ -1098,15 +1241,19 @@ class ClearResponse(_message.Message):
 
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     NUM_HOST_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_PAGES_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     num_host_rows: _builtins.int
+    num_pinned_pages: _builtins.int
+    """Of num_pages, those under a Pin call: a pin does not outlive Clear."""
     def __init__(
         self,
         *,
         num_pages: _builtins.int = ...,
         num_host_rows: _builtins.int = ...,
+        num_pinned_pages: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_host_rows", b"num_host_rows", "num_pages", b"num_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_host_rows", b"num_host_rows", "num_pages", b"num_pages", "num_pinned_pages", b"num_pinned_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ClearResponse: _TypeAlias = ClearResponse  # noqa: Y015

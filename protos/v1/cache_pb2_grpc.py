@@ -56,16 +56,6 @@ class PrefixCacheStub(object):
                 request_serializer=protos_dot_v1_dot_cache__pb2.StatsRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_cache__pb2.StatsResponse.FromString,
                 _registered_method=True)
-        self.Pin = channel.unary_unary(
-                '/stemcache.v1.PrefixCache/Pin',
-                request_serializer=protos_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_cache__pb2.PinResponse.FromString,
-                _registered_method=True)
-        self.Clear = channel.unary_unary(
-                '/stemcache.v1.PrefixCache/Clear',
-                request_serializer=protos_dot_v1_dot_cache__pb2.ClearRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_cache__pb2.ClearResponse.FromString,
-                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/stemcache.v1.PrefixCache/Watch',
                 request_serializer=protos_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
@@ -103,18 +93,6 @@ class PrefixCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Pin(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Clear(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Watch(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -143,16 +121,6 @@ def add_PrefixCacheServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=protos_dot_v1_dot_cache__pb2.StatsRequest.FromString,
                     response_serializer=protos_dot_v1_dot_cache__pb2.StatsResponse.SerializeToString,
-            ),
-            'Pin': grpc.unary_unary_rpc_method_handler(
-                    servicer.Pin,
-                    request_deserializer=protos_dot_v1_dot_cache__pb2.PinRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_cache__pb2.PinResponse.SerializeToString,
-            ),
-            'Clear': grpc.unary_unary_rpc_method_handler(
-                    servicer.Clear,
-                    request_deserializer=protos_dot_v1_dot_cache__pb2.ClearRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_cache__pb2.ClearResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -281,6 +249,97 @@ class PrefixCache(object):
             _registered_method=True)
 
     @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stemcache.v1.PrefixCache/Watch',
+            protos_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+            protos_dot_v1_dot_cache__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class CacheAdminStub(object):
+    """What changes the cache for everybody. Served on the admin address only, on loopback by default.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pin = channel.unary_unary(
+                '/stemcache.v1.CacheAdmin/Pin',
+                request_serializer=protos_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_cache__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/stemcache.v1.CacheAdmin/Clear',
+                request_serializer=protos_dot_v1_dot_cache__pb2.ClearRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_cache__pb2.ClearResponse.FromString,
+                _registered_method=True)
+
+
+class CacheAdminServicer(object):
+    """What changes the cache for everybody. Served on the admin address only, on loopback by default.
+    """
+
+    def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CacheAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=protos_dot_v1_dot_cache__pb2.PinRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_cache__pb2.PinResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=protos_dot_v1_dot_cache__pb2.ClearRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_cache__pb2.ClearResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'stemcache.v1.CacheAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('stemcache.v1.CacheAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CacheAdmin(object):
+    """What changes the cache for everybody. Served on the admin address only, on loopback by default.
+    """
+
+    @staticmethod
     def Pin(request,
             target,
             options=(),
@@ -294,7 +353,7 @@ class PrefixCache(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stemcache.v1.PrefixCache/Pin',
+            '/stemcache.v1.CacheAdmin/Pin',
             protos_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
             protos_dot_v1_dot_cache__pb2.PinResponse.FromString,
             options,
@@ -321,36 +380,9 @@ class PrefixCache(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stemcache.v1.PrefixCache/Clear',
+            '/stemcache.v1.CacheAdmin/Clear',
             protos_dot_v1_dot_cache__pb2.ClearRequest.SerializeToString,
             protos_dot_v1_dot_cache__pb2.ClearResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Watch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/stemcache.v1.PrefixCache/Watch',
-            protos_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
-            protos_dot_v1_dot_cache__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

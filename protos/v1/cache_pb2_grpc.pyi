@@ -40,8 +40,6 @@ class PrefixCacheStub:
     Match: _grpc.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]
     Explain: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ExplainRequest, _cache_pb2.ExplainResponse]
     Stats: _grpc.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]
-    Pin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]
-    Clear: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ClearRequest, _cache_pb2.ClearResponse]
     Watch: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]
 
 @_typing.type_check_only
@@ -56,8 +54,6 @@ class PrefixCacheAsyncStub(PrefixCacheStub):
     Match: _aio.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_cache_pb2.ExplainRequest, _cache_pb2.ExplainResponse]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]  # type: ignore[assignment]
-    Pin: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]  # type: ignore[assignment]
-    Clear: _aio.UnaryUnaryMultiCallable[_cache_pb2.ClearRequest, _cache_pb2.ClearResponse]  # type: ignore[assignment]
     Watch: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]  # type: ignore[assignment]
 
 class PrefixCacheServicer(metaclass=_abc_1.ABCMeta):
@@ -95,6 +91,36 @@ class PrefixCacheServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_pb2.StatsResponse, _abc.Awaitable[_cache_pb2.StatsResponse]]: ...
 
     @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _cache_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchResponse], _abc.AsyncIterator[_cache_pb2.WatchResponse]]: ...
+
+def add_PrefixCacheServicer_to_server(servicer: PrefixCacheServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class CacheAdminStub:
+    """What changes the cache for everybody. Served on the admin address only, on loopback by default."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CacheAdminAsyncStub: ...
+    Pin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]
+    Clear: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ClearRequest, _cache_pb2.ClearResponse]
+
+@_typing.type_check_only
+class CacheAdminAsyncStub(CacheAdminStub):
+    """What changes the cache for everybody. Served on the admin address only, on loopback by default."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Pin: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]  # type: ignore[assignment]
+    Clear: _aio.UnaryUnaryMultiCallable[_cache_pb2.ClearRequest, _cache_pb2.ClearResponse]  # type: ignore[assignment]
+
+class CacheAdminServicer(metaclass=_abc_1.ABCMeta):
+    """What changes the cache for everybody. Served on the admin address only, on loopback by default."""
+
+    @_abc_1.abstractmethod
     def Pin(
         self,
         request: _cache_pb2.PinRequest,
@@ -108,11 +134,4 @@ class PrefixCacheServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ClearResponse, _abc.Awaitable[_cache_pb2.ClearResponse]]: ...
 
-    @_abc_1.abstractmethod
-    def Watch(
-        self,
-        request: _cache_pb2.WatchRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchResponse], _abc.AsyncIterator[_cache_pb2.WatchResponse]]: ...
-
-def add_PrefixCacheServicer_to_server(servicer: PrefixCacheServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_CacheAdminServicer_to_server(servicer: CacheAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

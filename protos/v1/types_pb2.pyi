@@ -57,6 +57,10 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_WINDOW_GONE: _MissReason.ValueType  # 6
     MISS_REASON_OTHER_SALT: _MissReason.ValueType  # 7
     """The operator's Explain only."""
+    MISS_REASON_CLEARED: _MissReason.ValueType  # 8
+    """The tokens were cached, and dropped by a Clear call."""
+    MISS_REASON_BYPASSED: _MissReason.ValueType  # 9
+    """The request asked to bypass the cache."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -71,6 +75,10 @@ MISS_REASON_NO_SNAPSHOT: MissReason.ValueType  # 5
 MISS_REASON_WINDOW_GONE: MissReason.ValueType  # 6
 MISS_REASON_OTHER_SALT: MissReason.ValueType  # 7
 """The operator's Explain only."""
+MISS_REASON_CLEARED: MissReason.ValueType  # 8
+"""The tokens were cached, and dropped by a Clear call."""
+MISS_REASON_BYPASSED: MissReason.ValueType  # 9
+"""The request asked to bypass the cache."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 class _RefusalReason:
@@ -82,12 +90,20 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
     REFUSAL_REASON_NEVER_FITS: _RefusalReason.ValueType  # 1
     REFUSAL_REASON_NO_ROOM: _RefusalReason.ValueType  # 2
+    REFUSAL_REASON_INVALID: _RefusalReason.ValueType  # 3
+    """This item of the step is malformed or out of range; the step's other items were applied."""
+    REFUSAL_REASON_RESEND: _RefusalReason.ValueType  # 4
+    """Acquire.kept_tokens counts on tokens that the service keeps no longer: send the acquire again with all tokens."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ...
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 REFUSAL_REASON_NEVER_FITS: RefusalReason.ValueType  # 1
 REFUSAL_REASON_NO_ROOM: RefusalReason.ValueType  # 2
+REFUSAL_REASON_INVALID: RefusalReason.ValueType  # 3
+"""This item of the step is malformed or out of range; the step's other items were applied."""
+REFUSAL_REASON_RESEND: RefusalReason.ValueType  # 4
+"""Acquire.kept_tokens counts on tokens that the service keeps no longer: send the acquire again with all tokens."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final
@@ -229,26 +245,29 @@ Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
 
 @_typing.final
 class TransferPages(_message.Message):
+    """The store's key of a page: `key_prefix`, the rank in decimal, ":", the page's hash in hex."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
     PAGE_IDS_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
+    KEY_PREFIX_FIELD_NUMBER: _builtins.int
+    PAGE_HASHES_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     page_ids: _builtins.bytes
     """One id for each page of the transfer; NO_PAGE where this group does not move that page."""
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One key for each page of the transfer; empty where this group does not move that page."""
-
+    key_prefix: _builtins.str
+    page_hashes: _builtins.bytes
+    """One hash of 32 bytes for each page of the transfer, packed."""
     def __init__(
         self,
         *,
         group: _builtins.int = ...,
         page_ids: _builtins.bytes = ...,
-        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        key_prefix: _builtins.str = ...,
+        page_hashes: _builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "keys", b"keys", "page_ids", b"page_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key_prefix", b"key_prefix", "page_hashes", b"page_hashes", "page_ids", b"page_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TransferPages: _TypeAlias = TransferPages  # noqa: Y015
@@ -289,7 +308,7 @@ Global___MatchResult: _TypeAlias = MatchResult  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """What an acquire, an ack of a fetch, or an adopt answers: a sequence may run on these pages."""
+    """The answer to an acquire, to the last ack of a fetch, or to an adopt: a sequence may run on these pages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -298,22 +317,20 @@ class Grant(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
-    FETCH_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     WORKING_FIELD_NUMBER: _builtins.int
     ROLLING_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
+    FETCHES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     usable_tokens: _builtins.int
-    """The launch starts at this token. While `fetch` is set the sequence waits for its ack instead."""
+    """The launch starts at this token. While there are `fetches`, the sequence waits until each of them is acknowledged."""
     cached_tokens: _builtins.int
     """How many of usable_tokens were resident on the device, and how many the host tier brought."""
     fetched_tokens: _builtins.int
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPages]: ...
-    @_builtins.property
-    def fetch(self) -> Global___Transfer: ...
     @_builtins.property
     def restore(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotSlot]:
         """Snapshots to restore before the first launch; one for each STATE group when usable_tokens > 0."""
@@ -332,6 +349,10 @@ class Grant(_message.Message):
 
     @_builtins.property
     def match(self) -> Global___MatchResult: ...
+    @_builtins.property
+    def fetches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
+        """Tickets for consecutive runs of pages, first run first."""
+
     def __init__(
         self,
         *,
@@ -340,40 +361,44 @@ class Grant(_message.Message):
         cached_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___GroupPages] | None = ...,
-        fetch: Global___Transfer | None = ...,
         restore: _abc.Iterable[Global___SnapshotSlot] | None = ...,
         leave: _abc.Iterable[Global___SnapshotSlot] | None = ...,
         working: _abc.Iterable[Global___SnapshotSlot] | None = ...,
         rolling: _abc.Iterable[Global___SnapshotSlot] | None = ...,
         match: Global___MatchResult | None = ...,
+        fetches: _abc.Iterable[Global___Transfer] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "match", b"match"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fetch", b"fetch", "fetched_tokens", b"fetched_tokens", "leave", b"leave", "match", b"match", "restore", b"restore", "rolling", b"rolling", "sequence_id", b"sequence_id", "tables", b"tables", "usable_tokens", b"usable_tokens", "working", b"working"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fetched_tokens", b"fetched_tokens", "fetches", b"fetches", "leave", b"leave", "match", b"match", "restore", b"restore", "rolling", b"rolling", "sequence_id", b"sequence_id", "tables", b"tables", "usable_tokens", b"usable_tokens", "working", b"working"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """No pages now. Nothing changed. A refused replan after a fetch ends the lease: acquire again."""
+    """The item was not applied. A refused replan after a fetch ends the lease: acquire again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     reason: Global___RefusalReason.ValueType
     detail: _builtins.str
+    field: _builtins.str
+    """INVALID only: the offending field, as "step.acquires[2].namespace.salt"."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         reason: Global___RefusalReason.ValueType = ...,
         detail: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "field", b"field", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015

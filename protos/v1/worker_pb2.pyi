@@ -65,12 +65,19 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NO_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    BYPASS_CACHE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     salt: _builtins.str
     adapter: _builtins.str
     priority: _builtins.int
+    """Higher goes first, from -1000 to 1000. Nobody is asked for a right to it: a gateway in front of clients sets it."""
     request_id: _builtins.str
     """Echoed in logs; drawn when empty."""
+    no_special_tokens: _builtins.bool
+    """Text prompts: add no special tokens, as after a chat template that wrote them."""
+    bypass_cache: _builtins.bool
+    """Reuse nothing of other requests, and leave nothing for them."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -85,10 +92,12 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        no_special_tokens: _builtins.bool = ...,
+        bypass_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bypass_cache", b"bypass_cache", "no_special_tokens", b"no_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -113,6 +122,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_TOKEN_TEXT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Default 16."""
     temperature: _builtins.float
@@ -120,10 +130,10 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """0 is 1.0 (off)."""
     top_k: _builtins.int
-    """0 is off."""
+    """0, and anything from the vocabulary's size on, is off."""
     min_p: _builtins.float
     repetition_penalty: _builtins.float
-    """0 is 1.0 (off)."""
+    """0 is 1.0 (off); else from 0.001 to 1000."""
     seed: _builtins.int
     """Randomness depends on the seed and the position only; drawn when unset."""
     stop_token_ids: _builtins.bytes
@@ -131,6 +141,8 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     logprobs: _builtins.int
     """Log-probabilities of the sampled token and of this many best ones; unset: none."""
+    include_stop_token_text: _builtins.bool
+    """Whether the text of the stop token that ended the answer is part of the text. Its id always is among token_ids."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -147,10 +159,11 @@ class SamplingParams(_message.Message):
         stop_token_ids: _builtins.bytes = ...,
         ignore_eos: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
+        include_stop_token_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "logprobs", b"logprobs", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "include_stop_token_text", b"include_stop_token_text", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -233,6 +246,10 @@ class Usage(_message.Message):
     TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     QUEUED_S_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    USABLE_TOKENS_FIELD_NUMBER: _builtins.int
+    LIMITING_GROUP_FIELD_NUMBER: _builtins.int
+    MISS_REASON_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens skipped thanks to the device, and thanks to the host tier."""
@@ -243,6 +260,13 @@ class Usage(_message.Message):
     time_to_first_token_s: _builtins.float
     queued_s: _builtins.float
     num_preemptions: _builtins.int
+    matched_tokens: _builtins.int
+    """What the cache knew of the prompt when it was first admitted: tokens whose KV was resident, and tokens at which every
+    group could resume. Why the rest was not reused, and the group that kept usable below matched (empty: none).
+    """
+    usable_tokens: _builtins.int
+    limiting_group: _builtins.str
+    miss_reason: _types_pb2.MissReason.ValueType
     def __init__(
         self,
         *,
@@ -254,8 +278,12 @@ class Usage(_message.Message):
         time_to_first_token_s: _builtins.float = ...,
         queued_s: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
+        matched_tokens: _builtins.int = ...,
+        usable_tokens: _builtins.int = ...,
+        limiting_group: _builtins.str = ...,
+        miss_reason: _types_pb2.MissReason.ValueType = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "fetched_tokens", b"fetched_tokens", "generated_tokens", b"generated_tokens", "num_preemptions", b"num_preemptions", "prompt_tokens", b"prompt_tokens", "queued_s", b"queued_s", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "fetched_tokens", b"fetched_tokens", "generated_tokens", b"generated_tokens", "limiting_group", b"limiting_group", "matched_tokens", b"matched_tokens", "miss_reason", b"miss_reason", "num_preemptions", b"num_preemptions", "prompt_tokens", b"prompt_tokens", "queued_s", b"queued_s", "time_to_first_token_s", b"time_to_first_token_s", "usable_tokens", b"usable_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
@@ -267,17 +295,20 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    NO_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     salt: _builtins.str
     adapter: _builtins.str
+    no_special_tokens: _builtins.bool
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         salt: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        no_special_tokens: _builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "salt", b"salt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "no_special_tokens", b"no_special_tokens", "salt", b"salt", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015

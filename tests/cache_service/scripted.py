@@ -6,17 +6,27 @@ Knows no page. For what the real manager does not do on demand: orders out of th
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Generator
 from typing import Any
 
 from cache_service.core.stats import ClearResult, HostTierStats, ManagerStats
-from cache_service.core.types import FetchPolicy, SpillPolicy, StepReply, Transfer, TransferPages, Welcome
+from cache_service.core.types import (
+    FetchPolicy,
+    SessionLimits,
+    SpillPolicy,
+    StepReply,
+    Transfer,
+    TransferPages,
+    Welcome,
+)
 
-HOST = HostTierStats(0, 0, 0, 0, 0, 0, False, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
+HOST = HostTierStats(0, 0, 0, 0, 0, 0, 0, False, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
 
 
 class ScriptedManager:
     def __init__(self, epoch: str = "scripted") -> None:
         self.epoch = epoch
+        self.limits = SessionLimits()
         self.calls: list[tuple[Any, ...]] = []
         self.orders: dict[str, list[Transfer]] = defaultdict(list)
         self.events: list[Any] = []
@@ -32,7 +42,7 @@ class ScriptedManager:
 
     def hello(self, hello: Any, now_ms: int) -> Welcome:
         self._called("hello", hello.worker_id, hello.incarnation)
-        return Welcome(self.epoch, hello.live_sequences, 0)
+        return Welcome(self.epoch, 1, 0, self.limits)
 
     def step(self, worker_id: str, step: Any, now_ms: int) -> StepReply:
         self._called("step", worker_id, step.step_id)
@@ -47,8 +57,9 @@ class ScriptedManager:
     def tick(self, now_ms: int) -> None:
         self._called("tick")
 
-    def clear(self, namespace: Any, unused_only: bool, now_ms: int) -> ClearResult:
+    def clearing(self, namespace: Any, unused_only: bool, dry_run: bool = False) -> Generator[None, None, ClearResult]:
         self._called("clear", namespace, unused_only)
+        yield
         return ClearResult(3, 4)
 
     def stats(self) -> ManagerStats:
@@ -56,6 +67,12 @@ class ScriptedManager:
 
     def take_orders(self, worker_id: str) -> tuple[Transfer, ...]:
         return tuple(self.orders.pop(worker_id, ()))
+
+    def watch(self, is_watched: bool) -> None:
+        pass
+
+    def has_effects(self) -> bool:
+        return True
 
     def take_events(self) -> tuple[Any, ...]:
         events, self.events = tuple(self.events), []
@@ -71,6 +88,6 @@ class ScriptedManager:
         return ()
 
 
-def order(ticket: int, key: bytes = b"k") -> Transfer:
-    pages = TransferPages(0, b"\1\0\0\0", (key,))
+def order(ticket: int, key_prefix: str = "k") -> Transfer:
+    pages = TransferPages(0, b"\1\0\0\0", key_prefix, bytes(32))
     return Transfer(ticket, (pages,), 0, 1)  # type: ignore[arg-type]

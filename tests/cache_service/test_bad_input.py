@@ -13,7 +13,7 @@ from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
-from tests.cache_service.test_decode import BAD_ADOPTS, BAD_HELLOS, BAD_STEPS, Spoil
+from tests.cache_service.test_decode import BAD_HELLOS, BAD_ITEMS, BAD_STEPS, Spoil
 from tests.rpc.echo import call, code_of
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -39,7 +39,7 @@ async def refused(send: Send, **settings: Any) -> tuple[grpc.StatusCode, str]:
         await send(peer)
         answer = await peer.ended()
         again = client.peer()
-        await again.hello(live_sequences=u64([7]))
+        assert (await again.hello(generation=peer.generation)).generation == peer.generation
         assert audit.snapshot(client.manager) == before
         audit.check(client.manager)
         reply = await again.step(step_id=3, acquires=[acquire(9, tokens(40))])
@@ -66,16 +66,27 @@ async def test_a_bad_step(field: str, spoil: Spoil) -> None:
     message.step_id = 3
     spoil(message)
     # 100 tokens are the limit that the table counts on.
-    code, details = await refused(lambda peer: peer.send(step=message), max_prompt_tokens=100)
+    code, details = await refused(lambda peer: peer.send(step=message), max_sequence_tokens=100)
     assert (code, details.startswith(f"{field}: ")) == (INVALID, True), details
 
 
-@pytest.mark.parametrize(("field", "spoil"), BAD_ADOPTS)
-async def test_a_bad_adopt(field: str, spoil: Spoil) -> None:
-    message = full_adopt()
-    spoil(message)
-    code, details = await refused(lambda peer: peer.send(adopt=message), max_prompt_tokens=100)
-    assert (code, details.startswith(f"{field}: ")) == (INVALID, True), details
+@pytest.mark.parametrize(("name", "field", "spoil"), BAD_ITEMS)
+async def test_a_bad_item_of_a_step(name: str, field: str, spoil: Spoil) -> None:
+    """It is refused by its field's name; the rest of the step is applied."""
+    whole, message = full_step(), cache_pb2.Step()
+    spoil(whole)
+    getattr(message, name).extend(getattr(whole, name)[:1])
+    message.acquires.append(GOOD)
+    async with busy(max_sequence_tokens=100) as (client, peer):
+        reply = await peer.step(**{name: getattr(message, name), "acquires": message.acquires})
+        (refusal,) = reply.refusals
+        assert (refusal.reason, refusal.sequence_id) == (
+            types_pb2.REFUSAL_REASON_INVALID,
+            getattr(whole, name)[0].sequence_id,
+        )
+        assert refusal.field == ".".join(filter(None, (f"step.{name}[0]", field)))
+        assert [grant.sequence_id for grant in reply.grants] == [GOOD.sequence_id]
+        audit.check(client.manager)
 
 
 def stepping(**fields: Any) -> Send:
@@ -90,69 +101,74 @@ def ack(ticket: int) -> cache_pb2.Ack:
     return cache_pb2.Ack(ticket=ticket, num_done=1, status=cache_pb2.TRANSFER_STATUS_DONE)
 
 
-# A good item stands before the bad one: the whole Step must be refused.
+async def test_a_step_id_that_goes_back() -> None:
+    code, details = await refused(stepping(step_id=1))
+    assert (code, details.startswith("step.step_id: ")) == (INVALID, True), details
+
+
+async def test_an_ack_of_a_ticket_that_was_never_issued() -> None:
+    """It belongs to no sequence: nothing of its step is applied."""
+    code, details = await refused(stepping(acks=[ack(4711)], acquires=[GOOD]))
+    assert (code, details.startswith("step.acks[0].ticket: ")) == (INVALID, True), details
+
+
 GOOD = acquire(20, tokens(40))
-NONSENSE: list[tuple[str, grpc.StatusCode, Send]] = [
-    ("step.step_id", INVALID, stepping(step_id=1)),
-    ("step.acks[0].ticket", INVALID, stepping(acks=[ack(4711)], acquires=[GOOD])),
-    ("step.publishes[0].sequence_id", INVALID, stepping(publishes=[publish(99, 16)], acquires=[GOOD])),
-    ("step.publishes[0].computed_tokens", INVALID, stepping(publishes=[publish(7, 2_000)], acquires=[GOOD])),
-    ("step.publishes[0].computed_tokens", INVALID, stepping(publishes=[publish(7, 10)], acquires=[GOOD])),
-    ("step.releases[0].sequence_id", INVALID, stepping(releases=[release(99)], acquires=[GOOD])),
-    ("step.releases[1].sequence_id", INVALID, stepping(releases=[release(7), release(7)], acquires=[GOOD])),
-    ("step.extends", INVALID, stepping(extends=extending(99, 64), acquires=[GOOD])),
-    (
-        "step.acquires[1].sequence_id",
-        grpc.StatusCode.ALREADY_EXISTS,
-        stepping(acquires=[GOOD, acquire(7, tokens(PAGE))]),
-    ),
-    ("step.acquires[1].sequence_id", grpc.StatusCode.ALREADY_EXISTS, stepping(acquires=[GOOD, GOOD])),
+NONSENSE: list[tuple[str, dict[str, Any]]] = [
+    ("step.publishes[0].sequence_id", {"publishes": [publish(99, 16)]}),
+    ("step.publishes[0].computed_tokens", {"publishes": [publish(7, 2_000)]}),
+    ("step.publishes[0].computed_tokens", {"publishes": [publish(7, 10)]}),
+    ("step.publishes[0].tokens", {"publishes": [publish(7, 40, tokens(61))]}),
+    ("step.releases[0].sequence_id", {"releases": [release(99)]}),
+    ("step.releases[1].sequence_id", {"releases": [release(7), release(7)]}),
+    ("step.extends[0].sequence_id", {"extends": extending(99, 64)}),
+    ("step.extends[0].num_tokens", {"extends": extending(7, 101)}),
+    ("step.acquires[0].sequence_id", {"acquires": [acquire(7, tokens(PAGE)), GOOD]}),
+    ("step.acquires[1].sequence_id", {"acquires": [GOOD, GOOD]}),
 ]
 
 
-@pytest.mark.parametrize(("field", "code", "send"), NONSENSE)
-async def test_a_well_formed_step_that_makes_no_sense(field: str, code: grpc.StatusCode, send: Send) -> None:
-    answered, details = await refused(send)
-    assert (answered, details.startswith(field)) == (code, True), details
+@pytest.mark.parametrize(("field", "fields"), NONSENSE)
+async def test_a_well_formed_item_that_makes_no_sense(field: str, fields: dict[str, Any]) -> None:
+    async with busy(max_sequence_tokens=100) as (client, peer):
+        reply = await peer.step(**{"acquires": [GOOD], **fields})
+        assert [(r.reason, r.field) for r in reply.refusals] == [(types_pb2.REFUSAL_REASON_INVALID, field)]
+        assert [grant.sequence_id for grant in reply.grants] == [GOOD.sequence_id]
+        audit.check(client.manager)
 
 
-async def test_a_sequence_cannot_grow_beyond_the_limit() -> None:
-    send = stepping(publishes=[publish(7, 40, tokens(61))], acquires=[GOOD])
-    code, details = await refused(send, max_prompt_tokens=100)
-    assert (code, details.startswith("step.publishes[0].tokens: ")) == (INVALID, True), details
-
-
-def adopting(**fields: Any) -> Send:
+def adopting(**fields: Any) -> cache_pb2.Adopt:
     message = full_adopt()
     message.ClearField("working")
     message.ClearField("rolling")
     for name, value in fields.items():
         message.ClearField(name)
         getattr(message, name).extend(value) if isinstance(value, list) else setattr(message, name, value)
-    return lambda peer: peer.send(adopt=message)
+    return message
 
 
 def pages(group: int, first_page: int, *page_ids: int) -> types_pb2.GroupPages:
     return types_pb2.GroupPages(group=group, first_page=first_page, page_ids=u32(page_ids))
 
 
-NONSENSE_ADOPTS: list[tuple[str, Send]] = [
-    ("adopt.sequence_id", adopting(sequence_id=7)),
-    ("adopt.computed_tokens", adopting(computed_tokens=21)),
-    ("adopt.tables", adopting(tables=[])),
-    ("adopt.tables", adopting(tables=[pages(5, 0, 30, 31)])),
-    ("adopt.tables", adopting(tables=[pages(0, 0, 30, 30)])),
-    ("adopt.tables", adopting(tables=[pages(0, 0, 30, 2_000)])),
-    ("adopt.tables", adopting(tables=[pages(0, 2**32 - 1, 30, 31)])),
-    ("adopt.working", adopting(working=[types_pb2.SnapshotSlot(group=0, slot=1)])),
+NONSENSE_ADOPTS: list[tuple[str, cache_pb2.Adopt]] = [
+    ("sequence_id", adopting(sequence_id=7)),
+    ("computed_tokens", adopting(computed_tokens=21)),
+    ("tables", adopting(tables=[])),
+    ("tables", adopting(tables=[pages(5, 0, 30, 31)])),
+    ("tables[0].page_ids", adopting(tables=[pages(0, 0, 30, 30)])),
+    ("tables[0].page_ids", adopting(tables=[pages(0, 0, 30, 2_000)])),
+    ("tables[0].page_ids", adopting(tables=[pages(0, 2**32 - 1, 30, 31)])),
+    ("working", adopting(working=[types_pb2.SnapshotSlot(group=0, slot=1)])),
 ]
 
 
-@pytest.mark.parametrize(("field", "send"), NONSENSE_ADOPTS)
-async def test_a_well_formed_adopt_that_makes_no_sense(field: str, send: Send) -> None:
-    code, details = await refused(send)
-    assert code in (INVALID, grpc.StatusCode.ALREADY_EXISTS), details
-    assert details.startswith(field), details
+@pytest.mark.parametrize(("field", "message"), NONSENSE_ADOPTS)
+async def test_a_well_formed_adopt_that_makes_no_sense(field: str, message: cache_pb2.Adopt) -> None:
+    async with busy() as (client, peer):
+        before = audit.snapshot(client.manager)
+        (refusal,) = (await peer.step(adopts=[message])).refusals
+        assert (refusal.reason, refusal.field) == (types_pb2.REFUSAL_REASON_INVALID, f"step.adopts[0].{field}")
+        assert audit.snapshot(client.manager) == before
 
 
 # Page 3 is sequence 7's own, page 4 holds another prompt.
@@ -160,8 +176,7 @@ async def test_a_well_formed_adopt_that_makes_no_sense(field: str, send: Send) -
 async def test_an_adopt_of_pages_that_are_taken_is_refused_as_a_value(page_ids: tuple[int, int]) -> None:
     async with busy() as (client, peer):
         before = audit.snapshot(client.manager)
-        await adopting(tables=[pages(0, 0, *page_ids)])(peer)
-        refusal = (await peer.receive()).adopt_reply.refusal
+        (refusal,) = (await peer.step(adopts=[adopting(tables=[pages(0, 0, *page_ids)])])).refusals
         assert (refusal.sequence_id, refusal.reason) == (5, types_pb2.REFUSAL_REASON_NO_ROOM)
         assert audit.snapshot(client.manager) == before
         await peer.step()
@@ -177,12 +192,13 @@ async def test_groups_that_differ_from_what_the_incarnation_said() -> None:
 
 UNARY = ("Match", "Explain", "Stats", "Pin", "Clear")
 METHODS = {**dict.fromkeys(UNARY, "Unary"), "Watch": "Out", "Session": "Both"}
-SERVICE = "stemcache.v1.PrefixCache"
+ADMIN = ("Pin", "Clear")
 
 
-async def raw_call(channel: grpc.aio.Channel, method: str, raw: bytes) -> list[bytes]:
+async def raw_call(client: Client, method: str, raw: bytes) -> list[bytes]:
     """Sends bytes as they are, without any serializer."""
-    path = f"/{SERVICE}/{method}"
+    channel = client.admin_channel if method in ADMIN else client.channel
+    path = f"/stemcache.v1.{'CacheAdmin' if method in ADMIN else 'PrefixCache'}/{method}"
     if METHODS[method] == "Unary":
         return [await channel.unary_unary(path)(raw)]
     stream: Any = channel.unary_stream(path)(raw) if method == "Watch" else channel.stream_stream(path)(iter([raw]))
@@ -193,7 +209,7 @@ async def raw_call(channel: grpc.aio.Channel, method: str, raw: bytes) -> list[b
 async def test_a_message_over_the_limit(method: str) -> None:
     async with busy(max_message_mb=MESSAGE_MB) as (client, peer):
         before = audit.snapshot(client.manager)
-        code, _ = await code_of(raw_call(client.channel, method, b"x" * (MESSAGE_MB << 20) + b"x"))
+        code, _ = await code_of(raw_call(client, method, b"x" * (MESSAGE_MB << 20) + b"x"))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert audit.snapshot(client.manager) == before
         await peer.step()
@@ -213,7 +229,7 @@ UNPARSABLE = {
 async def test_bytes_that_are_no_message(method: str, raw: bytes) -> None:
     async with busy() as (client, peer):
         before = audit.snapshot(client.manager)
-        code, details = await code_of(raw_call(client.channel, method, raw))
+        code, details = await code_of(raw_call(client, method, raw))
         assert code is INVALID, details
         assert audit.snapshot(client.manager) == before
         await peer.step()
@@ -228,5 +244,5 @@ async def test_health_and_reflection_take_no_random_bytes_either() -> None:
             make = getattr(client.channel, shape)(f"/{name}/{method}")
             asked = make(b"\xff\xff") if shape == "unary_unary" else make(iter([b"\xff\xff"])).read()
             assert (await code_of(asked))[0] is INVALID
-        code, _ = await code_of(call(client.channel, "NoSuch", b"", name=SERVICE))
+        code, _ = await code_of(call(client.channel, "NoSuch", b"", name="stemcache.v1.PrefixCache"))
         assert code is grpc.StatusCode.UNIMPLEMENTED

@@ -93,8 +93,8 @@ async def test_a_stream_that_was_cut_goes_on_where_it_was() -> None:
         peer.stream.cancel()
         await until(lambda: not client.manager.stats().workers[0].connected)
         again = client.peer()
-        message = await again.hello(live_sequences=u64([7, 8]))
-        assert (message.known_sequences, message.last_step_id) == (u64([7]), 1)
+        welcome = await again.hello(generation=peer.generation)
+        assert (welcome.generation, welcome.last_step_id) == (peer.generation, 1)
         assert await again.step(step_id=1, acquires=[acquire(7, PROMPT)]) == first
         assert (await again.step(step_id=2, publishes=[publish(7, 40)], releases=[release(7)])).step_id == 2
         audit.check(client.manager)
@@ -131,10 +131,8 @@ async def test_adopt_after_a_restart() -> None:
         adopt = full_adopt()
         adopt.ClearField("working")
         adopt.ClearField("rolling")
-        await peer.send(adopt=adopt)
-        reply = (await peer.receive()).adopt_reply
-        assert reply.WhichOneof("result") == "grant"
-        assert reply.grant.sequence_id == 5
+        (grant,) = (await peer.step(adopts=[adopt])).grants
+        assert grant.sequence_id == 5
         audit.check(client.manager)
         hit = (await peer.step(acquires=[acquire(6, tokens(20))])).grants[0]
         assert hit.cached_tokens == 16
@@ -192,12 +190,12 @@ async def test_pin_counts_the_cached_tokens() -> None:
     async with started() as client:
         await cached(client)
         for ttl_ms in (60_000, 0):
-            pinned = await client.stub.Pin(
+            pinned = await client.admin.Pin(
                 cache_pb2.PinRequest(namespace=namespace(), tokens=tokens(60), ttl_ms=ttl_ms)
             )
             assert pinned.pinned_tokens == 32
         too_long = cache_pb2.PinRequest(namespace=namespace(), tokens=PROMPT, ttl_ms=2**63)
-        assert await code_of(client.stub.Pin(too_long)) == (
+        assert await code_of(client.admin.Pin(too_long)) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             f"request.ttl_ms: is {2**63}; must be 0..86400000",
         )
@@ -209,13 +207,13 @@ async def test_clear_takes_what_nobody_holds(scope: types_pb2.Namespace | None) 
         peer = await cached(client)
         await peer.step(acquires=[acquire(2, tokens(20))])
         before = audit.snapshot(client.manager)
-        refused = await code_of(client.stub.Clear(cache_pb2.ClearRequest(namespace=scope)))
+        refused = await code_of(client.admin.Clear(cache_pb2.ClearRequest(namespace=scope)))
         assert refused[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert audit.snapshot(client.manager) == before
-        cleared = await client.stub.Clear(cache_pb2.ClearRequest(namespace=scope, unused_only=True))
+        cleared = await client.admin.Clear(cache_pb2.ClearRequest(namespace=scope, unused_only=True))
         assert cleared.num_pages == 1
         await peer.step(releases=[release(2)])
-        assert (await client.stub.Clear(cache_pb2.ClearRequest(namespace=scope))).num_pages == 1
+        assert (await client.admin.Clear(cache_pb2.ClearRequest(namespace=scope))).num_pages == 1
         audit.check(client.manager)
 
 
@@ -230,11 +228,11 @@ async def test_watch_tells_what_is_stored_and_removed() -> None:
         assert (stored.stored.parent_hash, stored.stored.tokens) == (b"", tokens(32))
         assert stored.stored.namespace == namespace("s")
         assert [len(page_hash) for page_hash in stored.stored.page_hashes] == [32, 32]
-        await client.stub.Clear(cache_pb2.ClearRequest(namespace=namespace("s")))
+        await client.admin.Clear(cache_pb2.ClearRequest(namespace=namespace("s")))
         removed = await watch.read()
         assert removed.seq == 2
         assert set(removed.removed.page_hashes) == set(stored.stored.page_hashes)
-        await client.stub.Clear(cache_pb2.ClearRequest())
+        await client.admin.Clear(cache_pb2.ClearRequest())
         assert (await watch.read()).cleared == cache_pb2.CacheCleared()
         await peer.send(goodbye=cache_pb2.Goodbye())
         assert (await watch.read()).cleared.worker_id == "w1"

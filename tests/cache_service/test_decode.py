@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cache_service.codec import decode
-from cache_service.codec.fields import Limits
 from cache_service.core.errors import InvalidInput, TooMany
 from cache_service.core.types import (
     Ack,
     Acquire,
     Adopt,
+    BadItem,
     Extend,
     GroupKind,
     GroupPages,
@@ -25,13 +25,14 @@ from cache_service.core.types import (
     Rates,
     Release,
     ReleaseReason,
+    SessionLimits,
     SnapshotSlot,
     TransferStatus,
 )
 from protos.v1 import cache_pb2, types_pb2
-from tests.cache_service.messages import MODEL, full_adopt, full_group, full_step, hello, tokens, u32, u64
+from tests.cache_service.messages import MODEL, full_group, full_step, hello, tokens, u32, u64
 
-LIMITS = Limits(max_prompt_tokens=100, max_live_sequences=3, max_items=2)
+LIMITS = SessionLimits(max_sequence_tokens=100, max_step_items=3)
 
 Spoil = Callable[[Any], None]
 
@@ -50,20 +51,39 @@ def setting(path: str, value: Any) -> Spoil:
     return spoil
 
 
+def unknown_field(path: str = "") -> Spoil:
+    """Adds a field that this version does not know to the message, or to the one at `path` within it."""
+
+    def spoil(message: Any) -> None:
+        for part in filter(None, path.split(".")):
+            name, _, index = part.partition("[")
+            message = getattr(message, name)
+            message = message[int(index.rstrip("]"))] if index else message
+        message.MergeFromString(b"\xf8\x3f\x01")
+
+    return spoil
+
+
 def test_hello() -> None:
     message = hello()
-    message.live_sequences = u64([4, 2**64 - 1])
+    message.generation = 7
     message.groups.add(name="swa", kind=types_pb2.GROUP_KIND_WINDOW, num_pages=8, window_tokens=128, page_bytes=7)
-    value = decode.hello(message, LIMITS)
+    value = decode.hello(message)
     assert (value.worker_id, value.endpoint, value.incarnation) == ("w1", "127.0.0.1:7500", "first")
     assert value.fingerprint == bytes(range(32))
     assert value.groups[1] == GroupSpec("swa", GroupKind.WINDOW, 8, 7, 128)
-    assert value.live_sequences == (4, 2**64 - 1)
+    assert (value.model, value.generation) == (MODEL, 7)
     assert (value.host_tier, value.num_ranks, value.page_tokens) == (HostTierKind.NONE, 1, 16)
 
 
 BAD_HELLOS: list[tuple[str, Spoil]] = [
-    ("hello.protocol_version", setting("protocol_version", 2)),
+    ("hello.protocol_version", setting("protocol_version", 1)),
+    ("hello.protocol_version", setting("protocol_version", 3)),
+    ("hello", unknown_field()),
+    ("hello.groups[0]", unknown_field("groups[0]")),
+    ("hello.capabilities[0]", lambda message: message.capabilities.append("tokens by carrier pigeon")),
+    ("hello.model", setting("model", "")),
+    ("hello.model", setting("model", "m" * 300)),
     ("hello.worker_id", setting("worker_id", "")),
     ("hello.worker_id", setting("worker_id", "x" * 300)),
     ("hello.endpoint", setting("endpoint", "x" * 300)),
@@ -81,8 +101,6 @@ BAD_HELLOS: list[tuple[str, Spoil]] = [
     ("hello.groups[0].num_pages", setting("groups[0].num_pages", 2**32 - 1)),
     ("hello.groups[0].window_tokens", setting("groups[0].window_tokens", 4)),
     ("hello.groups[0].window_tokens", setting("groups[0].kind", types_pb2.GROUP_KIND_WINDOW)),
-    ("hello.live_sequences", setting("live_sequences", b"x" * 9)),
-    ("hello.live_sequences", setting("live_sequences", u64([1, 1]))),
     ("hello.host_tier", setting("host_tier", 0)),
     ("hello.host_tier", setting("host_tier", 17)),
     ("hello.host_tier_id", setting("host_tier", cache_pb2.HOST_TIER_KIND_SHARED)),
@@ -95,7 +113,7 @@ def test_a_bad_hello_names_its_field(field: str, spoil: Spoil) -> None:
     message = hello()
     spoil(message)
     with pytest.raises(InvalidInput) as caught:
-        decode.hello(message, LIMITS)
+        decode.hello(message)
     assert caught.value.field == field
 
 
@@ -122,21 +140,9 @@ BAD_STEPS: list[tuple[str, Spoil]] = [
     ("step.acks[0].seconds", setting("acks[0].seconds", -1.0)),
     ("step.acks[0].seconds", setting("acks[0].seconds", math.nan)),
     ("step.acks[0].seconds", setting("acks[0].seconds", math.inf)),
-    ("step.publishes[0].tokens", setting("publishes[0].tokens", b"abc")),
-    ("step.publishes[0].tokens", setting("publishes[0].tokens", tokens(101))),
-    ("step.releases[0].reason", setting("releases[0].reason", 0)),
-    ("step.releases[0].reason", setting("releases[0].reason", -5)),
     ("step.extends.sequence_ids", setting("extends.sequence_ids", b"x" * 12)),
-    ("step.extends.sequence_ids", setting("extends.sequence_ids", u64([7, 7]))),
     ("step.extends.num_tokens", setting("extends.num_tokens", u32([1]))),
     ("step.extends.num_tokens", setting("extends.num_tokens", b"x" * 7)),
-    ("step.acquires[0].namespace", lambda message: message.acquires[0].ClearField("namespace")),
-    ("step.acquires[0].namespace.model", setting("acquires[0].namespace.model", "")),
-    ("step.acquires[0].namespace.salt", setting("acquires[0].namespace.salt", "s" * 300)),
-    ("step.acquires[0].namespace.adapter", setting("acquires[0].namespace.adapter", "a" * 300)),
-    ("step.acquires[0].tokens", setting("acquires[0].tokens", b"")),
-    ("step.acquires[0].tokens", setting("acquires[0].tokens", b"12345")),
-    ("step.acquires[0].tokens", setting("acquires[0].tokens", tokens(101))),
     ("step.rates.prefill_tokens_per_s", setting("rates.prefill_tokens_per_s", -0.1)),
     ("step.rates.fetch_bytes_per_s", setting("rates.fetch_bytes_per_s", math.nan)),
 ]
@@ -144,6 +150,7 @@ BAD_STEPS: list[tuple[str, Spoil]] = [
 
 @pytest.mark.parametrize(("field", "spoil"), BAD_STEPS)
 def test_a_bad_step_names_its_field(field: str, spoil: Spoil) -> None:
+    """What belongs to no item ends the stream."""
     message = full_step()
     spoil(message)
     with pytest.raises(InvalidInput) as caught:
@@ -151,11 +158,56 @@ def test_a_bad_step_names_its_field(field: str, spoil: Spoil) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("field", ["acks", "publishes", "releases", "acquires"])
+# The name of the items, and the field within the item.
+BAD_ITEMS: list[tuple[str, str, Spoil]] = [
+    ("publishes", "tokens", setting("publishes[0].tokens", b"abc")),
+    ("publishes", "tokens", setting("publishes[0].tokens", tokens(101))),
+    ("releases", "reason", setting("releases[0].reason", 0)),
+    ("releases", "reason", setting("releases[0].reason", -5)),
+    ("acquires", "", unknown_field("acquires[0]")),
+    ("acquires", "namespace", lambda message: message.acquires[0].ClearField("namespace")),
+    ("acquires", "namespace", unknown_field("acquires[0].namespace")),
+    ("acquires", "namespace.model", setting("acquires[0].namespace.model", "")),
+    ("acquires", "namespace.salt", setting("acquires[0].namespace.salt", "s" * 300)),
+    ("acquires", "namespace.adapter", setting("acquires[0].namespace.adapter", "a" * 300)),
+    ("acquires", "tokens", setting("acquires[0].tokens", b"")),
+    ("acquires", "tokens", setting("acquires[0].tokens", b"12345")),
+    ("acquires", "tokens", setting("acquires[0].tokens", tokens(101))),
+    ("adopts", "", unknown_field("adopts[0]")),
+    ("adopts", "namespace", lambda message: message.adopts[0].ClearField("namespace")),
+    ("adopts", "namespace", unknown_field("adopts[0].namespace")),
+    ("adopts", "tokens", setting("adopts[0].tokens", b"")),
+    ("adopts", "tokens", setting("adopts[0].tokens", b"123")),
+    ("adopts", "tables[0].group", setting("adopts[0].tables[0].group", 77)),
+    ("adopts", "tables[0].page_ids", setting("adopts[0].tables[0].page_ids", b"12345")),
+    ("adopts", "tables", lambda message: message.adopts[0].tables.append(message.adopts[0].tables[0])),
+    ("adopts", "tables", lambda message: message.adopts[0].tables.extend([message.adopts[0].tables[0]] * 40)),
+    ("adopts", "working", lambda message: message.adopts[0].working.extend([message.adopts[0].working[0]] * 40)),
+    ("adopts", "working[0].group", setting("adopts[0].working[0].group", 32)),
+    ("adopts", "rolling[0].group", setting("adopts[0].rolling[0].group", 2**32 - 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "spoil"), BAD_ITEMS)
+def test_a_bad_item_keeps_its_place(name: str, field: str, spoil: Spoil) -> None:
+    """The first of two is bad, the other is as good as before, and so is all else."""
+    message = full_step()
+    getattr(message, name).append(getattr(message, name)[0])
+    good = decode.step(message, LIMITS)
+    spoil(message)
+    value = decode.step(message, LIMITS)
+    bad, second = getattr(value, name)
+    assert isinstance(bad, BadItem)
+    assert (bad.sequence_id, bad.field) == (second.sequence_id, field)
+    assert bad.reason
+    assert value == good._replace(**{name: (bad, getattr(good, name)[1])})
+
+
+@pytest.mark.parametrize("field", ["acks", "publishes", "releases", "adopts", "acquires"])
 def test_a_step_of_too_many_items_is_too_much(field: str) -> None:
     message = full_step()
     items = getattr(message, field)
-    items.extend([items[0]] * LIMITS.max_items)
+    items.extend([items[0]] * LIMITS.max_step_items)
     with pytest.raises(TooMany) as caught:
         decode.step(message, LIMITS)
     assert caught.value.field == f"step.{field}"
@@ -168,16 +220,16 @@ def test_too_many_extends_are_too_much() -> None:
         decode.step(message, LIMITS)
 
 
-def test_the_item_at_fault_is_numbered() -> None:
+def test_kept_tokens_stand_for_tokens() -> None:
     message = full_step()
-    message.acquires.add().CopyFrom(message.acquires[0])
-    message.acquires[1].tokens = b"odd"
-    with pytest.raises(InvalidInput, match=r"^step\.acquires\[1\]\.tokens: has 3 bytes, which is no multiple of 4$"):
-        decode.step(message, LIMITS)
+    message.acquires[0].tokens, message.acquires[0].kept_tokens = b"", 40
+    message.acquires[0].bypass_cache = True
+    (value,) = decode.step(message, LIMITS).acquires
+    assert value == Acquire(10, Namespace(MODEL), b"", 0, 40, 0, 40, True)  # type: ignore[arg-type]
 
 
 def test_adopt() -> None:
-    value = decode.adopt(full_adopt(), LIMITS)
+    (value,) = decode.step(full_step(), LIMITS).adopts
     assert value == Adopt(
         5,  # type: ignore[arg-type]
         Namespace(MODEL),
@@ -190,43 +242,15 @@ def test_adopt() -> None:
     )
 
 
-BAD_ADOPTS: list[tuple[str, Spoil]] = [
-    ("adopt.namespace", lambda message: message.ClearField("namespace")),
-    ("adopt.tokens", setting("tokens", b"")),
-    ("adopt.tokens", setting("tokens", b"123")),
-    ("adopt.tables[0].group", setting("tables[0].group", 77)),
-    ("adopt.tables[0].page_ids", setting("tables[0].page_ids", b"12345")),
-    ("adopt.tables[0].page_ids", setting("tables[0].page_ids", u32(range(101)))),
-    ("adopt.tables", lambda message: message.tables.append(message.tables[0])),
-    ("adopt.working[0].group", setting("working[0].group", 32)),
-    ("adopt.rolling[0].group", setting("rolling[0].group", 2**32 - 1)),
-]
-
-
-@pytest.mark.parametrize(("field", "spoil"), BAD_ADOPTS)
-def test_a_bad_adopt_names_its_field(field: str, spoil: Spoil) -> None:
-    message = full_adopt()
-    spoil(message)
-    with pytest.raises(InvalidInput) as caught:
-        decode.adopt(message, LIMITS)
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize("field", ["tables", "working", "rolling"])
-def test_an_adopt_of_too_many_items_is_too_much(field: str) -> None:
-    message = full_adopt()
-    items = getattr(message, field)
-    items.extend([items[0]] * 40)
-    with pytest.raises(TooMany, match=rf"adopt\.{field}"):
-        decode.adopt(message, LIMITS)
-
-
 @pytest.mark.parametrize("kind", [cache_pb2.MatchRequest, cache_pb2.ExplainRequest, cache_pb2.PinRequest])
 def test_a_question_about_a_prompt(kind: Any) -> None:
     good = kind(namespace=types_pb2.Namespace(model=MODEL, adapter="a", salt="s"), tokens=tokens(5))
+    strange = types_pb2.Namespace(model=MODEL)
+    unknown_field()(strange)
     assert decode.prompt(good, LIMITS) == (Namespace(MODEL, "a", "s"), tokens(5))
     for field, bad in (
         ("request.namespace", kind(tokens=tokens(5))),
+        ("request.namespace", kind(namespace=strange, tokens=tokens(5))),
         ("request.namespace.model", kind(namespace=types_pb2.Namespace(salt="s"), tokens=tokens(5))),
         ("request.tokens", kind(namespace=good.namespace)),
         ("request.tokens", kind(namespace=good.namespace, tokens=b"12345")),

@@ -16,15 +16,14 @@ from worker_service import session_codec
 MATCH = core.Match(64, 48, 16, "swa", core.MissReason.EVICTED)
 
 
-def key(n: int) -> bytes:
-    return b"stemcache:1:%d" % n
+HASHES = bytes(range(64))
 
 
 TRANSFER = core.Transfer(
     core.TicketId(9),
     (
-        core.TransferPages(0, u32([5, 6]), (key(1), key(2))),
-        core.TransferPages(1, u32([0, 8]), (b"", key(3))),
+        core.TransferPages(0, u32([5, 6]), "stemcache:1:f:0:", HASHES),
+        core.TransferPages(1, u32([0, 8]), "stemcache:1:f:1:", HASHES),
     ),
     first_page=4,
     num_pages=2,
@@ -36,13 +35,14 @@ GRANT = core.Grant(
     16,
     (core.GroupPages(0, 0, u32([1, 2, 3])), core.GroupPages(1, 2, u32([7]))),
     MATCH,
-    fetch=TRANSFER,
+    fetches=(TRANSFER, TRANSFER._replace(ticket=core.TicketId(10))),
     restore=(core.SnapshotSlot(2, 48, core.PageId(4)),),
     leave=(core.SnapshotSlot(2, 64, core.PageId(5)),),
     working=(core.SnapshotSlot(2, 0, core.PageId(6)),),
     rolling=(core.SnapshotSlot(2, 0, core.PageId(7)),),
 )
 REFUSAL = core.Refusal(core.SequenceId(3), core.RefusalReason.NO_ROOM, "full: 3 pages short")
+INVALID = core.Refusal(core.SequenceId(4), core.RefusalReason.INVALID, "is too long", "step.acquires[0].namespace.salt")
 
 
 def over_the_wire(message: Any) -> Any:
@@ -50,15 +50,17 @@ def over_the_wire(message: Any) -> Any:
 
 
 def test_welcome() -> None:
-    said = core.Welcome("epoch", (core.SequenceId(1), core.SequenceId(2**64 - 1)), 12)
+    limits = core.SessionLimits(*range(11, 19))
+    said = core.Welcome("epoch", 2**63, 12, limits)
     heard = session_codec.decode_welcome(over_the_wire(encode.welcome(said)).welcome)
-    assert heard == ("epoch", frozenset({1, 2**64 - 1}), 12)
+    assert (heard.epoch, heard.generation, heard.last_step_id) == ("epoch", 2**63, 12)
+    assert heard.limits._asdict() == limits._asdict()
 
 
 def test_step_reply() -> None:
     said = core.StepReply(
         7,
-        grants=(GRANT, GRANT._replace(fetch=None, restore=(), leave=())),
+        grants=(GRANT, GRANT._replace(fetches=(), restore=(), leave=())),
         extends=(
             core.ExtendGrant(core.SequenceId(1), (core.GroupPages(1, 4, u32([9, 10])),)),
             core.ExtendGrant(
@@ -67,7 +69,7 @@ def test_step_reply() -> None:
                 (core.SnapshotSlot(2, 80, core.PageId(1)),),
             ),
         ),
-        refusals=(REFUSAL,),
+        refusals=(REFUSAL, INVALID),
         remaps=(core.Remap(core.SequenceId(4), (core.GroupPages(0, 1, u32([20, 21])),)),),
     )
     heard = session_codec.decode_reply(over_the_wire(encode.step_reply(said, 3)).step_reply, 3)
@@ -77,13 +79,6 @@ def test_step_reply() -> None:
 def test_an_empty_reply() -> None:
     heard = session_codec.decode_reply(over_the_wire(encode.step_reply(core.StepReply(1), 2)).step_reply, 2)
     assert heard == core.StepReply(1)
-
-
-def test_adopt_replies() -> None:
-    granted = over_the_wire(encode.adopt_reply(GRANT)).adopt_reply
-    assert session_codec.decode_grant(granted.grant) == GRANT
-    refused = over_the_wire(encode.adopt_reply(REFUSAL)).adopt_reply
-    assert session_codec.decode_refusal(refused.refusal) == REFUSAL
 
 
 def test_order() -> None:
@@ -161,10 +156,10 @@ def test_every_statistic_arrives() -> None:
         "model",
         True,
         (group,),
-        *range(21, 31),
+        *range(21, 32),
         misses=((core.MissReason.EVICTED, 31), (core.MissReason.PAGE_TAIL, 32)),
     )
-    host = HostTierStats(41, 42, 43, 44, 45, 46, True, core.SpillPolicy.WRITE_BACK, core.FetchPolicy.ALWAYS)
+    host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, core.SpillPolicy.WRITE_BACK, core.FetchPolicy.ALWAYS)
     message = encode.stats_response(ManagerStats("epoch", "slru", (worker,), host))
     assert (message.epoch, message.policy) == ("epoch", "slru")
     told = message.workers[0]
@@ -177,3 +172,28 @@ def test_every_statistic_arrives() -> None:
     for field in HostTierStats._fields:
         want = getattr(host, field)
         assert getattr(message.host_tier, field) == getattr(want, "value", want), field
+
+
+def test_each_worker_has_its_own_match_among_equal_ones() -> None:
+    other = MATCH._replace(usable_tokens=32, limiting_group="", miss_reason=core.MissReason.NEVER_SEEN)
+    given = [core.WorkerMatch(core.WorkerId(f"w{n}"), f"here:{n}", (MATCH, other, MATCH)[n]) for n in range(3)]
+    message = encode.match_response(given)
+    assert [(w.worker_id, w.endpoint) for w in message.workers] == [
+        ("w0", "here:0"),
+        ("w1", "here:1"),
+        ("w2", "here:2"),
+    ]
+    assert [w.match for w in message.workers] == [encode.match_result(value.match) for value in given]
+
+
+def test_extends_of_some_groups_leave_the_others_empty() -> None:
+    """A group without new pages stands in the packed arrays, with none; three groups, of which the middle one grows."""
+    grants = (
+        core.ExtendGrant(core.SequenceId(1), (core.GroupPages(1, 4, u32([9, 8])),)),
+        core.ExtendGrant(core.SequenceId(2), ()),
+        core.ExtendGrant(core.SequenceId(3), tuple(core.GroupPages(g, g, u32([20 + g])) for g in range(3))),
+    )
+    extends = encode.step_reply(core.StepReply(1, extends=grants), 3).step_reply.extends
+    assert extends.first_pages == u32([0, 4, 0, 0, 0, 0, 0, 1, 2])
+    assert extends.num_pages == u32([0, 2, 0, 0, 0, 0, 1, 1, 1])
+    assert extends.page_ids == u32([9, 8, 20, 21, 22])

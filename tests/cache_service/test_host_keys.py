@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
@@ -42,6 +43,9 @@ class Rows:
 
     def host_lost(self, host_tier_id: str, now_ms: int) -> None:
         self.lost.append(host_tier_id)
+
+    def num_host_deletes(self) -> int:
+        return 0
 
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None:
         self.health.append("failure")
@@ -128,6 +132,59 @@ async def test_the_scan_finds_the_keys_of_the_fingerprint_only(server: RedisProc
     assert set(rows.adopted) == {("tier-1", FINGERPRINT), ("tier-1", other)}
     assert set(rows.adopted["tier-1", FINGERPRINT]) == set(mine)
     assert rows.lost == []
+
+
+async def test_rows_are_adopted_in_the_order_of_their_last_use(server: RedisProcess, redis: Redis, rows: Rows) -> None:
+    """Whatever order SCAN has: a service that is started anew must not drop heads before tails."""
+    numbers = list(range(300))
+    random.Random(1).shuffle(numbers)
+    names = [key(number) for number in numbers]
+    redis.mset(dict.fromkeys(names, b"v"))
+    for number in range(300):
+        redis.pexpire(key(number), 50_000)
+    first, then = (HostKeys(open_client(server.url, 0.3), told, CONFIG) for told in (Rows(), rows))
+    first.start()
+    first.touch(names)
+    await until(lambda: not first._touches)
+    await first.close()
+    then.start()
+    await until(lambda: len(rows.adopted.get(("tier-1", FINGERPRINT), ())) == 300)
+    await then.close()
+    assert rows.adopted["tier-1", FINGERPRINT] == names
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
+    server: RedisProcess, redis: Redis, rows: Rows, finished: bool
+) -> None:
+    redis.mset({key(number): b"v" for number in range(100)})
+    before = HostKeys(open_client(server.url, 0.3), rows, CONFIG)
+    await before.clear_begins()
+    before.start()
+    before.clear_ends(keep_marks=False)
+    if finished:
+        await until(lambda: not redis.keys(b"stemcache:1:clearing:*"))
+    else:
+        before._deletes.extend([key(1)] * 3)
+        await before.close()
+        await before._marks.begin([FINGERPRINT])
+    await before.close()
+    told = Rows(("tier-1", FINGERPRINT))
+    after = HostKeys(open_client(server.url, 0.3), told, CONFIG)
+    after.start()
+    if finished:
+        await until(lambda: len(told.adopted.get(("tier-1", FINGERPRINT), ())) == 100)
+    else:
+        await until(lambda: not redis.keys(b"stemcache:1:*:*"))
+        assert not told.adopted and not redis.keys(b"stemcache:1:clearing:*")
+    await after.close()
+
+
+async def test_marks_stay_while_hidden_rows_are_kept(host_keys: HostKeys, redis: Redis) -> None:
+    await host_keys.clear_begins()
+    host_keys.clear_ends(keep_marks=True)
+    await asyncio.sleep(0.1)
+    assert redis.keys(b"stemcache:1:clearing:*")
 
 
 async def test_a_flush_drops_the_index_and_the_name_comes_back(host_keys: HostKeys, redis: Redis, rows: Rows) -> None:

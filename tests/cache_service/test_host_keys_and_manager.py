@@ -54,7 +54,7 @@ def manager() -> CacheManager:
     manager = CacheManager(ManagerConfig(), "epoch")
     groups = (GroupSpec("full", GroupKind.FULL, 100, page_bytes=4096),)
     shared = HostTierKind.SHARED
-    hello = Hello(WorkerId("w"), "h:1", "i1", FINGERPRINT, PAGE_TOKENS, groups, (), shared, "tier-1")
+    hello = Hello(WorkerId("w"), "h:1", "i1", FINGERPRINT, PAGE_TOKENS, groups, shared, "tier-1")
     manager.hello(hello, now_ms=0)
     return manager
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from prometheus_client import CollectorRegistry
+
 from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
-from cache_service.metrics import ManagerCollector
+from cache_service.metrics import ManagerCollector, step_observer
 from protos.v1 import cache_pb2
 from tests.cache_service.messages import acquire, publish, release, tokens
 from tests.cache_service.peer import Client, started
@@ -39,14 +42,26 @@ async def test_a_scrape_shows_what_the_manager_knows() -> None:
         assert sample(client, "stemcache_cache_sessions") == 1
 
 
+def test_a_step_counts_in_its_bucket_and_in_those_above() -> None:
+    registry = CollectorRegistry()
+    observe = step_observer(registry)
+    for seconds in (0.00003, 0.0001, 0.0015, 2.0):
+        observe(seconds)
+    name = "stemcache_cache_step_seconds"
+    buckets = {le: registry.get_sample_value(name + "_bucket", {"le": le}) for le in ("5e-05", "0.0001", "0.5", "+Inf")}
+    assert buckets == {"5e-05": 1, "0.0001": 2, "0.5": 3, "+Inf": 4}
+    assert registry.get_sample_value(name + "_count") == 4
+    assert registry.get_sample_value(name + "_sum") == pytest.approx(2.00163)
+
+
 def _pages(client: Client, state: str) -> float | None:
     return sample(client, "stemcache_cache_pages", worker="w1", group="full", state=state)
 
 
 def test_every_metric_stands_in_the_docs() -> None:
     group = GroupStats("full", GroupKind.FULL, 10, 3, 2, 1)
-    worker = WorkerStats(WorkerId("w1"), "", "", "", True, (group,), *([1] * 10), misses=((MissReason.EVICTED, 1),))
-    host = HostTierStats(0, 0, 0, 0, 0, 0, True, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
+    worker = WorkerStats(WorkerId("w1"), "", "", "", True, (group,), *([1] * 11), misses=((MissReason.EVICTED, 1),))
+    host = HostTierStats(0, 0, 0, 0, 0, 0, 0, True, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
     families = list(ManagerCollector(lambda: ManagerStats("e", "lru", (worker,), host)).collect())
     documented = DOCS.read_text()
     for family in families:

@@ -48,7 +48,7 @@ class Running(NamedTuple):
 @asynccontextmanager
 async def process(**settings: str) -> AsyncIterator[Running]:
     pipe = asyncio.subprocess.PIPE
-    env = environment(**{"LISTEN": "127.0.0.1:0", **settings})
+    env = environment(**{"LISTEN": "127.0.0.1:0", "ADMIN_LISTEN": "127.0.0.1:0", **settings})
     child = await asyncio.create_subprocess_exec(*COMMAND, stdout=pipe, stderr=pipe, env=env, cwd=ROOT)
     try:
         assert child.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from cache_service.core.errors import Superseded, UnknownSequence
 from protos.v1 import cache_pb2
 from rpc.client import open_channel
-from tests.cache_service.messages import hello
+from tests.cache_service.messages import hello, sealed
 from tests.cache_service.peer import Client, Peer, started, until
 from tests.cache_service.scripted import ScriptedManager, order
 
@@ -46,7 +47,7 @@ async def test_goodbye_ends_the_stream_well() -> None:
 
 @pytest.mark.parametrize(
     "first",
-    [{}, {"step": cache_pb2.Step(step_id=1)}, {"goodbye": cache_pb2.Goodbye()}, {"adopt": cache_pb2.Adopt()}],
+    [{}, {"step": cache_pb2.Step(step_id=1)}, {"goodbye": cache_pb2.Goodbye()}],
 )
 async def test_the_first_message_is_hello(first: dict[str, Any]) -> None:
     async with scripted() as (client, manager):
@@ -106,9 +107,9 @@ async def test_a_step_that_comes_after_a_newer_hello_is_not_applied() -> None:
         sessions, arrived, written = client.service.sessions, asyncio.Event(), asyncio.Event()
 
         async def requests() -> AsyncIterator[cache_pb2.SessionRequest]:
-            yield cache_pb2.SessionRequest(hello=hello())
+            yield sealed(hello=hello())
             await arrived.wait()
-            yield cache_pb2.SessionRequest(step=cache_pb2.Step(step_id=1))
+            yield sealed(step=cache_pb2.Step(step_id=1))
 
         class Context:
             async def write(self, message: Any) -> None:
@@ -125,6 +126,29 @@ async def test_a_step_that_comes_after_a_newer_hello_is_not_applied() -> None:
             await older
         assert manager.verbs() == ["hello"]
         sessions.leave(newer)
+
+
+@pytest.mark.parametrize("at_hello", [True, False])
+async def test_a_damaged_message_ends_the_stream(at_hello: bool) -> None:
+    async with scripted() as (client, manager):
+        peer = client.peer()
+        if not at_hello:
+            await peer.hello()
+        message = sealed(hello=hello()) if at_hello else sealed(step=cache_pb2.Step(step_id=1))
+        message.body = message.body[:-1] + bytes([message.body[-1] ^ 1])
+        await peer.stream.write(message)
+        code, details = await peer.ended()
+        assert code is grpc.StatusCode.DATA_LOSS
+        assert details.startswith("session.crc32: ")
+        await until(lambda: manager.verbs() == ([] if at_hello else ["hello", "disconnect"]))
+
+
+async def test_a_body_that_is_no_message_ends_the_stream() -> None:
+    async with scripted() as (client, _):
+        peer = await client.connected()
+        await peer.stream.write(cache_pb2.SessionRequest(body=b"\xff", crc32=zlib.crc32(b"\xff")))
+        code, details = await peer.ended()
+        assert (code, details.startswith("session.body: ")) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_workers_do_not_disturb_each_other() -> None:
@@ -217,7 +241,7 @@ async def test_time_goes_on_after_a_tick_that_failed() -> None:
 async def test_a_peer_that_does_not_read_is_cut_off() -> None:
     async with scripted(write_timeout_s=0.2, tick_ms=5) as (client, manager):
         peer = await client.connected()
-        manager.orders["w1"] = [order(number, b"k" * 1_000_000) for number in range(64)]
+        manager.orders["w1"] = [order(number, "k" * 1_000_000) for number in range(64)]
         await until(lambda: "disconnect" in manager.verbs())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             for _ in range(64):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from cache_service.core.errors import TooMany
 from cache_service.core.types import Cleared, WorkerId
-from cache_service.watchers import Watchers
+from cache_service.watchers import Watchers, WatcherTooSlow, WatchLimits
 
 
 def event(number: int) -> Cleared:
@@ -23,7 +24,7 @@ async def told(watch: AsyncIterator[Any], count: int) -> list[tuple[int, str]]:
 
 
 async def test_a_watcher_starts_at_the_present() -> None:
-    watchers = Watchers("epoch", 2, 8)
+    watchers = Watchers("epoch", WatchLimits(2, 8))
     watchers.tell([event(1), event(2)])
     watch = watchers.watch()
     assert await told(watch, 1) == [(2, "")]
@@ -34,7 +35,7 @@ async def test_a_watcher_starts_at_the_present() -> None:
 
 
 async def test_a_lagging_watcher_is_told_how_much_it_lost_and_goes_on() -> None:
-    watchers = Watchers("epoch", 2, 3)
+    watchers = Watchers("epoch", WatchLimits(2, 3))
     slow, quick = watchers.watch(), watchers.watch()
     await told(slow, 1), await told(quick, 1)
     seen = []
@@ -49,7 +50,7 @@ async def test_a_lagging_watcher_is_told_how_much_it_lost_and_goes_on() -> None:
 
 
 async def test_losses_add_up_while_nobody_reads() -> None:
-    watchers = Watchers("epoch", 1, 2)
+    watchers = Watchers("epoch", WatchLimits(1, 2))
     watch = watchers.watch()
     await told(watch, 1)
     watchers.tell([event(number) for number in range(1, 8)])
@@ -58,7 +59,7 @@ async def test_losses_add_up_while_nobody_reads() -> None:
 
 
 async def test_events_that_were_never_told_leave_a_gap_for_everybody() -> None:
-    watchers = Watchers("epoch", 1, 8)
+    watchers = Watchers("epoch", WatchLimits(1, 8))
     watch = watchers.watch()
     await told(watch, 1)
     watchers.tell([event(1)])
@@ -69,8 +70,45 @@ async def test_events_that_were_never_told_leave_a_gap_for_everybody() -> None:
     await watch.aclose()
 
 
+async def test_a_queue_is_bounded_in_bytes() -> None:
+    watchers = Watchers("epoch", WatchLimits(1, 100, 40))
+    watch = watchers.watch()
+    await told(watch, 1)
+    watchers.tell([event(1), event(2)])
+    assert await told(watch, 2) == [(1, "w1"), (2, "w2")]
+    watchers.tell([event(number) for number in range(3, 7)])
+    assert await told(watch, 2) == [(5, "3"), (6, "w6")]
+    await watch.aclose()
+
+
+async def test_who_takes_nothing_is_cut_off_and_its_place_is_free() -> None:
+    class Stuck:
+        async def write(self, message: object) -> None:
+            await asyncio.Event().wait()
+
+    watchers = Watchers("epoch", WatchLimits(1, 8, write_timeout_s=0.01))
+    with pytest.raises(WatcherTooSlow, match="took no message"):
+        await watchers.serve(Stuck())
+    assert len(watchers) == 0
+
+
+async def test_the_manager_hears_whether_anybody_watches() -> None:
+    heard: list[bool] = []
+    watchers = Watchers("epoch", WatchLimits(2, 8), heard.append)
+    one, two = watchers.watch(), watchers.watch()
+    await told(one, 1), await told(two, 1)
+    await one.aclose()
+    assert heard[-1]
+    await two.aclose()
+    assert not heard[-1]
+    again = watchers.watch()
+    assert await told(again, 1) == [(1, "")], "events may be missing since: a gap"
+    assert heard[-1]
+    await again.aclose()
+
+
 async def test_there_are_only_so_many_watchers() -> None:
-    watchers = Watchers("epoch", 1, 2)
+    watchers = Watchers("epoch", WatchLimits(1, 2))
     first = watchers.watch()
     await told(first, 1)
     with pytest.raises(TooMany, match="watch"):
@@ -83,7 +121,7 @@ async def test_there_are_only_so_many_watchers() -> None:
 
 
 async def test_close_ends_each_watch_after_its_queue() -> None:
-    watchers = Watchers("epoch", 1, 2)
+    watchers = Watchers("epoch", WatchLimits(1, 2))
     watch = watchers.watch()
     await told(watch, 1)
     watchers.tell([event(1)])

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WAIT_S = 120.0
+WAIT_S = 270.0
 
 
 class Process(NamedTuple):

@@ -23,7 +23,7 @@ def test_generate_counts_what_it_reused(service: Service) -> None:
     prompt = prompt_of("generate")
     cold = ask(service.state, "generate", prompt, "--max-tokens", "8")
     warm = ask(service.state, "generate", prompt, "--max-tokens", "8")
-    assert cold["worker"] == service.worker("worker-1")
+    assert warm["worker"] == cold["worker"], "where the prompt is cached"
     assert (cold["usage"]["prompt_tokens"], cold["usage"]["cached_tokens"]) == (99, 0)
     assert (warm["usage"]["cached_tokens"], warm["usage"]["computed_tokens"]) == (96, 3)
     assert warm["token_ids"] == cold["token_ids"]
@@ -31,6 +31,42 @@ def test_generate_counts_what_it_reused(service: Service) -> None:
     assert warm["finish_reason"] == "length"
     salted = ask(service.state, "generate", prompt, "--max-tokens", "8", "--salt", "other")
     assert salted["usage"]["cached_tokens"] == 0
+
+
+def test_requests_that_share_nothing_go_to_both_workers(service: Service) -> None:
+    before = requests_so_far(service)
+    for name in ("one", "two", "three", "four"):
+        ask(service.state, "generate", prompt_of(f"spread {name}"), "--max-tokens", "1")
+    after = requests_so_far(service)
+    assert all(after[worker] > before[worker] for worker in after)
+
+
+def requests_so_far(service: Service) -> dict[str, int]:
+    return {worker["worker_id"]: worker["num_requests"] for worker in ask(service.state, "status")["workers"]}
+
+
+def test_the_environment_names_services_too(service: Service, tmp_path: Path) -> None:
+    absent = "no-such-host.invalid:7511"
+    workers = f"{absent},{service.worker('worker-1')}"
+    named = {"STEMCACHE_CACHE": service.cache, "STEMCACHE_WORKERS": workers}
+    done = stemcache(tmp_path, "generate", prompt_of("environment"), "--max-tokens", "1", "--json", **named)
+    assert done.returncode == 0, done.stderr
+    assert one_object(done.stdout)["worker"] == service.worker("worker-1")
+    assert stemcache(tmp_path, "status", **named).returncode == 0
+    assert "96" in stemcache(tmp_path, "explain", prompt_of("environment"), **named).stdout
+    refused = stemcache(tmp_path, "status", STEMCACHE_CACHE="nowhere", COLUMNS="200")
+    assert refused.returncode == 2
+    assert "STEMCACHE_CACHE: 'nowhere' is not host:port" in refused.stderr
+
+
+def test_a_port_of_another_service_is_named(service: Service) -> None:
+    worker = service.worker("worker-1")
+    for arguments in (("status", "--cache", worker), ("explain", "x", "--cache", worker)):
+        done = stemcache(service.state, *arguments)
+        assert done.returncode == 1
+        assert done.stderr == f"error: {worker} is a worker, not the cache service\n"
+    done = stemcache(service.state, "generate", "x", "--worker", service.cache)
+    assert done.stderr == f"error: {service.cache} is the cache service, not a worker\n"
 
 
 def test_generate_for_people(service: Service) -> None:
@@ -44,7 +80,7 @@ def test_generate_for_people(service: Service) -> None:
 
 
 def test_status_counts_requests_pages_and_misses(service: Service) -> None:
-    ask(service.state, "generate", prompt_of("status"), "--max-tokens", "1")
+    ask(service.state, "generate", prompt_of("status"), "--max-tokens", "1", "--worker", service.worker("worker-1"))
     stats = ask(service.state, "status")
     workers = {worker["worker_id"]: worker for worker in stats["workers"]}
     assert set(workers) == {"worker-1", "worker-2"}
@@ -61,7 +97,7 @@ def test_status_counts_requests_pages_and_misses(service: Service) -> None:
 
 def test_explain_tells_what_is_where(service: Service) -> None:
     prompt = prompt_of("explain")
-    ask(service.state, "generate", prompt, "--max-tokens", "1")
+    ask(service.state, "generate", prompt, "--max-tokens", "1", "--worker", service.worker("worker-1"))
     explained = ask(service.state, "explain", prompt[:60] + "another ending")
     assert explained["prompt_tokens"] == 74
     by_worker = {one["worker_id"]: one for one in explained["workers"]}
@@ -77,9 +113,11 @@ def test_explain_tells_what_is_where(service: Service) -> None:
 def test_pin_says_how_many_tokens_it_holds(service: Service) -> None:
     prompt = prompt_of("pin")
     ask(service.state, "generate", prompt, "--max-tokens", "1")
+    assert "96 cached tokens are pinned for 60 min" in stemcache(service.state, "pin", prompt).stdout
     assert ask(service.state, "pin", prompt)["pinned_tokens"] == 96
     assert "96 cached tokens are unpinned" in stemcache(service.state, "pin", prompt, "--ttl", "0").stdout
     assert ask(service.state, "pin", prompt_of("never asked"))["pinned_tokens"] == 0
+    assert "nothing is pinned" in stemcache(service.state, "pin", prompt_of("never asked")).stdout
 
 
 def test_clear_spares_what_is_in_use(service: Service, tmp_path: Path) -> None:
@@ -109,6 +147,19 @@ def test_clear_spares_what_is_in_use(service: Service, tmp_path: Path) -> None:
     assert "dropped" in done.stdout
 
 
+def test_a_dry_run_of_clear_drops_nothing(service: Service) -> None:
+    prompt = prompt_of("dry")
+    ask(service.state, "generate", prompt, "--max-tokens", "1", "--salt", "dry")
+    ask(service.state, "pin", prompt, "--salt", "dry")
+    shown = stemcache(service.state, "clear", "--dry-run", "--salt", "dry").stdout
+    assert shown.startswith("would drop 6 pages and ")
+    assert "6 of the pages are pinned" in shown
+    assert ask(service.state, "pin", prompt, "--salt", "dry")["pinned_tokens"] == 96
+    cleared = ask(service.state, "clear", "--salt", "dry")
+    assert (cleared["num_pages"], cleared["num_pinned_pages"]) == (6, 6)
+    assert ask(service.state, "pin", prompt, "--salt", "dry")["pinned_tokens"] == 0
+
+
 def test_clear_of_one_tenant(service: Service) -> None:
     prompt = prompt_of("tenants")
     for salt in ("a", "b"):
@@ -124,10 +175,20 @@ def test_top_looks_again_and_again_until_interrupted(service: Service, tmp_path:
         for _ in pauses("a second look"):
             if top.out.read_text().count("workers · policy lru") >= 2:
                 break
+        service.running.child("cache_service").kill()
+        for _ in pauses("the silence to be told"):
+            if f"{service.cache} gives no answer since" in top.out.read_text():
+                break
+        told = top.out.read_text()
+        for _ in pauses("an answer again"):
+            if "gives no answer" not in top.out.read_text()[len(told) :].rpartition("workers ·")[2].partition("\n")[0]:
+                break
+        assert "gone" not in told
         assert top.interrupt() == 130
         assert "Traceback" not in top.err.read_text()
     finally:
         top.end()
+    serving_again(service, ["cache service"])
     assert len(ask(service.state, "top")["workers"]) == 2
 
 
@@ -138,6 +199,10 @@ def test_doctor_finds_what_runs(service: Service) -> None:
     assert findings["cache service"]["seen"] == service.cache
     assert findings["sessions"]["seen"] == "2 connected"
     assert findings["redis-server"]["ok"] is True
+    assert findings["Redis"]["ok"] is True
+    assert "noeviction" in findings["Redis"]["seen"]
+    assert "in float32 on cpu" in findings["worker"]["seen"]
+    assert not [f for f in report["findings"] if f["ok"] is False]
 
 
 def test_doctor_finds_what_is_broken(service: Service) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,41 @@ def test_the_figures_of_a_real_process(trace: str, tmp_path: Path) -> None:
     assert "replaying" in done.stderr
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru", "priority"])
 def test_a_small_pool_evicts(trace: str, policy: str) -> None:
     # One prompt of 64 pages fits, two do not: nothing of the first is left for the third but what eviction spared.
     made = figures(trace, "--pages", "70", "--policy", policy)
     assert made["evicted_pages"] >= 58
     assert made["hit_rate"] < (1008 + 512) / PROMPT_TOKENS
+
+
+def test_several_policies_and_sizes_make_a_table(trace: str) -> None:
+    made = figures(trace, "--pages", "70, 1k,0", "--policy", "lru,slru")["runs"]
+    assert [(run["policy"], run["num_pages"]) for run in made] == [
+        (policy, size) for policy in ("lru", "slru") for size in (70, 1000, 0)
+    ]
+    # Each one begins with an empty manager.
+    assert {run["hit_rate"] for run in made if run["num_pages"] != 70} == {(1008 + 512) / PROMPT_TOKENS}
+    assert all(run["evicted_pages"] >= 58 for run in made if run["num_pages"] == 70)
+    shown = invoke(trace, "--pages", "1k,0", "--policy", "lru,slru")
+    rows = [line.split()[:3] for line in shown.stdout.splitlines() if line.startswith(("lru", "slru"))]
+    assert rows == [[policy, size, "41.39%"] for policy in ("lru", "slru") for size in ("1,000", "unlimited")]
+    assert shown.stderr.count("replaying") == 4
+
+
+@pytest.mark.parametrize("pages", ["", "x", "-1", "1.5", "5g", "2148m", "1,,2"])
+def test_a_wrong_size_is_told(trace: str, pages: str) -> None:
+    done = invoke(trace, "--pages", pages)
+    assert done.exit_code == 2
+    assert "--pages" in done.stderr
+
+
+def test_the_benchmark_tells_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_core", "--trace", str(tmp_path / "absent")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"error: --trace: {tmp_path / 'absent'}: No such file or directory\n")
 
 
 def test_larger_pages_reuse_less(trace: str) -> None:

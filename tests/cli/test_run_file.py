@@ -16,7 +16,9 @@ from cli.run_file import (
     write_record,
 )
 
-RECORD = RunRecord(os.getpid(), "127.0.0.1:1", ("127.0.0.1:2", "127.0.0.1:3"), "127.0.0.1:4")
+RECORD = RunRecord(
+    os.getpid(), "127.0.0.1:1", ("127.0.0.1:2", "127.0.0.1:3"), "127.0.0.1:4", "127.0.0.1:5", ("127.0.0.1:6",)
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from cli.output import table
+from cli.rates import Rates
 from cli.scene_table import scene_table
 from cli.stage import SceneResult, Shown
-from cli.views import explanation_view, live_view, stats_view
+from cli.views import Moment, explanation_view, live_view, span, stats_view
 from protos.v1 import cache_pb2, types_pb2
 
 WIDTHS = (80, 100, 140)
@@ -78,9 +79,14 @@ def stats() -> cache_pb2.StatsResponse:
     return made
 
 
+def moment() -> Moment:
+    rates = {"worker-1": Rates(12.5, 123_456.7, 65_432.1, 0.625), "worker-2": Rates()}
+    return Moment(stats(), rates)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_status_is_whole_and_gives_the_reasons_of_misses(width: int) -> None:
-    text = drawn(stats_view(stats()), width)
+    text = drawn(stats_view(moment()), width)
     for word in ("1,234,567", "98,765,432", "57.5%", "gone", "connected", "123.0 GiB", "12,345,678", "open"):
         assert word in text
     for word in ("never", "seen", "evicted", "page", "tail", "snapshot", "window"):
@@ -89,16 +95,45 @@ def test_the_status_is_whole_and_gives_the_reasons_of_misses(width: int) -> None
 
 
 def test_a_status_without_workers_says_so() -> None:
-    assert "no worker is known" in drawn(stats_view(cache_pb2.StatsResponse(policy="lru")), 80)
+    assert "no worker is known" in drawn(stats_view(Moment(cache_pb2.StatsResponse(policy="lru"))), 80)
 
 
-@pytest.mark.parametrize("height", [10, 24, 40])
-def test_the_live_view_fits_the_terminal(height: int) -> None:
-    console = Console(file=io.StringIO(), width=80, height=height)
-    text = drawn(live_view(stats(), console), 80)
+def live(height: int, seen: Moment) -> str:
+    return drawn(live_view(seen, Console(file=io.StringIO(), width=80, height=height)), 80)
+
+
+@pytest.mark.parametrize("height", [10, 24, 36, 50, 60])
+def test_the_live_view_fits_the_terminal_and_says_what_does_not(height: int) -> None:
+    text = live(height, moment())
     assert len(text.splitlines()) <= height
-    assert "hit rate" in text
-    assert ("window" in text) == (height == 40)
+    assert text.count("policy priority") == 1
+    assert "12.5" in text and "62%" in text
+    assert ("window" in text) == (height >= 50)
+    assert ("on a taller terminal" in text) == (height < 50)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_silent_cache_service_is_no_gone_worker(width: int) -> None:
+    text = drawn(stats_view(moment()._replace(silent_since="10:07:14", address="127.0.0.1:7400")), width)
+    assert "127.0.0.1:7400 gives no answer since 10:07:14" in " ".join(text.split())
+    assert "connected" in text
+
+
+def test_pins_kept_prompts_and_corrupt_pages_show_where_there_are_any() -> None:
+    seen = moment()
+    for text in (drawn(stats_view(seen), 80), live(60, seen)):
+        assert "pinned" not in text and "kept" not in text and "checks" not in text
+    one = next(worker for worker in seen.stats.workers if worker.worker_id == "worker-1")
+    one.pinned_tokens, one.kept_bytes, one.matched_tokens = 96, 3 << 20, one.cached_tokens + 1_234
+    seen.stats.host_tier.num_corrupt_pages = 7
+    for text in (drawn(stats_view(seen), 80), live(60, seen)):
+        flat = " ".join(text.split())
+        assert "worker-1: 96 tokens are pinned; 3.0 MiB of prompts are kept for their next try; 1,234 prompt" in flat
+        assert "host tier: 7 pages failed their checks" in flat
+
+
+def test_spans_have_the_unit_that_fits() -> None:
+    assert [span(seconds) for seconds in (0.4, 119, 120, 3600, 7200)] == ["0 s", "119 s", "2 min", "60 min", "2 h"]
 
 
 def explained(*workers: tuple[str, int, int]) -> cache_pb2.ExplainResponse:
@@ -131,6 +166,18 @@ def test_an_explanation_starts_with_the_best_worker() -> None:
     assert ["48", "..", "63", "host", "tier", "16"] in lines
     assert ["64", "..", "80", "missing", "never", "seen", "17"] in lines
     assert "worker-2: Only whole pages are reused." in text
+
+
+def test_among_equals_the_device_comes_before_the_host_tier() -> None:
+    text = drawn(explanation_view(81, explained(("worker-1", 0, 64), ("worker-2", 64, 0))), 80)
+    assert "best on worker-2: 64 are there" in text
+
+
+def test_an_explanation_says_what_is_pinned() -> None:
+    seen = explained(("worker-1", 48, 0))
+    assert "pinned" not in drawn(explanation_view(81, seen), 80)
+    seen.workers[0].pinned_tokens, seen.workers[0].pin_left_ms = 32, 59 * 60_000
+    assert "worker-1: the first 32 tokens are pinned, for 59 min more" in drawn(explanation_view(81, seen), 80)
 
 
 def test_an_explanation_of_nothing() -> None:

@@ -28,7 +28,7 @@ from cache_service.core.types import (
 )
 from tests.core.mover import Mover
 from tests.core.shadow import Shadow, marks_of
-from tests.core.world import FINISHED, NS, Live, pack
+from tests.core.world import FINISHED, NS, PREEMPTED, Live, pack
 
 
 class FakeWorker(Mover):
@@ -43,13 +43,18 @@ class FakeWorker(Mover):
         reserve: int = 0,
         priority: int = 0,
         sequence_id: int | None = None,
+        kept: int = 0,
+        bypass: bool = False,
     ) -> Live | Refusal:
         if sequence_id is None:
             self.world.next_sequence += 1
             sequence_id = self.world.next_sequence
         self.world.next_sequence = max(self.world.next_sequence, sequence_id)
-        acquire = Acquire(SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority)
-        reply = self.step(acquires=[acquire])
+        acquire = Acquire(
+            SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority, bypass_cache=bypass
+        )
+        sent = acquire._replace(tokens=pack(tokens[kept:]), kept_tokens=kept)
+        reply = self.step(acquires=[sent])
         return self.taken(acquire, reply)
 
     def taken(self, acquire: Acquire, reply: StepReply) -> Live | Refusal:
@@ -70,8 +75,10 @@ class FakeWorker(Mover):
             grant,
             priority=acquire.priority,
             chunk=acquire.chunk_tokens,
+            bypass=acquire.bypass_cache,
         )
         self.live[live.id] = live
+        self.kept.pop(live.id, None)
         self.apply_grant(live, grant)
         return live
 
@@ -109,9 +116,18 @@ class FakeWorker(Mover):
         return granted
 
     def release(self, live: Live, reason: ReleaseReason = FINISHED) -> StepReply:
-        reply = self.step(releases=[Release(SequenceId(live.id), reason)])
-        self.forget(live)
+        reply = self.step(releases=[self.release_of(live, reason)])
+        self.released(live, reason)
         return reply
+
+    def release_of(self, live: Live, reason: ReleaseReason = FINISHED) -> Release:
+        rolling = live.rolled if live.rolling and reason is FINISHED else 0
+        return Release(SequenceId(live.id), reason, rolling)
+
+    def released(self, live: Live, reason: ReleaseReason) -> None:
+        self.forget(live)
+        if reason is PREEMPTED:
+            self.kept[live.id] = live.known_len
 
     def prefill(self, live: Live, chunk: int = 0, *, publish: bool = True) -> None:
         """Compute the rest of the tokens in chunks, each asked for, launched and published."""
@@ -150,29 +166,39 @@ class FakeWorker(Mover):
     def restart(self, incarnation: str) -> None:
         """The process died and came back: no pages, no sequences, a new identity."""
         self.live, self.spills, self.orphans, self.step_id = {}, [], {}, 0
+        self.generation, self.kept = 0, {}
         self.shadow = Shadow(self.page_tokens)
         self.incarnation = incarnation
         self.hello()
 
     def adopt(self, live: Live) -> Grant | Refusal:
-        """Hand a sequence over to a manager that does not know it."""
-        answer = self.world.manager.adopt(self.id, self.adopt_of(live), self.world.now_ms)
-        if isinstance(answer, Refusal):
-            self.forget(live)
-            self.world.settle()
-            return answer
+        """Hand a sequence over to a state of the manager that does not know it."""
+        return self.adopt_all([live])[0]
+
+    def adopt_all(self, lives: Sequence[Live]) -> list[Grant | Refusal]:
+        reply = self.step(adopts=[self.adopt_of(live) for live in lives])
+        answers: dict[int, Grant | Refusal] = {
+            answer.sequence_id: answer for answer in (*reply.grants, *reply.refusals)
+        }
+        for live in lives:
+            answer = answers[live.id]
+            if isinstance(answer, Refusal):
+                self.forget(live)
+            else:
+                self._adopted(live, answer)
+        return [answers[live.id] for live in lives]
+
+    def _adopted(self, live: Live, grant: Grant) -> None:
         live.known_len, live.reported, live.leave, live.restored = len(live.tokens), live.computed, {}, True
-        for pages in answer.tables:
+        for pages in grant.tables:
             live.tables[pages.group] = {}
             self._set_pages(live, pages)
         live.room, live.adopted = live.computed, True
-        live.working = {s.group: s.slot for s in answer.working}
-        live.rolling = {s.group: s.slot for s in answer.rolling}
-        live.grant = answer
-        self._set_leave(live, answer.leave)
-        self.world.settle()
+        live.working = {s.group: s.slot for s in grant.working}
+        live.rolling = {s.group: s.slot for s in grant.rolling}
+        live.grant = grant
+        self._set_leave(live, grant.leave)
         self.check_reads(live, "an adoption")
-        return answer
 
     def adopt_of(self, live: Live) -> Adopt:
         tables = tuple(
@@ -193,6 +219,7 @@ class FakeWorker(Mover):
             slots[0],
             slots[1],
             live.priority,
+            live.bypass,
         )
 
     def _owned(self, live: Live, group: int) -> list[int]:

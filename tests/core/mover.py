@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cache_service.core.types import Ack, StepReply, Transfer, TransferStatus
 from tests.core.session import Session
-from tests.core.world import DONE, FAILED, MISSING, Live, ids
+from tests.core.world import DONE, FAILED, MISSING, Live, ids, keys
 
 
 class Mover(Session):
@@ -19,7 +19,7 @@ class Mover(Session):
         num_done = order.num_pages if num_done is None else num_done
         status = status or (DONE if num_done == order.num_pages else FAILED)
         for part in order.groups:
-            for page, key in list(zip(ids(part.page_ids), part.keys, strict=True))[:num_done]:
+            for page, key in list(zip(ids(part.page_ids), keys(part), strict=True))[:num_done]:
                 if page:
                     value = self.shadow.value(part.group, page)
                     assert value == expected[key], "a page changed while its spill was under way"
@@ -34,30 +34,33 @@ class Mover(Session):
         """Bring leading pages from the host tier; stops at the first one that is not there."""
         limit = fetch.num_pages if num_done is None else num_done
         for i in range(limit):
-            parts = [(p.group, ids(p.page_ids)[i], p.keys[i]) for p in fetch.groups if p.keys[i]]
+            parts = [(p.group, ids(p.page_ids)[i], keys(p)[i]) for p in fetch.groups if keys(p)[i]]
             if any(key not in self.store for _, _, key in parts):
                 return i
             for group, page, key in parts:
                 self.shadow.store(group, page, self.store[key])
         return limit
 
-    def do_fetch(self, live: Live, num_done: int | None = None, status: TransferStatus | None = None) -> StepReply:
-        """One round of a sequence's fetch; its new grant is applied, a refusal ends the lease."""
-        fetch = live.fetch
-        assert fetch is not None
+    def do_fetch(
+        self, live: Live, num_done: int | None = None, status: TransferStatus | None = None, index: int = 0
+    ) -> StepReply:
+        """One of a sequence's fetches; after the last its new grant is applied, or a refusal ends the lease."""
+        fetch = live.fetches[index % len(live.fetches)]
         done = self.read_host(fetch, num_done)
         status = status or (DONE if done == fetch.num_pages else MISSING)
         reply = self.step(acks=[Ack(fetch.ticket, done, status, 64 * done, 0.001)])
+        live.fetches.remove(fetch)
         self.fetched(live, reply)
         return reply
 
     def fetched(self, live: Live, reply: StepReply) -> None:
         if any(r.sequence_id == live.id for r in reply.refusals):
-            live.fetch = None
+            assert not live.fetches, "a refused replan while pages are on their way"
             self.forget(live)
             return
         for grant in reply.grants:
             if grant.sequence_id == live.id:
+                assert not live.fetches, "a new plan while pages are on their way"
                 self.apply_grant(live, grant)
 
     def fetch_all(self, live: Live) -> None:

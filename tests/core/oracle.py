@@ -137,8 +137,10 @@ class Oracle:
                 return at
         return 0
 
-    def forecast(self, namespace: Namespace, tokens: Sequence[int], chunk: int, reserve: int) -> Forecast:
-        usable = self.usable(namespace, tokens)
+    def forecast(
+        self, namespace: Namespace, tokens: Sequence[int], chunk: int, reserve: int, bypass: bool = False
+    ) -> Forecast:
+        usable = 0 if bypass else self.usable(namespace, tokens)
         need = self.need(tokens, usable, chunk)
         room = True
         for group, spec in enumerate(self.specs):
@@ -150,7 +152,8 @@ class Oracle:
             n + (reserve if spec.kind == GroupKind.FULL else 0) <= spec.num_pages
             for n, spec in zip(empty, self.specs, strict=True)
         )
-        return Forecast(self.matched(namespace, tokens), usable, room, fits, need)
+        matched = 0 if bypass else self.matched(namespace, tokens)
+        return Forecast(matched, usable, room, fits, need)
 
     def need(self, tokens: Sequence[int], usable: int, chunk: int) -> tuple[int, ...]:
         """Fresh pages that the first launch cannot do without."""
@@ -179,6 +182,8 @@ class Oracle:
         """Resident pages that some lease pins or reads."""
         pinned: set[Path] = set()
         for live in self.worker.live.values():
+            if live.bypass:
+                continue
             at = live.reported // self.size * self.size
             if self.specs[group].kind == GroupKind.STATE:
                 if live.reported == live.grant.usable_tokens and live.grant.restore:
@@ -216,11 +221,19 @@ class Oracle:
             if self.specs[group].kind == GroupKind.STATE:
                 total += (group in live.working) + (group in live.rolling)
                 total += sum(1 for g, boundary in live.leave if g == group and boundary > live.reported)
+            elif live.bypass:
+                total += sum(1 for number in live.tables[group] if number >= self._first_held(group, live))
             else:
                 total += sum(1 for number in live.tables[group] if number >= live.reported // self.size)
                 if self.specs[group].kind == GroupKind.WINDOW:
                     total += len(self._adopted_twins(group, live))
         return total
+
+    def _first_held(self, group: int, live: Live) -> int:
+        """The first page that a lease holds which bypasses the cache."""
+        if self.specs[group].kind == GroupKind.FULL:
+            return 0
+        return max(0, live.reported - (self.specs[group].window_tokens - 1)) // self.size
 
     def num_free(self, group: int) -> int:
         return (
@@ -245,7 +258,8 @@ class Oracle:
             if not self.worker.spills:
                 assert counted.num_evictable == len(self.evictable(group)), f"evictable pages of group {group}"
         for live in self.worker.live.values():
-            self._check_published(live)
+            if not live.bypass:
+                self._check_published(live)
 
     def _check_published(self, live: Live) -> None:
         """Whatever was reported is resident in every FULL group: the lease pins it."""
@@ -260,6 +274,8 @@ class Oracle:
 
     def used(self, live: Live) -> None:
         """A lease ends here: all that it covered was used now."""
+        if live.bypass:
+            return
         self.clock += 1
         for end in range(self.size, live.reported + 1, self.size):
             self.stamps[live.namespace, tuple(live.tokens[:end])] = self.clock

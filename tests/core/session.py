@@ -10,11 +10,12 @@ from typing import Any
 
 from cache_service.core.errors import CacheError
 from cache_service.core.types import (
+    Acquire,
     GroupSpec,
     Hello,
     HostTierKind,
     Rates,
-    SequenceId,
+    RefusalReason,
     Step,
     StepReply,
     Transfer,
@@ -23,7 +24,7 @@ from cache_service.core.types import (
 )
 from tests.core.shadow import Value
 from tests.core.tables import TableKeeper
-from tests.core.world import FINGERPRINT, Live, World, ids
+from tests.core.world import FINGERPRINT, Live, World, ids, keys
 
 
 class Session(TableKeeper):
@@ -51,12 +52,16 @@ class Session(TableKeeper):
         self.connected = False
         self.rates: Rates | None = None
         self.last_step: Step | None = None
+        self.model = ""  # of any
+        self.generation, self.epoch = 0, ""
+        self.applied = 0  # the last step id that the state of this generation knows
+        self.goes_on = False  # whether the last Welcome was to the state that this worker knew
+        self.kept: dict[int, int] = {}  # leading tokens that the manager may have kept, by sequence
         self.loses_reply: Callable[[], bool] = lambda: False
         world.workers[worker_id] = self
         self.hello()
 
     def hello(self) -> Welcome:
-        live = tuple(SequenceId(i) for i in self.live)
         hello = Hello(
             self.id,
             "127.0.0.1:1",
@@ -64,12 +69,18 @@ class Session(TableKeeper):
             FINGERPRINT,
             self.page_tokens,
             self.groups,
-            live,
             self.host_tier,
             self.host_tier_id,
             self.num_ranks,
+            self.model,
+            self.generation,
         )
         welcome = self.world.manager.hello(hello, self.world.now_ms)
+        self.goes_on = (welcome.epoch, welcome.generation) == (self.epoch, self.generation)
+        if not self.goes_on:
+            self.kept.clear()
+            self.applied = 0
+        self.generation, self.epoch = welcome.generation, welcome.epoch
         self.connected = True
         self.world.settle()
         return welcome
@@ -87,9 +98,8 @@ class Session(TableKeeper):
         """What the order's pages hold now; it must be the same when the mover reads them, however late."""
         values: dict[bytes, Value] = {}
         for part in order.groups:
-            assert len(part.keys) == order.num_pages == len(ids(part.page_ids))
-            for page, key in zip(ids(part.page_ids), part.keys, strict=True):
-                assert bool(page) == bool(key), "a page without a key, or a key without a page"
+            assert len(part.page_hashes) == 32 * order.num_pages == 8 * len(part.page_ids)
+            for page, key in zip(ids(part.page_ids), keys(part), strict=True):
                 if page:
                     value = self.shadow.value(part.group, page)
                     assert "poison" not in value, "a spill order for a page that was never written"
@@ -98,8 +108,15 @@ class Session(TableKeeper):
         return values
 
     def step(self, **fields: Any) -> StepReply:
-        """One Step; on a CacheError nothing may have changed and the id is used again."""
-        step = Step(self.step_id + 1, **{name: tuple(value) for name, value in fields.items()}, rates=self.rates)
+        """One Step of good items."""
+        reply = self.raw_step(**fields)
+        bad = [refusal for refusal in reply.refusals if refusal.reason is RefusalReason.INVALID]
+        assert not bad, bad
+        return reply
+
+    def raw_step(self, **fields: Any) -> StepReply:
+        """One Step, maybe with bad items; on a CacheError nothing may have changed and the id is used again."""
+        step = self.next_step(**fields)
         before = self.world.snapshot()
         try:
             reply = self.world.manager.step(self.id, step, self.world.now_ms)
@@ -110,6 +127,7 @@ class Session(TableKeeper):
             self._ask_again(step, reply)
             before = None  # a new stream voids orders
         self.step_id += 1
+        self.applied = self.step_id
         self.last_step = step
         assert reply.step_id == self.step_id
         for remap in reply.remaps:
@@ -120,6 +138,9 @@ class Session(TableKeeper):
         self._after(before, step, reply)
         return reply
 
+    def next_step(self, **fields: Any) -> Step:
+        return Step(self.step_id + 1, **{name: tuple(value) for name, value in fields.items()}, rates=self.rates)
+
     def _ask_again(self, step: Step, reply: StepReply) -> None:
         """The stream broke before the reply came: the same step, on a new stream, has the same answer."""
         self.disconnect()
@@ -128,10 +149,20 @@ class Session(TableKeeper):
         assert self.world.manager.step(self.id, step, self.world.now_ms) == reply
 
     def _after(self, before: object, step: Step, reply: StepReply) -> None:
+        for refusal in reply.refusals:
+            if refusal.reason is RefusalReason.NO_ROOM:
+                self._remember_kept(step, refusal.sequence_id)
+            elif refusal.reason is RefusalReason.RESEND:
+                self.kept.pop(refusal.sequence_id, None)
         only_asks = not (step.acks or step.publishes or step.releases or step.rates)
         if before is not None and only_asks and not reply.grants and not reply.extends and reply.refusals:
             assert self.world.snapshot() == before, "a refusal changed something"
         self.world.settle()
+
+    def _remember_kept(self, step: Step, sequence_id: int) -> None:
+        for acquire in step.acquires:
+            if isinstance(acquire, Acquire) and acquire.sequence_id == sequence_id:
+                self.kept[sequence_id] = acquire.kept_tokens + len(acquire.tokens) // 4
 
     def disconnect(self) -> None:
         self.connected = False
@@ -140,6 +171,5 @@ class Session(TableKeeper):
 
     def forget(self, live: Live) -> None:
         live.ended = True
-        if live.fetch is not None:
-            self.orphans[live.fetch.ticket] = live.fetch
+        self.orphans.update((fetch.ticket, fetch) for fetch in live.fetches)
         self.live.pop(live.id, None)

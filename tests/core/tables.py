@@ -22,14 +22,16 @@ class TableKeeper(Launcher):
     def apply_grant(self, live: Live, grant: Grant) -> None:
         assert grant.usable_tokens % self.page_tokens == 0
         assert grant.usable_tokens < len(live.tokens), "at least one token must be computed"
-        live.grant, live.fetch = grant, grant.fetch
+        live.grant, live.fetches = grant, list(grant.fetches)
         proven = grant.usable_tokens // self.page_tokens
-        if grant.fetch is not None:
-            proven = grant.fetch.first_page + grant.fetch.num_pages
-            for part in grant.fetch.groups:
+        if grant.fetches:  # where they bring a window's pages only, what lies behind them may be resident
+            proven = grant.match.matched_tokens // self.page_tokens
+        for fetch in grant.fetches:
+            proven = max(proven, fetch.first_page + fetch.num_pages)
+            for part in fetch.groups:
                 for page in filter(None, ids(part.page_ids)):
                     self.shadow.poison(part.group, page)
-        if grant.fetch is None:
+        if not grant.fetches:
             assert grant.cached_tokens + grant.fetched_tokens == grant.usable_tokens
         live.tables = [{} for _ in self.groups]
         for pages in grant.tables:
@@ -39,10 +41,10 @@ class TableKeeper(Launcher):
                     if number >= proven:
                         self.shadow.poison(pages.group, page)
         self._set_slots(live, grant)
-        live.computed = live.reported = grant.usable_tokens if grant.fetch is None else grant.cached_tokens
+        live.computed = live.reported = grant.cached_tokens if grant.fetches else grant.usable_tokens
         live.restored, live.rolled = False, 0
         live.room = grant.usable_tokens + (live.chunk or len(live.tokens))
-        if grant.fetch is None:
+        if not grant.fetches:
             self.check_grant(live)
 
     def _set_slots(self, live: Live, grant: Grant) -> None:

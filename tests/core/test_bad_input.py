@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.errors import (
-    CacheError,
-    DuplicateSequence,
-    InvalidInput,
-    TooMany,
-    UnknownSequence,
-    UnknownTicket,
-)
+from cache_service.core.errors import InvalidInput, UnknownTicket
 from cache_service.core.types import (
     Ack,
     Acquire,
     Adopt,
+    BadItem,
     Extend,
     GroupPages,
     GroupSpec,
@@ -40,51 +34,82 @@ from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import DONE, FINGERPRINT, FINISHED, NS, World, full, pack, state, window
 
-A, UNKNOWN = SequenceId(1), SequenceId(404)
+A, B, C, UNKNOWN = SequenceId(1), SequenceId(2), SequenceId(3), SequenceId(404)
 GOOD = Acquire(SequenceId(50), NS, pack(span(1, 4)))
+GOOD_TOO = Acquire(SequenceId(51), NS, pack(span(1, 4)))
+OTHER = Acquire(SequenceId(52), NS, pack(span(1, 4)))
 
 
 def busy() -> FakeWorker:
-    """Sequence 1 has prefilled 5 of its 5 tokens and holds three pages of 2."""
-    worker = FakeWorker(World(watch=True), [full(8), window(8, 4), state(8)], 2)
-    live = worker.start(span(1, 5), sequence_id=1)
-    worker.prefill(live)
+    """Sequence 1 has prefilled 5 of its 5 tokens and holds three pages of 2; 2 and 3 have just begun."""
+    worker = FakeWorker(World(watch=True), [full(24), window(24, 4), state(24)], 2)
+    worker.model = "model"
+    worker.restart("i1")
+    worker.prefill(worker.start(span(1, 5), sequence_id=1))
+    worker.start(span(11, 12), sequence_id=2)
+    worker.start(span(21, 22), sequence_id=3)
     return worker
 
 
-STEPS: list[tuple[str, dict[str, Any], type[CacheError]]] = [
-    ("torn tokens", {"acquires": [GOOD._replace(tokens=b"abc")]}, InvalidInput),
-    ("no tokens", {"acquires": [GOOD._replace(tokens=b"")]}, InvalidInput),
-    ("negative reserve", {"acquires": [GOOD._replace(reserve_pages=-1)]}, InvalidInput),
-    ("negative chunk", {"acquires": [GOOD._replace(chunk_tokens=-1)]}, InvalidInput),
-    ("live sequence", {"acquires": [GOOD._replace(sequence_id=A)]}, DuplicateSequence),
-    ("twice in a step", {"acquires": [GOOD, GOOD]}, DuplicateSequence),
-    ("publish of nobody", {"publishes": [Publish(UNKNOWN, b"", 0)]}, UnknownSequence),
-    ("publish beyond its tokens", {"publishes": [Publish(A, b"", 6)]}, InvalidInput),
-    ("publish beyond the grant", {"publishes": [Publish(A, pack(span(6, 9)), 9)]}, InvalidInput),
-    ("publish backwards", {"publishes": [Publish(A, b"", 2)]}, InvalidInput),
-    ("publish torn tokens", {"publishes": [Publish(A, b"ab", 5)]}, InvalidInput),
-    ("publish negative", {"publishes": [Publish(A, b"", -1)]}, InvalidInput),
-    ("release of nobody", {"releases": [Release(UNKNOWN, FINISHED)]}, UnknownSequence),
-    ("release twice", {"releases": [Release(A, FINISHED), Release(A, FINISHED)]}, CacheError),
-    ("extend of nobody", {"extends": [Extend(UNKNOWN, 4)]}, UnknownSequence),
-    ("extend negative", {"extends": [Extend(A, -1)]}, InvalidInput),
-    ("extend after release", {"releases": [Release(A, FINISHED)], "extends": [Extend(A, 6)]}, CacheError),
-    ("unknown ticket", {"acks": [Ack(TicketId(77), 0, DONE)]}, UnknownTicket),
-    ("late fault", {"publishes": [Publish(A, pack([6]), 5)], "acquires": [GOOD._replace(tokens=b"a")]}, InvalidInput),
-    ("good then bad", {"acquires": [GOOD, GOOD._replace(sequence_id=SequenceId(51), tokens=b"")]}, InvalidInput),
+# (what is wrong, the bad item's field in its step, and where it stands)
+ITEMS: list[tuple[str, str, str, list[Any]]] = [
+    ("torn tokens", "acquires", "tokens", [GOOD._replace(tokens=b"abc")]),
+    ("no tokens", "acquires", "tokens", [GOOD._replace(tokens=b"")]),
+    ("negative reserve", "acquires", "reserve_pages", [GOOD._replace(reserve_pages=-1)]),
+    ("negative chunk", "acquires", "chunk_tokens", [GOOD._replace(chunk_tokens=-1)]),
+    ("negative kept tokens", "acquires", "kept_tokens", [GOOD._replace(kept_tokens=-1)]),
+    ("live sequence", "acquires", "sequence_id", [GOOD._replace(sequence_id=A)]),
+    ("twice in a step", "acquires", "sequence_id", [OTHER, OTHER]),
+    ("too long a salt", "acquires", "namespace.salt", [GOOD._replace(namespace=Namespace("model", "", "s" * 257))]),
+    ("another model", "acquires", "namespace.model", [GOOD._replace(namespace=Namespace("other"))]),
+    ("malformed", "acquires", "namespace.salt", [BadItem(GOOD.sequence_id, "namespace.salt", "is too long")]),
+    ("publish of nobody", "publishes", "sequence_id", [Publish(UNKNOWN, b"", 0)]),
+    ("publish twice", "publishes", "sequence_id", [Publish(A, b"", 5), Publish(A, b"", 5)]),
+    ("publish beyond its tokens", "publishes", "computed_tokens", [Publish(A, b"", 6)]),
+    ("publish beyond the grant", "publishes", "computed_tokens", [Publish(A, pack(span(6, 9)), 9)]),
+    ("publish backwards", "publishes", "computed_tokens", [Publish(A, b"", 2)]),
+    ("publish torn tokens", "publishes", "tokens", [Publish(A, b"ab", 5)]),
+    ("publish negative", "publishes", "computed_tokens", [Publish(A, b"", -1)]),
+    ("release of nobody", "releases", "sequence_id", [Release(UNKNOWN, FINISHED)]),
+    ("release twice", "releases", "sequence_id", [Release(B, FINISHED), Release(B, FINISHED)]),
+    ("release between boundaries", "releases", "rolling_tokens", [Release(A, FINISHED, 3)]),
+    ("extend of nobody", "extends", "sequence_id", [Extend(UNKNOWN, 4)]),
+    ("extend negative", "extends", "num_tokens", [Extend(A, -1)]),
+    ("extend twice", "extends", "sequence_id", [Extend(A, 6), Extend(A, 6)]),
 ]
 
 
-@pytest.mark.parametrize(("fields", "kind"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS])
-def test_a_bad_step_is_refused_whole(fields: dict[str, Any], kind: type[CacheError]) -> None:
+@pytest.mark.parametrize(("name", "field", "items"), [row[1:] for row in ITEMS], ids=[row[0] for row in ITEMS])
+def test_a_bad_item_is_refused_alone(name: str, field: str, items: list[Any]) -> None:
+    """Its field is named, nothing else of the step is held up, and the books balance."""
+    worker, twin = busy(), busy()
+    fields: dict[str, list[Any]] = {"publishes": [], "releases": [Release(C, FINISHED)], "acquires": [GOOD_TOO]}
+    reply = worker.raw_step(**{**fields, name: [*fields.get(name, []), *items]})
+    at = len(fields.get(name, [])) + len(items) - 1
+    (refusal,) = [refusal for refusal in reply.refusals if refusal.reason is RefusalReason.INVALID]
+    assert (refusal.sequence_id, refusal.field) == (items[-1].sequence_id, f"step.{name}[{at}].{field}")
+    assert refusal.detail
+    twin.raw_step(**{**fields, name: [*fields.get(name, []), *items[:-1]]})
+    assert worker.world.snapshot() == twin.world.snapshot()
+    assert [grant.sequence_id for grant in reply.grants][:1] == [GOOD_TOO.sequence_id]
+    worker.world.settle()
+    assert worker.step().step_id == worker.step_id
+
+
+def test_items_of_a_sequence_that_its_own_step_released_are_refused() -> None:
+    worker = busy()
+    reply = worker.raw_step(releases=[Release(A, FINISHED)], extends=[Extend(A, 6)])
+    assert [refusal.field for refusal in reply.refusals] == ["step.extends[0].sequence_id"]
+
+
+@pytest.mark.parametrize("ack", [Ack(TicketId(77), 0, DONE)])
+def test_an_ack_of_nothing_ends_the_stream_and_changes_nothing(ack: Ack) -> None:
     worker = busy()
     before = worker.world.snapshot()
-    with pytest.raises(kind) as raised:
-        worker.step(**fields)
-    assert raised.value.field and raised.value.reason
+    with pytest.raises(UnknownTicket) as raised:
+        worker.step(acks=[ack], acquires=[GOOD])
+    assert raised.value.field == "step.acks[0].ticket"
     assert worker.world.snapshot() == before
-    worker.world.settle()
     assert worker.step().step_id == worker.step_id
 
 
@@ -119,27 +144,43 @@ def test_a_bad_hello_is_refused(bad: Hello) -> None:
 
 def test_a_known_incarnation_may_not_change_its_groups() -> None:
     worker = busy()
-    worker.groups = (full(8), window(8, 4), state(9))
+    worker.groups = (full(24), window(24, 4), state(25))
     error = worker.world.unchanged(worker.hello)
     assert isinstance(error, InvalidInput)
 
 
 def test_a_prompt_longer_than_the_pool_never_fits() -> None:
     worker = busy()
-    assert worker.refused(span(1, 17)).reason == RefusalReason.NEVER_FITS
-    assert worker.refused(span(1, 16), reserve=1).reason == RefusalReason.NEVER_FITS
-    assert worker.refused(span(1, 16)).reason == RefusalReason.NO_ROOM
+    assert worker.refused(span(1, 49)).reason == RefusalReason.NEVER_FITS
+    assert worker.refused(span(1, 48), reserve=1).reason == RefusalReason.NEVER_FITS
+    assert worker.refused(span(1, 48)).reason == RefusalReason.NO_ROOM
 
 
-def test_limits_answer_too_many() -> None:
-    world = World(max_live_sequences=2, max_prompt_tokens=10)
+@pytest.mark.parametrize(
+    ("acquires", "field"),
+    [
+        ([GOOD, GOOD_TOO, OTHER], "step.acquires[2].sequence_id"),
+        ([GOOD, OTHER._replace(tokens=pack(span(1, 11)))], "step.acquires[1].tokens"),
+        ([GOOD, OTHER._replace(kept_tokens=7)], "step.acquires[1].tokens"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused_alone(acquires: list[Acquire], field: str) -> None:
+    world = World(max_live_sequences=2, max_sequence_tokens=10)
     worker = FakeWorker(world, [full(64)], 2)
-    worker.start([1])
-    worker.start([1])
-    with pytest.raises(TooMany):
-        worker.submit([1])
-    with pytest.raises(CacheError):
-        worker.submit(span(1, 11))
+    reply = worker.raw_step(acquires=acquires)
+    assert [(r.reason, r.field) for r in reply.refusals] == [(RefusalReason.INVALID, field)]
+    assert len(reply.grants) == len(acquires) - 1
+
+
+def test_a_sequence_cannot_grow_beyond_the_limit() -> None:
+    worker = FakeWorker(World(max_sequence_tokens=10), [full(64)], 2)
+    live = worker.start(span(1, 9))
+    worker.launch(live)
+    reply = worker.raw_step(publishes=[Publish(SequenceId(live.id), pack([1, 2]), 9)])
+    assert [refusal.field for refusal in reply.refusals] == ["step.publishes[0].tokens"]
+    reply = worker.raw_step(extends=[Extend(SequenceId(live.id), 11)])
+    assert [refusal.field for refusal in reply.refusals] == ["step.extends[0].num_tokens"]
+    worker.publish(live)
 
 
 def adopts() -> dict[str, Callable[[Adopt], Adopt]]:
@@ -168,11 +209,28 @@ def test_a_bad_adopt_is_refused(name: str) -> None:
     live = worker.start(span(1, 6))
     worker.launch(live, 5)
     worker.world.new_manager()
-    worker.step_id = 0
     worker.hello()
     bad = adopts()[name](worker.adopt_of(live))
-    error = worker.world.unchanged(worker.world.manager.adopt, worker.id, bad, worker.world.now_ms)
-    assert isinstance(error, InvalidInput) and error.field
+    before = worker.world.snapshot()
+    (refusal,) = worker.raw_step(adopts=[bad]).refusals
+    assert (refusal.sequence_id, refusal.reason) == (live.id, RefusalReason.INVALID)
+    assert refusal.field.startswith("step.adopts[0].")
+    assert worker.world.snapshot() == before
+    assert not isinstance(worker.adopt(live), Refusal)
+
+
+def test_full_groups_go_in_step_in_an_adopt_too() -> None:
+    worker = FakeWorker(World(), [full(8), full(8, "second")], 2)
+    live = worker.start(span(1, 6))
+    worker.launch(live, 5)
+    worker.world.new_manager()
+    worker.hello()
+    good = worker.adopt_of(live)
+    bad = good._replace(tables=(good.tables[0], good.tables[1]._replace(page_ids=pack([1, 2, 3, 4]))))
+    before = worker.world.snapshot()
+    (refusal,) = worker.raw_step(adopts=[bad]).refusals
+    assert (refusal.reason, refusal.field) == (RefusalReason.INVALID, "step.adopts[0].tables")
+    assert worker.world.snapshot() == before
     assert not isinstance(worker.adopt(live), Refusal)
 
 

@@ -158,8 +158,9 @@ def test_e10_m2_clear_drops_everything_and_says_so_once() -> None:
     assert sum(isinstance(e, Cleared) for e in events) == 1
     (stats,) = worker.world.manager.stats().workers
     assert [g.num_free for g in stats.groups] == [16, 16, 8]
-    assert stats.num_nodes == 0 and stats.num_ghost_pages == 0
-    assert worker.start(span(1, 13)).grant.usable_tokens == 0
+    assert stats.num_nodes == 0
+    match = worker.start(span(1, 13)).grant.match
+    assert (match.usable_tokens, match.miss_reason) == (0, MissReason.CLEARED)
 
 
 def test_clear_takes_one_namespace_or_only_what_nobody_holds() -> None:

@@ -239,7 +239,7 @@ def test_e28_higher_priority_survives() -> None:
     assert cached(worker, [1, 2, 3, 4]) == 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru", "priority"])
 def test_exactly_the_missing_pages_go(policy: str) -> None:
     worker = FakeWorker(World(watch=True, policy=policy), [full(12)], 2)
     oracle = Oracle(worker)
@@ -261,7 +261,7 @@ def test_slru_keeps_what_was_used_twice() -> None:
     assert cached(worker, [1, 2, 3, 4]) == 4
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru", "priority"])
 def test_pinned_prefixes_go_last_and_never_block(policy: str) -> None:
     world = World(watch=True, policy=policy)
     worker = FakeWorker(world, [full(4)], 2)
@@ -305,7 +305,7 @@ SCRIPT = "from tests.core.test_cases_eviction import trail; print(trail())"
 def trail() -> list[str]:
     """Every removal of a short, busy life, in order."""
     out = []
-    for policy in ("lru", "slru", "priority"):
+    for policy in ("lru", "slru", "priority", "adaptive"):
         world = World(watch=True, policy=policy)
         worker = FakeWorker(world, [full(10), window(10, 4)], 2)
         for i in range(60):

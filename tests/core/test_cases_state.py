@@ -206,6 +206,26 @@ def test_rolling_slot_is_published_when_a_sequence_ends() -> None:
     worker.prefill(turn)
 
 
+def test_rolling_slot_is_published_at_the_boundary_that_it_holds() -> None:
+    """The sequence has finished, and a launch that nobody needs has moved the rolling slot on."""
+    worker = hybrid(4)
+    oracle = Oracle(worker)
+    live = worker.start(span(1, 6))
+    worker.prefill(live)
+    worker.decode(live, [7, 8])
+    worker.decode(live, [9, 10, 11, 12], publish=False)
+    assert (live.rolled, live.reported) == (12, 8)
+    worker.release(live)
+    oracle.check()
+    assert worker.world.tokens_cached([*span(1, 12), 13]) == 4
+    told = worker.start(span(1, 6))
+    worker.prefill(told)
+    worker.decode(told, span(7, 12))
+    worker.step(releases=[worker.release_of(told)._replace(rolling_tokens=0)])
+    worker.forget(told)
+    assert worker.world.tokens_cached([*span(1, 12), 13]) == 4, "0 says that the slot holds no boundary"
+
+
 @pytest.mark.parametrize("reason", [ABORTED, PREEMPTED])
 def test_rolling_slot_is_true_however_a_sequence_ends(reason: object) -> None:
     """Reports lag behind: the slot may hold a later boundary than the manager was told of."""

@@ -26,7 +26,7 @@ from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
-from tests.core.world import ABORTED, DONE, FAILED, MISSING, NS, PREEMPTED, Live, full, ids, pack, state, window
+from tests.core.world import ABORTED, DONE, FAILED, MISSING, NS, PREEMPTED, Live, full, ids, keys, pack, state, window
 
 
 @pytest.mark.parametrize(("num_done", "status"), [(4, DONE), (2, MISSING), (0, FAILED)])
@@ -40,14 +40,13 @@ def test_an_abort_that_crosses_its_ack(num_done: int, status: object) -> None:
     ack = Ack(live.fetch.ticket, num_done, status)  # type: ignore[arg-type]
     release = Release(SequenceId(live.id), ABORTED)
     reply = worker.step(acks=[ack], releases=[release])
-    live.fetch = None
+    live.fetches.clear()
     worker.forget(live)
     assert not reply.refusals
     (stats,) = worker.world.manager.stats().workers
     assert stats.num_leases == 0
     for grant in reply.grants:
-        if grant.fetch is not None:
-            worker.orphans[grant.fetch.ticket] = grant.fetch
+        worker.orphans.update((fetch.ticket, fetch) for fetch in grant.fetches)
     for ticket in list(worker.orphans):
         worker.ack_orphan(ticket)
     oracle.check()
@@ -74,15 +73,18 @@ def test_a_waiting_sequence_neither_runs_nor_grows() -> None:
     live = worker.start(span(1, 10))
     assert live.fetch is not None
     sequence = SequenceId(live.id)
-    for fields in (
-        {"publishes": [Publish(sequence, b"", 2)]},
-        {"extends": [Extend(sequence, 12)]},
+    before = worker.world.snapshot()
+    reply = worker.raw_step(publishes=[Publish(sequence, b"", 2)], extends=[Extend(sequence, 12)])
+    fields = ["step.publishes[0].sequence_id", "step.extends[0].sequence_id"]
+    assert [refusal.field for refusal in reply.refusals] == fields
+    assert worker.world.snapshot() == before
+    for wrong in (
         {"acks": [Ack(live.fetch.ticket, 5, DONE)]},
         {"acks": [Ack(live.fetch.ticket, -1, FAILED)]},
     ):
         before = worker.world.snapshot()
         with pytest.raises(CacheError):
-            worker.step(**fields)
+            worker.step(**wrong)
         assert worker.world.snapshot() == before
     worker.fetch_all(live)
     worker.prefill(live)
@@ -140,12 +142,12 @@ def test_touches_name_tails_before_heads() -> None:
     worker = warm(world, full(6))
     live = worker.start(span(1, 10))
     assert live.fetch is not None
-    keys = list(live.fetch.groups[0].keys)
+    names = keys(live.fetch.groups[0])
     worker.read_host(live.fetch)
     world.manager.take_host_touches()
     world.manager.step(worker.id, step_of(worker, live), world.now_ms)
-    touched = [key for key in world.manager.take_host_touches() if key in keys]
-    assert touched == keys[::-1]
+    touched = [key for key in world.manager.take_host_touches() if key in names]
+    assert touched == names[::-1]
 
 
 def step_of(worker: FakeWorker, live: Live) -> Step:
@@ -198,5 +200,5 @@ def test_targets_and_keys_are_parallel() -> None:
     live = worker.start(span(1, 10))
     assert live.fetch is not None
     for part in live.fetch.groups:
-        assert len(ids(part.page_ids)) == len(part.keys) == live.fetch.num_pages
-        assert [bool(page) for page in ids(part.page_ids)] == [bool(key) for key in part.keys]
+        assert len(ids(part.page_ids)) == len(keys(part)) == live.fetch.num_pages
+        assert part.page_hashes == live.fetch.groups[0].page_hashes

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cache_service.core.errors import InvalidInput
-from cache_service.core.eviction import LeafOrder, Lru, Priority, SegmentedLru, make_policy
+from cache_service.core.eviction import Adaptive, LeafOrder, Lru, Priority, SegmentedLru, make_policy
+from cache_service.core.ghost_table import Ghost, GhostKind
+from cache_service.core.lifetimes import PROTECT_ALL, Lifetimes
 from cache_service.core.radix_node import Node, Root
 from cache_service.core.types import Namespace
 
@@ -28,14 +32,14 @@ def fill(policy: LeafOrder, *nodes: Node) -> None:
     assert policy.victim() is next(policy.order())
 
 
-@pytest.mark.parametrize("name", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("name", ["adaptive", "lru", "slru", "priority"])
 def test_soft_pins_come_last_whatever_the_policy(name: str) -> None:
     policy = make_policy(name, 100)
     fill(policy, leaf(1, soft=5), leaf(2), leaf(3))
     assert names(policy) == [2, 3, 1]
 
 
-@pytest.mark.parametrize("name", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("name", ["adaptive", "lru", "slru", "priority"])
 def test_the_order_is_that_of_the_last_release(name: str) -> None:
     policy = make_policy(name, 100)
     one, two, three = leaf(1), leaf(2), leaf(3)
@@ -85,3 +89,87 @@ def test_by_name() -> None:
     assert isinstance(make_policy("lru", 1), Lru)
     with pytest.raises(InvalidInput, match="policy"):
         make_policy("mru", 1)
+
+
+def stream(policy: Adaptive, num_pages: int) -> None:
+    """One-off prompts of one page each that nobody uses again."""
+    for _ in range(num_pages):
+        policy.stored(leaf(0))
+
+
+def test_adaptive_starts_as_lru() -> None:
+    policy = Adaptive(100)
+    for node in (leaf(1, uses=1), leaf(2), leaf(3, uses=1), leaf(4)):
+        policy.stored(node)
+        fill(policy, node)
+    assert names(policy) == [1, 2, 3, 4]
+
+
+def test_adaptive_protects_what_is_used_again_later_than_a_pool_ago() -> None:
+    policy = Adaptive(160)
+    kept = leaf(1, pages=16)
+    policy.stored(kept)
+    for _ in range(10):
+        stream(policy, 320)
+        policy.used(kept)
+        kept.uses += 1
+    assert policy.lifetimes.ratio == PROTECT_ALL
+    policy.add(kept)
+    stream(policy, 320)
+    fill(policy, leaf(2))
+    policy.stored(leaf(3))
+    assert names(policy) == [2, 1]
+
+
+def test_adaptive_keeps_new_pages_while_second_uses_come_soon_and_no_third() -> None:
+    policy = Adaptive(160)
+    for _ in range(100):
+        node = leaf(1, pages=16)
+        policy.stored(node)
+        stream(policy, 100)
+        policy.used(node)
+    assert policy.lifetimes.ratio < 8
+
+
+def test_adaptive_learns_from_ghosts() -> None:
+    policy = Adaptive(160)
+    for _ in range(20):
+        stream(policy, 320)
+        policy.returned(Ghost(GhostKind.AGAIN, 16, 31))
+        policy.stored(leaf(1, pages=16, uses=1))
+    assert policy.lifetimes.ratio == PROTECT_ALL
+
+
+def test_lifetimes_count_every_page_once() -> None:
+    lifetimes = Lifetimes(160)
+    lifetimes.stored(False, 40)
+    lifetimes.grown(False, 40, 10)
+    assert (lifetimes.pages(False), lifetimes.pages(True)) == (50, 0)
+    lifetimes.used(False, 40, 50)
+    assert (lifetimes.pages(False), lifetimes.pages(True)) == (0, 50)
+    lifetimes.returned(True, 40, 50)
+    assert lifetimes.pages(True) == 0
+    lifetimes.stored(False, 160 * 9)  # what is older than eight pools is forgotten
+    lifetimes.used(False, 0, 5)
+    assert (lifetimes.pages(False), lifetimes.pages(True)) == (160 * 9, 5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 400), st.integers(1, 40))), st.integers(1, 99)
+)
+def test_the_ratio_stays_within_its_bounds_whatever_comes(
+    calls: list[tuple[int, bool, int, int]], pool_pages: int
+) -> None:
+    lifetimes = Lifetimes(pool_pages)
+    for kind, again, age, num_pages in calls:
+        used_at = lifetimes.clock - age
+        if kind == 0:
+            lifetimes.stored(again, num_pages)
+        elif kind == 1:
+            lifetimes.used(again, used_at, num_pages)
+        elif kind == 2:
+            lifetimes.returned(again, used_at, num_pages)
+        else:
+            lifetimes.grown(again, used_at, num_pages)
+        assert 1 <= lifetimes.ratio <= PROTECT_ALL

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from cache_service.core import hash_index
 from cache_service.core.hash_index import Breaker, HashIndex
 from cache_service.core.host_key import HostKey, parse_key
+from cache_service.core.page_hash import namespace_digest
 from cache_service.core.types import Namespace, PageHash
 
 FINGERPRINT = b"f" * 32
@@ -47,7 +50,7 @@ def test_the_quota_drops_the_least_recently_used_and_names_their_keys() -> None:
         index.add(FINGERPRINT, page(number), 1, NS)
     index.shrink()
     assert not index.groups(FINGERPRINT, page(1)) and index.num_bytes == 20
-    assert hashes_of(index.deletes) == [1]
+    assert hashes_of(index.take_deletes(9)) == [1] and not index.take_deletes(9)
 
 
 def test_tails_are_touched_before_heads_so_that_heads_outlive_them() -> None:
@@ -55,9 +58,21 @@ def test_tails_are_touched_before_heads_so_that_heads_outlive_them() -> None:
     for number in (1, 2, 3):
         index.add(FINGERPRINT, page(number), 1, NS)
     index.touch(FINGERPRINT, [page(1), page(2), page(3)])
-    assert hashes_of(list(index.touches)) == [3, 2, 1]
+    assert [key[-1] for key in index.touches] == [3, 2, 1]
     index.shrink()
-    assert hashes_of(index.deletes) == [3] and hashes_of(list(index.touches)) == [2, 1]
+    assert hashes_of(index.take_deletes(9)) == [3]
+    assert hashes_of(index.take_touches(1)) == [2] and hashes_of(index.take_touches(9)) == [1]
+
+
+def test_a_key_that_is_written_anew_is_not_deleted() -> None:
+    index = make()
+    for number in (1, 2, 3):
+        index.add(FINGERPRINT, page(number), 0b11, NS)
+        index.forget(FINGERPRINT, page(number))
+    index.add(FINGERPRINT, page(1), 0b01, NS)
+    index.begin(FINGERPRINT, page(2), 0b11)
+    deleted = [parse_key(b"p:", name) for name in index.take_deletes(9)]
+    assert [(key.page_hash[0], key.group) for key in deleted if key] == [(1, 1), (3, 0), (3, 1)]
 
 
 def test_a_private_tier_has_no_keys_to_delete_or_touch() -> None:
@@ -77,15 +92,45 @@ def test_an_adopted_row_is_visible_when_every_rank_was_seen() -> None:
     assert index.groups(FINGERPRINT, page(1)) == 1 and index.num_bytes == 20
     assert not index.adopt(HostKey(FINGERPRINT, 7, 0, page(2))), "a group that nobody declared"
     index.forget(FINGERPRINT, page(1))
-    assert len(index.deletes) == 2, "one key for each rank"
+    assert len(index.take_deletes(9)) == 2, "one key for each rank"
 
 
-def test_clear_takes_a_namespace_and_what_nobody_can_attribute() -> None:
+def test_what_was_cleared_is_hidden_at_once_and_dropped_bit_by_bit() -> None:
+    other = Namespace("model", salt="other")
     index = make()
     index.add(FINGERPRINT, page(1), 1, NS)
-    index.add(FINGERPRINT, page(2), 1, Namespace("model", salt="other"))
+    index.add(FINGERPRINT, page(2), 1, other)
     index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
-    assert index.clear(NS) == 2 and index.groups(FINGERPRINT, page(2)) == 1
+    floor = index.hide(namespace_digest(NS))
+    assert index.floor(namespace_digest(NS)) == floor and index.floor(namespace_digest(other)) < 0
+    assert not index.leading(FINGERPRINT, [page(1)], 1, floor) and not index.leading(FINGERPRINT, [page(3)], 1, floor)
+    assert index.leading(FINGERPRINT, [page(3), page(2)], 1, index.floor(namespace_digest(other))) == 2
+    assert not index.known(FINGERPRINT, page(3), floor), "its own page may be written anew"
+    dropped = [number for number in (1, 2, 3) if index.drop_hidden(FINGERPRINT + page(number), NS, floor)]
+    assert dropped == [1]
+    index.add(FINGERPRINT, page(3), 1, NS)
+    assert index.leading(FINGERPRINT, [page(3)], 1, floor) == 1
+
+
+def test_a_scan_after_a_clear_of_all_deletes_what_it_finds() -> None:
+    index = make()
+    index.add(FINGERPRINT, page(1), 1, NS)
+    index.hide(None)
+    assert index.drop_hidden(FINGERPRINT + page(1), None, index.floor(b""))
+    index.add(FINGERPRINT, page(2), 1, NS)
+    assert not index.adopt(HostKey(FINGERPRINT, 0, 0, page(3))) and not index.adopt(HostKey(FINGERPRINT, 0, 0, page(2)))
+    assert hashes_of(index.take_deletes(9)) == [1, 3]
+    index.lose()
+    assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
+
+
+def test_namespaces_that_are_forgotten_take_what_they_could_still_find(monkeypatch: Any) -> None:
+    monkeypatch.setattr(hash_index, "MAX_HIDDEN", 2)
+    index = make()
+    index.adopt(HostKey(FINGERPRINT, 0, 0, page(3)))
+    for number in range(3):
+        index.hide(bytes([number]) * 32)
+    assert not index.rows
 
 
 def test_the_breaker_opens_closes_and_opens_faster_again() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.errors import CacheError, Superseded, UnknownWorker
+from cache_service.core.errors import Superseded, UnknownWorker
 from cache_service.core.types import (
     Ack,
     Acquire,
@@ -58,7 +58,7 @@ def test_the_same_incarnation_comes_back_to_its_pages() -> None:
     worker.disconnect()
     worker.world.tick(5_000)
     welcome = worker.hello()
-    assert welcome.known_sequences == (live.id,) and welcome.last_step_id == worker.step_id
+    assert worker.goes_on and welcome.last_step_id == worker.applied
     worker.publish(live)
     worker.world.tick(20_000)
     assert worker.world.tokens_cached(span(1, 9)) == 8
@@ -126,7 +126,7 @@ def lose_manager(worker: FakeWorker) -> None:
     worker.world.new_manager()
     worker.step_id, worker.spills = 0, []
     welcome = worker.hello()
-    assert welcome.known_sequences == () and welcome.last_step_id == 0
+    assert not worker.goes_on and welcome.last_step_id == 0
 
 
 @pytest.mark.parametrize("groups", [(full(16),), (full(16), window(16, 4)), (full(16), state(12)), ALL_KINDS])
@@ -195,20 +195,19 @@ def test_adopt_refuses_pages_that_another_sequence_holds() -> None:
     worker.adopt(one)
     world = worker.world
     before = world.snapshot()
-    try:
-        answer = world.manager.adopt(worker.id, worker.adopt_of(two), world.now_ms)
-        assert isinstance(answer, Refusal)
-    except CacheError:
-        pass
+    reply = worker.step(adopts=[worker.adopt_of(two)])
+    assert [(r.sequence_id, r.reason) for r in reply.refusals] == [(two.id, RefusalReason.NO_ROOM)]
     assert world.snapshot() == before
 
 
-def test_adopt_of_a_known_sequence_is_an_error() -> None:
+def test_adopt_of_a_known_sequence_is_refused() -> None:
     worker = make(8, 2)
     live = worker.start(span(1, 5))
     worker.launch(live)
-    world = worker.world
-    world.unchanged(world.manager.adopt, worker.id, worker.adopt_of(live), world.now_ms)
+    before = worker.world.snapshot()
+    reply = worker.raw_step(adopts=[worker.adopt_of(live)])
+    assert [(r.reason, r.field) for r in reply.refusals] == [(RefusalReason.INVALID, "step.adopts[0].sequence_id")]
+    assert worker.world.snapshot() == before
 
 
 def test_no_later_acquire_is_granted_after_a_no_room() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_service.core.eviction import Lru, SegmentedLru
+from cache_service.core.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable
 from cache_service.core.page_pool import pack, unpack
 from cache_service.core.radix_node import Node
 from cache_service.core.radix_tree import RadixTree
@@ -23,7 +24,7 @@ def tokens(*ids: int) -> bytes:
 
 
 def make(ghost_limit: int = 100) -> RadixTree:
-    return RadixTree(PAGE, 1, Lru(), ghost_limit)
+    return RadixTree(PAGE, 1, Lru(), GhostTable(ghost_limit, 10_000))
 
 
 def put(tree: RadixTree, parent: Node, packed: bytes, first_id: int) -> Node:
@@ -40,7 +41,7 @@ def test_walk_stops_inside_a_node_at_a_page_boundary() -> None:
     leaf = put(tree, tree.root(NS), tokens(1, 2, 3, 4, 5, 6), 1)
     prompt = tokens(1, 2, 3, 4, 5, 9)
     walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
-    assert (walk.node, walk.child, walk.pages, walk.ghost) == (tree.root(NS), leaf, 2, False)
+    assert walk == (tree.root(NS), leaf, 2)
     assert walk.end == 2 and tree.num_nodes == 1
 
 
@@ -68,27 +69,65 @@ def test_a_pin_stops_at_the_first_pinned_ancestor() -> None:
 
 def test_a_cut_tail_reads_evicted_and_comes_back() -> None:
     tree = make()
-    leaf = put(tree, tree.root(NS), tokens(1, 2, 3, 4), 1)
+    root = tree.root(NS)
+    leaf = put(tree, root, tokens(1, 2, 3, 4, 5, 6), 1)
+    prompt = tokens(1, 2, 3, 4, 5, 6)
+    assert unpack(tree.cut(leaf, 1)[0]) == [3]
     assert unpack(tree.cut(leaf, 1)[0]) == [2]
-    prompt = tokens(1, 2, 3, 4)
-    walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
-    assert (walk.pages, walk.ghost, tree.ghost_pages) == (1, True, 1)
-    top = tree.split(leaf, 1)
-    back = tree.revive(leaf, [bytearray(pack([7]))], 1)
-    tree.pin(back)
-    tree.unpin(back)
-    assert back is leaf and top.live_children == 1 and back.uses == 1
-    assert (tree.ghost_pages, tree.evictable_pages, dict(tree.ghosts)) == (0, 2, {})
+    assert tree.walk(root, prompt[: 2 * 4], 0, 2 * 4) == (leaf, None, 0)
+    assert tree.ghost_at(root, prompt, 1) == Ghost(GhostKind.ONCE, 1, 0)
+    assert tree.ghost_at(root, prompt, 0) is None and tree.ghosts.num_pages == 2
+    assert tree.take_ghosts(leaf, prompt, 2 * 4, len(prompt)) == 2
+    assert tree.take_ghosts(leaf, prompt, 2 * 4, len(prompt)) == 0 == tree.ghosts.num_pages
 
 
-def test_the_oldest_ghost_is_forgotten_first_and_an_empty_root_goes() -> None:
-    tree = make(ghost_limit=2)
+def test_a_node_without_pages_leaves_and_an_empty_root_goes() -> None:
+    tree = make()
     leaves = [put(tree, tree.root(NS), tokens(i, i, i, 0), i) for i in (1, 2)]
     tree.cut(leaves[0], 2)
-    tree.cut(leaves[1], 2)
-    assert list(tree.ghosts) == [leaves[1]] and tree.num_nodes == 1
-    tree.forget(leaves[1])
-    assert not tree.roots and not tree.num_nodes and not tree.ghost_pages
+    assert tree.num_nodes == 1 and list(tree.policy.order()) == [leaves[1]]
+    tree.cut(leaves[1], 2, is_cleared=True)
+    assert not tree.roots and not tree.num_nodes and tree.ghosts.num_pages == 4
+    root = tree.root(NS)
+    kinds = [tree.ghost_at(root, tokens(i, i, i, 0), 0) for i in (1, 2, 3)]
+    assert [ghost and ghost.kind for ghost in kinds] == [GhostKind.ONCE, GhostKind.CLEARED, None]
+
+
+def test_what_was_cleared_is_no_use_when_it_comes_back() -> None:
+    tree = make()
+    tree.cut(put(tree, tree.root(NS), tokens(1, 1), 1), 1, is_cleared=True)
+    assert tree.take_ghosts(tree.root(NS), tokens(1, 1), 0, 2 * 4) == 0
+
+
+def test_prompts_that_part_inside_an_evicted_run_are_told_apart() -> None:
+    """Marks stand at multiples of a stride, wherever the run was cut."""
+    stride, tree = STRIDE_PAGES, make(ghost_limit=5 * STRIDE_PAGES)
+    root = tree.root(NS)
+    num_tokens = 3 * stride * PAGE
+    prompt = tokens(*range(num_tokens))
+    other = tokens(*range(stride * PAGE), *range(num_tokens, num_tokens + 2 * stride * PAGE))
+    leaf = put(tree, root, prompt, 1)
+    for count in (3, stride + 10, 2 * stride - 13):
+        tree.cut(leaf, count)
+    root = tree.root(NS)
+    assert tree.ghosts.num_pages == 3 * stride
+    marked = [page for page in range(3 * stride) if tree.ghost_at(root, prompt, page)]
+    assert marked == [0, stride, 2 * stride - 13, 2 * stride, 3 * stride - 3]
+    assert tree.take_ghosts(root, other, 0, len(other)) == stride
+    assert tree.ghosts.num_pages == 2 * stride
+
+
+def test_what_was_two_nodes_comes_back_as_two() -> None:
+    tree = make()
+    trunk = put(tree, tree.root(NS), tokens(1, 1, 2, 2, 3, 3), 1)
+    leaf = put(tree, trunk, tokens(4, 4, 5, 5), 4)
+    prompt = tokens(1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
+    for node, count in ((leaf, 1), (leaf, 1), (trunk, 2), (trunk, 1)):
+        tree.cut(node, count)
+    root = tree.root(NS)
+    assert tree.take_ghosts(root, prompt, 0, len(prompt)) == 3
+    trunk = put(tree, root, prompt[: 3 * PAGE * 4], 1)
+    assert tree.take_ghosts(trunk, prompt, 3 * PAGE * 4, len(prompt)) == 2
 
 
 def test_a_parent_that_becomes_a_leaf_ranks_as_just_used() -> None:
@@ -104,14 +143,30 @@ def test_a_parent_that_becomes_a_leaf_ranks_as_just_used() -> None:
 def test_held_without_use_keeps_its_place() -> None:
     tree = make()
     one, two, three = (put(tree, tree.root(NS), tokens(i, i), i) for i in (1, 2, 3))
-    tree.pin(two)
-    tree.unpin_unused(two)
-    assert list(tree.policy.order()) == [one, two, three]
+    tree.pin_for_ticket(one)
+    assert tree.policy.victim() is two, "what is copied is no victim"
+    assert tree.evictable_pages == 2
+    tree.unpin_for_ticket(one)
+    assert list(tree.policy.order()) == [one, two, three] and tree.policy.victim() is one
+    tree.pin_for_ticket(one)
     tree.pin(one)
-    tree.pin(one)
+    assert list(tree.policy.order()) == [two, three]
     tree.unpin(one)  # a use while it is held otherwise
-    tree.unpin_unused(one)
+    tree.unpin_for_ticket(one)
     assert list(tree.policy.order()) == [two, three, one]
+    assert tree.evictable_pages == 3
+
+
+def test_a_ticket_on_a_trunk_holds_the_path_only() -> None:
+    tree = make()
+    trunk = put(tree, tree.root(NS), tokens(1, 2), 1)
+    leaf = put(tree, trunk, tokens(3, 4), 2)
+    tree.pin_for_ticket(trunk)
+    assert tree.policy.victim() is leaf and tree.evictable_pages == 1
+    tree.cut(leaf, 1)
+    assert list(tree.policy.order()) == [trunk] and tree.evictable_pages == 0
+    tree.unpin_for_ticket(trunk)
+    assert tree.policy.victim() is trunk and tree.evictable_pages == 1
 
 
 def test_growth_in_place_costs_no_node() -> None:
@@ -171,7 +226,7 @@ def below(node: Node) -> list[Node]:
 
 def test_slru_counts_out_what_a_cut_takes() -> None:
     """Two protected leaves fill the share; once one is cut away whole, another fits without a demotion."""
-    tree = RadixTree(PAGE, 1, SegmentedLru(5), 100)  # protects four pages
+    tree = RadixTree(PAGE, 1, SegmentedLru(5), GhostTable(100, 100))  # protects four pages
     leaves = [put(tree, tree.root(NS), tokens(n, n, n, n), 2 * n) for n in (1, 2, 3)]
     for leaf in leaves:
         tree.pin(leaf)

@@ -15,11 +15,15 @@ from hypothesis.stateful import rule
 
 from cache_service.core.types import (
     Acquire,
+    Adopt,
+    BadItem,
     Extend,
     GroupKind,
     HostTierKind,
     Namespace,
+    Publish,
     Refusal,
+    RefusalReason,
     Release,
     SequenceId,
 )
@@ -40,21 +44,82 @@ class Machine(Troubled):
         reserve=st.sampled_from([0, 0, 0, 1, 2]),
         base=INDEX,
         keep=st.integers(0, 12),
+        bypass=st.sampled_from([False, False, False, True]),
     )
-    def acquire(self, at: int, tokens: list[int], salt: str, chunk: int, reserve: int, base: int, keep: int) -> None:
+    def acquire(
+        self, at: int, tokens: list[int], salt: str, chunk: int, reserve: int, base: int, keep: int, bypass: bool
+    ) -> None:
         tokens, priority = self.prompt(tokens, base, keep), at % 2
         worker = self.worker(at)
         oracle, namespace = self.oracles[worker.id], Namespace("model", "", salt)
-        forecast = oracle.forecast(namespace, tokens, chunk, reserve)
+        forecast = oracle.forecast(namespace, tokens, chunk, reserve, bypass)
         free, leaves = [oracle.num_free(g) for g in range(len(worker.groups))], oracle.leaves()
         blurred = oracle.blurred()
-        answer = worker.submit(tokens, namespace, chunk=chunk, reserve=reserve, priority=priority)
+        answer = worker.submit(tokens, namespace, chunk=chunk, reserve=reserve, priority=priority, bypass=bypass)
+        if isinstance(answer, Refusal) and answer.reason is RefusalReason.NO_ROOM:
+            self.waiting[worker.id, answer.sequence_id] = namespace, tokens
         if isinstance(answer, Refusal):
             judge_refusal(worker, answer, forecast, blurred)
         else:
             judge_grant(oracle, answer, forecast, [] if blurred else free)
             if self.policy == "lru" and self.tier == HostTierKind.NONE:
                 oracle.judge_evictions(leaves)
+        self.checked()
+
+    @rule(at=INDEX, more=st.lists(st.integers(0, 1), max_size=2), fewer=st.integers(0, 2), gives_up=st.booleans())
+    def ask_again(self, at: int, more: list[int], fewer: int, gives_up: bool) -> None:
+        """A refused or preempted sequence comes back, and leaves out tokens that the manager should have kept."""
+        if not self.waiting:
+            return
+        (worker_id, sequence), (namespace, tokens) = sorted(self.waiting.items())[at % len(self.waiting)]
+        worker = next(worker for worker in self.workers if worker.id == worker_id)
+        kept = max(worker.kept.get(sequence, 0) - fewer, 0)
+        if gives_up:
+            if kept and self.remembers_all:
+                worker.step(releases=[Release(SequenceId(sequence), ABORTED)])
+                worker.kept.pop(sequence)
+            del self.waiting[worker_id, sequence]
+            return
+        tokens = tokens + more
+        oracle = self.oracles[worker.id]
+        forecast, blurred = oracle.forecast(namespace, tokens, 0, 0), oracle.blurred()
+        answer = worker.submit(tokens, namespace, sequence_id=sequence, kept=kept)
+        if isinstance(answer, Refusal) and answer.reason is RefusalReason.RESEND:
+            assert kept and not self.remembers_all, "what should have been kept was not"
+        elif isinstance(answer, Refusal):
+            judge_refusal(worker, answer, forecast, blurred)
+        else:
+            judge_grant(oracle, answer, forecast, [])
+        if not isinstance(answer, Refusal) or answer.reason is RefusalReason.NEVER_FITS:
+            del self.waiting[worker_id, sequence]
+        self.checked()
+
+    @rule(
+        at=INDEX,
+        kind=st.sampled_from(["acquire", "publish", "release", "extend", "adopt", "malformed"]),
+        tokens=TOKENS,
+    )
+    def bad_item(self, at: int, kind: str, tokens: list[int]) -> None:
+        """It is refused alone and changes nothing; a good one beside it is applied."""
+        worker, nobody = self.worker(at), SequenceId(2**40)
+        bad: dict[str, Any] = {
+            "acquire": {"acquires": [Acquire(nobody, Namespace("model"), pack(tokens)[1:])]},
+            "publish": {"publishes": [Publish(nobody, pack(tokens), 1)]},
+            "release": {"releases": [Release(nobody, FINISHED)]},
+            "extend": {"extends": [Extend(nobody, 4)]},
+            "adopt": {"adopts": [Adopt(nobody, Namespace("model"), pack(tokens), len(tokens) + 1, ())]},
+            "malformed": {"acquires": [BadItem(nobody, "namespace", "has an unknown field")]},
+        }[kind]
+        before = self.world.snapshot()
+        (refusal,) = worker.raw_step(**bad).refusals
+        assert (refusal.sequence_id, refusal.reason) == (nobody, RefusalReason.INVALID)
+        assert self.world.snapshot() == before
+        lives = [live for live in worker.live.values() if live.fetch is None]
+        publishes = [worker.publish_of(live) for live in lives]
+        reply = worker.raw_step(**{"publishes": publishes, **bad} if kind != "publish" else {"publishes": publishes})
+        for live, publish in zip(lives, publishes, strict=True):
+            worker.published(live, publish)
+        assert len(reply.refusals) == (kind != "publish")
         self.checked()
 
     @rule(at=INDEX, size=st.integers(1, 6), ask=st.booleans())
@@ -126,6 +191,8 @@ class Machine(Troubled):
             worker.publish(live)  # finished: every launch was reported
         worker.release(live, reason)
         self.oracles[worker.id].used(live)
+        if reason == PREEMPTED:
+            self.waiting[worker.id, live.id] = live.namespace, list(live.tokens)
         self.checked()
 
     @rule(at=INDEX, tokens=st.lists(TOKENS, max_size=3), end=st.booleans(), lag=st.integers(0, 1))
@@ -142,7 +209,7 @@ class Machine(Troubled):
         self.world.next_sequence += len(acquires)
         fields: dict[str, Any] = {
             "publishes": publishes,
-            "releases": [Release(SequenceId(live.id), FINISHED) for live in gone],
+            "releases": [worker.release_of(live) for live in gone],
             "extends": [Extend(SequenceId(live.id), live.computed + 2) for live in lives[1:] if live.computed < 16],
             "acquires": acquires,
         }

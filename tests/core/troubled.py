@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from cache_service.core.errors import LeasesInScope
 from cache_service.core.types import (
+    TOKEN_BYTES,
     Ack,
     FetchPolicy,
     GroupKind,
@@ -23,7 +24,7 @@ from cache_service.core.types import (
 )
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
-from tests.core.world import ABORTED, DONE, FAILED, MISSING, Live, World, full, pack, state, window
+from tests.core.world import ABORTED, CORRUPT, DONE, FAILED, MISSING, Live, World, full, pack, state, window
 
 GROUPS: list[tuple[GroupSpec, ...]] = [
     (full(8),),
@@ -51,7 +52,7 @@ class Troubled(RuleBasedStateMachine):
         tier=st.sampled_from([HostTierKind.NONE, HostTierKind.PRIVATE, HostTierKind.SHARED, HostTierKind.SHARED]),
         spill=st.sampled_from([SpillPolicy.WRITE_THROUGH, SpillPolicy.WRITE_THROUGH, *SpillPolicy]),
         fetch=st.sampled_from(FetchPolicy),
-        policy=st.sampled_from(["lru", "lru", "slru", "priority"]),
+        policy=st.sampled_from(["lru", "lru", "slru", "priority", "adaptive", "adaptive"]),
         small=st.booleans(),
     )
     def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool) -> None:
@@ -65,6 +66,7 @@ class Troubled(RuleBasedStateMachine):
             transfer_pages=2 if small else 64,
             breaker_failures=3,
             breaker_ms=50,
+            max_kept_bytes=TOKEN_BYTES * (20 if small else 10_000),
         )
         self.tier, self.policy = tier, policy
         self.workers = [
@@ -74,6 +76,8 @@ class Troubled(RuleBasedStateMachine):
         self.oracles = {worker.id: Oracle(worker) for worker in self.workers}
         self.old_tickets: list[tuple[FakeWorker, int]] = []
         self.births = 0
+        self.remembers_all = not small
+        self.waiting: dict[tuple[str, int], tuple[Namespace, list[int]]] = {}
         self.prompts: list[list[int]] = []
 
     def worker(self, index: int) -> FakeWorker:
@@ -99,7 +103,7 @@ class Troubled(RuleBasedStateMachine):
         kind=st.sampled_from(["spill", "spill", "fetch", "fetch", "orphan", "again"]),
         at=INDEX,
         short=st.integers(0, 3),
-        status=st.sampled_from([FAILED, MISSING]),
+        status=st.sampled_from([FAILED, MISSING, CORRUPT]),
     )
     def transfer(self, kind: str, at: int, short: int, status: Any) -> None:
         if kind == "spill":
@@ -135,7 +139,7 @@ class Troubled(RuleBasedStateMachine):
         self.tick(ms)
 
     @rule(
-        kind=st.sampled_from(["stream", "stream", "death", "partition", "manager", "flush"]),
+        kind=st.sampled_from(["stream", "stream", "death", "partition", "anew", "manager", "flush"]),
         at=INDEX,
         flag=st.booleans(),
     )
@@ -146,6 +150,8 @@ class Troubled(RuleBasedStateMachine):
             self.worker_death(at, flag)
         elif kind == "partition":
             self.long_partition(at)
+        elif kind == "anew":
+            self.begin_anew(at)
         elif kind == "manager":
             self.manager_restart()
         else:
@@ -167,10 +173,10 @@ class Troubled(RuleBasedStateMachine):
         if not waiting:
             return
         worker, live = waiting[at % len(waiting)]
-        assert live.fetch is not None
-        ticket, num_pages = live.fetch.ticket, live.fetch.num_pages
+        fetch = live.fetches[at % len(live.fetches)]
+        ticket, num_pages = fetch.ticket, fetch.num_pages
         limit = max(0, num_pages - short)
-        worker.do_fetch(live, limit, status if limit < num_pages else None)
+        worker.do_fetch(live, limit, status if limit < num_pages else None, at)
         self.old_tickets.append((worker, ticket))
         self.checked()
 
@@ -240,8 +246,7 @@ class Troubled(RuleBasedStateMachine):
         self.old_tickets += [(worker, order.ticket) for order, _ in worker.spills]
         worker.spills.clear()
         welcome = worker.hello()
-        assert set(welcome.known_sequences) == set(worker.live)
-        assert welcome.last_step_id == worker.step_id
+        assert worker.goes_on and welcome.last_step_id == worker.applied
         self.checked()
 
     def worker_death(self, at: int, grace: bool) -> None:
@@ -260,6 +265,14 @@ class Troubled(RuleBasedStateMachine):
         worker = self.worker(at)
         worker.disconnect()
         self.world.tick(200)
+        self.come_back(worker)
+        self.checked()
+
+    def begin_anew(self, at: int) -> None:
+        """The worker names no state: the manager drops the one that it had, with its leases and tickets."""
+        worker = self.worker(at)
+        worker.disconnect()
+        worker.generation = 0
         self.come_back(worker)
         self.checked()
 
@@ -283,12 +296,12 @@ class Troubled(RuleBasedStateMachine):
                 worker.live.pop(live.id)
         lives = list(worker.live.values())
         welcome = worker.hello()
-        assert welcome.known_sequences == ()
-        worker.step_id = welcome.last_step_id
-        worker.live = {}
-        for live in lives:
-            worker.live[live.id] = live
-            worker.adopt(live)
+        assert not worker.goes_on and welcome.last_step_id == 0
+        worker.live = {live.id: live for live in lives}
+        oracle = self.oracles[worker.id]
+        for first in range(0, len(lives), 2):  # a Step has room for a few
+            worker.adopt_all(lives[first : first + 2])
+        oracle.check()
 
     def teardown(self) -> None:
         """When all is over nothing is held."""

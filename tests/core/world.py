@@ -21,6 +21,7 @@ from cache_service.core.types import (
     Namespace,
     ReleaseReason,
     Transfer,
+    TransferPages,
     TransferStatus,
     WorkerId,
 )
@@ -33,6 +34,7 @@ NS = Namespace("model")
 FINGERPRINT = b"f" * 32
 FINISHED, ABORTED, PREEMPTED = ReleaseReason.FINISHED, ReleaseReason.ABORTED, ReleaseReason.PREEMPTED
 DONE, MISSING, FAILED = TransferStatus.DONE, TransferStatus.MISSING, TransferStatus.FAILED
+CORRUPT = TransferStatus.CORRUPT
 
 
 def full(num_pages: int, name: str = "full") -> GroupSpec:
@@ -55,6 +57,13 @@ def ids(page_ids: bytes) -> list[int]:
     return list(array("I", page_ids))
 
 
+def keys(part: TransferPages) -> list[bytes]:
+    """The store's key of each page that the group moves; empty where it moves none."""
+    hashes = [part.page_hashes[at : at + 32] for at in range(0, len(part.page_hashes), 32)]
+    named = [f"{part.key_prefix}0:{page_hash.hex()}".encode() for page_hash in hashes]
+    return [key if page else b"" for page, key in zip(ids(part.page_ids), named, strict=True)]
+
+
 @dataclass(eq=False)
 class Live:
     """One sequence as its worker sees it. `computed` has KV; `reported`, `known_len`: the manager was told."""
@@ -74,12 +83,17 @@ class Live:
     leave: dict[tuple[int, int], int] = field(default_factory=dict)
     restored: bool = False
     rolled: int = 0
-    fetch: Transfer | None = None
+    fetches: list[Transfer] = field(default_factory=list)  # whose acks are still to come
     priority: int = 0
     chunk: int = 0
     room: int = 0  # the length up to which launches may compute
     ended: bool = False
     adopted: bool = False
+    bypass: bool = False
+
+    @property
+    def fetch(self) -> Transfer | None:
+        return self.fetches[0] if self.fetches else None
 
     def table(self, group: int = 0) -> list[int]:
         rows = self.tables[group]

@@ -54,6 +54,12 @@ class Client:
     def cache(self, address: str) -> cache_pb2_grpc.PrefixCacheAsyncStub:
         return cache_pb2_grpc.PrefixCacheStub(self._channel(address))  # type: ignore[return-value]
 
+    def cache_admin(self, address: str) -> cache_pb2_grpc.CacheAdminAsyncStub:
+        return cache_pb2_grpc.CacheAdminStub(self._channel(address))  # type: ignore[return-value]
+
+    def worker_admin(self, address: str) -> worker_pb2_grpc.WorkerAdminAsyncStub:
+        return worker_pb2_grpc.WorkerAdminStub(self._channel(address))  # type: ignore[return-value]
+
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 

@@ -22,6 +22,7 @@ StartWorkers = Callable[..., list[ServiceProcess]]
 @dataclass(frozen=True)
 class Cluster:
     cache: str
+    cache_admin: str
     workers: tuple[str, ...]
     redis: RedisProcess
 
@@ -88,7 +89,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary:
         starter = Starter(tmp_path_factory.mktemp("cluster"), model, stack)
         cache = starter.cache(redis_url=redis.url, spill="write_through", fetch="always")
         workers = starter.workers(cache.address, 2, host_tier="redis", redis_url=redis.url)
-        yield Cluster(cache.address, tuple(worker.address for worker in workers), redis)
+        yield Cluster(cache.address, cache.announced["admin"], tuple(worker.address for worker in workers), redis)
 
 
 @pytest.fixture
@@ -100,5 +101,6 @@ async def client() -> AsyncIterator[Client]:
 @pytest.fixture
 def draw(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
     """Prompts of random bytes, other ones for each test, the same ones in each run."""
-    source = random.Random(request.node.nodeid)
+    # Not by the node's id, to which a distributed run appends the test's group.
+    source = random.Random(f"{request.node.path.name}::{request.node.name}")
     return lambda length: [source.randrange(256) for _ in range(length)]

@@ -34,6 +34,7 @@ class ServiceProcess:
     prefix: str
     settings: dict[str, object]
     log: Path
+    environment: dict[str, str] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -50,6 +51,7 @@ class ServiceProcess:
         """Start without waiting; `wait_ready` follows."""
         environment = _clean_environment()
         environment.update({f"{self.prefix}{key.upper()}": str(value) for key, value in self.settings.items()})
+        environment.update(self.environment)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self.module], stdout=subprocess.PIPE, stderr=log, env=environment
@@ -82,6 +84,13 @@ class ServiceProcess:
     def thaw(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code of a process that ends by itself. It may be started again afterwards."""
+        assert self._process is not None
+        code = self._process.wait(timeout_s)
+        self._end(signal.SIGKILL)
+        return code
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -117,13 +126,14 @@ def _pump(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
 
 
 def cache_process(folder: Path, **settings: object) -> ServiceProcess:
-    defaults: dict[str, object] = {"listen": "127.0.0.1:0", "grace_ms": 2000}
+    defaults: dict[str, object] = {"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0", "grace_ms": 2000}
     return ServiceProcess("cache_service", "STEMCACHE_CACHE_", {**defaults, **settings}, folder / "cache.log")
 
 
 def worker_process(folder: Path, name: str, cache: str, **settings: object) -> ServiceProcess:
     defaults: dict[str, object] = {
         "listen": "127.0.0.1:0",
+        "admin_listen": "127.0.0.1:0",
         "worker_id": name,
         "cache": cache,
         "device": "cpu",

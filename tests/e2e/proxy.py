@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can delay, stall or cut what passes through it.
+"""A TCP proxy on loopback that can delay, stall, damage or cut what passes through it.
 
 Knows no protocol.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """`delay_s` holds each chunk back; `is_open` cleared stalls everything; `cut` ends the connections there are."""
+    """`delay_s` holds each chunk back; `is_open` cleared stalls everything; `cut` ends the connections there are.
+
+    `damage` sees what a client sends, with its connection's number from 1 on, and returns what arrives.
+    """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -25,6 +28,7 @@ class Proxy:
         self.is_open = asyncio.Event()
         self.is_open.set()
         self.num_connections = 0
+        self.damage: Callable[[int, bytes], bytes] = lambda number, data: data
 
     @property
     def port(self) -> int:
@@ -57,31 +61,33 @@ class Proxy:
         self.num_connections += 1
         try:
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                await self._carry(reader, writer)
+                await self._carry(reader, writer, self.num_connections)
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         far_reader, far_writer = await asyncio.open_connection(*self._target)
         ways = [
-            asyncio.create_task(self._pump(reader, far_writer)),
-            asyncio.create_task(self._pump(far_reader, writer)),
+            asyncio.create_task(self._pump(reader, far_writer, lambda data: self.damage(number, data))),
+            asyncio.create_task(self._pump(far_reader, writer, lambda data: data)),
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            far_writer.transport.abort()  # at once: the wait may be cancelled
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            far_writer.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
+    ) -> None:
         while data := await reader.read(CHUNK_BYTES):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             await self.is_open.wait()
-            writer.write(data)
+            writer.write(change(data))
             await writer.drain()
 
 

@@ -94,7 +94,7 @@ def fetches(stats: cache_pb2.StatsResponse) -> int:
 async def test_the_pools_are_empty_after_clear(client: Client, cluster: Cluster, draw: Draw) -> None:
     await client.generate(cluster.workers[0], draw(100))
     await client.idle(cluster.cache)
-    cleared = await client.cache(cluster.cache).Clear(cache_pb2.ClearRequest(), timeout=20)
+    cleared = await client.cache_admin(cluster.cache_admin).Clear(cache_pb2.ClearRequest(), timeout=20)
     assert cleared.num_pages > 0
     stats = await client.stats(cluster.cache)
     groups = [group for worker in stats.workers for group in worker.groups]

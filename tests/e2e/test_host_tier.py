@@ -75,20 +75,28 @@ async def test_a_tampered_value_is_a_miss(client: Client, cluster: Cluster, draw
             value = redis.get(key)
             assert isinstance(value, bytes)
             redis.set(key, value[:-1] + bytes([value[-1] ^ 1]), keepttl=True)
-    missing = (await client.stats(cluster.cache)).host_tier.num_missing_pages
+    corrupt = (await client.stats(cluster.cache)).host_tier.num_corrupt_pages
     answer = await client.generate(there, prompt)
     assert answer.tokens == tokens
     assert sum(answer.counts) == LENGTH
     assert answer.usage.fetched_tokens <= (PAGES - num_tampered) * 16
-    assert (await client.stats(cluster.cache)).host_tier.num_missing_pages > missing
+    assert (await client.stats(cluster.cache)).host_tier.num_corrupt_pages > corrupt
     await client.idle(cluster.cache)
 
 
 class Pair:
     """Two workers on a Redis of this test's own."""
 
-    def __init__(self, start: Starter, redis: RedisProcess, worker_url: str = "", **settings: object) -> None:
-        self.cache: ServiceProcess = start.cache(redis_url=redis.url, spill="write_through", fetch="always")
+    def __init__(
+        self,
+        start: Starter,
+        redis: RedisProcess,
+        worker_url: str = "",
+        cache: dict[str, object] | None = None,
+        **settings: object,
+    ) -> None:
+        settings_of_cache = {"redis_url": redis.url, "spill": "write_through", "fetch": "always"} | (cache or {})
+        self.cache: ServiceProcess = start.cache(**settings_of_cache)
         url = worker_url or redis.url
         self.workers = start.workers(
             self.cache.address, 2, host_tier="redis", redis_url=url, host_timeout_s=0.5, **settings
@@ -97,6 +105,19 @@ class Pair:
 
     def check_running(self) -> None:
         assert all(process.is_running() for process in (self.cache, *self.workers))
+
+
+async def test_a_fetch_in_several_tickets_and_rounds_brings_the_same_pages(
+    client: Client, start: Starter, redis: RedisProcess, draw: Draw
+) -> None:
+    pair, prompt = Pair(start, redis, cache={"transfer_pages": 3, "max_open_tickets": 4}), draw(LENGTH)
+    tokens = await spill(client, pair.cache.address, pair.here, prompt)
+    answer = await client.generate(pair.there, prompt)
+    assert answer.tokens == tokens
+    assert answer.counts == (0, PAGES * 16, LENGTH - PAGES * 16)
+    again = await client.generate(pair.there, prompt)
+    assert again.tokens == tokens and again.usage.fetched_tokens == 0
+    pair.check_running()
 
 
 async def test_a_flushed_redis_is_a_miss_and_then_used_again(

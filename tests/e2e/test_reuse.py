@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from protos.v1 import types_pb2
 from tests.e2e.client import Answer, Client, unused_salt
 from tests.e2e.conftest import Cluster, Starter
 
@@ -29,6 +30,8 @@ async def test_a_long_prompt_three_times(client: Client, cluster: Cluster, draw:
     answers = [await client.generate(worker, prompt) for _ in range(3)]
     after = await client.worker_stats(cluster.cache, "worker-1")
     assert [answer.counts for answer in answers] == [(0, 0, 7820), (7808, 0, 12), (7808, 0, 12)]
+    told = [(a.usage.matched_tokens, a.usage.usable_tokens, a.usage.miss_reason) for a in answers[:2]]
+    assert told == [(0, 0, types_pb2.MISS_REASON_NEVER_SEEN), (7808, 7808, types_pb2.MISS_REASON_PAGE_TAIL)]
     assert answers[1].tokens == answers[0].tokens
     assert answers[2].tokens == answers[0].tokens
     assert after.prompt_tokens - before.prompt_tokens == 3 * 7820

@@ -148,10 +148,10 @@ async def test_another_keys_value_is_refused(
             value = redis.get(wrong)
             assert isinstance(value, bytes)
             redis.set(key, value, keepttl=True)
-    missing = (await client.stats(cluster.cache)).host_tier.num_missing_pages
+    corrupt = (await client.stats(cluster.cache)).host_tier.num_corrupt_pages
     answer = await client.generate(there, prompt)
     assert answer.counts == (0, 0, 480)
     assert answer.tokens == (await client.generate(here, prompt, salt=unused_salt())).tokens
-    assert (await client.stats(cluster.cache)).host_tier.num_missing_pages > missing
+    assert (await client.stats(cluster.cache)).host_tier.num_corrupt_pages > corrupt
     sound = await client.generate(there, other)
     assert sound.usage.fetched_tokens > 0, "untouched values are as good as ever"

@@ -45,8 +45,12 @@ async def test_a_stream_that_is_cut_again_and_again_loses_nothing(client: Client
         epochs = {(await client.stats(cache.address)).epoch}
         for _ in range(4):
             assert running.all_run
+            num_before = proxy.num_connections
             await proxy.cut()
-            await asyncio.sleep(0.15)
+            async with asyncio.timeout(20):
+                while proxy.num_connections == num_before:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
         await running.check()
         stats = await client.until(cache.address, healthy)
         assert epochs == {stats.epoch}

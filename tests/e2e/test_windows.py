@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import transformers
 from tests.e2e.client import Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw, healthy
+from tests.e2e.test_reuse import check_mid_flight
 from tests.redis_process import RedisProcess
 
 WINDOW = 40
@@ -34,27 +37,44 @@ FAMILIES = {"mistral": {}, "qwen2": {"use_sliding_window": True, "max_window_lay
 GROUPS = {"mistral": [f"window{WINDOW}"], "qwen2": ["full", f"window{WINDOW}"]}
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def window_model(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> tuple[str, Path]:
-    """Random weights of a family, with the demo model's tokenizer."""
-    family = request.param
+class Windowed(NamedTuple):
+    """A family's services: what is published is spilled, and fetched wherever Redis has it."""
+
+    family: str
+    cache: str
+    here: str
+    there: str
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def windowed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str
+) -> Iterator[Windowed]:
+    """Random weights of a family, with the demo model's tokenizer, behind one cache service and two workers."""
+    family: str = request.param
+    folder = tmp_path_factory.mktemp(family)
     kind = {"mistral": "Mistral", "qwen2": "Qwen2"}[family]
     config = getattr(transformers, f"{kind}Config")(**SIZES, **FAMILIES[family])
     torch.manual_seed(5)
-    folder = tmp_path / family
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
     shutil.copy(model / "tokenizer.json", folder)
-    return family, folder
+    with ExitStack() as stack:
+        redis = stack.enter_context(RedisProcess(redis_binary))
+        start = Starter(tmp_path_factory.mktemp(f"{family}-services"), folder, stack)
+        cache = start.cache(redis_url=redis.url, spill="write_through", fetch="always")
+        workers = start.workers(cache.address, 2, host_tier="redis", redis_url=redis.url, token_budget=128)
+        yield Windowed(family, cache.address, workers[0].address, workers[1].address)
 
 
-async def test_hits_answer_as_cold_runs_do(
-    client: Client, start: Starter, redis: RedisProcess, window_model: tuple[str, Path], draw: Draw
-) -> None:
-    family, folder = window_model
-    cache = start.cache(redis_url=redis.url, spill="write_through", fetch="always")
-    settings = {"host_tier": "redis", "redis_url": redis.url, "token_budget": 128}
-    here, there = (w.address for w in start.workers(cache.address, 2, model=folder, **settings))
-    stats = await client.until(cache.address, lambda stats: len(stats.workers) == 2)
+async def test_a_sibling_hits_while_the_first_still_decodes(client: Client, windowed: Windowed, draw: Draw) -> None:
+    """Cases 20 and 24 through both services: a window's pages are published mid-flight, too."""
+    await check_mid_flight(client, windowed.here, draw(338), (336, 0, 2))
+    await client.until(windowed.cache, healthy)
+
+
+async def test_hits_answer_as_cold_runs_do(client: Client, windowed: Windowed, draw: Draw) -> None:
+    family, cache, here, there = windowed
+    stats = await client.until(cache, lambda stats: len(stats.workers) == 2)
     assert [group.name for group in stats.workers[0].groups] == GROUPS[family]
 
     prompt = draw(333)
@@ -75,8 +95,8 @@ async def test_hits_answer_as_cold_runs_do(
     assert second.usage.cached_tokens == (333 + 40 - 1) // 16 * 16
     assert second.tokens == (await client.generate(here, turn, 20, salt=unused_salt())).tokens
 
-    await client.idle(cache.address)
+    await client.idle(cache)
     fetched = await client.generate(there, prompt, 40)
     assert fetched.usage.fetched_tokens > 0
     assert fetched.tokens == cold.tokens
-    await client.until(cache.address, healthy)
+    await client.until(cache, healthy)

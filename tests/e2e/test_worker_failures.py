@@ -102,10 +102,14 @@ async def test_a_worker_serves_only_once_there_is_a_cache_service(client: Client
     await asyncio.to_thread(cache.start)
     assert (await waiting).counts == (0, 0, 40)
     assert await health(worker.address) == health_pb2.HealthCheckResponse.SERVING
-    await client.worker(worker.address).Drain(worker_pb2.DrainRequest(), timeout=30)
+    running = asyncio.create_task(client.generate(worker.address, draw(40), 1000))
+    await client.until(cache.address, lambda stats: any(w.num_leases for w in stats.workers))
+    drain = client.worker_admin(worker.announced["admin"]).Drain(worker_pb2.DrainRequest(), timeout=60)
     async with asyncio.timeout(30):
         while await health(worker.address) != health_pb2.HealthCheckResponse.NOT_SERVING:
             await asyncio.sleep(0.02)
+    assert (await drain).num_finished == 1
+    assert len((await running).tokens) == 1000
 
 
 async def health(address: str) -> int:

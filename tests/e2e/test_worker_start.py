@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -31,6 +33,51 @@ def test_help_names_every_setting_and_ends_well() -> None:
         assert flag in result.stdout
 
 
+# What `python -m worker_service` calls, again and again in one process: PyTorch is then imported once.
+MAINS = """
+import contextlib, io, json, sys
+from worker_service.__main__ import main
+for line in sys.stdin:
+    sys.argv[1:] = json.loads(line)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main()
+    print(json.dumps([code, said.getvalue()]), flush=True)
+"""
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stderr: str
+
+
+Start = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def start_main() -> Iterator[Start]:
+    """Starts a worker that cannot work, and says how it ended."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", MAINS], text=True, bufsize=1, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdin is not None and process.stdout is not None
+
+        def start(*arguments: str) -> Ended:
+            process.stdin.write(json.dumps(arguments) + "\n")
+            process.stdin.flush()
+            return Ended(*json.loads(process.stdout.readline()))
+
+        yield start
+        process.stdin.close()
+
+
+def test_a_model_that_is_not_there_ends_the_process() -> None:
+    """The one case that goes through a process of its own."""
+    result = run_worker("--device", "cpu", "--listen", "127.0.0.1:0", "--model", "/no/such/folder")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("worker_service: error: model: ")
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -45,9 +92,9 @@ def test_help_names_every_setting_and_ends_well() -> None:
         (["--listen", "127.0.0.1:99999"], "listen"),
     ],
 )
-def test_a_setting_that_cannot_work_is_named(model: Path, arguments: list[str], named: str) -> None:
+def test_a_setting_that_cannot_work_is_named(start_main: Start, model: Path, arguments: list[str], named: str) -> None:
     given = [] if "--model" in arguments else ["--model", str(model)]
-    result = run_worker("--device", "cpu", "--listen", "127.0.0.1:0", *given, *arguments)
+    result = start_main("--device", "cpu", "--listen", "127.0.0.1:0", *given, *arguments)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("worker_service: error:")
     assert named in result.stderr.splitlines()[-1]
@@ -57,13 +104,13 @@ def test_a_setting_that_cannot_work_is_named(model: Path, arguments: list[str], 
 
 @pytest.mark.parametrize("broken", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_model_folder_that_lacks_or_spoils_a_file_is_told_by_the_files_name(
-    model: Path, tmp_path: Path, broken: str
+    start_main: Start, model: Path, tmp_path: Path, broken: str
 ) -> None:
     for spoil in (lambda path: path.unlink(), lambda path: path.write_bytes(b"\x00 no such thing")):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         shutil.copytree(model, folder)
         spoil(folder / broken)
-        result = run_worker("--device", "cpu", "--model", str(folder))
+        result = start_main("--device", "cpu", "--model", str(folder))
         assert result.returncode == 2
         assert broken in result.stderr.splitlines()[-1]
         assert "Traceback" not in result.stderr

@@ -1,13 +1,12 @@
-"""Compiles Gluon kernels for Hopper on a machine without a GPU, and says what the assembler found.
+"""Compiles kernels for Hopper on a machine without a GPU, and says what the assembler found.
 
 Knows no op.
 """
 
-import os
+import contextlib
+import io
 import re
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -50,7 +49,6 @@ def compile_gluon(
     function: Any,
     constants: Mapping[str, object],
     kinds: Mapping[str, str],
-    folder: Path,
     *,
     num_warps: int = 4,
     aligned: tuple[str, ...] = ("stride_out",),
@@ -60,7 +58,6 @@ def compile_gluon(
 
     `kinds` gives types other than i32.
     """
-    from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = function.arg_names
@@ -72,15 +69,18 @@ def compile_gluon(
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in multiples},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps, **options})
-    ptx = str(compiled.asm["ptx"])
-    return Assembled(ptx, _assemble(ptx, folder), compiled.metadata.shared)
+    return compiled_source(source, num_warps=num_warps, **options)
 
 
-def _assemble(ptx: str, folder: Path) -> str:
-    path = folder / "kernel.ptx"
-    path.write_text(ptx)
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(assembler), "-v", "--gpu-name=sm_90a", str(path), "-o", os.devnull]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return run.stderr + run.stdout
+def compiled_source(source: Any, **options: object) -> Assembled:
+    """A source as Triton itself compiles it; the remarks are those of its own run of the assembler."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    said = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
+    remarks = said.getvalue()
+    assert "ptxas info" in remarks, "taken from a cache, or the assembler's log was not printed"
+    return Assembled(str(compiled.asm["ptx"]), remarks, compiled.metadata.shared)

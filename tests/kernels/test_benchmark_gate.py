@@ -1,10 +1,13 @@
 """The GPU benchmark times nothing that is wrong, and a peer that cannot run does not end it."""
 
 import pytest
+import torch
 
 from benchmarks.bench_gpu import measure
 from benchmarks.gpu_attention import attention_tflop
-from benchmarks.measurement import Measurement, Peer
+from benchmarks.measurement import OUT_TOLERANCE, Measurement, Peer, row_error
+from kernels.backend import Backend
+from tests.kernels.target import Target
 
 
 def fails() -> None:
@@ -30,6 +33,30 @@ def test_figures_are_amount_over_time() -> None:
     row = measure(right, clock)
     assert row.figure == 4000.0
     assert row.peers == {"half": 2000.0, "broken": "no such kernel"}
+
+
+@pytest.mark.parametrize("size", [1.0, 0.0094])
+def test_the_gate_is_relative_to_the_answer(size: float) -> None:
+    """An attention's rows at 32,768 keys are 0.0094 in root mean square: zeros must fail there as anywhere."""
+    wanted = size * torch.randn(64, 32, 128, generator=torch.Generator().manual_seed(0))
+    assert row_error(wanted.bfloat16(), wanted) < OUT_TOLERANCE / 4
+    assert row_error(torch.zeros_like(wanted), wanted) == pytest.approx(1.0)
+    assert row_error(0.97 * wanted, wanted) > OUT_TOLERANCE
+    one_wrong = wanted.clone()
+    one_wrong[5, 3] = wanted[5, 4]
+    assert row_error(one_wrong, wanted) > OUT_TOLERANCE
+    one_wrong[5, 3, 0] = float("nan")
+    assert row_error(one_wrong, wanted) == float("inf")
+
+
+def test_plain_readers_read_everything(target: Target) -> None:
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("a Triton kernel alone")
+    from benchmarks.gpu_reader import readers
+
+    source = torch.arange(5 * 8192, dtype=torch.float32, device=target.device) % 7
+    for read in readers(source, 3):
+        assert read().sum().item() == source.sum().item()
 
 
 def test_the_work_of_a_causal_square() -> None:

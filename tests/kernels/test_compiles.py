@@ -1,7 +1,5 @@
 """Kernels compile for Hopper on a machine without a GPU, use its instructions and spill no register."""
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import Assembled, compiled_source
 
 triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
-HOPPER = 90
 FLOATS = {"scale_log2": "fp32", "eps": "fp32"}
 SHARED = {"HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "X": 8, "LAYOUT": 0, "WINDOW": 0, "BLOCK_N": 64, "BLOCK_D": 128}
 
@@ -37,9 +35,8 @@ def compile_for_hopper(
     num_warps: int,
     pointer: Callable[[str], str] = pointer,
     **options: object,
-) -> str:
-    """PTX of a jit function whose pointers, strides and widths are multiples of 16, as they are in a real pool."""
-    from triton.backends.compiler import GPUTarget
+) -> Assembled:
+    """A jit function whose pointers, strides and widths are multiples of 16, as they are in a real pool."""
     from triton.compiler import ASTSource
 
     names = function.arg_names
@@ -52,18 +49,7 @@ def compile_for_hopper(
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps, **options})
-    return str(compiled.asm["ptx"])
-
-
-def assemble(ptx: str, folder: Path) -> str:
-    """What the assembler says about registers and spills."""
-    path = folder / "kernel.ptx"
-    path.write_text(ptx)
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(assembler), "-v", "--gpu-name=sm_90a", str(path), "-o", os.devnull]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return run.stderr + run.stdout
+    return compiled_source(source, num_warps=num_warps, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -86,19 +72,19 @@ def fp8_pages(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_decode_uses_tensor_cores_and_spills_nothing(name: str, tmp_path: Path) -> None:
+def test_decode_uses_tensor_cores_and_spills_nothing(name: str) -> None:
     from kernels.decode_attention.kernel import attend_split, key_block
 
     constants = {"SPLIT": 256, "ROWS": 16, "TOKENS": 1, "HAS_SPANS": False, "SOFTCAP": False, "SCALES": 0}
     constants = {**SHARED, **constants, **DECODES[name]}
     constants["BLOCK_N"] = key_block(int(str(constants["D"])))
-    ptx = compile_for_hopper(attend_split, constants, 4, fp8_pages if constants["SCALES"] else pointer)
-    assert "mma.sync" in ptx and "cp.async" in ptx
-    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+    built = compile_for_hopper(attend_split, constants, 4, fp8_pages if constants["SCALES"] else pointer)
+    assert "mma.sync" in built.ptx and "cp.async" in built.ptx
+    assert not built.spills
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_codes_are_rounded_once_and_saturate(tmp_path: Path, per_token: bool) -> None:
+def test_codes_are_rounded_once_and_saturate(per_token: bool) -> None:
     """fp32 to e4m3 in one instruction: a detour over fp16 would round twice."""
     from kernels.append_kv.kernel import append_codes
     from kernels.gather_pages.kernel import convert_tokens
@@ -108,8 +94,8 @@ def test_codes_are_rounded_once_and_saturate(tmp_path: Path, per_token: bool) ->
     search = {"LEVELS": 1}
     append = compile_for_hopper(append_codes, constants, 4, fp8_pointer)
     scatter = compile_for_hopper(convert_tokens, {**constants, **search, "GATHER": False}, 4, fp8_pointer)
-    for ptx in (append, scatter):
-        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
-        assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+    for built in (append, scatter):
+        assert "cvt.rn.satfinite.e4m3x2.f32" in built.ptx and "div.rn.f32" in built.ptx and "div.full" not in built.ptx
+        assert not built.spills
     gather = compile_for_hopper(convert_tokens, {**constants, **search, "GATHER": True}, 4, fp8_pointer)
-    assert "cvt.rn.f16x2.e4m3x2" in gather  # every e4m3 number is one of fp16
+    assert "cvt.rn.f16x2.e4m3x2" in gather.ptx  # every e4m3 number is one of fp16

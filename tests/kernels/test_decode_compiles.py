@@ -27,10 +27,13 @@ class Case(dict[str, object]):
         from kernels.decode_attention.hopper.kernel import MAX_REGISTERS, RING_BYTES, num_stages, parked_levels
 
         given: dict[str, object] = {
-            "HEADS": 8, "GROUP": 4, "TOKENS": 1, "D": 128, "PAGE": 16, "BY_HEAD": False, "TILE": 64, "LEAF": 512,
-            "LEAVES": 4, "WINDOW": 0, "SOFTCAP": False, "HAS_SINKS": False, "HAS_SCALES": False, "WANTS_LSE": False,
+            "HEADS": 8, "GROUP": 4, "TOKENS": 1, "HAS_SPANS": False, "D": 128, "PAGE": 16, "BY_HEAD": False, "TILE": 64,
+            "LEAF": 512, "LEAVES": 4, "WINDOW": 0, "SOFTCAP": False, "HAS_SINKS": False, "HAS_SCALES": False,
+            "WANTS_LSE": False,
         }  # fmt: skip
         given |= changed
+        # More tokens than one are never launched without spans.
+        given["HAS_SPANS"] = bool(given["HAS_SPANS"]) or int(str(given["TOKENS"])) > 1
         dim, rows = int(str(given["D"])), int(str(given["GROUP"])) * int(str(given["TOKENS"]))
         columns = max(16, 1 << (rows - 1).bit_length())
         given |= {"ROWS": rows, "COLUMNS": columns, "PARKED": parked_levels(columns, dim)}
@@ -39,7 +42,7 @@ class Case(dict[str, object]):
         self.registers = MAX_REGISTERS[programs]
 
 
-def compile_for_hopper(case: Case, folder: Path) -> Assembled:
+def compile_for_hopper(case: Case) -> Assembled:
     """The kernel, as its launcher would have it compiled."""
     from kernels.decode_attention.hopper.kernel import decode_pages
 
@@ -49,7 +52,7 @@ def compile_for_hopper(case: Case, folder: Path) -> Assembled:
     kinds |= {f"{name}_ptr": "*fp32" for name in FLOAT_POINTERS}
     kinds |= {"k_desc": desc, "v_desc": desc, "q_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32", "cap": "fp32"}
     aligned = ("stride_q", "stride_out")
-    return compile_gluon(decode_pages, case, kinds, folder, aligned=aligned, maxnreg=case.registers)
+    return compile_gluon(decode_pages, case, kinds, aligned=aligned, maxnreg=case.registers)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,10 @@ CASES = {
     "plain": Case(),
     "options": Case(**OPTIONS),
     "fp8": Case(HAS_SCALES=True),
+    "spans": Case(HAS_SPANS=True),
+    "spans, options": Case(HAS_SPANS=True, **OPTIONS),
+    "spans, fp8, options": Case(HAS_SPANS=True, HAS_SCALES=True, **OPTIONS),
+    "dim 256, spans": Case(programs=1, HAS_SPANS=True, D=256),
     "dim 64, 16 heads": Case(D=64, PAGE=256, BY_HEAD=True, GROUP=16),
     "few sequences": Case(programs=1),
     "4 tokens": Case(TOKENS=4),
@@ -85,10 +92,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_spills_nothing_and_fits(name: str, tmp_path: Path) -> None:
+def test_it_spills_nothing_and_fits(name: str) -> None:
     """128 registers let two programs share a multiprocessor; wider cases have one for themselves."""
     case = CASES[name]
-    built = compile_for_hopper(case, tmp_path)
+    built = compile_for_hopper(case)
     columns = case["COLUMNS"]
     operands = "f16.f16" if case["HAS_SCALES"] else "bf16.bf16"
     assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{operands}" in built.ptx

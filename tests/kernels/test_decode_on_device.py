@@ -18,7 +18,7 @@ from kernels.layout import KvLayout
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
-from tests.kernels.test_decode_tokens import widened
+from tests.kernels.test_decode_tokens import check_shifted, shifted, widened
 
 pytestmark = pytest.mark.gpu
 
@@ -174,6 +174,19 @@ def test_tokens_computed_together_have_the_bits_of_tokens_alone(heads: int, wind
     single, single_lse = decode_attention(case.q[last], *pages, case.seqlens_k, **options)  # type: ignore[call-overload]
     assert_same_bits(single, out[last])
     assert_same_bits(single_lse, lse[:, last].contiguous())
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_sequence_without_a_query_moves_no_row(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exps lie at the head of a larger buffer, so that a row written behind them shows, too."""
+    case, queries, guarded = shifted("cuda", dim=dim)
+    heads = queries.shape[1]
+    sums = torch.full((heads * 6,), 7.0, device="cuda")
+    monkeypatch.setattr(
+        "kernels.decode_attention._lse", lambda q, every_row: sums[: heads * q.shape[0]].view(heads, q.shape[0])
+    )
+    check_shifted(case, queries, guarded, Backend.GLUON)
+    assert bool((sums[heads * 2 :] == 7.0).all())
 
 
 class Captured:

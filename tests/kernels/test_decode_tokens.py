@@ -130,6 +130,35 @@ def test_padding_rows_among_spans(target: Target) -> None:
     assert not out[6:].any() and bool((lse[:, 6:] == float("-inf")).all())
 
 
+def shifted(device: str, dim: int = 64) -> tuple[PagedCase, torch.Tensor, torch.Tensor]:
+    """A sequence without a query before each one that has one; their queries and output with guard rows behind."""
+    case = make_case([(64, 0), (199, 1), (40, 0), (299, 1)], CaseShape(dim=dim, device=device))
+    guarded = torch.full((6, *case.q.shape[1:]), 7.0, dtype=case.q.dtype, device=device)
+    queries = torch.full_like(guarded, float("nan"))
+    queries[:2] = case.q
+    return case, queries, guarded
+
+
+def check_shifted(case: PagedCase, queries: torch.Tensor, guarded: torch.Tensor, backend: Backend) -> None:
+    """Rows are where cu_seqlens_q says, have the bits of a call without it, and nothing behind `out` is written."""
+    pages = (case.k_pages, case.v_pages)
+    options = {"return_lse": True, "backend": backend}
+    _, lse = decode_attention(
+        queries[:2], *pages, case.block_tables, case.seqlens_k,
+        cu_seqlens_q=case.cu_seqlens_q, max_q_tokens=1, out=guarded[:2], **options,
+    )  # type: ignore[call-overload]  # fmt: skip
+    alone, alone_lse = decode_attention(
+        queries[:2], *pages, case.block_tables[1::2].contiguous(), case.seqlens_k[1::2].contiguous(), **options
+    )  # type: ignore[call-overload]
+    assert_same_bits(guarded[:2].clone(), alone)
+    assert_same_bits(lse, alone_lse)
+    assert bool((guarded[2:] == 7.0).all())
+
+
+def test_a_sequence_without_a_query_moves_no_row(target: Target) -> None:
+    check_shifted(*shifted(target.device), backend=target.backend)
+
+
 def test_counts_of_tokens_are_checked() -> None:
     case = make_case([(10, 3)], CaseShape())
     args = (case.q, case.k_pages, case.v_pages, case.block_tables, case.seqlens_k)

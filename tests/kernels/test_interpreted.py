@@ -1,13 +1,15 @@
-"""Runs this folder's tests once more in a process that interprets Triton, and reports them file by file.
+"""Runs this folder's tests once more in processes that interpret Triton, and reports them file by file.
 
-Knows no op. The interpreter is chosen when Triton is imported, hence a process of its own.
+Knows no op. The interpreter is chosen when Triton is imported, hence processes of their own: one for each part, and
+parts of about as long, so that two of them may run side by side.
 """
 
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,64 +18,62 @@ from tests.kernels.conftest import INTERPRETING
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FILES = (
-    "append_kv",
-    "copy_pages",
-    "decode_attention",
-    "decode_plan",
-    "decode_tokens",
-    "fp8_pages",
-    "gather_pages",
-    "latents",
-    "linear",
-    "merge_attention_states",
-    "mla_decode",
-    "mla_extend",
-    "mla_plans",
-    "mla_prefill",
-    "prefill_attention",
-    "prefill_options",
-    "prefill_work_list",
-    "rotate_append_kv",
-    "rows",
-    "sinks",
+PARTS = (
+    ("mla_extend", "mla_plans", "mla_prefill", "linear", "copy_pages", "rows"),
+    ("rotate_append_kv", "fp8_pages", "append_kv", "sinks"),
+    ("mla_decode", "latents", "gather_pages", "prefill_work_list", "benchmark_gate"),
+    (
+        "prefill_attention",
+        "prefill_options",
+        "decode_attention",
+        "decode_plan",
+        "decode_tokens",
+        "merge_attention_states",
+    ),
 )
+PART_SECONDS = 900
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="this is the interpreting process")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(PART_SECONDS),
+    pytest.mark.skipif(INTERPRETING, reason="this is the interpreting process"),
+]
+
+Report = Callable[[int], ElementTree.Element]
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElementTree.Element]:
-    """The JUnit report of one interpreting run over all files."""
-    path = tmp_path_factory.mktemp("interpreted") / "report.xml"
-    paths = [str(HERE / f"test_{name}.py") for name in FILES]
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The JUnit report of one interpreting run over a part's files; each part runs once."""
+    return cache(lambda part: interpreted(PARTS[part], tmp_path_factory.mktemp("interpreted") / "report.xml"))
+
+
+def interpreted(names: tuple[str, ...], path: Path) -> ElementTree.Element:
+    paths = [str(HERE / f"test_{name}.py") for name in names]
+    options = ["-q", "-p", "no:cacheprovider", "-k", "interpreter", f"--junitxml={path}"]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "interpreter",
-            f"--junitxml={path}",
-            *paths,
-        ],
+        [sys.executable, "-m", "pytest", *options, *paths],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=PART_SECONDS,
         check=False,
     )
     assert path.exists(), run.stdout + run.stderr
-    yield ElementTree.parse(path).getroot()
+    return ElementTree.parse(path).getroot()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_case_passes_in_the_interpreter(report: ElementTree.Element, name: str) -> None:
-    cases = [case for case in report.iter("testcase") if case.get("classname", "").endswith(f"test_{name}")]
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        pytest.param(part, name, id=name, marks=pytest.mark.xdist_group(f"interpreted-{part}"))
+        for part, names in enumerate(PARTS)
+        for name in names
+    ],
+)
+def test_every_case_passes_in_the_interpreter(report: Report, part: int, name: str) -> None:
+    cases = [case for case in report(part).iter("testcase") if case.get("classname", "").endswith(f"test_{name}")]
     assert cases
     bad = {case.get("name"): "".join(child.get("message", "") for child in case) for case in cases if len(case)}
     assert not bad

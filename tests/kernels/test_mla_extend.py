@@ -1,5 +1,7 @@
 """Latent attention of a layer: both paths give the truth, and neither cuts, chunks nor mates change a path's bits."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -36,7 +38,9 @@ def run(case: LatentCase, target: Target, path: MlaPath, chunk_tokens: int = 327
 @pytest.mark.parametrize("path", [*FIXED, MlaPath.AUTO])
 def test_both_paths_give_the_truth(target: Target, path: MlaPath) -> None:
     for dtype in target.dtypes[:1] if INTERPRETING else target.dtypes:
-        case = make(LENGTHS, target, dtype)
+        # By its own rule the interpreter's short sequences take one path, which the others have shown.
+        short = INTERPRETING and path is MlaPath.AUTO
+        case = make([(30, 5), (0, 3)] if short else LENGTHS, target, dtype)
         assert_output(run(case, target, path), extend_truth(case))
 
 
@@ -45,7 +49,7 @@ def test_chunks_change_no_bit(target: Target, chunk_tokens: int) -> None:
     """The later chunks hold nothing of the short sequences."""
     if target.backend is Backend.REFERENCE:
         pytest.skip("a CPU product's last bits depend on its shape")
-    case = make(LENGTHS, target)
+    case = make([(300, 5), (0, 9), (133, 1)] if INTERPRETING else LENGTHS, target)
     whole = run(case, target, MlaPath.MATERIALISED)
     assert_same_bits(run(case, target, MlaPath.MATERIALISED, chunk_tokens), whole)
 
@@ -59,12 +63,11 @@ def test_cuts_mates_and_pages_change_no_bit(target: Target, path: MlaPath) -> No
     whole = run(case, target, path)[case.rows(1)]
     moved = permuted(case)
     cached, total = case.lengths[1][0], case.totals[1]
-    for cut in (cached + 77, total - 1):
-        for first, stop in ((cached, cut), (cut, total)):
-            rows = slice(9 + first - cached, 9 + stop - cached)
-            plan = plan_extend(moved.block_tables[1:], [stop - first], [first], HEADS, path=path)
-            part = mla_extend(case.q[rows], moved.pages, case.kv_b, plan, route=Route.TILED, backend=target.backend)
-            assert_same_bits(part, whole[first - cached : stop - cached])
+    for first, stop in pairwise((cached, cached + 77, total - 1, total)):
+        rows = slice(9 + first - cached, 9 + stop - cached)
+        plan = plan_extend(moved.block_tables[1:], [stop - first], [first], HEADS, path=path)
+        part = mla_extend(case.q[rows], moved.pages, case.kv_b, plan, route=Route.TILED, backend=target.backend)
+        assert_same_bits(part, whole[first - cached : stop - cached])
 
 
 @pytest.mark.parametrize("heads", [HEADS] if INTERPRETING else [HEADS, 32])

@@ -1,13 +1,13 @@
 """Kernels that move and touch up rows, compiled for Hopper: 16-byte words, no spill, no detour over shared memory."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.test_compiles import assemble, compile_for_hopper, own_cache, pointer
+from tests.kernels.gluon_compile import Assembled
+from tests.kernels.test_compiles import compile_for_hopper, own_cache, pointer
 
 pytest.importorskip("triton")
 
@@ -35,64 +35,64 @@ def word_kind(name: str) -> str:
     return "*i64" if name.startswith(("planes", "packed")) else kind(name)
 
 
-def check_moves(ptx: str, folder: Path, turns_over: bool = False) -> None:
+def check_moves(built: Assembled, turns_over: bool = False) -> None:
     """All rows in 16-byte words, straight from register to memory, but for what a search turns over between lanes."""
-    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, folder)
-    assert "ld.global.v4" in ptx or "ld.global.v2.b64" in ptx
-    assert not re.search(r"st\.global\.b", ptx)
-    assert turns_over or "st.shared" not in ptx
+    assert not built.spills
+    assert "ld.global.v4" in built.ptx or "ld.global.v2.b64" in built.ptx
+    assert not re.search(r"st\.global\.b", built.ptx)
+    assert turns_over or "st.shared" not in built.ptx
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("layout", [0, 1])
-def test_rotate_append(tmp_path: Path, layout: int, normed: bool) -> None:
+def test_rotate_append(layout: int, normed: bool) -> None:
     """Products and sums apart, as torch rounds them."""
     from kernels.rotate_append_kv.kernel import rotate_rows
 
     constants: dict[str, Any] = {**HEADS, **BLOCKS, "LAYOUT": layout, "NORM": normed, "SCALES": 0}
-    ptx = compile_for_hopper(rotate_rows, constants, 4, kind, enable_fp_fusion=False)
-    check_moves(ptx, tmp_path)
-    assert normed or "fma.rn.f32" not in ptx
+    built = compile_for_hopper(rotate_rows, constants, 4, kind, enable_fp_fusion=False)
+    check_moves(built)
+    assert normed or "fma.rn.f32" not in built.ptx
 
 
 @pytest.mark.parametrize("scales", [1, 2])
-def test_rotate_append_codes(tmp_path: Path, scales: int) -> None:
+def test_rotate_append_codes(scales: int) -> None:
     from kernels.rotate_append_kv.kernel import rotate_rows
 
     constants = {**HEADS, **BLOCKS, "NORM": False, "SCALES": scales}
-    ptx = compile_for_hopper(rotate_rows, constants, 4, fp8_kind)
-    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
-    assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
+    built = compile_for_hopper(rotate_rows, constants, 4, fp8_kind)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in built.ptx and "div.rn.f32" in built.ptx and "div.full" not in built.ptx
+    assert not built.spills
 
 
 @pytest.mark.parametrize("has_new", [False, True])
-def test_latents(tmp_path: Path, has_new: bool) -> None:
+def test_latents(has_new: bool) -> None:
     from kernels.append_latent.kernel import append_latents
     from kernels.gather_latent.kernel import gather_rows
 
     gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 4, "LEVELS": 1}
     flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new}
-    check_moves(compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind), tmp_path, turns_over=True)
+    check_moves(compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind), turns_over=True)
     append = {"RANK": 512, "ROPE": 64, "PAGE": 64, "ROWS": 2, "BLOCK_RANK": 512, "BLOCK_ROPE": 64}
-    check_moves(compile_for_hopper(append_latents, append, 1, kind), tmp_path)
+    check_moves(compile_for_hopper(append_latents, append, 1, kind))
 
 
-def test_rows(tmp_path: Path) -> None:
+def test_rows() -> None:
     from kernels.rms_norm.kernel import normalise_rows
     from kernels.silu_mul.kernel import gate_rows
 
     gated = compile_for_hopper(gate_rows, {"D": 14336, "COLUMNS": 1024}, 4, kind)
-    check_moves(gated, tmp_path)
+    check_moves(gated)
     for adds in (False, True):
         constants = {"D": 4096, "BLOCK_D": 4096, "ADDS": adds}
-        ptx = compile_for_hopper(normalise_rows, constants, 8, kind)
-        assert "0 bytes spill stores, 0 bytes spill loads" in assemble(ptx, tmp_path)
-        assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+        built = compile_for_hopper(normalise_rows, constants, 8, kind)
+        assert not built.spills
+        assert "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_whole_pages(tmp_path: Path, pack: bool) -> None:
+def test_whole_pages(pack: bool) -> None:
     from kernels.copy_pages.kernel import move_words, move_words_in_turn
 
     for function, warps in ((move_words, 2), (move_words_in_turn, 4)):
-        check_moves(compile_for_hopper(function, {"PACK": pack, "WORDS": 512}, warps, word_kind), tmp_path)
+        check_moves(compile_for_hopper(function, {"PACK": pack, "WORDS": 512}, warps, word_kind))

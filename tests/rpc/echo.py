@@ -36,6 +36,7 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.ended: list[str] = []
+        self.address = ""
 
     async def answer(self, request: Text) -> Text:
         self.asked.append(request.service)
@@ -60,6 +61,12 @@ class Echo:
 
     async def out(self, request: Text, context: Any) -> AsyncIterator[Text]:
         yield await self.answer(request)
+        try:
+            while request.service == "flood":
+                yield Text(service="x" * 100_000)
+        finally:
+            if request.service == "flood":
+                self.ended.append("flood")
         yield Text(service="end")
 
     async def inwards(self, requests: AsyncIterator[Text], context: Any) -> Text:
@@ -86,6 +93,7 @@ async def serving(*arounds: Any, limits: Any = None) -> AsyncIterator[tuple[Echo
     echo = Echo()
     server = RpcServer([Service(NAME, add_echo, echo)], arounds, limits)
     address = await server.start("127.0.0.1:0")
+    echo.address = str(address)
     async with open_channel(str(address)) as channel:
         try:
             yield echo, channel, server

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
 from rpc.deadline import deadlines
 from rpc.errors import MAX_DETAILS, errors_to_status
+from rpc.interceptor import Call, Progress
 from rpc.metrics import RpcMetrics
+from rpc.options import ServerLimits
 from rpc.request_id import MAX_LENGTH, with_request_id
 from tests.rpc.echo import NAME, SHAPES, KnownError, call, code_of, serving, text, texts
 
@@ -95,6 +99,38 @@ async def test_a_method_may_have_its_own_deadline() -> None:
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_a_stream_whose_peer_never_reads_is_ended_and_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rpc.deadline")
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    limited = deadlines(600, {f"/{NAME}/Out": 0.5})
+    async with (
+        serving(limited, limits=ServerLimits(max_concurrent_calls=1)) as (echo, channel, _),
+        grpc.aio.insecure_channel(echo.address, options=small_window) as deaf,
+    ):
+        never_read = deaf.unary_stream(f"/{NAME}/Out")(text("flood"))
+        while not echo.asked:
+            await asyncio.sleep(0.01)
+        code, details = await code_of(call(channel, "Unary", text("too many")))
+        assert (code, details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1 calls are being served already")
+        while not echo.ended:
+            await asyncio.sleep(0.01)
+        assert echo.ended == ["flood"]
+        assert "does not read" in caplog.text
+        assert texts(await call(channel, "Unary", text("room again"))) == ["room again"]
+        # Whoever reads after all is told.
+        async with asyncio.timeout(20):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                _ = [message async for message in never_read]
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_stream_may_have_a_deadline() -> None:
+    async with serving(deadlines(600, {f"/{NAME}/Out": 0.05})) as (echo, channel, _):
+        code, _ = await code_of(call(channel, "Out", text("hang")))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert echo.ended == ["hang"]
+
+
 async def test_streams_have_no_deadline_of_ours() -> None:
     async with serving(deadlines(0.01)) as (_, channel, _):
         stream = channel.stream_stream(f"/{NAME}/Both")()
@@ -102,6 +138,25 @@ async def test_streams_have_no_deadline_of_ours() -> None:
         await stream.write(text("late"))
         assert texts([await stream.read()]) == ["late"]
         stream.cancel()
+
+
+@pytest.mark.parametrize(
+    "error", [grpc.aio.InternalError("Failed ExecuteBatch"), grpc.aio.UsageError("RPC already finished.")]
+)
+async def test_a_peer_that_leaves_during_a_write_is_no_error(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The write fails a moment before the call counts as cancelled."""
+
+    class Context:
+        def cancelled(self) -> bool:
+            return False
+
+    context: Any = Context()
+    with caplog.at_level(logging.DEBUG), pytest.raises(asyncio.CancelledError):
+        async with errors_to_status(TABLE)(Call("/Watch", False, context, {}, Progress())):
+            raise error
+    assert [record.levelno for record in caplog.records if record.name == "rpc.errors"] == [logging.DEBUG]
 
 
 async def test_a_cancelled_call_ends_its_handler() -> None:

@@ -6,8 +6,9 @@ import asyncio
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from rpc.client import open_channel
 from rpc.errors import errors_to_status
@@ -43,13 +44,52 @@ async def test_all_health_watchers_hear_of_every_change() -> None:
         assert [(await watch.read()).status for watch in (first, second)] == [NOT_SERVING] * 2
 
 
-async def test_reflection_lists_the_services() -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_tells_of_the_services_and_of_itself(version: str) -> None:
     async with serving() as (_, channel, _):
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
-        names = {service.name for service in answers[0].list_services_response.service}
-        assert {NAME, "grpc.health.v1.Health"} <= names
+        ask = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        name = f"grpc.reflection.{version}.ServerReflection"
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=name),
+        ]
+        services, files = [answer async for answer in ask(iter(requests))]
+        names = {service.name for service in services.list_services_response.service}
+        assert {NAME, "grpc.health.v1.Health", name} <= names
+        file = descriptor_pb2.FileDescriptorProto.FromString(files.file_descriptor_response.file_descriptor_proto[0])
+        (service,) = file.service
+        assert f"{file.package}.{service.name}" == name
+        assert service.method[0].input_type == f".grpc.reflection.{version}.ServerReflectionRequest"
+
+
+async def test_health_checks_are_answered_when_no_more_calls_are_taken() -> None:
+    async with serving(limits=ServerLimits(max_concurrent_calls=1)) as (echo, channel, _):
+        hanging = asyncio.ensure_future(call(channel, "Unary", text("hang")))
+        while not echo.asked:
+            await asyncio.sleep(0.001)
+        code, _ = await code_of(call(channel, "Unary", text("x")))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=NAME))
+        assert response.status == SERVING
+        hanging.cancel()
+
+
+async def test_a_burst_is_refused_and_not_cancelled() -> None:
+    """gRPC's own bound on calls that no handler has taken yet is 1,000; it cancels what is too much without a word."""
+    async with serving(limits=ServerLimits(max_concurrent_calls=5)) as (echo, _, _):
+        channels = [grpc.aio.insecure_channel(echo.address, options=[("test.number", at)]) for at in range(4)]
+        calls = [call(channels[at % 4], "Unary", text("hang"), limit_s=None) for at in range(2500)]
+        asked = [asyncio.ensure_future(code_of(one)) for one in calls]
+        while sum(task.done() for task in asked) < 2495:
+            await asyncio.sleep(0.05)
+        assert {task.result()[0] for task in asked if task.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*(channel.close() for channel in channels))
 
 
 async def test_two_servers_never_share_a_port() -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from rpc.address import HostPort, parse_address
-from rpc.logs import redact_url, set_up_logging
+from rpc.logs import Outage, announcement, redact_url, set_up_logging
 from rpc.metrics_http import MAX_HEAD_BYTES, MetricsServer
 
 
@@ -105,3 +105,27 @@ async def test_metrics_are_served() -> None:
         assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
     finally:
         await server.stop()
+
+
+def test_an_announcement_has_the_shape_of_the_log() -> None:
+    stream = io.StringIO()
+    set_up_logging("svc", "info", stream)
+    logging.getLogger("svc").info("listening")
+    logged, announced = json.loads(stream.getvalue()), json.loads(announcement("svc", address="127.0.0.1:1", admin=""))
+    assert set(logged) <= set(announced)
+    assert {**announced, "time": ""} == {**logged, "time": "", "event": "listening", "address": "127.0.0.1:1"}
+
+
+def test_an_outage_is_logged_once_and_at_its_end() -> None:
+    stream = io.StringIO()
+    set_up_logging("svc", "info", stream)
+    outage = Outage(logging.getLogger("part"), "no session")
+    outage.ended()
+    for number in range(3):
+        outage.failed(OSError(f"try {number}"))
+    outage.ended()
+    outage.failed(OSError("again"))
+    first, end, second = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert (first["level"], first["message"]) == ("warning", "no session: try 0; trying on")
+    assert (end["message"], end["failures"]) == ("no session is over", 3)
+    assert second["message"] == "no session: again; trying on"

@@ -16,14 +16,13 @@ from cache_service.core.types import (
     Extend,
     Namespace,
     RefusalReason,
-    Release,
     SequenceId,
     StepReply,
     Transfer,
 )
 from tests.core.driver import FakeWorker
 from tests.core.shadow import Value
-from tests.core.world import ABORTED, DONE, FAILED, FINISHED, MISSING, PREEMPTED, Live, ids, pack
+from tests.core.world import ABORTED, DONE, FAILED, FINISHED, MISSING, PREEMPTED, Live, ids, keys, pack
 
 
 @dataclass(eq=False)
@@ -36,6 +35,8 @@ class Request:
     said: int = 0
     priority: int = 0
     aborts_at: int = -1
+    bypass: bool = False
+    sequence: int = 0  # of its last attempt; the next one has the same, and may leave out what was kept
 
     def tokens(self) -> list[int]:
         return self.prompt + self.output[: self.said]
@@ -78,7 +79,7 @@ class Engine:
         self.clock += 1
         acks, fetched = self._acks()
         lag = self.rng.choice([0, 0, 1])
-        said = [r for r in self.running if r.live.fetch is None]
+        said = [r for r in self.running if r.live.fetch is None and r not in fetched]
         publishes = [self.worker.publish_of(r.live, max(r.live.reported, r.live.computed - lag)) for r in said]
         ending, self.ending = self.ending, []
         publishes += [self.worker.publish_of(r.live) for r, why in ending if why is FINISHED]
@@ -89,15 +90,15 @@ class Engine:
         reply = self.worker.step(
             acks=acks,
             publishes=publishes,
-            releases=[Release(SequenceId(r.live.id), why) for r, why in ending],
+            releases=[self.worker.release_of(r.live, why) for r, why in ending],
             extends=[Extend(SequenceId(r.live.id), self._target(r)) for r in asking],
             acquires=[acquire for acquire, _ in acquires],
         )
         by_id = {publish.sequence_id: publish for publish in publishes}
         for r in said:
             self.worker.published(r.live, by_id[SequenceId(r.live.id)])
-        for r, _ in ending:
-            self.worker.forget(r.live)
+        for r, why in ending:
+            self.worker.released(r.live, why)
         self._replanned(fetched, reply)
         self._admitted(acquires, reply)
         self._launch(asking, reply)
@@ -106,10 +107,12 @@ class Engine:
 
     def _acks(self) -> tuple[list[Ack], list[Running]]:
         acks: list[Ack] = []
-        fetched = [r for r in self.running if r.live.fetch is not None and r.due <= self.clock]
+        fetched = [r for r in self.running if r.live.fetches and r.due <= self.clock]
         for r in fetched:
-            assert r.live.fetch is not None
-            acks.append(self._ack_fetch(r.live.fetch))
+            # All of them, or some now and the others later, in any order.
+            self.rng.shuffle(r.live.fetches)
+            while r.live.fetches and self.rng.random() < 0.8:
+                acks.append(self._ack_fetch(r.live.fetches.pop()))
         for ticket, fetch in list(self.worker.orphans.items()):
             if self.rng.random() < 0.5:
                 acks.append(self._ack_fetch(fetch))
@@ -127,7 +130,7 @@ class Engine:
     def _ack_spill(self, order: Transfer, expected: dict[bytes, Value]) -> Ack:
         done = order.num_pages if self.rng.random() < 0.8 else self.rng.randrange(order.num_pages)
         for part in order.groups:
-            for page, key in list(zip(ids(part.page_ids), part.keys, strict=True))[:done]:
+            for page, key in list(zip(ids(part.page_ids), keys(part), strict=True))[:done]:
                 if page:
                     assert self.worker.shadow.value(part.group, page) == expected[key], "a page changed under its spill"
                     self.worker.store[key] = expected[key]
@@ -146,15 +149,25 @@ class Engine:
         if self.blocked:
             return []
         picked = [self.queue[i] for i in range(min(self.rng.randrange(1, 4), len(self.queue)))]
-        first = self.worker.world.next_sequence + 1
-        self.worker.world.next_sequence += len(picked)
-        return [
-            (
-                Acquire(SequenceId(first + i), q.namespace, pack(q.tokens()), 0, self.budget, q.priority),
-                q,
-            )
-            for i, q in enumerate(picked)
-        ]
+        return [(self._acquire(request), request) for request in picked]
+
+    def _acquire(self, request: Request) -> Acquire:
+        """Tokens that the manager should have kept are left out."""
+        if not request.sequence:
+            self.worker.world.next_sequence += 1
+            request.sequence = self.worker.world.next_sequence
+        tokens = request.tokens()
+        kept = self.worker.kept.get(request.sequence, 0)
+        return Acquire(
+            SequenceId(request.sequence),
+            request.namespace,
+            pack(tokens[kept:]),
+            0,
+            self.budget,
+            request.priority,
+            kept,
+            request.bypass,
+        )
 
     # -- what comes out of the reply ---------------------------------------------------------------------------
 
@@ -175,11 +188,14 @@ class Engine:
                 assert self.busy or self.worker.live, "an idle worker refused"
                 self.blocked = True
                 continue
+            if reason == RefusalReason.RESEND:
+                assert acquire.kept_tokens
+                continue
             self.queue.remove(request)
             if reason == RefusalReason.NEVER_FITS:
                 self.refused_for_ever += 1
                 continue
-            live = self.worker.taken(acquire, reply)
+            live = self.worker.taken(acquire._replace(tokens=pack(request.tokens()), kept_tokens=0), reply)
             assert isinstance(live, Live)
             self._count(live)
             self.running.append(Running(request, live, due=self.clock + self.rng.randrange(1, self.slowness + 1)))

@@ -35,7 +35,7 @@ class Simulation:
         self.rng = rng = Random(seed)
         self.world = World(
             watch=rng.random() < 0.5,
-            policy=rng.choice(["lru", "slru", "priority"]),
+            policy=rng.choice(["lru", "slru", "priority", "adaptive"]),
             spill=rng.choice(list(SpillPolicy)),
             fetch=rng.choice(list(FetchPolicy)),
             grace_ms=50,
@@ -43,6 +43,7 @@ class Simulation:
             transfer_pages=rng.choice([1, 3, 64]),
             breaker_failures=rng.choice([1, 3, 100]),
             breaker_ms=30,
+            max_kept_bytes=rng.choice([0, 400, 1 << 20]),
         )
         size = rng.choice([1, 1, 3])
         self.shape = tuple(spec._replace(num_pages=spec.num_pages * size) for spec in rng.choice(SHAPES))
@@ -94,7 +95,7 @@ class Simulation:
             output = self._tokens(rng.randrange(1, 16))
             namespace = Namespace("model", "", rng.choice(["", "", "", "tenant"]))
             aborts_at = rng.randrange(len(output)) if rng.random() < 0.1 else -1
-            request = Request(namespace, prompt, output, 0, rng.randrange(2), aborts_at)
+            request = Request(namespace, prompt, output, 0, rng.randrange(2), aborts_at, bypass=rng.random() < 0.1)
             rng.choice(self.engines).queue.append(request)
             if rng.random() < 0.3:
                 self.trunks[rng.randrange(len(self.trunks))] = (prompt + output)[:70]
@@ -137,7 +138,7 @@ class Simulation:
         self.births += 1
         engine.worker.restart(f"birth {self.births}")
         for request in lost:
-            request.said = 0
+            request.said = request.sequence = 0
             self.rng.choice(self.engines).queue.append(request)
 
     def _manager_restarts(self) -> None:
@@ -169,19 +170,23 @@ class Simulation:
                 worker.live.pop(r.live.id, None)
                 engine.running.remove(r)
                 engine.queue.appendleft(r.request)
-        welcome = worker.hello()
-        assert welcome.known_sequences == ()
-        worker.step_id = welcome.last_step_id
-        for r in list(engine.running):
-            if isinstance(worker.adopt(r.live), Refusal):
-                engine.running.remove(r)
-                engine.queue.appendleft(r.request)
+        worker.hello()
+        assert not worker.goes_on
+        size = self.rng.randrange(1, 5)
+        running = list(engine.running)
+        for first in range(0, len(running), size):
+            batch = running[first : first + size]
+            for r, answer in zip(batch, worker.adopt_all([r.live for r in batch]), strict=True):
+                if isinstance(answer, Refusal):
+                    engine.running.remove(r)
+                    engine.queue.appendleft(r.request)
 
     def _stream_breaks(self, engine: Engine) -> None:
         engine.worker.disconnect()
         self.world.tick(self.rng.randrange(40))
         engine.worker.spills.clear()
-        assert set(engine.worker.hello().known_sequences) == set(engine.worker.live)
+        engine.worker.hello()
+        assert engine.worker.goes_on
 
     def _store_flushed(self) -> None:
         for store in self.world.stores.values():

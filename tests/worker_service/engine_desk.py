@@ -19,13 +19,9 @@ from worker_service.core.batch import Batch
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import (
     Ack,
-    Adopt,
-    Grant,
     GroupKind,
     GroupSpec,
     Namespace,
-    Refusal,
-    SequenceId,
     SessionLost,
     Step,
     StepReply,
@@ -133,26 +129,27 @@ class ToyCache:
         self.num_hellos = 0
         self.acks: list[Ack] = []
         self.steps: list[Step] = []
-        self.adopted: list[SequenceId] = []
         self.lose_before = self.lose_after = -1
         self.on_step: Callable[[Step], None] = lambda step: None
         self.orders: asyncio.Queue[Transfer | SessionLost] = asyncio.Queue()
         self.is_up = asyncio.Event()
         self.is_up.set()
         self.said_goodbye = False
+        self.is_hung_up = True
         self._session = ""
 
     def restart(self) -> None:
         """A new manager that knows nobody; the session to the old one is gone."""
         epoch = f"epoch-{int(self.manager.epoch.partition('-')[2]) + 1}"
-        self.manager = FakeManager(self._groups, PAGE, epoch=epoch)
+        self.manager = FakeManager(self._groups, PAGE, epoch=epoch, limits=self.manager.limits)
 
-    async def connect(self, live_sequences: Sequence[SequenceId]) -> Welcome:
+    async def connect(self, generation: int) -> Welcome:
+        assert self.is_hung_up, "one stream at a time"
         await self.is_up.wait()
         self.num_hellos += 1
+        self.is_hung_up = False
         self._session = self.manager.epoch
-        known = frozenset(live_sequences) & frozenset(self.manager.leases)
-        return Welcome(self.manager.epoch, known, self.manager.last_step_id)
+        return self.manager.hello(generation)
 
     async def step(self, step: Step) -> StepReply:
         self._check()
@@ -173,22 +170,22 @@ class ToyCache:
         self.lose_after -= self.lose_after > 0
         return reply
 
-    async def adopt(self, adopt: Adopt) -> Grant | Refusal:
-        self._check()
-        self.adopted.append(adopt.sequence_id)
-        return self.manager.adopt(adopt)
-
     async def next_order(self) -> Transfer:
         order = await self.orders.get()
         if isinstance(order, SessionLost):
             raise order
         return order
 
+    async def hang_up(self) -> None:
+        self.is_hung_up = True
+        while not self.orders.empty():
+            self.orders.get_nowait()
+
     async def close(self) -> None:
         self.said_goodbye = True
 
     def _check(self) -> None:
-        if self._session != self.manager.epoch:
+        if self.is_hung_up or self._session != self.manager.epoch:
             raise SessionLost("that manager is gone")
 
 
@@ -235,7 +232,9 @@ async def collect(generation: Generation) -> Piece:
 
 
 @asynccontextmanager
-async def open_desk(num_pages: int = 64, observer: Observer | None = None, **config: int):
+async def open_desk(
+    num_pages: int = 64, observer: Observer | None = None, launch_timeout_s: float = 0.0, **config: int
+):
     groups = (GroupSpec("full", GroupKind.FULL, num_pages, 0),)
     limits = {"token_budget": 16, "max_num_seqs": 8, **config}
     scheduler = Scheduler(SchedulerConfig(PAGE, groups, max_model_len=200, vocab_size=VOCAB, **limits))
@@ -246,7 +245,7 @@ async def open_desk(num_pages: int = 64, observer: Observer | None = None, **con
         movers.append(ToyMover(on_ack))
         return movers[0]
 
-    engine = Engine(scheduler, cache, Launcher(runner), make_mover, observer or Observer())
+    engine = Engine(scheduler, cache, Launcher(runner, launch_timeout_s), make_mover, observer or Observer())
     task = asyncio.create_task(engine.run())
     desk = Desk(engine, cache, runner, movers[0], task)
     try:

@@ -1,7 +1,8 @@
 """A cache manager small enough to be obviously right: counts pages, readers and leases, and answers steps.
 
-Knows no tree, no hash and no recency; prefixes are looked up by their tokens. It raises on whatever a real manager
-would refuse as invalid. `host` (a dict of page contents by key) makes it spill every published page and grant fetches.
+Knows no tree, no hash and no recency; prefixes are looked up by their tokens. It refuses what its limits exclude, and
+raises on whatever else a real manager would refuse as invalid. `host` (a dict of page contents by key) makes it spill
+every published page and grant fetches.
 """
 
 from __future__ import annotations
@@ -26,14 +27,28 @@ from worker_service.core.ports import (
     Refusal,
     RefusalReason,
     Release,
+    ReleaseReason,
     Remap,
     SequenceId,
+    SessionLimits,
     Step,
     StepReply,
     TicketId,
     Transfer,
     TransferPages,
     TransferStatus,
+    Welcome,
+)
+
+LIMITS = SessionLimits(
+    max_sequence_tokens=1 << 20,
+    max_live_sequences=4096,
+    max_step_items=8192,
+    max_message_bytes=64 << 20,
+    max_name_chars=256,
+    max_adopt_pages=4096,
+    max_kept_bytes=1 << 20,
+    grace_ms=1000,
 )
 
 Key = tuple[Namespace, bytes]
@@ -53,6 +68,7 @@ class Lease:
     tables: list[list[int]]
     reads: list[set[int]]  # for each group the page numbers that this lease pins
     wish: Acquire | None = None
+    bypasses: bool = False
     ticket: TicketId | None = None
 
 
@@ -72,14 +88,27 @@ class FakeManager:
     host: dict[Key, list[object]] | None = None
     spill: Callable[[int, int], object] = lambda group, page: None
     epoch: str = "epoch-1"
+    limits: SessionLimits = LIMITS
+    generation: int = 0
     leases: dict[SequenceId, Lease] = field(default_factory=dict)
     tickets: dict[TicketId, Ticket] = field(default_factory=dict)
     last_step_id: int = 0
     num_acquires: dict[SequenceId, int] = field(default_factory=dict)
     order: list[SequenceId] = field(default_factory=list)  # who was granted, in the order of first grants
     num_refusals: int = 0
+    sent_bytes: int = 0  # of prompts
+    adopted: list[SequenceId] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """A new state: every page is free, nothing is known."""
+        self.leases.clear()
+        self.tickets.clear()
+        self.last_step_id = 0
+        self.kept: dict[SequenceId, bytes] = {}  # oldest first
+        self.dropped: set[SequenceId] = set()  # of the kept ones, for want of room
         self.cached: dict[Key, list[int]] = {}  # oldest first; a page id for each group, 0 where there is none
         self.readers: list[dict[int, int]] = [{} for _ in self.groups]
         self.free = [list(range(group.num_pages, 0, -1)) for group in self.groups]
@@ -88,6 +117,12 @@ class FakeManager:
 
     # -- the dialogue --
 
+    def hello(self, generation: int) -> Welcome:
+        if generation == 0 or generation != self.generation:
+            self.forget()
+            self.generation += 1
+        return Welcome(self.epoch, self.generation, self.last_step_id, self.limits)
+
     def step(self, step: Step) -> StepReply:
         if step.step_id == self.last_step_id:
             return self.reply
@@ -95,22 +130,52 @@ class FakeManager:
         self._no_room = False
         self.grants: list[Grant] = []
         self.refusals: list[Refusal] = []
+        most = self.limits.max_step_items
+        assert all(len(items) <= most for items in step if isinstance(items, tuple)), "too many items"
+        assert not step.adopts or not any((step.acks, step.publishes, step.releases, step.extends, step.acquires))
         for ack in step.acks:
             self.ack(ack)
         remaps = [remap for publish in step.publishes if (remap := self.publish(publish))]
         for release in step.releases:
             self.release(release)
+        for adopt in step.adopts:
+            self.adopt(adopt)
         extends = [grant for extend in step.extends if (grant := self.extend(extend))]
         for acquire in step.acquires:
-            self.acquire(acquire)
+            self.take_prompt(acquire)
         self.last_step_id = step.step_id
         self.reply = StepReply(step.step_id, tuple(self.grants), tuple(extends), tuple(self.refusals), tuple(remaps))
         return self.reply
 
-    def refuse(self, sequence_id: SequenceId, reason: RefusalReason = RefusalReason.NO_ROOM) -> None:
+    def refuse(self, sequence_id: SequenceId, reason: RefusalReason = RefusalReason.NO_ROOM, field: str = "") -> None:
         self._no_room |= reason is RefusalReason.NO_ROOM
         self.num_refusals += 1
-        self.refusals.append(Refusal(sequence_id, reason, "does not fit"))
+        self.refusals.append(Refusal(sequence_id, reason, "does not fit", field))
+
+    def is_invalid(self, namespace: Namespace, tokens: bytes) -> bool:
+        return len(namespace.salt) > self.limits.max_name_chars or len(tokens) // 4 > self.limits.max_sequence_tokens
+
+    def take_prompt(self, wish: Acquire) -> None:
+        """The tokens as a whole, or a refusal; what is refused for want of room is kept."""
+        self.sent_bytes += len(wish.tokens)
+        kept = self.kept.pop(wish.sequence_id, b"")
+        if len(kept) < wish.kept_tokens * 4:
+            self.refuse(wish.sequence_id, RefusalReason.RESEND)
+            return
+        whole = wish._replace(tokens=kept[: wish.kept_tokens * 4] + wish.tokens, kept_tokens=0)
+        if self.is_invalid(wish.namespace, whole.tokens):
+            self.refuse(wish.sequence_id, RefusalReason.INVALID, "step.acquires[0].tokens")
+            return
+        self.acquire(whole)
+        if self.refusals and self.refusals[-1][:2] == (wish.sequence_id, RefusalReason.NO_ROOM):
+            self.keep(wish.sequence_id, whole.tokens)
+
+    def keep(self, sequence_id: SequenceId, tokens: bytes) -> None:
+        self.kept[sequence_id] = tokens
+        while sum(map(len, self.kept.values())) > self.limits.max_kept_bytes:
+            oldest = next(iter(self.kept))
+            del self.kept[oldest]
+            self.dropped.add(oldest)
 
     # -- pages --
 
@@ -177,8 +242,9 @@ class FakeManager:
         sequence_id, namespace, tokens = wish.sequence_id, wish.namespace, wish.tokens
         assert sequence_id not in self.leases, "duplicate sequence"
         self.num_acquires[sequence_id] = self.num_acquires.get(sequence_id, 0) + 1
-        length, boundary = len(tokens) // 4, self.usable(namespace, tokens)
-        brought = self.host_pages(namespace, tokens, boundary)
+        length = len(tokens) // 4
+        boundary = 0 if wish.bypass_cache else self.usable(namespace, tokens)
+        brought = [] if wish.bypass_cache else self.host_pages(namespace, tokens, boundary)
         start = boundary + len(brought)
         ends = [
             -(-min(start * self.page_tokens + wish.chunk_tokens, length) // self.page_tokens)
@@ -203,7 +269,7 @@ class FakeManager:
         if self._no_room or lacks:
             self.refuse(sequence_id)
             return
-        lease = Lease(namespace, tokens, start, 0, boundary, [], [set() for _ in self.groups], wish)
+        lease = Lease(namespace, tokens, start, 0, boundary, [], [set() for _ in self.groups], wish, wish.bypass_cache)
         lease.start = lease.computed = start * self.page_tokens
         lease.published_pages = start
         for group, numbers in enumerate(hits):
@@ -233,19 +299,17 @@ class FakeManager:
         self, sequence_id: SequenceId, lease: Lease, num_cached: int, num_fetched: int, brought: list[Key]
     ) -> Grant:
         tables = tuple(GroupPages(group, 0, pack(table)) for group, table in enumerate(lease.tables))
-        fetch = None
+        fetches: tuple[Transfer, ...] = ()
         boundary = num_cached + num_fetched
         if brought:
             pages = [table[boundary : boundary + len(brought)] for table in lease.tables]
             lease.ticket = TicketId(1 + max(self.tickets, default=0) + 1000 * len(self.order))
             self.tickets[lease.ticket] = Ticket(sequence_id, boundary, brought, pages)
-            moves = tuple(
-                TransferPages(g, pack(ids), tuple(repr(k).encode() for k in brought)) for g, ids in enumerate(pages)
-            )
-            fetch = Transfer(lease.ticket, moves, boundary, len(brought))
+            moves = tuple(TransferPages(g, pack(ids), f"{g}:", bytes(32 * len(brought))) for g, ids in enumerate(pages))
+            fetches = (Transfer(lease.ticket, moves, boundary, len(brought)),)
         cached, fetched = num_cached * self.page_tokens, (num_fetched + len(brought)) * self.page_tokens
         match = Match(cached, cached, fetched, "", 1)
-        return Grant(sequence_id, lease.start, cached, fetched, tables, match, fetch)
+        return Grant(sequence_id, lease.start, cached, fetched, tables, match, fetches)
 
     def grow(self, lease: Lease, group: int, num_pages: int) -> list[int]:
         fresh = self.take(group, max(num_pages - len(lease.tables[group]), 0))
@@ -272,7 +336,8 @@ class FakeManager:
         assert lease.ticket is None and lease.computed <= publish.computed_tokens <= len(lease.tokens) // 4
         assert publish.computed_tokens <= min(len(table) for table in lease.tables) * self.page_tokens
         moved: list[GroupPages] = []
-        for number in range(lease.published_pages, publish.computed_tokens // self.page_tokens):
+        last = lease.published_pages if lease.bypasses else publish.computed_tokens // self.page_tokens
+        for number in range(lease.published_pages, last):
             entry = self.cached.setdefault(self.key(lease.namespace, lease.tokens, number), [0] * len(self.groups))
             moved += [move for group in range(len(self.groups)) if (move := self.merge(lease, entry, group, number))]
             if self.host is not None:
@@ -299,7 +364,14 @@ class FakeManager:
         return GroupPages(group, number, pack([entry[group]]))
 
     def release(self, release: Release) -> None:
+        if self.kept.pop(release.sequence_id, None) is not None:
+            return
+        if release.sequence_id in self.dropped - self.leases.keys():
+            self.refuse(release.sequence_id, RefusalReason.INVALID, "step.releases[0].sequence_id")
+            return
         lease = self.leases.pop(release.sequence_id)
+        if release.reason is ReleaseReason.PREEMPTED:
+            self.keep(release.sequence_id, lease.tokens)
         if lease.ticket is not None:
             ticket = self.tickets[lease.ticket]
             ticket.is_orphan = True
@@ -331,13 +403,19 @@ class FakeManager:
         self.drop(lease)
         assert lease.wish is not None
         self.acquire(lease.wish, ack.num_done)
+        if ticket.sequence_id not in self.leases:
+            self.keep(ticket.sequence_id, lease.wish.tokens)
 
     # -- after a restart --
 
-    def adopt(self, adopt: Adopt) -> Grant:
+    def adopt(self, adopt: Adopt) -> None:
         assert adopt.sequence_id not in self.leases
+        if self.is_invalid(adopt.namespace, adopt.tokens):
+            self.refuse(adopt.sequence_id, RefusalReason.INVALID, "step.adopts[0].tokens")
+            return
         tables = [list(array("I", pages.page_ids)) for pages in adopt.tables]
         lease = Lease(adopt.namespace, adopt.tokens, 0, 0, 0, tables, [set() for _ in self.groups])
+        lease.bypasses = adopt.bypass_cache
         for group, table in enumerate(tables):
             for number, page in enumerate(table):
                 if page:
@@ -345,9 +423,10 @@ class FakeManager:
                     self.read(lease, group, number)
         self.leases[adopt.sequence_id] = lease
         full = adopt.computed_tokens // self.page_tokens
-        for number in range(full):
+        for number in range(0 if lease.bypasses else full):
             entry = self.cached.setdefault(self.key(adopt.namespace, adopt.tokens, number), [0] * len(self.groups))
-            for group, table in enumerate(tables):
-                entry[group] = entry[group] or table[number]
+            for group in [group for group, table in enumerate(tables) if table[number]]:
+                self.merge(lease, entry, group, number)
         lease.computed, lease.published_pages = adopt.computed_tokens, full
-        return self.grant(adopt.sequence_id, lease, full, 0, [])
+        self.adopted.append(adopt.sequence_id)
+        self.grants.append(self.grant(adopt.sequence_id, lease, full, 0, []))

@@ -65,6 +65,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("Llama", {"rope_parameters": _DYNAMIC}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-mixed-windows": ("Qwen2", _SLIDING),
+    # As model cards ask for: the factor is added, max_position_embeddings stays as trained, prompts are longer.
+    "qwen2-yarn-beyond": (
+        "Qwen2",
+        {"max_position_embeddings": 32, "rope_parameters": {**_YARN, "original_max_position_embeddings": 32}},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied-windows": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, **_SLIDING}),
     "mistral": ("Mistral", {"sliding_window": None}),

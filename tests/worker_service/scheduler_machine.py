@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from tests.worker_service.fake_manager import FakeManager
 from worker_service.core.batch import Batch
-from worker_service.core.inbox import Fetch
+from worker_service.core.inbox import Failed, Fetch
 from worker_service.core.ports import (
     Ack,
     GroupKind,
     GroupSpec,
     Namespace,
     SequenceId,
+    SessionLimits,
+    Step,
     StepReply,
     TransferStatus,
-    Welcome,
 )
 from worker_service.core.scheduler import Launch, Output, Scheduler, SchedulerConfig
 from worker_service.core.sequence import Request, SamplingParams, Usage
 
 NAMESPACE = Namespace("model")
 VOCAB = 50
+STOPPED = "stopped by its text"
 
 
 def packed(tokens: list[int]) -> bytes:
@@ -81,7 +84,7 @@ class Machine:
         self.memory: dict[tuple[int, int], int] = {}
         self.manager = self.new_manager({} if host else None)
         self.scheduler = Scheduler(config)
-        self.scheduler.readmit(Welcome(self.manager.epoch, frozenset(), 0))
+        self.say_hello()
         self.clients: dict[SequenceId, Client] = {}
         self.fetches: list[Fetch] = []
         self.launch: Launch | None = None
@@ -94,17 +97,29 @@ class Machine:
     # -- clients --
 
     def ask(
-        self, prompt: list[int], max_tokens: int = 1, namespace: Namespace = NAMESPACE, priority: int = 0
+        self,
+        prompt: list[int],
+        max_tokens: int = 1,
+        namespace: Namespace = NAMESPACE,
+        priority: int = 0,
+        *,
+        bypass_cache: bool = False,
     ) -> SequenceId:
         sequence_id = SequenceId(len(self.clients) + 1)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.scheduler.add(Request(sequence_id, namespace, packed(prompt), sampling, priority))
+        request = Request(sequence_id, namespace, packed(prompt), sampling, priority, bypass_cache=bypass_cache)
+        self.scheduler.add(request)
         self.clients[sequence_id] = Client(prompt, namespace, max_tokens)
         return sequence_id
 
     def abort(self, sequence_id: SequenceId) -> None:
         if self.scheduler.abort(sequence_id):
             self.clients[sequence_id].failed = "aborted"
+
+    def stop(self, sequence_id: SequenceId) -> None:
+        """Its text has a stop string, perhaps while its next launch is in flight."""
+        if self.scheduler.finish(sequence_id) is not None:
+            self.clients[sequence_id].failed = STOPPED
 
     # -- one turn of the engine --
 
@@ -130,8 +145,11 @@ class Machine:
     def apply(self, reply: StepReply) -> None:
         effects = self.scheduler.apply(reply)
         self.fetches += effects.fetches
-        for failed in effects.failed:
-            self.clients[failed.sequence_id].failed = failed.detail
+        self.give_up(effects.failed)
+
+    def give_up(self, failed: Iterable[Failed]) -> None:
+        for sequence_id, detail, field_name in failed:
+            self.clients[sequence_id].failed = f"{field_name}: {detail}"
 
     def start(self) -> bool:
         self.launch = self.scheduler.next_launch()
@@ -140,25 +158,27 @@ class Machine:
             self.check_budget(self.launch)
         return self.launch is not None
 
-    def land(self) -> bool:
+    def land(self, failed_rows: Container[int] = ()) -> bool:
+        """The launch has ended; the requests of `failed_rows` (indices of its rows) are to be forgotten."""
         launch, self.launch = self.launch, None
         if launch is None:
             return False
         tokens = self.compute(launch)
-        outputs = self.scheduler.complete(launch, [(token,) for token in tokens])
+        gone = {row.sequence_id for row in launch.rows if self.clients[row.sequence_id].failed}
+        for index, row in enumerate(launch.rows):
+            if index in failed_rows and row.sequence_id not in gone:
+                self.clients[row.sequence_id].failed = "the launch failed"
+        outputs = self.scheduler.complete(launch, [(token,) for token in tokens], failed_rows)
         for output in outputs:
             self.take(output)
         sampled = {row.sequence_id for row in launch.rows if row.samples and not self.clients[row.sequence_id].failed}
         assert sampled == {output.sequence_id for output in outputs}, "a sampled token was lost"
         return True
 
-    def fail(self) -> tuple[SequenceId, ...]:
-        launch, self.launch = self.launch, None
-        assert launch is not None
-        failed = self.scheduler.fail(launch)
-        for sequence_id in failed:
-            self.clients[sequence_id].failed = "the launch failed"
-        return failed
+    def fail(self) -> None:
+        """The launch fails as a whole."""
+        assert self.launch is not None
+        self.land(range(len(self.launch.rows)))
 
     def take(self, output: Output) -> None:
         client = self.clients[output.sequence_id]
@@ -254,7 +274,13 @@ class Machine:
 
     # -- losses --
 
-    def restart_manager(self) -> None:
+    def say_hello(self) -> Step | None:
+        """A new session; returns the step that is to be repeated."""
+        readmission = self.scheduler.readmit(self.manager.hello(self.scheduler.generation))
+        self.give_up(readmission.failed)
+        return readmission.repeat
+
+    def restart_manager(self, limits: SessionLimits | None = None) -> None:
         """It comes back knowing nothing; the mover was drained and the launch has landed."""
         assert self.launch is None
         self.fetches.clear()
@@ -262,10 +288,13 @@ class Machine:
         self.manager = self.new_manager(former.host)
         self.manager.epoch = former.epoch + "+"
         self.manager.order = former.order
-        readmission = self.scheduler.readmit(Welcome(self.manager.epoch, frozenset(), 0))
-        assert readmission.repeat is None
-        for adopt in readmission.adopts:
-            self.scheduler.apply_adopt(adopt.sequence_id, self.manager.adopt(adopt))
+        self.manager.limits = limits or former.limits
+        assert self.say_hello() is None
+
+    def adopt_all(self) -> None:
+        """Exchange the steps that carry adopts."""
+        while self.scheduler.num_adopting:
+            assert self.exchange()
 
     def lose_session(self, *, reply_was_lost: bool) -> None:
         """The stream broke with a step on its way: either it or its reply never arrived."""
@@ -273,9 +302,7 @@ class Machine:
         if step is not None and reply_was_lost:
             self.manager.step(step)
         self.land()
-        known = frozenset(i for i in self.scheduler.live_sequences() if i in self.manager.leases)
-        readmission = self.scheduler.readmit(Welcome(self.manager.epoch, known, self.manager.last_step_id))
-        assert readmission.repeat is step and not readmission.adopts
+        assert self.say_hello() is step
         if step is not None:
             self.apply(self.manager.step(step))
 

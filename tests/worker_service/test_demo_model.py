@@ -9,8 +9,8 @@ import torch
 
 from tests.worker_service.model_kit import CPU, Bench, Part, random_tokens
 from worker_service.model.demo_model import READABLE, make_demo_model
+from worker_service.model.digest import model_digest
 from worker_service.model.load import load_model
-from worker_service.model.weights import model_digest
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 from array import array
 
@@ -13,8 +14,7 @@ from tests.worker_service.engine_desk import NAMESPACE, Letters, collect, open_d
 from worker_service.core.batch import Batch
 from worker_service.core.ports import Step, TicketId, Transfer, TransferPages
 from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Usage
-from worker_service.engine import Draining, Unservable
-from worker_service.generation import RequestFailed
+from worker_service.generation import Draining, RequestFailed, Unservable, WorkerStopped
 from worker_service.launcher import DeviceLost
 
 
@@ -42,8 +42,8 @@ async def test_a_repeated_prompt_computes_only_what_is_not_cached() -> None:
     async with open_desk() as desk:
         prompt = prompt_of(1, 22)
         first, second = await collect(desk.ask(prompt)), await collect(desk.ask(prompt))
-        assert first.usage == Usage(22, 0, 0, 22, 8, 0)
-        assert second.usage == Usage(22, 20, 0, 2, 8, 0)
+        assert first.usage == Usage(22, 0, 0, 22, 8, 0, 0, 0, "", 1)
+        assert second.usage == Usage(22, 20, 0, 2, 8, 0, 20, 20, "", 1)
         assert second.token_ids == first.token_ids
 
 
@@ -104,10 +104,43 @@ async def test_a_lost_device_ends_the_engine_and_every_request() -> None:
         desk.runner.fail_when = lose
         generations = [desk.ask(prompt_of(seed, 30)) for seed in range(3)]
         for generation in generations:
-            with pytest.raises(RequestFailed):
+            with pytest.raises(WorkerStopped):
                 await collect(generation)
         with pytest.raises(DeviceLost):
             await desk.task
+        assert isinstance(desk.engine.fault, DeviceLost)
+        assert desk.engine.draining.is_set()
+
+
+async def test_a_row_that_cannot_be_computed_fails_alone_and_the_others_get_their_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_desk(token_budget=128) as desk:
+        desk.runner.gate = threading.Event()
+        bad = prompt_of(5, 12)
+        desk.runner.fail_when = lambda batch: any(entry.sampling.seed == 666 for entry in batch.sampled)
+        prompts = [prompt_of(seed, 9 + seed) for seed in range(20, 26)]
+        bystanders = [desk.ask(prompt, 12) for prompt in prompts[:3]]
+        culprit = desk.ask(bad, 12, seed=666)
+        bystanders += [desk.ask(prompt, 12) for prompt in prompts[3:]]
+        desk.runner.gate.set()
+        pieces = await asyncio.gather(*(collect(bystander) for bystander in bystanders))
+        with pytest.raises(RequestFailed, match="RuntimeError"):
+            await collect(culprit)
+        assert [piece.token_ids for piece in pieces] == [reference(prompt, 12) for prompt in prompts]
+        assert re.search(r"1 of its [2-7] rows failed", caplog.text)
+        await desk.settled()
+
+
+async def test_a_launch_that_never_returns_stops_the_worker() -> None:
+    async with open_desk(launch_timeout_s=0.2) as desk:
+        desk.runner.gate = threading.Event()
+        generation = desk.ask(prompt_of(1, 9))
+        with pytest.raises(WorkerStopped):
+            await collect(generation)
+        async with asyncio.timeout(10):
+            with pytest.raises(DeviceLost, match="did not return"):
+                await desk.task
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
@@ -191,7 +224,7 @@ async def test_tight_pools_preempt_and_everybody_finishes() -> None:
 
 async def test_a_spill_order_is_carried_out_and_acknowledged_by_an_idle_engine() -> None:
     async with open_desk() as desk:
-        order = Transfer(TicketId(5), (TransferPages(0, array("I", [1]).tobytes(), (b"key",)),), 0, 1)
+        order = Transfer(TicketId(5), (TransferPages(0, array("I", [1]).tobytes(), "key:", bytes(32)),), 0, 1)
         await desk.engine.connected.wait()
         await desk.cache.orders.put(order)
         async with asyncio.timeout(20):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker_service.test_weights import shard
 from worker_service.model.demo_model import make_demo_model
 
 MODEL = "stemcache/demo"
@@ -43,11 +45,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
+        name = path.removeprefix(f"/{MODEL}/resolve/").partition("/")[2]
         if path.startswith(f"/api/models/{MODEL}/tree/"):
-            body = json.dumps([self._entry(file) for file in sorted(self._folder.iterdir())]).encode()
+            body = json.dumps([self._entry(name) for name in self._names()]).encode()
         elif path.startswith(f"/api/models/{MODEL}"):
-            files = [{"rfilename": file.name} for file in sorted(self._folder.iterdir())]
+            files = [{"rfilename": name} for name in self._names()]
             body = json.dumps({"id": MODEL, "sha": COMMIT, "private": False, "siblings": files}).encode()
         elif path.startswith(f"/{MODEL}/resolve/") and (self._folder / name).is_file():
             self._requested.append(name)
@@ -63,8 +65,11 @@ class Hub(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(body)
 
-    def _entry(self, file: Path) -> dict[str, object]:
-        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
+    def _names(self) -> list[str]:
+        return sorted(str(file.relative_to(self._folder)) for file in self._folder.rglob("*") if file.is_file())
+
+    def _entry(self, name: str) -> dict[str, object]:
+        return {"type": "file", "path": name, "size": (self._folder / name).stat().st_size, "oid": "0" * 40}
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -92,10 +97,11 @@ def hub(folder: Path, requested: list[str]) -> Iterator[str]:
     server.server_close()
 
 
-def load(model: str, hub: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def load(model: str, hub: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the client reads where the hub is when it is imported."""
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
+    environment.update(more)
     command = [sys.executable, "-c", LOAD, model]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -111,6 +117,25 @@ def test_a_hub_id_is_downloaded_once_and_is_the_same_model(
     again = load(MODEL, hub, tmp_path / "cache")
     assert again.stdout == by_folder.stdout
     assert "model.safetensors" not in requested
+
+
+def test_the_index_says_which_weights_are_downloaded(
+    folder: Path, hub: str, requested: list[str], tmp_path: Path
+) -> None:
+    """As large models are kept: shards, the whole once more for another program, and its original."""
+    weights = folder / "model.safetensors"
+    (folder / "original").mkdir()
+    for copy in ("consolidated.safetensors", "original/model.safetensors", "original/tokenizer.json"):
+        shutil.copy(weights, folder / copy)
+    shards = set(shard(folder).values())
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    by_id = load(MODEL, hub, tmp_path / "cache")
+    assert by_id.returncode == 0, by_id.stderr
+    small = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert set(requested) == {*small, "model.safetensors.index.json", *shards}
+    offline = load(MODEL, hub, tmp_path / "cache", HF_HUB_OFFLINE="1")
+    assert offline.stdout == by_id.stdout, offline.stderr
 
 
 def test_an_unknown_hub_id_is_told(hub: str, tmp_path: Path) -> None:

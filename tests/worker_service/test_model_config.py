@@ -79,6 +79,39 @@ def test_window_is_found_in_the_nested_text_config() -> None:
     assert parse_model_config({**wrapper, "sliding_window": 16}).windows == (16,) * 4
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sliding_window", 48), ("num_key_value_heads", 1), ("head_dim", 20), ("rope_theta", 5e5), ("eos_token_id", 7)],
+)
+def test_a_null_on_top_hides_no_nested_value(name: str, value: Any) -> None:
+    nested = {key: field for key, field in BASE.items() if key != "architectures"}
+    wrapper: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "text_config": {**nested, name: value}}
+    assert parse_model_config({**wrapper, name: None}) == parse_model_config(wrapper)
+    assert parse_model_config({**wrapper, name: None}) != parse_model_config({**wrapper, "text_config": nested})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_model_len"),
+    [
+        ({}, 512),
+        ({"rope_scaling": YARN}, 2048),
+        ({"rope_scaling": {**YARN, "factor": 2.5}}, 1280),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"rope_scaling": YARN, "max_position_embeddings": 2048}, 2048),
+        ({"rope_scaling": YARN, "max_position_embeddings": 2560}, 2560),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1024),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 512),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 512),
+    ],
+)
+def test_a_scaled_model_reaches_as_far_as_its_factor(changes: dict[str, Any], max_model_len: int) -> None:
+    """Cards say: add the factor, leave max_position_embeddings."""
+    assert parse_model_config(fields(**changes)).max_model_len == max_model_len
+
+
 def test_a_window_as_long_as_the_model_is_none() -> None:
     config = parse_model_config(fields(architectures=["MistralForCausalLM"], sliding_window=512))
     assert kv_shape(config, torch.float32, 16).windows == (0,) * 4
@@ -87,6 +120,8 @@ def test_a_window_as_long_as_the_model_is_none() -> None:
 def test_eos_of_the_generation_config_wins() -> None:
     assert parse_model_config(fields(eos_token_id=2)).eos_token_ids == (2,)
     assert parse_model_config(fields(eos_token_id=2), {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
+    assert parse_model_config(fields(eos_token_id=2), {"eos_token_id": None}).eos_token_ids == (2,)
+    assert parse_model_config(fields(eos_token_id=0), {"eos_token_id": None}).eos_token_ids == (0,)
     assert parse_model_config(fields(eos_token_id=None)).eos_token_ids == ()
 
 

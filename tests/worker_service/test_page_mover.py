@@ -47,9 +47,14 @@ def transfer(ticket: int, tables: Sequence[Sequence[int]], holes: Sequence[tuple
     groups = []
     for group, page_ids in enumerate(tables):
         ids = [0 if (group, page) in holes else page_id for page, page_id in enumerate(page_ids)]
-        keys = [b"" if (group, page) in holes else b"key:%d:%d" % (group, page) for page in range(len(page_ids))]
-        groups.append(TransferPages(group, array("I", ids).tobytes(), tuple(keys)))
+        hashes = b"".join(page.to_bytes(32, "big") for page in range(len(page_ids)))
+        groups.append(TransferPages(group, array("I", ids).tobytes(), f"key:{group}:", hashes))
     return Transfer(TicketId(ticket), tuple(groups), 3, len(tables[0]))
+
+
+def name(group: int, page: int) -> bytes:
+    """The key of a page of `transfer`."""
+    return f"key:{group}:0:{page:064x}".encode()
 
 
 class Desk:
@@ -131,25 +136,25 @@ async def test_a_fetch_stops_at_the_first_page_that_lacks_any_group(missing: int
 
 
 @pytest.mark.parametrize("offset", [0, 5, 17, 40, 63, 64, -1])
-async def test_a_tampered_value_is_missing_and_never_written(offset: int) -> None:
+async def test_a_tampered_value_is_corrupt_and_never_written(offset: int) -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
     await Desk(here, tier).spill(transfer(1, [[1, 2, 3]]))
-    value = bytearray(tier.get([b"key:0:1"], 1 << 20)[0] or b"")
+    value = bytearray(tier.get([name(0, 1)], 1 << 20)[0] or b"")
     value[offset] ^= 1
-    tier.put([b"key:0:1"], [[bytes(value)]])
+    tier.put([name(0, 1)], [[bytes(value)]])
     before = page(there, 0, 2)
     ack = await Desk(there, tier).fetch(transfer(2, [[1, 2, 3]]))
-    assert ack[:3] == (2, 1, TransferStatus.MISSING)
+    assert ack[:3] == (2, 1, TransferStatus.CORRUPT)
     assert page(there, 0, 2) == before
 
 
-async def test_a_value_under_another_pages_key_is_missing() -> None:
+async def test_a_value_under_another_pages_key_is_corrupt() -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
     await Desk(here, tier).spill(transfer(1, [[1, 2]]))
-    tier.put([b"key:0:0"], [[bytes(tier.get([b"key:0:1"], 1 << 20)[0] or b"")]])
-    assert (await Desk(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.MISSING)
+    tier.put([name(0, 0)], [[bytes(tier.get([name(0, 1)], 1 << 20)[0] or b"")]])
+    assert (await Desk(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.CORRUPT)
 
 
 async def test_a_full_tier_acknowledges_the_leading_pages_only() -> None:

@@ -155,11 +155,26 @@ def test_failed_launch_publishes_nothing_of_its_requests() -> None:
     driven.turn()
     driven.land()
     driven.start()
-    assert driven.fail() == (sequence_id,)
+    driven.fail()
     driven.run()
+    assert driven.clients[sequence_id].failed
     assert not driven.manager.cached
     assert not driven.manager.leases
     launches(driven, distinct(16, 1))
+
+
+def test_a_row_that_fails_takes_nobody_along() -> None:
+    driven = machine(page_tokens=4, token_budget=32, max_num_seqs=2)
+    bad, good = (driven.ask(distinct(12, first), max_tokens=5) for first in (1, 40))
+    driven.turn()
+    rows = [row.sequence_id for row in driven.launches[-1].rows]
+    assert set(rows) == {bad, good}
+    driven.land(failed_rows={rows.index(bad)})
+    driven.run()
+    assert driven.clients[bad].failed and driven.clients[bad].usage is None
+    assert len(driven.clients[good].tokens) == 5
+    assert not driven.manager.leases
+    launches(driven, distinct(12, 1))
 
 
 def test_window_pages_come_chunk_by_chunk() -> None:

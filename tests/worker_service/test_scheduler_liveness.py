@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
-from worker_service.core.ports import GroupSpec, Namespace
+from worker_service.core.ports import GroupSpec, Namespace, SessionLimits
 from worker_service.core.scheduler import SchedulerConfig
 
 MAX_LEN = 24
@@ -56,12 +57,16 @@ class Workload:
         alphabet = self.rng.choice([1, 1, 2])
         prompt = [self.rng.randrange(alphabet) for _ in range(self.rng.randint(1, 18))]
         namespace = Namespace("model", salt=self.rng.choice(["", "", "other"]))
-        self.machine.ask(prompt, self.rng.randint(1, 6), namespace, priority=self.rng.choice([0, 0, 1]))
+        bypasses = self.rng.random() < 0.1
+        priority = self.rng.choice([0, 0, 1])
+        self.machine.ask(prompt, self.rng.randint(1, 6), namespace, priority, bypass_cache=bypasses)
         self.num_left -= 1
 
     def maybe_abort(self) -> None:
         if self.chance(0.03) and self.machine.clients:
             self.machine.abort(self.rng.choice(list(self.machine.clients)))
+        if self.chance(0.03) and self.machine.clients:
+            self.machine.stop(self.rng.choice(list(self.machine.clients)))
 
     def turn(self) -> bool:
         machine = self.machine
@@ -76,7 +81,7 @@ class Workload:
             self.maybe_abort()
             happened |= machine.exchange()
         if machine.launch is not None and self.chance(0.03):
-            machine.fail()
+            machine.land(failed_rows={row for row in range(len(machine.launch.rows)) if self.rng.random() < 0.5})
             happened = True
         happened |= machine.land()
         happened |= machine.move_pages()
@@ -85,12 +90,21 @@ class Workload:
 
     def maybe_lose_something(self) -> bool:
         if self.chance(0.02):
-            self.machine.restart_manager()
+            self.machine.restart_manager(self.limits())
             return True
         if self.chance(0.04):
             self.machine.lose_session(reply_was_lost=self.rng.random() < 0.5)
             return True
         return False
+
+    def limits(self) -> SessionLimits:
+        rng = self.rng
+        return LIMITS._replace(
+            max_live_sequences=rng.choice([1, 4096]),
+            max_step_items=rng.choice([1, 2, 8192]),
+            max_adopt_pages=rng.choice([1, 5, 4096]),
+            max_kept_bytes=rng.choice([0, 60, 1 << 20]),
+        )
 
     def run(self) -> int:
         for turn in range(MAX_TURNS):

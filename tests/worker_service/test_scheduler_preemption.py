@@ -166,7 +166,7 @@ def test_request_that_never_fits_fails_with_its_reason() -> None:
     never = driven.ask(prompt(20, 1))
     fits = driven.ask(prompt(8, 2))
     driven.run()
-    assert driven.clients[never].failed == "does not fit"
+    assert driven.clients[never].failed == "prompt: does not fit"
     assert driven.clients[fits].usage is not None
     assert driven.scheduler.num_unfinished == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +20,10 @@ from worker_service.core import ports as worker_words
 from worker_service.core.inbox import Fetch
 from worker_service.core.ports import (
     Ack,
-    Adopt,
-    Grant,
     GroupKind,
     GroupSpec,
     HostTierKind,
-    Refusal,
-    SequenceId,
+    SessionLimits,
     Step,
     StepReply,
     TransferStatus,
@@ -51,20 +49,22 @@ def translated(words: Any, value: Any) -> Any:
 class RealManager:
     """A CacheManager with one worker, answering in the worker's words."""
 
-    def __init__(self, config: SchedulerConfig, epoch: str, *, host: bool) -> None:
+    def __init__(self, config: SchedulerConfig, epoch: str, *, host: bool, limits: SessionLimits | None = None) -> None:
         self.config = config
         self.epoch = epoch
         self.has_host = host
         settings = ManagerConfig(
             spill=manager_words.SpillPolicy.WRITE_THROUGH, fetch=manager_words.FetchPolicy.ALWAYS, transfer_pages=3
         )
+        if limits is not None:
+            names = set(limits._fields) & ManagerConfig.__dataclass_fields__.keys()
+            settings = replace(settings, **{name: getattr(limits, name) for name in names})
         self.manager = CacheManager(settings, epoch)
         self.now_ms = 0
         self.last_step_id = 0
         self.num_refusals = 0
-        self.hello(())
 
-    def hello(self, live: tuple[SequenceId, ...]) -> Welcome:
+    def hello(self, generation: int) -> Welcome:
         kind = HostTierKind.SHARED if self.has_host else HostTierKind.NONE
         hello = manager_words.Hello(
             WORKER,
@@ -73,12 +73,11 @@ class RealManager:
             b"f" * 32,
             self.config.page_tokens,
             translated(manager_words, self.config.groups),
-            translated(manager_words, live),
             translated(manager_words, kind),
             "tier" if self.has_host else "",
+            generation=generation,
         )
-        welcome = self.manager.hello(hello, self.now_ms)
-        return Welcome(welcome.epoch, frozenset(welcome.known_sequences), welcome.last_step_id)  # type: ignore[arg-type]
+        return translated(worker_words, self.manager.hello(hello, self.now_ms))  # type: ignore[no-any-return]
 
     def step(self, step: Step) -> StepReply:
         self.now_ms += 7
@@ -87,11 +86,6 @@ class RealManager:
         self.num_refusals += len(reply.refusals)
         return translated(worker_words, reply)  # type: ignore[no-any-return]
 
-    def adopt(self, adopt: Adopt) -> Grant | Refusal:
-        answer = self.manager.adopt(WORKER, translated(manager_words, adopt), self.now_ms)
-        audit.check(self.manager)
-        return translated(worker_words, answer)  # type: ignore[no-any-return]
-
 
 class RealMachine(Machine):
     """A Machine whose manager, spills and snapshots are the real ones."""
@@ -99,10 +93,15 @@ class RealMachine(Machine):
     def __init__(self, config: SchedulerConfig, *, host: bool = False, rng: random.Random | None = None) -> None:
         self.store: dict[bytes, object] = {}
         self.spills: list[worker_words.Transfer] = []
+        self.has_host = host
         super().__init__(config, rng=rng)
-        self.manager = RealManager(config, "epoch", host=host)  # type: ignore[assignment]
-        self.real: RealManager = self.manager  # type: ignore[assignment]
-        self.scheduler.readmit(Welcome("epoch", frozenset(), 0))
+
+    def new_manager(self, host: object) -> RealManager:  # type: ignore[override]
+        self.real = self.make_manager("epoch", None)
+        return self.real
+
+    def make_manager(self, epoch: str, limits: SessionLimits | None) -> RealManager:
+        return RealManager(self.config, epoch, host=self.has_host, limits=limits)
 
     # -- pages that travel --
 
@@ -127,7 +126,7 @@ class RealMachine(Machine):
         for moved in transfer.groups:
             page_ids = memoryview(moved.page_ids).cast("I")
             numbers = range(transfer.num_pages) if page is None else (page,)
-            found += [(moved.keys[n], moved.group, page_ids[n]) for n in numbers if page_ids[n]]
+            found += [(moved.key(n, 0), moved.group, page_ids[n]) for n in numbers if page_ids[n]]
         return found
 
     def content(self, group: int, page: int) -> object:
@@ -176,15 +175,13 @@ class RealMachine(Machine):
 
     # -- losses --
 
-    def restart_manager(self) -> None:
+    def restart_manager(self, limits: SessionLimits | None = None) -> None:
+        """With other settings for the next one, when `limits` say so."""
         assert self.launch is None
         self.fetches.clear()
         self.spills.clear()
-        self.manager = self.real = RealManager(self.config, self.real.epoch + "+", host=self.real.has_host)  # type: ignore[assignment]
-        readmission = self.scheduler.readmit(self.real.hello(self.scheduler.live_sequences()))
-        assert readmission.repeat is None
-        for adopt in readmission.adopts:
-            self.scheduler.apply_adopt(adopt.sequence_id, self.real.adopt(adopt))
+        self.manager = self.real = self.make_manager(self.real.epoch + "+", limits)  # type: ignore[assignment]
+        assert self.say_hello() is None
 
     def lose_session(self, *, reply_was_lost: bool) -> None:
         step = self.scheduler.next_step()
@@ -194,8 +191,7 @@ class RealMachine(Machine):
         while self.fetches or self.spills:
             self.move_pages()  # the mover is drained before Hello
         self.real.manager.disconnect(WORKER, "incarnation", self.real.now_ms)
-        readmission = self.scheduler.readmit(self.real.hello(self.scheduler.live_sequences()))
-        assert readmission.repeat is step and not readmission.adopts
+        assert self.say_hello() is step
         if step is not None:
             self.apply(self.real.step(step))
 

@@ -12,14 +12,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.v1 import worker_pb2, worker_pb2_grpc
+from protos.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
+from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.server import RpcServer, Service
 from tests.worker_service.engine_desk import PAGE, VOCAB, Desk, Letters, open_desk, reference
-from worker_service.codec import VocabLimits, WorkerDescription
+from worker_service.codec import VocabLimits, WorkerDescription, encode_usage
 from worker_service.core.ports import GroupKind, GroupSpec
-from worker_service.servicer import CODES, ModelWorkerServicer, ServicerLimits
+from worker_service.core.sequence import Timing, Usage
+from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 
 MAX_MODEL_LEN = 200
 FACTS = WorkerDescription(
@@ -37,8 +39,13 @@ FACTS = WorkerDescription(
 
 
 class ToyTokenizer:
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text]
+    """A letter is a token; the first one is there twice, as if a tokenizer had put a special token before it."""
+
+    doubles_first = False
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        tokens = [ord(letter) - ord("a") for letter in text]
+        return tokens[:1] * (self.doubles_first and special_tokens) + tokens
 
     def detokenizer(self) -> Letters:
         return Letters()
@@ -48,6 +55,9 @@ class ToyTokenizer:
 class Place:
     desk: Desk
     stub: worker_pb2_grpc.ModelWorkerAsyncStub
+    admin: worker_pb2_grpc.WorkerAdminAsyncStub
+    tokenizer: ToyTokenizer
+    drained: asyncio.Event
     channel: grpc.aio.Channel
 
     async def generate(self, request: worker_pb2.GenerateRequest) -> list[worker_pb2.GenerateResponse]:
@@ -57,15 +67,22 @@ class Place:
 @asynccontextmanager
 async def serving(*, request_timeout_s: float = 20.0, prefix_caching: bool = True, **config: int):
     async with open_desk(**config) as desk:
-        servicer = ModelWorkerServicer(
-            desk.engine, ToyTokenizer(), FACTS, ServicerLimits(request_timeout_s, 20.0, prefix_caching)
-        )
-        service = Service("stemcache.v1.ModelWorker", worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer)
-        server = RpcServer([service], [errors_to_status(CODES)])
+        tokenizer = ToyTokenizer()
+        servicer = ModelWorkerServicer(desk.engine, tokenizer, FACTS, prefix_caching=prefix_caching)
+        drained = asyncio.Event()
+        admin = WorkerAdminServicer(desk.engine, 20.0, drained)
+        services = [
+            Service("stemcache.v1.ModelWorker", worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer),
+            Service("stemcache.v1.WorkerAdmin", worker_pb2_grpc.add_WorkerAdminServicer_to_server, admin),
+        ]
+        limited = deadlines(20, {"/stemcache.v1.ModelWorker/Generate": request_timeout_s})
+        server = RpcServer(services, [errors_to_status(CODES), limited])
         address = await server.start("127.0.0.1:0")
         async with open_channel(str(address)) as channel:
-            yield Place(desk, worker_pb2_grpc.ModelWorkerStub(channel), channel)  # type: ignore[arg-type]
+            stubs = (worker_pb2_grpc.ModelWorkerStub(channel), worker_pb2_grpc.WorkerAdminStub(channel))
+            yield Place(desk, *stubs, tokenizer, drained, channel)  # type: ignore[arg-type]
         await server.stop(0)
+        servicer.close()
 
 
 def ids(*numbers: int) -> worker_pb2.TokenIds:
@@ -124,6 +141,8 @@ NAN = float("nan")
         (worker_pb2.GenerateRequest(text="a" * 40_000), "text"),
         (worker_pb2.GenerateRequest(text="a", adapter="lora"), "adapter"),
         (worker_pb2.GenerateRequest(text="a", salt="s" * 300), "salt"),
+        (worker_pb2.GenerateRequest(text="a", priority=1001), "priority"),
+        (worker_pb2.GenerateRequest(text="a", priority=-(2**31)), "priority"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(temperature=NAN)), "sampling.temperature"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(temperature=-1)), "sampling.temperature"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(top_p=1.5)), "sampling.top_p"),
@@ -138,6 +157,18 @@ NAN = float("nan")
             "sampling.stop_token_ids",
         ),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(logprobs=1000)), "sampling.logprobs"),
+        (worker_pb2.GenerateRequest(text="a", sampling=sampling(logprobs=2**32 - 1)), "sampling.logprobs"),
+        (worker_pb2.GenerateRequest(text="a", sampling=sampling(temperature=float("inf"))), "sampling.temperature"),
+        (worker_pb2.GenerateRequest(text="a", sampling=sampling(top_p=NAN)), "sampling.top_p"),
+        (worker_pb2.GenerateRequest(text="a", sampling=sampling(min_p=NAN)), "sampling.min_p"),
+        (
+            worker_pb2.GenerateRequest(text="a", sampling=sampling(repetition_penalty=1e30)),
+            "sampling.repetition_penalty",
+        ),
+        (
+            worker_pb2.GenerateRequest(text="a", sampling=sampling(stop_token_ids=ids(*[1] * 1025).ids)),
+            "sampling.stop_token_ids",
+        ),
     ],
 )
 async def test_bad_input_is_named_and_changes_nothing(request_: worker_pb2.GenerateRequest, named: str) -> None:
@@ -150,10 +181,19 @@ async def test_bad_input_is_named_and_changes_nothing(request_: worker_pb2.Gener
         assert (await place.generate(worker_pb2.GenerateRequest(text="ab")))[-1].finish_reason
 
 
+@pytest.mark.parametrize("top_k", [VOCAB, 2**31 - 1, 2**31, 2**32 - 1])
+async def test_a_top_k_of_the_vocabulary_or_more_is_off(top_k: int) -> None:
+    async with serving() as place:
+        seen: list[int] = []
+        place.desk.runner.fail_when = lambda batch: bool(seen.extend(e.sampling.top_k for e in batch.sampled))
+        await place.generate(worker_pb2.GenerateRequest(text="abc", sampling=sampling(top_k=top_k, temperature=1)))
+        assert set(seen) == {0}
+
+
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Describe", "Drain"])
 async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str) -> None:
     async with serving() as place:
-        path = f"/stemcache.v1.ModelWorker/{method}"
+        path = f"/stemcache.v1.{'WorkerAdmin' if method == 'Drain' else 'ModelWorker'}/{method}"
         with pytest.raises(grpc.aio.AioRpcError) as error:
             if method == "Generate":
                 _ = [item async for item in place.channel.unary_stream(path)(b"\xff\xff\xff\xff", timeout=20)]
@@ -240,7 +280,7 @@ async def test_drain_answers_when_everything_has_finished_and_then_nothing_is_ta
         place.desk.runner.gate = threading.Event()
         running = asyncio.create_task(place.generate(worker_pb2.GenerateRequest(text="abc")))
         await asyncio.to_thread(place.desk.runner.entered.wait, 20)
-        draining = asyncio.ensure_future(place.stub.Drain(worker_pb2.DrainRequest(), timeout=20))
+        draining = asyncio.ensure_future(place.admin.Drain(worker_pb2.DrainRequest(), timeout=20))
         while not place.desk.engine.draining.is_set():
             await asyncio.sleep(0.001)
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -249,7 +289,23 @@ async def test_drain_answers_when_everything_has_finished_and_then_nothing_is_ta
         place.desk.runner.gate.set()
         response = await draining
         assert (response.num_finished, response.num_aborted) == (1, 0)
+        assert place.drained.is_set()
         assert (await running)[-1].finish_reason
+
+
+async def test_a_drain_goes_on_without_its_caller() -> None:
+    async with serving() as place:
+        place.desk.runner.gate = threading.Event()
+        running = asyncio.create_task(place.generate(worker_pb2.GenerateRequest(text="abc")))
+        await asyncio.to_thread(place.desk.runner.entered.wait, 20)
+        draining = place.admin.Drain(worker_pb2.DrainRequest(), timeout=20)
+        while not place.desk.engine.draining.is_set():
+            await asyncio.sleep(0.001)
+        draining.cancel()
+        assert not place.drained.is_set()
+        place.desk.runner.gate.set()
+        assert (await running)[-1].finish_reason
+        await asyncio.wait_for(place.drained.wait(), 20)
 
 
 async def test_a_stop_string_ends_the_stream() -> None:
@@ -259,3 +315,65 @@ async def test_a_stop_string_ends_the_stream() -> None:
         responses = await place.generate(request)
         assert "".join(response.text for response in responses) == text[: text.index(text[6:9])]
         assert responses[-1].finish_reason == worker_pb2.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_the_text_of_a_stop_token_is_left_out_unless_wanted(shown: bool) -> None:
+    async with serving() as place:
+        tokens = reference([0, 1, 2], 20)
+        last = next(at for at in range(3, 20) if tokens[at] not in tokens[:at])
+        wanted = sampling(max_tokens=20, stop_token_ids=ids(tokens[last]).ids, include_stop_token_text=shown)
+        responses = await place.generate(worker_pb2.GenerateRequest(text="abc", sampling=wanted))
+        assert array("i", b"".join(response.token_ids for response in responses)).tolist() == tokens[: last + 1]
+        assert "".join(response.text for response in responses) == Letters().add(tokens[: last + shown])
+        assert responses[-1].finish_reason == worker_pb2.FINISH_REASON_STOP
+        assert responses[-1].usage.generated_tokens == last + 1
+
+
+@pytest.mark.parametrize(("no_special_tokens", "length"), [(False, 4), (True, 3)])
+async def test_special_tokens_are_added_unless_the_prompt_has_them(no_special_tokens: bool, length: int) -> None:
+    async with serving() as place:
+        place.tokenizer.doubles_first = True
+        request = worker_pb2.GenerateRequest(text="abc", no_special_tokens=no_special_tokens)
+        assert (await place.generate(request))[-1].usage.prompt_tokens == length
+        tokenize = worker_pb2.TokenizeRequest(text="abc", no_special_tokens=no_special_tokens)
+        assert len((await place.stub.Tokenize(tokenize, timeout=20)).token_ids) == 4 * length
+
+
+async def test_a_text_is_not_read_for_a_request_that_is_refused_anyway() -> None:
+    async with serving() as place:
+        read: list[str] = []
+        place.tokenizer.encode = lambda text, **_: read.append(text) or [0]  # type: ignore[method-assign, assignment]
+        for request, code in (
+            (worker_pb2.GenerateRequest(text="abc", sampling=sampling(top_p=2)), grpc.StatusCode.INVALID_ARGUMENT),
+            (worker_pb2.GenerateRequest(text="abc", adapter="lora"), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await place.generate(request)
+            assert error.value.code() == code
+        place.desk.engine.draining.set()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await place.generate(worker_pb2.GenerateRequest(text="abc"))
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert not read
+
+
+async def test_usage_tells_what_was_matched_and_why_no_more_was_reused() -> None:
+    async with serving() as place:
+        prompt = "abcdefghij"
+        await place.generate(worker_pb2.GenerateRequest(text=prompt))
+        second = (await place.generate(worker_pb2.GenerateRequest(text=prompt)))[-1].usage
+        assert (second.matched_tokens, second.usable_tokens, second.limiting_group) == (8, 8, "")
+        assert second.miss_reason == types_pb2.MISS_REASON_NONE
+    told = Usage(10, 4, 0, 6, 1, 0, matched_tokens=9, usable_tokens=4, limiting_group="window", miss_reason=6)
+    encoded = encode_usage(told, Timing(0.5, 0.25))
+    assert (encoded.matched_tokens, encoded.usable_tokens, encoded.limiting_group) == (9, 4, "window")
+    assert encoded.miss_reason == types_pb2.MISS_REASON_WINDOW_GONE
+
+
+async def test_a_request_that_bypasses_the_cache_reuses_nothing_and_leaves_nothing() -> None:
+    async with serving() as place:
+        bypassing = worker_pb2.GenerateRequest(text="abcdefghij", bypass_cache=True)
+        other = worker_pb2.GenerateRequest(text="abcdefghij")
+        requests = (bypassing, other, bypassing, other)
+        assert [(await place.generate(request))[-1].usage.cached_tokens for request in requests] == [0, 0, 0, 8]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from worker_service.model.config import ModelError
@@ -46,6 +46,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     return byte_level(folder) if request.param == "byte level" else sentence_piece_like(folder)
+
+
+def test_special_tokens_are_left_out_when_the_text_has_them_already(tmp_path: Path) -> None:
+    make_demo_model(tmp_path)
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    start = SPECIAL_TOKENS[0]
+    token_id = library.token_to_id(start)
+    library.post_processor = processors.TemplateProcessing(f"{start} $A", special_tokens=[(start, token_id)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode(start + "text")[:2] == [token_id, token_id]
+    assert tokenizer.encode(start + "text", special_tokens=False) == tokenizer.encode("text")
 
 
 def test_text_comes_back(tokenizer: Tokenizer) -> None:

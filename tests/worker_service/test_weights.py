@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker_service.model_kit import CPU
+from worker_service.model import digest as digest_module
 from worker_service.model.config import ModelError, read_model_config
 from worker_service.model.demo_model import make_demo_model
+from worker_service.model.digest import model_digest
+from worker_service.model.hub import resolve_folder
 from worker_service.model.load import LoadedModel, load_model
-from worker_service.model.weights import INDEX, WEIGHTS, load_weights, model_digest, resolve_folder
+from worker_service.model.weights import INDEX, WEIGHTS, load_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -136,8 +140,20 @@ def test_missing_or_foreign_tokenizer_is_told(folder: Path) -> None:
 
 def test_max_model_len_can_only_shrink(folder: Path) -> None:
     assert load_model(str(folder), CPU, max_model_len=100).config.max_model_len == 100
-    with pytest.raises(ModelError, match="max_model_len"):
+    with pytest.raises(ModelError, match=r"max_model_len: 16385 is beyond.*rope_type yarn, factor and original"):
         load_model(str(folder), CPU, max_model_len=16385)
+
+
+def test_a_yarn_factor_lets_it_grow(folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16384}
+    (folder / "config.json").write_text(json.dumps({**fields, "rope_parameters": rope}))
+    assert load(folder).config.max_model_len == 32768
+    assert load_model(str(folder), CPU, max_model_len=20000).config.max_model_len == 20000
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps({**fields, "rope_parameters": dynamic}))
+    with pytest.raises(ModelError, match="dynamic is served up to max_position_embeddings only"):
+        load_model(str(folder), CPU, max_model_len=20000)
 
 
 def test_digest_is_of_the_content_not_of_the_place(folder: Path, tmp_path: Path) -> None:
@@ -162,6 +178,53 @@ def test_digest_changes_with_every_part(folder: Path, part: str) -> None:
     else:
         change_weights(folder, lambda tensors: tensors["lm_head.weight"][3, 4].add_(1e-3))
     assert model_digest(folder) != digest
+
+
+def test_digest_is_a_tree_over_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built again from its definition, with pieces so small that every file has several, the last one short."""
+    monkeypatch.setattr(digest_module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(digest_module, "READ_BYTES", 1024)
+    shard(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    files = [folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))]
+    whole = sha256(b"stemcache model 2" + sha256(canonical).digest() + len(files).to_bytes(4, "little"))
+    for file in files:
+        data = file.read_bytes()
+        pieces = [sha256(data[at : at + 4096]).digest() for at in range(0, len(data), 4096)]
+        assert len(pieces) > 1 and len(data) % 4096
+        whole.update(sha256(len(data).to_bytes(8, "little") + b"".join(pieces)).digest())
+    assert model_digest(folder) == whole.digest()
+
+
+def test_digest_is_made_while_the_weights_are_loaded(folder: Path) -> None:
+    assert load(folder).digest == model_digest(folder)
+
+
+def test_progress_counts_stored_bytes(folder: Path) -> None:
+    shard(folder)
+    heard: list[tuple[int, int]] = []
+    config = read_model_config(folder)
+    tensors = load_weights(folder, config, torch.bfloat16, CPU, lambda *counts: heard.append(counts))
+    assert len(heard) == len(tensors)
+    assert [loaded for loaded, _ in heard] == sorted(loaded for loaded, _ in heard)
+    assert heard[-1][0] == 4 * sum(tensor.numel() for tensor in tensors.values())
+    assert {total for _, total in heard} == {sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(
+    ("eos_token", "wanted"),
+    [("<|end|>", (257,)), ({"content": "<|end|>", "lstrip": False}, (257,)), ("<|nothing|>", ()), (None, ())],
+)
+def test_the_tokenizers_end_is_the_last_to_be_asked(folder: Path, eos_token: object, wanted: tuple[int, ...]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert load(folder).config.eos_token_ids == (257,)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "eos_token_id": None}))
+    assert load(folder).config.eos_token_ids == wanted
+    (folder / "tokenizer_config.json").unlink()
+    assert load(folder).config.eos_token_ids == ()
 
 
 def test_neither_folder_nor_hub_id() -> None:

@@ -50,6 +50,14 @@ def test_bits_depend_on_no_mate_unless_speed_is_asked_for() -> None:
     assert load_config(["--model", "m", "--invariance", "fast"], {}).invariance == "fast"
 
 
+def test_the_kernel_backend_is_told_to_whoever_asks() -> None:
+    """Describe's config is this mapping."""
+    assert describe(load_config([], {}))["kernel_backend"] == "auto"
+    assert describe(load_config(["--kernel-backend", "reference"], {}))["kernel_backend"] == "reference"
+    with pytest.raises(SettingsError, match="kernel-backend"):
+        load_config(["--kernel-backend", "triton"], {})
+
+
 def test_no_secret_is_shown() -> None:
     url = "redis://user:hush-hush@host:1234/2"
     config = load_config(["--model", "m", "--host-tier", "redis", "--redis-url", url], {})

@@ -26,11 +26,15 @@ class Siblings:
         self._by_start: dict[tuple[Namespace, bytes], list[Sequence]] = {}
 
     def admit(self, sequence: Sequence) -> None:
+        if sequence.request.bypass_cache:
+            return
         if self._to_publish(sequence, len(sequence.tokens) // self._page_tokens) >= MIN_PAGES:
             self._by_start.setdefault(self._start(sequence), []).append(sequence)
 
     def hold(self, request: Sequence) -> bool:
         """Whether to hold it. What was compared with its holder is kept, so a held request costs no compare."""
+        if request.request.bypass_cache:
+            return False
         holder = request.held_by
         if holder is not None and holder.state in _ADMITTED:
             if self._to_publish(holder, request.held_pages) >= MIN_PAGES:

@@ -9,9 +9,11 @@ finishes, and then the next one is the oldest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from worker_service.core.admission import Admission
+from worker_service.core.adoption import take_over
 from worker_service.core.outbox import Ask, Asked, Outbox
 from worker_service.core.ports import (
     Grant,
@@ -20,18 +22,20 @@ from worker_service.core.ports import (
     ReleaseReason,
     Remap,
     SequenceId,
+    StepRejected,
     StepReply,
     Transfer,
 )
 from worker_service.core.roster import Roster
-from worker_service.core.sequence import Sequence, State, place_pages
+from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 
 # Refusals in a row after which an extend costs somebody their place.
 PATIENCE = 2
+_FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
 
 
-class UnaskedReply(Exception):
-    """The cache service answered something else than the step that it was asked."""
+class UnaskedReply(StepRejected):
+    """The cache service answered something else than the step that it was asked; nothing was applied."""
 
 
 class Fetch(NamedTuple):
@@ -42,10 +46,11 @@ class Fetch(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A request that can never run; it is forgotten already."""
+    """A request that can never run, and the field of it that says why; it is forgotten already."""
 
     sequence_id: SequenceId
     detail: str
+    field: str = "prompt"
 
 
 class Effects(NamedTuple):
@@ -54,44 +59,62 @@ class Effects(NamedTuple):
 
 
 class Inbox:
-    def __init__(self, roster: Roster, outbox: Outbox) -> None:
+    def __init__(self, roster: Roster, outbox: Outbox, admission: Admission) -> None:
         self._roster = roster
         self._outbox = outbox
+        self._admission = admission
 
     def apply(self, reply: StepReply) -> Effects:
         """Remaps first: they concern pages from before, and what they freed may be granted in the same reply."""
-        step = self._outbox.unanswered
-        if step is None or step.step_id != reply.step_id:
-            raise UnaskedReply(f"step {reply.step_id} is answered, not {step and step.step_id}")
+        self._check(reply)
         asked = self._outbox.answered()
         fetches: list[Fetch] = []
         failed: list[Failed] = []
         for remap in reply.remaps:
             self._remap(remap)
-        for pages in reply.extends:
-            sequence, _, length = _answered(asked, pages.sequence_id)
-            place_pages(sequence.tables, pages.pages)
+        for extend in reply.extends:
+            sequence, _, length = asked.pop(extend.sequence_id)
+            place_pages(sequence.tables, extend.pages)
             sequence.granted_len = max(sequence.granted_len, length)
-            sequence.leave += pages.leave
+            sequence.leave += extend.leave
             sequence.num_refused_extends = 0
         for grant in reply.grants:
-            fetches += self._grant(grant, _answered(asked, grant.sequence_id))
+            fetches += self._grant(grant, asked.pop(grant.sequence_id))
         for refusal in reply.refusals:
-            failed += self._refuse(_answered(asked, refusal.sequence_id), refusal)
+            failed += self._refuse(asked.pop(refusal.sequence_id, None), refusal)
         for left in asked.values():  # an answer that is missing grants nothing
             failed += self._refuse(left, Refusal(left.sequence.sequence_id, RefusalReason.NO_ROOM, "unanswered"))
+            left.sequence.kept_len = 0
         self._preempt()
         return Effects(tuple(fetches), tuple(failed))
+
+    def _check(self, reply: StepReply) -> None:
+        """Raise UnaskedReply when it answers another step, or for a sequence for which nothing was asked."""
+        step, asked = self._outbox.unanswered, self._outbox.asked
+        if step is None or step.step_id != reply.step_id:
+            raise UnaskedReply(f"step {reply.step_id} is answered, not {step and step.step_id}")
+        extended = {sequence_id for sequence_id, entry in asked.items() if entry.ask is Ask.EXTEND}
+        named = {item.sequence_id for items in (step.publishes, step.releases) for item in items} | asked.keys()
+        _answers_each_once("extends", [extend.sequence_id for extend in reply.extends], extended)
+        _answers_each_once("grants", [grant.sequence_id for grant in reply.grants], asked.keys() - extended)
+        for refusal in reply.refusals:
+            if refusal.sequence_id not in (named if refusal.reason is RefusalReason.INVALID else asked):
+                raise UnaskedReply(f"sequence {refusal.sequence_id} is refused, for which nothing was asked")
 
     def _remap(self, remap: Remap) -> None:
         sequence = self._roster.unfinished.get(remap.sequence_id)
         if sequence is not None and sequence.leased:
             place_pages(sequence.tables, remap.pages)
-        self._outbox.freed()
+        self._admission.freed()
 
     def _grant(self, grant: Grant, asked: Asked) -> Iterable[Fetch]:
         """After an abort the lease exists nevertheless: it ends with the next step, and its ticket wants an ack."""
         sequence = asked.sequence
+        if asked.ask is Ask.ADOPT:
+            take_over(sequence, grant)
+            return ()
+        if asked.ask is Ask.ACQUIRE:
+            self._admission.granted()
         if not sequence.leased:
             self._roster.admit(sequence)
         take_pages(sequence, grant)
@@ -99,30 +122,49 @@ class Inbox:
         if sequence.state is State.FINISHED:
             self._roster.finish(sequence, ReleaseReason.ABORTED)
         else:
-            sequence.state = State.RUNNING if grant.fetch is None else State.FETCHING
-        if grant.fetch is None:
-            return ()
-        # An aborted sequence's too: its ack must not come before its release, or it would be granted pages anew.
-        self._outbox.tickets[grant.fetch.ticket] = sequence
-        return (Fetch(sequence.sequence_id, grant.fetch),)
+            sequence.state = State.FETCHING if grant.fetches else State.RUNNING
+        # An aborted sequence's too: its acks must not come before its release, or it would be granted pages anew.
+        self._outbox.tickets.update((fetch.ticket, sequence) for fetch in grant.fetches)
+        return [Fetch(sequence.sequence_id, fetch) for fetch in grant.fetches]
 
-    def _refuse(self, asked: Asked, refusal: Refusal) -> Iterable[Failed]:
+    def _refuse(self, asked: Asked | None, refusal: Refusal) -> Iterable[Failed]:
+        if asked is None or asked.ask is Ask.EXTEND:
+            return self._refuse_running(asked, refusal)
         sequence = asked.sequence
-        if asked.ask is Ask.REPLAN and sequence.leased:  # a refused replan ends the lease
+        if sequence.leased:  # a replan or an adopt that is refused leaves no lease
             self._roster.departures.pop(sequence.sequence_id, None)
-            self._roster.end_lease(sequence)
+            self._roster.lose_lease(sequence)
         if sequence.state is State.FINISHED:
             return ()
-        if refusal.reason is RefusalReason.NEVER_FITS:
-            self._roster.finish(sequence, ReleaseReason.ABORTED)
-            return (Failed(sequence.sequence_id, refusal.detail),)
-        if asked.ask is Ask.EXTEND:
-            sequence.num_refused_extends += 1
-        else:
-            self._roster.enqueue(sequence)
-            if asked.ask is Ask.ACQUIRE:  # a refused replan freed its own pages, and the step's releases came after it
-                self._outbox.refused(sequence)
+        if refusal.reason in _FINAL:
+            return (self._fail(sequence, refusal),)
+        self._roster.enqueue(sequence)
+        if asked.ask is not Ask.ADOPT:
+            sequence.kept_len = self._kept(sequence, refusal)
+        # A refused replan freed its own pages, and the step's releases came after it.
+        if asked.ask is Ask.ACQUIRE and refusal.reason is RefusalReason.NO_ROOM:
+            self._admission.refused(sequence)
         return ()
+
+    def _refuse_running(self, asked: Asked | None, refusal: Refusal) -> Iterable[Failed]:
+        """An extend, or anything that was only said of a sequence; that one fails when it is invalid."""
+        sequence = asked.sequence if asked is not None else self._roster.unfinished.get(refusal.sequence_id)
+        if sequence is None or sequence.state is State.FINISHED:
+            return ()
+        if refusal.reason in _FINAL:
+            return (self._fail(sequence, refusal),)
+        sequence.num_refused_extends += 1
+        return ()
+
+    def _kept(self, sequence: Sequence, refusal: Refusal) -> int:
+        """Tokens that the cache service keeps of what it refused; after RESEND none, and they are sent at once."""
+        return self._admission.keeps(len(sequence.tokens)) if refusal.reason is RefusalReason.NO_ROOM else 0
+
+    def _fail(self, sequence: Sequence, refusal: Refusal) -> Failed:
+        """Forget the request; nothing of it is published any more. The field is named as in the request."""
+        self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+        field = refusal.field.rpartition("].")[2]
+        return Failed(sequence.sequence_id, refusal.detail, field or "prompt")
 
     def _preempt(self) -> None:
         """The youngest: it is younger than every starving one, or starves itself. At most one for each reply, and none
@@ -134,10 +176,12 @@ class Inbox:
             self._roster.preempt(leased[-1])
 
 
-def _answered(asked: dict[SequenceId, Asked], sequence_id: SequenceId) -> Asked:
-    if sequence_id not in asked:
-        raise UnaskedReply(f"the reply answers for sequence {sequence_id}, for which nothing was asked")
-    return asked.pop(sequence_id)
+def _answers_each_once(field: str, answered: list[SequenceId], asked: Collection[SequenceId]) -> None:
+    if len(set(answered)) != len(answered):
+        raise UnaskedReply(f"{field}: a sequence is answered twice")
+    for sequence_id in answered:
+        if sequence_id not in asked:
+            raise UnaskedReply(f"{field}: the reply answers for sequence {sequence_id}, for which nothing was asked")
 
 
 def take_pages(sequence: Sequence, grant: Grant) -> None:
@@ -150,7 +194,10 @@ def take_pages(sequence: Sequence, grant: Grant) -> None:
     usable = grant.usable_tokens
     sequence.start_len = sequence.computed_len = sequence.launched_len = sequence.published_len = usable
     sequence.in_prefill_until = len(sequence.tokens)
+    sequence.kept_len = sequence.num_rejected = 0
     sequence.restore, sequence.leave = grant.restore, grant.leave
     sequence.working, sequence.rolling = grant.working, grant.rolling
+    if sequence.match is NO_MATCH:
+        sequence.match = grant.match
     if not sequence.computed_tokens:
         sequence.cached_tokens, sequence.fetched_tokens = grant.cached_tokens, grant.fetched_tokens

@@ -1,6 +1,7 @@
 """Composes the next step: acks, publishes, releases, extends for the predicted launch, acquires for the queue's head.
 
-Knows no answer beyond which sequences were asked for; inbox.py applies replies.
+Knows no answer beyond which sequences were asked for; inbox.py applies replies. What does not fit into a step goes with
+the next one.
 
 When an acquire was refused, the queue waits until something was freed: a lease other than a preempted one ended, a
 ticket was acknowledged, a remap returned pages, or a WINDOW or STATE group left pages behind. The pages of a preempted
@@ -13,19 +14,14 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from worker_service.core.holding import Siblings
-from worker_service.core.launch_plan import (
-    UNLIMITED,
-    Plan,
-    Progress,
-    SchedulerConfig,
-    decode_need,
-    first_chunk_limit,
-    plan_launch,
-)
+from worker_service.core.admission import Admission
+from worker_service.core.adoption import Adoptions
+from worker_service.core.launch_plan import UNLIMITED, Plan, Progress, decode_need, first_chunk_limit, plan_launch
+from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms
 from worker_service.core.ports import (
     Ack,
     Acquire,
+    Adopt,
     Extend,
     GroupKind,
     Publish,
@@ -42,6 +38,7 @@ from worker_service.core.sequence import Sequence, State
 
 class Ask(Enum):
     ACQUIRE = "acquire"
+    ADOPT = "adopt"
     EXTEND = "extend"
     REPLAN = "replan"
 
@@ -55,141 +52,157 @@ class Asked(NamedTuple):
 
 
 class Outbox:
-    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
-        self._config = config
+    def __init__(self, terms: Terms, roster: Roster, admission: Admission, adoptions: Adoptions) -> None:
+        self._terms = terms
         self._roster = roster
+        self._admission = admission
+        self._adoptions = adoptions
         self._acks: list[Ack] = []
         self._last_step_id = 0
-        self._refused: Sequence | None = None  # the head of the queue waits for pages
-        self._leftovers: frozenset[SequenceId] = frozenset()
+        config = terms.config
         self._only_full = all(group.kind is GroupKind.FULL for group in config.groups)
         self._paged = config.paged_groups
+        self._page_tokens = config.page_tokens
         self.rates: Rates | None = None
         self.tickets: dict[TicketId, Sequence] = {}  # open fetch tickets of sequences that wait for them
         self.unanswered: Step | None = None
         self.asked: dict[SequenceId, Asked] = {}
-        self.num_held = 0
 
     # -- what happened since the last step --
 
     def report(self, ack: Ack) -> None:
         self._acks.append(ack)
 
-    def refused(self, sequence: Sequence) -> None:
-        """Of several the first in the queue counts: it blocks all behind it."""
-        former = self._refused
-        if former is None or former.state is not State.WAITING or sequence.rank < former.rank:
-            self._refused = sequence
-
-    def freed(self) -> None:
-        self._refused = None
-
     def answered(self) -> dict[SequenceId, Asked]:
         asked, self.asked = self.asked, {}
         self.unanswered = None
         return asked
 
-    def reset(self, last_step_id: int, leftovers: frozenset[SequenceId]) -> None:
-        """A manager that does not know where this worker stands: tickets, acks and the unanswered step are void.
+    def stands_at(self, last_step_id: int) -> bool:
+        """Whether the cache service stands where its last reply left it, or one step further: that reply was lost."""
+        step = self.unanswered
+        return last_step_id in ((self._last_step_id,) if step is None else (step.step_id - 1, step.step_id))
 
-        `leftovers` are leases that it has from before; they end with the next step.
-        """
+    def reset(self, last_step_id: int) -> None:
+        """The cache service has a new state for this worker: tickets, acks and the unanswered step are void."""
         self.answered()
-        self._leftovers = leftovers
         self._acks.clear()
         self.tickets.clear()
         self._last_step_id = last_step_id
-        self.freed()
+        self._admission.freed()
 
     # -- the next step --
 
     def next_step(self) -> Step | None:
         assert self.unanswered is None, "one unanswered step at a time"
-        departing = self._departing()
-        acks = self._take_acks({departure.sequence.sequence_id for departure in departing})
-        publishes = self._publishes(departing)
-        releases = self._releases(departing)
-        frees = self._frees(acks, publishes, releases)
+        adopts = self._adopts()
+        if adopts:
+            return self._say(Step(0, adopts=adopts))
+        room = self._terms.room()
+        departing = self._departing(room)
+        acks = self._take_acks({departure.sequence.sequence_id for departure in departing}, room)
+        publishes = self._publishes(departing, room)
+        releases = (*self._releases(departing), *self._forget_kept(room))
+        frees = self._frees(acks, publishes, departing)
         if frees:
-            self.freed()
+            self._admission.freed()
         preempted = self._end_leases(departing)
-        extends = self._extends()
+        extends = self._extends(room)
         acquires = self._acquires()
         for sequence in preempted:
             self._roster.enqueue(sequence)
             if not frees:
-                self.refused(sequence)
+                self._admission.refused(sequence)
         if not (acks or publishes or releases or extends or acquires):
             return None
+        rates, self.rates = self.rates, None
+        return self._say(Step(0, acks, publishes, releases, (), extends, acquires, rates))
+
+    def _say(self, step: Step) -> Step:
         self._last_step_id += 1
-        self.unanswered = Step(self._last_step_id, acks, publishes, releases, extends, acquires, self.rates)
-        self.rates = None
+        self.unanswered = step._replace(step_id=self._last_step_id)
         return self.unanswered
 
-    def _frees(self, acks: tuple[Ack, ...], publishes: tuple[Publish, ...], releases: tuple[Release, ...]) -> bool:
+    def _frees(self, acks: tuple[Ack, ...], publishes: tuple[Publish, ...], departing: list[Departure]) -> bool:
         left_behind = bool(publishes) and not self._only_full
-        return left_behind or bool(acks) or any(r.reason is not ReleaseReason.PREEMPTED for r in releases)
+        return left_behind or bool(acks) or any(d.reason is not ReleaseReason.PREEMPTED for d in departing)
 
-    def _departing(self) -> list[Departure]:
+    def _departing(self, room: MessageRoom) -> list[Departure]:
         """Leases to end now. A preempted sequence in flight stays until its launch has ended: no token is lost."""
         departures = self._roster.departures
         departing = [
             departure
             for departure in departures.values()
-            if not (departure.sequence.in_flight and departure.reason == ReleaseReason.PREEMPTED)
+            if not (departure.sequence.in_flight and departure.reason == ReleaseReason.PREEMPTED) and room.take(Release)
         ]
         for departure in departing:
             del departures[departure.sequence.sequence_id]
         return departing
 
-    def _take_acks(self, departing: set[SequenceId]) -> tuple[Ack, ...]:
+    def _take_acks(self, departing: set[SequenceId], room: MessageRoom) -> tuple[Ack, ...]:
         """Acks for this step. That of a departing sequence follows its release, or it would be granted pages anew."""
         now: list[Ack] = []
         later: list[Ack] = []
         for ack in self._acks:
             sequence = self.tickets.get(ack.ticket)
-            if sequence is not None and sequence.sequence_id in departing:
+            is_departing = sequence is not None and sequence.sequence_id in departing
+            if is_departing or not room.take(Ack):
                 later.append(ack)
                 continue
             now.append(ack)
             if sequence is not None:
-                self.asked[sequence.sequence_id] = Asked(
-                    sequence, Ask.REPLAN, first_chunk_limit(len(sequence.tokens), self._config)
-                )
                 del self.tickets[ack.ticket]
+                if sequence not in self.tickets.values():  # the last ack is answered with a new plan
+                    self.asked[sequence.sequence_id] = Asked(
+                        sequence, Ask.REPLAN, first_chunk_limit(len(sequence.tokens), self._terms.config)
+                    )
         self._acks = later
         return tuple(now)
 
-    def _publishes(self, departing: list[Departure]) -> tuple[Publish, ...]:
+    def _publishes(self, departing: list[Departure], room: MessageRoom) -> tuple[Publish, ...]:
+        """A departing sequence's first: it has no later step."""
         candidates = [d.sequence for d in departing if d.publishes]
         gone = {d.sequence.sequence_id for d in departing}
         candidates += [sequence for sequence in self._roster.leased if sequence.sequence_id not in gone]
-        return tuple(publish for sequence in candidates if (publish := self._publish(sequence)) is not None)
+        return tuple(publish for sequence in candidates if (publish := self._publish(sequence, room)) is not None)
 
-    def _publish(self, sequence: Sequence) -> Publish | None:
+    def _publish(self, sequence: Sequence, room: MessageRoom) -> Publish | None:
         """Filled pages, and the end of the launch that restored a snapshot: until then the snapshot is pinned."""
-        page_tokens = self._config.page_tokens
         computed = sequence.computed_len
-        fills_page = computed // page_tokens > sequence.published_len // page_tokens
+        fills_page = computed // self._page_tokens > sequence.published_len // self._page_tokens
         if not fills_page and not (sequence.restore and computed > sequence.start_len):
             return None
         tokens = sequence.tokens[sequence.known_len : computed].tobytes()
+        if not room.take(Publish, ITEM_BYTES + len(tokens)):
+            return None
         sequence.known_len = max(sequence.known_len, computed)
         sequence.published_len = computed
         sequence.restore = ()
         return Publish(sequence.sequence_id, tokens, computed)
 
     def _releases(self, departing: list[Departure]) -> tuple[Release, ...]:
-        leftovers = [Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in self._leftovers]
-        self._leftovers = frozenset()
-        return (*leftovers, *(Release(d.sequence.sequence_id, d.reason) for d in departing))
+        return tuple(Release(d.sequence.sequence_id, d.reason, self._rolling_tokens(d)) for d in departing)
+
+    def _forget_kept(self, room: MessageRoom) -> tuple[Release, ...]:
+        """Of requests that were aborted while they waited: the tokens that are kept for them go."""
+        forgotten = self._roster.forgotten
+        self._roster.forgotten = [sequence_id for sequence_id in forgotten if not room.take(Release)]
+        num_taken = len(forgotten) - len(self._roster.forgotten)
+        return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in forgotten[:num_taken])
+
+    def _rolling_tokens(self, departure: Departure) -> int:
+        is_finished = departure.reason is ReleaseReason.FINISHED
+        return departure.sequence.rolling_boundary(self._page_tokens) if is_finished else 0
 
     def _end_leases(self, departing: list[Departure]) -> list[Sequence]:
         """Returns the preempted ones: they queue again only behind this step's acquires."""
+        preempted = [d.sequence for d in departing if d.reason == ReleaseReason.PREEMPTED]
+        for sequence in preempted:
+            sequence.kept_len = self._admission.keeps(sequence.known_len)
         for departure in departing:
             self._roster.end_lease(departure.sequence)
             self._forget_tickets(departure.sequence)
-        return [d.sequence for d in departing if d.reason == ReleaseReason.PREEMPTED]
+        return preempted
 
     def _forget_tickets(self, sequence: Sequence) -> None:
         for ticket in [ticket for ticket, waiter in self.tickets.items() if waiter is sequence]:
@@ -202,7 +215,7 @@ class Outbox:
 
         With WINDOW or STATE groups a prompt goes no further than was asked: their pages and slots come by the chunk.
         """
-        tables, page_tokens = sequence.tables, self._config.page_tokens
+        tables, page_tokens = sequence.tables, self._page_tokens
         if self._only_full and len(tables) == 1:
             return len(tables[0]) * page_tokens
         pages = min([len(tables[group]) for group in self._paged], default=UNLIMITED)
@@ -212,25 +225,24 @@ class Outbox:
 
     def predicted(self) -> Iterator[Progress]:
         """Where running sequences stand once the launch in flight has ended."""
+        config = self._terms.config
         for sequence in self._roster.leased:
             if sequence.state is not State.RUNNING:
                 continue
             computed, length = sequence.launched_len, len(sequence.tokens)
             if sequence.in_flight and computed == length:
-                if (
-                    sequence.num_generated + 1 >= sequence.sampling.max_tokens
-                    or length + 1 >= self._config.max_model_len
-                ):
+                if sequence.num_generated + 1 >= sequence.sampling.max_tokens or length + 1 >= config.max_model_len:
                     continue
-                computed += self._config.decode_lookahead
+                computed += config.decode_lookahead
                 length = computed + 1
             yield Progress(sequence, computed, length, self.room(sequence))
 
-    def _extends(self) -> tuple[Extend, ...]:
+    def _extends(self, room: MessageRoom) -> tuple[Extend, ...]:
         """Oldest first, but those that sat out a launch before all others."""
-        plan = plan_launch(self.predicted(), self._config, within_room=False)
+        plan = plan_launch(self.predicted(), self._terms.config, within_room=False)
         needs = list(self._needs(plan))
         needs.sort(key=lambda entry: (entry[0].num_refused_extends == 0, entry[0].rank))
+        needs = [entry for entry in needs if room.take(Extend)]
         for sequence, need in needs:
             self.asked[sequence.sequence_id] = Asked(sequence, Ask.EXTEND, need)
         return tuple(Extend(sequence.sequence_id, need) for sequence, need in needs)
@@ -239,63 +251,22 @@ class Outbox:
         """Rows that lack room, and the length to extend to."""
         for index, (sequence, first, num_tokens) in enumerate(plan.rows):
             is_decode = index < plan.num_decode
-            need = decode_need(first, self._config) if is_decode else first + num_tokens
+            need = decode_need(first, self._terms.config) if is_decode else first + num_tokens
             if need > self.room(sequence):
                 yield sequence, need
 
-    # -- admission --
+    # -- new leases --
 
     def _acquires(self) -> tuple[Acquire, ...]:
-        chosen: list[Sequence] = []
-        acquires: list[Acquire] = []
-        if self._may_admit():
-            chosen = self._choose(min(self._config.max_acquires, self._config.max_num_seqs - len(self._roster.leased)))
-            self._roster.take(chosen)
-        for sequence in chosen:
-            self.asked[sequence.sequence_id] = Asked(
-                sequence, Ask.ACQUIRE, first_chunk_limit(len(sequence.tokens), self._config)
-            )
+        asking = self._admission.acquires(self._terms.room())
+        for sequence, _ in asking:
+            length = first_chunk_limit(len(sequence.tokens), self._terms.config)
+            self.asked[sequence.sequence_id] = Asked(sequence, Ask.ACQUIRE, length)
             sequence.known_len = len(sequence.tokens)
-            acquires.append(self._acquire(sequence, alone=not (self._roster.leased or acquires)))
-        return tuple(acquires)
+        return tuple(acquire for _, acquire in asking)
 
-    def _may_admit(self) -> bool:
-        """Not while a running sequence lacks pages, nor while the prompts that were admitted fill the next launch."""
-        threshold = self._config.long_prefill_token_threshold or UNLIMITED
-        backlog = 0
-        for sequence in self._roster.leased:
-            if sequence.num_refused_extends:
-                return False
-            backlog += min(max(sequence.in_prefill_until - sequence.launched_len, 0), threshold)
-        return backlog < self._config.token_budget
-
-    def _choose(self, limit: int) -> list[Sequence]:
-        """From the head on. A held request blocks nobody; a refused one blocks all behind it, or it would starve."""
-        siblings = Siblings(self._config.page_tokens)
-        for sequence in self._roster.leased:
-            siblings.admit(sequence)
-        chosen: list[Sequence] = []
-        num_held = 0
-        for sequence in self._roster.waiting:
-            if len(chosen) >= limit:
-                break
-            if siblings.hold(sequence):
-                num_held += 1
-            elif sequence is self._refused:
-                break
-            else:
-                chosen.append(sequence)
-                siblings.admit(sequence)
-        self.num_held = num_held
-        return chosen
-
-    def _acquire(self, sequence: Sequence, *, alone: bool) -> Acquire:
-        """A sequence alone needs no reserve: kept free for nobody, it would refuse the longest prompt for ever."""
-        return Acquire(
-            sequence.sequence_id,
-            sequence.namespace,
-            sequence.packed_tokens(),
-            0 if alone else self._config.reserve_pages,
-            first_chunk_limit(len(sequence.tokens), self._config),
-            sequence.request.priority,
-        )
+    def _adopts(self) -> tuple[Adopt, ...]:
+        asking = self._adoptions.take(self._terms.room())
+        for sequence, _ in asking:
+            self.asked[sequence.sequence_id] = Asked(sequence, Ask.ADOPT, sequence.computed_len)
+        return tuple(adopt for _, adopt in asking)

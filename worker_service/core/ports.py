@@ -6,6 +6,7 @@ int32, page ids uint32 (0 = NO_PAGE, a hole).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import NamedTuple, NewType, Protocol
@@ -25,6 +26,8 @@ class GroupKind(IntEnum):
 class RefusalReason(IntEnum):
     NEVER_FITS = 1
     NO_ROOM = 2
+    INVALID = 3
+    RESEND = 4
 
 
 class ReleaseReason(IntEnum):
@@ -37,6 +40,7 @@ class TransferStatus(IntEnum):
     DONE = 1
     MISSING = 2
     FAILED = 3
+    CORRUPT = 4
 
 
 class HostTierKind(IntEnum):
@@ -74,9 +78,16 @@ class SnapshotSlot(NamedTuple):
 
 
 class TransferPages(NamedTuple):
+    """A page id and a hash of 32 bytes for each page, packed; NO_PAGE where the group does not move that page."""
+
     group: int
     page_ids: bytes
-    keys: tuple[bytes, ...]
+    key_prefix: str
+    page_hashes: bytes
+
+    def key(self, page: int, rank: int) -> bytes:
+        """The store's key of a page, counted from the transfer's first one."""
+        return f"{self.key_prefix}{rank}:{self.page_hashes[32 * page : 32 * page + 32].hex()}".encode()
 
 
 class Transfer(NamedTuple):
@@ -97,12 +108,16 @@ class Match(NamedTuple):
 
 
 class Acquire(NamedTuple):
+    """`tokens` are those after the first `kept_tokens`, kept by the cache service from an earlier acquire or lease."""
+
     sequence_id: SequenceId
     namespace: Namespace
     tokens: bytes
     reserve_pages: int
     chunk_tokens: int
     priority: int = 0
+    kept_tokens: int = 0
+    bypass_cache: bool = False
 
 
 class Grant(NamedTuple):
@@ -112,7 +127,7 @@ class Grant(NamedTuple):
     fetched_tokens: int
     tables: tuple[GroupPages, ...]
     match: Match
-    fetch: Transfer | None = None
+    fetches: tuple[Transfer, ...] = ()
     restore: tuple[SnapshotSlot, ...] = ()
     leave: tuple[SnapshotSlot, ...] = ()
     working: tuple[SnapshotSlot, ...] = ()
@@ -120,9 +135,12 @@ class Grant(NamedTuple):
 
 
 class Refusal(NamedTuple):
+    """`field` names the offending input when `reason` is INVALID."""
+
     sequence_id: SequenceId
     reason: RefusalReason
     detail: str
+    field: str = ""
 
 
 class Extend(NamedTuple):
@@ -148,8 +166,11 @@ class Remap(NamedTuple):
 
 
 class Release(NamedTuple):
+    """`rolling_tokens`: the boundary whose state the rolling slots hold, whatever is still in flight; 0 is none."""
+
     sequence_id: SequenceId
     reason: ReleaseReason
+    rolling_tokens: int = 0
 
 
 class Ack(NamedTuple):
@@ -165,13 +186,29 @@ class Rates(NamedTuple):
     fetch_bytes_per_s: float
 
 
+class Adopt(NamedTuple):
+    """Take over the pages of a sequence that an earlier state of the cache service granted."""
+
+    sequence_id: SequenceId
+    namespace: Namespace
+    tokens: bytes
+    computed_tokens: int
+    tables: tuple[GroupPages, ...]
+    working: tuple[SnapshotSlot, ...] = ()
+    rolling: tuple[SnapshotSlot, ...] = ()
+    priority: int = 0
+    bypass_cache: bool = False
+
+
 class Step(NamedTuple):
-    """Everything that one engine iteration wants, applied by the manager in the order of the fields."""
+    """Everything that one engine iteration wants, applied in this order: acks, publishes, releases, adopts, extends,
+    acquires. An item that cannot be applied is refused alone."""
 
     step_id: int
     acks: tuple[Ack, ...] = ()
     publishes: tuple[Publish, ...] = ()
     releases: tuple[Release, ...] = ()
+    adopts: tuple[Adopt, ...] = ()
     extends: tuple[Extend, ...] = ()
     acquires: tuple[Acquire, ...] = ()
     rates: Rates | None = None
@@ -185,38 +222,51 @@ class StepReply(NamedTuple):
     remaps: tuple[Remap, ...] = ()
 
 
-class Adopt(NamedTuple):
-    sequence_id: SequenceId
-    namespace: Namespace
-    tokens: bytes
-    computed_tokens: int
-    tables: tuple[GroupPages, ...]
-    working: tuple[SnapshotSlot, ...] = ()
-    rolling: tuple[SnapshotSlot, ...] = ()
-    priority: int = 0
+class SessionLimits(NamedTuple):
+    """What the cache service takes from this worker; each is explained in protos/v1/cache.proto."""
+
+    max_sequence_tokens: int
+    max_live_sequences: int
+    max_step_items: int
+    max_message_bytes: int
+    max_name_chars: int
+    max_adopt_pages: int
+    max_kept_bytes: int
+    grace_ms: int
 
 
 class Welcome(NamedTuple):
+    """`epoch` and `generation` name a state of the cache service; `last_step_id` is the last step applied to it."""
+
     epoch: str
-    known_sequences: frozenset[SequenceId]
+    generation: int
     last_step_id: int
+    limits: SessionLimits
+    capabilities: tuple[str, ...] = ()
 
 
 class CachePort(Protocol):
     """The engine's view of the cache service. One unanswered Step at a time.
 
-    A lost stream raises SessionLost from `step` and `adopt`, and once from `next_order`, so that an idle engine hears
-    of it too; the engine then drains the mover, calls `connect` again and follows the Welcome.
+    A lost stream raises SessionLost from `step`, and once from `next_order`, so that an idle engine hears of it too.
+    The engine then calls `hang_up`, drains the mover, calls `connect` and follows the Welcome.
     """
 
-    async def connect(self, live_sequences: Seq[SequenceId]) -> Welcome: ...
+    async def connect(self, generation: int) -> Welcome:
+        """Returns the Welcome to a Hello that names `generation`, the state to go on from; 0 begins anew.
+
+        Raises SessionRefused when no cache service will take this worker.
+        """
+        ...
 
     async def step(self, step: Step) -> StepReply: ...
 
-    async def adopt(self, adopt: Adopt) -> Grant | Refusal: ...
-
     async def next_order(self) -> Transfer:
-        """The next spill order; waits for one."""
+        """Returns the next spill order of the present stream; waits for one."""
+        ...
+
+    async def hang_up(self) -> None:
+        """End the stream. No order of it is handed out afterwards."""
         ...
 
     async def close(self) -> None:
@@ -226,6 +276,26 @@ class CachePort(Protocol):
 
 class SessionLost(Exception):
     """The stream to the cache service broke; the state on its other side is known again after `connect`."""
+
+
+class StepRejected(SessionLost):
+    """The stream ended over the content of a step or of its reply: the same step may end the next stream, too."""
+
+
+class SessionRefused(Exception):
+    """The cache service will not take this worker: another one has its name, or the two do not fit together."""
+
+
+class Mover(Protocol):
+    """Every transfer ends in exactly one ack, handed over in the event loop."""
+
+    def fetch(self, transfer: Transfer, barrier: Callable[[], None]) -> None: ...
+
+    def spill(self, transfer: Transfer) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class HostTier(Protocol):

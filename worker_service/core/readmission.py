@@ -2,122 +2,113 @@
 
 Knows no stream and no launch; both have come to rest before.
 
-    the manager knows us           repeat the unanswered Step; everything goes on
-    it is a new one, or forgot     what computed nothing queues again; the rest is adopted; tickets are void
+    the same state of the service     repeat the unanswered Step; everything goes on
+    another state                     what computed nothing queues again; the rest is adopted; tickets are void
 """
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
-from worker_service.core.launch_plan import SchedulerConfig
+from worker_service.core.admission import Admission
+from worker_service.core.adoption import Adoptions
+from worker_service.core.inbox import Failed
+from worker_service.core.limits import Terms
 from worker_service.core.outbox import Ask, Outbox
-from worker_service.core.ports import (
-    NO_PAGE,
-    Adopt,
-    Grant,
-    GroupKind,
-    GroupPages,
-    Refusal,
-    SequenceId,
-    Step,
-    Welcome,
-)
+from worker_service.core.ports import ReleaseReason, SessionLost, Step, Welcome
 from worker_service.core.roster import Roster
-from worker_service.core.sequence import Sequence, State, place_pages
+from worker_service.core.sequence import Sequence, State
+
+# Steps with an acquire of one sequence that ended their sessions; it fails alone at the second one.
+MAX_REJECTED = 2
+
+
+class LostPlace(SessionLost):
+    """The cache service is neither where the worker's last reply left it nor one step further."""
 
 
 class Readmission(NamedTuple):
-    """Send `repeat` again and apply its reply, or send each Adopt and hand its answer to apply_adopt."""
+    """Send `repeat` again and apply its reply; tell the clients of the `failed` ones."""
 
     repeat: Step | None
-    adopts: tuple[Adopt, ...]
+    failed: tuple[Failed, ...]
 
 
 class Readmitter:
-    def __init__(self, config: SchedulerConfig, roster: Roster, outbox: Outbox) -> None:
-        self._config = config
+    """`generation` is what the next Hello names: the state to go on from, or 0 for none."""
+
+    def __init__(
+        self, terms: Terms, roster: Roster, outbox: Outbox, admission: Admission, adoptions: Adoptions
+    ) -> None:
+        self._terms = terms
         self._roster = roster
         self._outbox = outbox
+        self._admission = admission
+        self._adoptions = adoptions
+        self._epoch = ""
+        self.generation = 0
 
-    def readmit(self, welcome: Welcome, *, is_same_epoch: bool) -> Readmission:
-        if is_same_epoch and self._is_known(welcome):
-            return Readmission(self._outbox.unanswered, ())
+    def readmit(self, welcome: Welcome) -> Readmission:
+        """Raises LostPlace when the worker has to say Hello again, with generation 0."""
+        is_same = (welcome.epoch, welcome.generation) == (self._epoch, self.generation)
+        if is_same and not self._outbox.stands_at(welcome.last_step_id):
+            self.generation = 0
+            raise LostPlace(f"the cache service stands at step {welcome.last_step_id}, where this worker never was")
+        self._epoch, self.generation = welcome.epoch, welcome.generation
+        self._terms.take(welcome.limits)
+        failed = self._fail_excessive()
+        if is_same:
+            return Readmission(self._outbox.unanswered, failed)
+        self._begin_anew(welcome)
+        return Readmission(None, failed)
+
+    def reject_step(self) -> tuple[Failed, ...]:
+        """The unanswered step ended two sessions: it is void, and the next Hello begins anew.
+
+        Requests that it asked pages for ask one by one, so that the culprit is alone in its next step. Returns the
+        request that was alone already."""
+        self.generation = 0
+        self._admission.one_by_one()
+        suspects = [asked.sequence for asked in self._outbox.asked.values() if asked.ask in (Ask.ACQUIRE, Ask.ADOPT)]
+        for sequence in suspects:
+            sequence.num_rejected += 1
+        if len(suspects) > 1:
+            return ()
+        culprits = [sequence for sequence in suspects if sequence.num_rejected >= MAX_REJECTED]
+        return tuple(self._fail(sequence, "prompt", "the cache service rejects it") for sequence in culprits)
+
+    def _fail_excessive(self) -> tuple[Failed, ...]:
+        """Requests beyond the limits, which may have become smaller."""
+        failed = []
+        for sequence in list(self._roster.unfinished.values()):
+            if (excess := self._terms.excess(sequence)) is not None:
+                failed.append(self._fail(sequence, excess.field, excess.reason))
+        return tuple(failed)
+
+    def _fail(self, sequence: Sequence, field: str, reason: str) -> Failed:
+        self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+        return Failed(sequence.sequence_id, reason, field)
+
+    def _begin_anew(self, welcome: Welcome) -> None:
         waiting = [asked.sequence for asked in self._outbox.asked.values() if asked.ask is Ask.ACQUIRE]
-        self._outbox.reset(welcome.last_step_id, welcome.known_sequences)
+        self._outbox.reset(welcome.last_step_id)
         self._roster.departures.clear()
-        adopts: list[Adopt] = []
+        self._roster.forgotten.clear()
+        adopted: list[Sequence] = []
         for sequence in list(self._roster.leased):
-            if self._is_adoptable(sequence, welcome):
-                adopts.append(self._adopt(sequence))
+            if self._is_adoptable(sequence) and len(adopted) < self._terms.config.max_num_seqs:
+                adopted.append(sequence)
             else:
-                self._end_lease(sequence)
+                self._roster.lose_lease(sequence)
                 waiting.append(sequence)
+        self._adoptions.begin(adopted)
         for sequence in waiting:
             if sequence.state is not State.FINISHED:
                 self._roster.enqueue(sequence)
-        return Readmission(None, tuple(adopts))
+        for sequence in self._roster.unfinished.values():
+            sequence.kept_len = 0
 
-    def _is_known(self, welcome: Welcome) -> bool:
-        """Whether the manager stands where its last reply left it, or one step further: then the reply was lost.
-
-        That step may have ended leases: a refused replan does.
-        """
-        step, asked = self._outbox.unanswered, self._outbox.asked
-        replanned = {sequence_id for sequence_id, entry in asked.items() if entry.ask is Ask.REPLAN}
-        expected = {sequence.sequence_id for sequence in self._roster.leased} - replanned
-        known = expected <= welcome.known_sequences
-        return known and (step is None or welcome.last_step_id in (step.step_id - 1, step.step_id))
-
-    def _is_adoptable(self, sequence: Sequence, welcome: Welcome) -> bool:
-        """A lease that the manager has, though the dialogue lost its place, ends instead; its sequence queues."""
-        is_running = sequence.state is State.RUNNING and sequence.computed_len > sequence.start_len
-        return is_running and sequence.sequence_id not in welcome.known_sequences
-
-    def _end_lease(self, sequence: Sequence) -> None:
-        """To its client a lease that is lost with computed tokens is a preemption: they count on top."""
-        if sequence.state is State.RUNNING and sequence.computed_len > sequence.start_len:
-            sequence.num_preemptions += 1
-        self._roster.end_lease(sequence)
-
-    def _adopt(self, sequence: Sequence) -> Adopt:
-        """The manager knows all tokens of it from now on, and publishes what is computed as it stands."""
-        sequence.known_len = len(sequence.tokens)
-        sequence.published_len = sequence.computed_len
-        sequence.num_refused_extends = 0
-        sequence.granted_len = sequence.computed_len
-        sequence.restore = sequence.leave = ()
-        return Adopt(
-            sequence.sequence_id,
-            sequence.namespace,
-            sequence.tokens.tobytes(),
-            sequence.computed_len,
-            tuple(self._table(sequence, group) for group in self._config.paged_groups),
-            sequence.working,
-            sequence.rolling,
-            sequence.request.priority,
-        )
-
-    def _table(self, sequence: Sequence, group: int) -> GroupPages:
-        """A window's pages are named as far as it still reads them: those behind may be another sequence's by now."""
-        spec, table = self._config.groups[group], sequence.tables[group]
-        num_left = 0
-        if spec.kind is GroupKind.WINDOW:
-            first_read = max(sequence.computed_len - (spec.window_tokens - 1), 0)
-            num_left = min(first_read // self._config.page_tokens, len(table))
-        named = array("i", (NO_PAGE,)) * num_left + table[num_left:]
-        return GroupPages(group, 0, named.tobytes())
-
-    def apply_adopt(self, sequence_id: SequenceId, answer: Grant | Refusal) -> None:
-        sequence = next(sequence for sequence in self._roster.leased if sequence.sequence_id == sequence_id)
-        if isinstance(answer, Refusal):
-            self._roster.departures.pop(sequence_id, None)
-            self._end_lease(sequence)
-            if sequence.state is not State.FINISHED:
-                self._roster.enqueue(sequence)
-            return
-        for pages in answer.tables:
-            del sequence.tables[pages.group][:]
-        place_pages(sequence.tables, answer.tables)
-        sequence.working, sequence.rolling, sequence.leave = answer.working, answer.rolling, answer.leave
+    def _is_adoptable(self, sequence: Sequence) -> bool:
+        """Not after an adopt of it ended two sessions: then it is computed again."""
+        is_running = sequence.state in (State.RUNNING, State.ADOPTING)
+        return is_running and sequence.has_computed and not sequence.num_rejected

@@ -31,6 +31,7 @@ class Roster:
         self.waiting: list[Sequence] = []
         self.leased: list[Sequence] = []
         self.departures: dict[SequenceId, Departure] = {}
+        self.forgotten: list[SequenceId] = []  # ended while they waited; the cache service keeps their tokens
 
     def enqueue(self, sequence: Sequence) -> None:
         """To its place in the queue, which for a preempted sequence is near the head: its rank is old."""
@@ -53,6 +54,12 @@ class Roster:
         self.leased.remove(sequence)
         sequence.forget_lease()
 
+    def lose_lease(self, sequence: Sequence) -> None:
+        """To its client a lease that is lost with computed tokens is a preemption: they count on top."""
+        if sequence.state in (State.RUNNING, State.ADOPTING) and sequence.has_computed:
+            sequence.num_preemptions += 1
+        self.end_lease(sequence)
+
     def preempt(self, sequence: Sequence) -> None:
         sequence.state = State.PREEMPTED
         sequence.num_preemptions += 1
@@ -62,6 +69,8 @@ class Roster:
         """The request is over; a lease that it holds ends with the next step."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+            if sequence.kept_len:
+                self.forgotten.append(sequence.sequence_id)
         sequence.state = State.FINISHED
         self.unfinished.pop(sequence.sequence_id, None)
         if sequence.leased:

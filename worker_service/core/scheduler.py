@@ -3,27 +3,28 @@
 Knows no clock, no wire, no thread, no tensor and no text. The engine drives it in this order, one launch at a time:
 
     while launch k - 1 runs:  step = next_step();  reply = await cache.step(step);  apply(reply)
-    when it has ended:        complete(launch, accepted)  or  fail(launch);  launch k = next_launch()
+    when it has ended:        complete(launch, accepted, failed_rows);  launch k = next_launch()
 
 A step may go out without a launch (an idle flush): next_step() is None when there is nothing to say. After a lost
-session: complete the launch, drain the mover, connect(live_sequences()), then follow readmit(welcome).
+session: complete the launch, drain the mover, connect(generation), then follow readmit(welcome).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from worker_service.core.admission import Admission
+from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.inbox import Effects, Failed, Fetch, Inbox, UnaskedReply
 from worker_service.core.launch_plan import Progress, Row, SchedulerConfig, plan_launch
+from worker_service.core.limits import Terms
 from worker_service.core.outbox import Outbox
 from worker_service.core.ports import (
     Ack,
-    Grant,
     Rates,
-    Refusal,
     ReleaseReason,
     SequenceId,
     SnapshotSlot,
@@ -31,7 +32,7 @@ from worker_service.core.ports import (
     StepReply,
     Welcome,
 )
-from worker_service.core.readmission import Readmission, Readmitter
+from worker_service.core.readmission import LostPlace, Readmission, Readmitter
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import (
     TOKEN_BYTES,
@@ -51,6 +52,7 @@ __all__ = [
     "Fetch",
     "Launch",
     "LaunchRow",
+    "LostPlace",
     "Output",
     "Readmission",
     "Scheduler",
@@ -96,11 +98,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         config.validate()
         self.config = config
+        self._terms = Terms(config)
         self._roster = Roster()
-        self._outbox = Outbox(config, self._roster)
-        self._inbox = Inbox(self._roster, self._outbox)
-        self._readmitter = Readmitter(config, self._roster, self._outbox)
-        self._epoch = ""
+        self._admission = Admission(self._terms, self._roster)
+        self._adoptions = Adoptions(self._terms, self._roster)
+        self._outbox = Outbox(self._terms, self._roster, self._admission, self._adoptions)
+        self._inbox = Inbox(self._roster, self._outbox, self._admission)
+        self._readmitter = Readmitter(self._terms, self._roster, self._outbox, self._admission, self._adoptions)
         self._num_requests = 0
         self._num_launches = 0
         self._in_flight: _Flight | None = None
@@ -113,22 +117,34 @@ class Scheduler:
             raise InvalidField("prompt", f"{len(request.prompt)} bytes are not packed int32")
         sequence = Sequence(request, Rank(-request.priority, self._num_requests + 1), len(self.config.groups))
         self._check(sequence)
-        if len(self._roster.waiting) >= self.config.max_waiting:
-            raise QueueFull(f"{self.config.max_waiting} requests wait already")
+        self.require_room()
         self._num_requests += 1
         self._roster.enqueue(sequence)
 
+    def require_room(self) -> None:
+        """Raises QueueFull when as many requests wait as may."""
+        if len(self._roster.waiting) >= self.config.max_waiting:
+            raise QueueFull(f"{self.config.max_waiting} requests wait already")
+
     def _check(self, sequence: Sequence) -> None:
-        request, length, most = sequence.request, sequence.prompt_len, self.config.max_model_len
-        if request.sequence_id in self._roster.unfinished or request.sequence_id in self.live_sequences():
+        request = sequence.request
+        if self._is_in_use(request.sequence_id):
             raise InvalidField("sequence_id", f"{request.sequence_id} is in use")
-        if length == 0:
+        if sequence.prompt_len == 0:
             raise InvalidField("prompt", "is empty")
-        if length >= most:
-            raise InvalidField("prompt", f"{length} tokens leave no room in max_model_len = {most}")
+        self._terms.check(sequence)
         if min(sequence.tokens) < 0 or max(sequence.tokens) >= self.config.vocab_size:
             raise InvalidField("prompt", f"has a token outside of 0 .. {self.config.vocab_size - 1}")
         request.sampling.validate()
+
+    def _is_in_use(self, sequence_id: SequenceId) -> bool:
+        """Whether the cache service may still hold a lease under this id."""
+        if sequence_id in self._roster.unfinished or sequence_id in self._outbox.asked:
+            return True
+        unanswered = self._outbox.unanswered
+        ids = [sequence.sequence_id for sequence in self._roster.leased]
+        ids += [release.sequence_id for release in unanswered.releases] if unanswered is not None else []
+        return sequence_id in ids
 
     def abort(self, sequence_id: SequenceId) -> bool:
         """Forget a request; its lease ends with the next step. False when it is unknown, as after it finished."""
@@ -145,6 +161,11 @@ class Scheduler:
         self._roster.finish(sequence, ReleaseReason.FINISHED)
         return sequence.usage()
 
+    def usage(self, sequence_id: SequenceId) -> Usage | None:
+        """What an unfinished request has used so far; None when it is unknown."""
+        sequence = self._roster.unfinished.get(sequence_id)
+        return sequence.usage() if sequence is not None else None
+
     @property
     def num_waiting(self) -> int:
         return len(self._roster.waiting)
@@ -156,7 +177,12 @@ class Scheduler:
     @property
     def num_held(self) -> int:
         """Requests that the last step held back for a sibling."""
-        return self._outbox.num_held
+        return self._admission.num_held
+
+    @property
+    def num_adopting(self) -> int:
+        """Sequences whose adopts are still to be sent; none of them runs until it is answered."""
+        return self._adoptions.num_pending
 
     @property
     def num_unfinished(self) -> int:
@@ -182,7 +208,7 @@ class Scheduler:
 
     def retry_refused(self) -> None:
         """Ask again for the refused head of the queue although nothing was seen to be freed; for an idle engine."""
-        self._outbox.freed()
+        self._admission.freed()
 
     def apply(self, reply: StepReply) -> Effects:
         """Take the answer to the unanswered step, before the next launch is made."""
@@ -198,41 +224,37 @@ class Scheduler:
             for sequence in self._roster.leased
             if sequence.state is State.RUNNING
         ]
-        plan = plan_launch(standing, self.config, within_room=True)
+        config = self._terms.config
+        plan = plan_launch(standing, config, within_room=True)
         if not plan.rows:
             return None
-        batch = build_batch(plan.rows, plan.num_decode, self.config.groups, self.config.page_tokens)
+        batch = build_batch(plan.rows, plan.num_decode, config.groups, config.page_tokens)
         self._num_launches += 1
         launch = Launch(self._num_launches, tuple(_launch_row(row) for row in plan.rows), batch)
         for row in plan.rows:
             row.sequence.launched_len = row.end
+            row.sequence.written_len = max(row.sequence.written_len, row.end + config.decode_lookahead)
         self._in_flight = _Flight(launch, tuple(row.sequence for row in plan.rows))
         return launch
 
-    def complete(self, launch: Launch, accepted: Seq[Seq[int]]) -> tuple[Output, ...]:
+    def complete(self, launch: Launch, accepted: Seq[Seq[int]], failed_rows: Container[int] = ()) -> tuple[Output, ...]:
         """The launch has ended: one run of accepted tokens for each row that samples, in the order of `sampled`.
 
-        What arrives for a sequence that was aborted meanwhile is dropped.
+        What arrives for a sequence that was aborted meanwhile is dropped. The requests of `failed_rows` (indices of
+        launch.rows) are forgotten, and nothing of them is published any more.
         """
         flight = self._landed(launch)
         if len(accepted) != launch.num_sampled:
             raise ValueError(f"{len(accepted)} runs of tokens for {launch.num_sampled} rows that sample")
         runs = iter(accepted)
         outputs: list[Output] = []
-        for row, sequence in zip(launch.rows, flight.sequences, strict=True):
+        for index, (row, sequence) in enumerate(zip(launch.rows, flight.sequences, strict=True)):
             tokens = next(runs) if row.samples else ()
-            if sequence.leased and sequence.lease == row.lease and sequence.state is not State.FINISHED:
+            if index in failed_rows:
+                self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+            elif sequence.leased and sequence.lease == row.lease and sequence.state is not State.FINISHED:
                 outputs += self._advance(sequence, row, tokens)
         return tuple(outputs)
-
-    def fail(self, launch: Launch) -> tuple[SequenceId, ...]:
-        """The launch failed: its requests are forgotten, nothing of them is published any more. Returns their ids."""
-        failed: list[SequenceId] = []
-        for sequence in self._landed(launch).sequences:
-            if sequence.state is not State.FINISHED:
-                failed.append(sequence.sequence_id)
-            self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
-        return tuple(failed)
 
     def _landed(self, launch: Launch) -> _Flight:
         flight, self._in_flight = self._in_flight, None
@@ -266,29 +288,27 @@ class Scheduler:
             sequence.tokens.append(token)
             if token in sampling.stop_token_ids or (token in self.config.eos_token_ids and not sampling.ignore_eos):
                 return tuple(tokens[:count]), FinishReason.STOP
-            is_longest = len(sequence.tokens) >= self.config.max_model_len
+            is_longest = len(sequence.tokens) >= self._terms.config.max_model_len
             if is_longest or sequence.num_generated >= sampling.max_tokens:
                 return tuple(tokens[:count]), FinishReason.LENGTH
         return tuple(tokens), None
 
     # -- the session --
 
-    def live_sequences(self) -> tuple[SequenceId, ...]:
-        """For Hello: every sequence for which the cache service may hold a lease."""
-        unanswered = self._outbox.unanswered
-        released = [release.sequence_id for release in unanswered.releases] if unanswered else []
-        leased = [sequence.sequence_id for sequence in self._roster.leased]
-        return tuple(sorted({*leased, *self._outbox.asked, *released}))
+    @property
+    def generation(self) -> int:
+        """For Hello: the state of the cache service to go on from; 0 begins anew."""
+        return self._readmitter.generation
 
     def readmit(self, welcome: Welcome) -> Readmission:
-        """After (re)connecting: the Step to repeat, or the sequences to adopt; what computed nothing queues again."""
+        """After (re)connecting: the Step to repeat. What the cache service does not know any more is adopted with the
+        coming steps, or queues again. Raises LostPlace when Hello is to be said again."""
         assert self._in_flight is None, "a launch ends before Hello"
-        is_same, self._epoch = welcome.epoch == self._epoch, welcome.epoch
-        return self._readmitter.readmit(welcome, is_same_epoch=is_same)
+        return self._readmitter.readmit(welcome)
 
-    def apply_adopt(self, sequence_id: SequenceId, answer: Grant | Refusal) -> None:
-        """Adopted, or queued again."""
-        self._readmitter.apply_adopt(sequence_id, answer)
+    def reject_step(self) -> tuple[Failed, ...]:
+        """The unanswered step ended two sessions: the next Hello begins anew. Returns requests that are given up."""
+        return self._readmitter.reject_step()
 
 
 class _Flight(NamedTuple):

@@ -23,6 +23,8 @@ from worker_service.core.page_codec import CODEC_RAW, Digest, PageKind, PageReje
 from worker_service.core.ports import Ack, HostTier, HostTierError, Transfer, TransferPages, TransferStatus
 
 PAGES_PER_COMMAND = 8
+# Without tensor parallelism a worker is its only rank.
+RANK = 0
 Barrier = Callable[[], None]
 _log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class PageFrame(NamedTuple):
     digest: Digest
 
     def kind(self, group: int) -> PageKind:
-        return PageKind(CODEC_RAW, self.dtype, group, rank=0)
+        return PageKind(CODEC_RAW, self.dtype, group, RANK)
 
 
 class _Item(NamedTuple):
@@ -166,29 +168,35 @@ class PageMover:
                 _log.warning("fetch %d: %s", transfer.ticket, error)
                 return _Outcome(num_done, TransferStatus.FAILED, num_bytes)
             self._breaker.worked()
-            payloads = [self._checked(item, value) for item, value in zip(items, values, strict=True)]
-            good_end = min((item.page for item, data in zip(items, payloads, strict=True) if data is None), default=end)
-            good = [(item, data) for item, data in zip(items, payloads, strict=True) if data and item.page < good_end]
+            checked = [self._checked(item, value) for item, value in zip(items, values, strict=True)]
+            bad = [
+                (item.page, data) for item, data in zip(items, checked, strict=True) if isinstance(data, TransferStatus)
+            ]
+            good_end = min((page for page, _ in bad), default=end)
+            pairs = zip(items, checked, strict=True)
+            good = [(item, data) for item, data in pairs if isinstance(data, memoryview) and item.page < good_end]
             barrier()
             num_bytes += self._write(good)
             num_done = good_end
             if good_end < end:
-                return _Outcome(num_done, TransferStatus.MISSING, num_bytes)
+                is_corrupt = (good_end, TransferStatus.CORRUPT) in bad
+                return _Outcome(num_done, TransferStatus.CORRUPT if is_corrupt else TransferStatus.MISSING, num_bytes)
         return _Outcome(num_done, TransferStatus.DONE, num_bytes)
 
     def _get(self, tier: HostTier, items: list[_Item]) -> list[bytearray | None]:
         max_bytes = page_codec.HEADER_BYTES + max((self._pages.page_bytes(item.group) for item in items), default=0)
         return tier.get([item.key for item in items], max_bytes)
 
-    def _checked(self, item: _Item, value: bytearray | None) -> memoryview | None:
+    def _checked(self, item: _Item, value: bytearray | None) -> memoryview | TransferStatus:
+        """The page's bytes, or what is wrong: MISSING or CORRUPT."""
         if value is None:
-            return None
+            return TransferStatus.MISSING
         try:
             size = self._pages.page_bytes(item.group)
             return page_codec.decode(value, self._frame.kind(item.group), item.key, size, self._frame.digest)
         except PageRejected as error:
             _log.warning("page of group %d rejected: %s", item.group, error)
-            return None
+            return TransferStatus.CORRUPT
 
     def _write(self, good: list[tuple[_Item, memoryview]]) -> int:
         for group in sorted({item.group for item, _ in good}):
@@ -240,10 +248,10 @@ def _items(transfer: Transfer, start: int, end: int) -> list[_Item]:
     """What moves of the pages [start, end), page by page, so that leading values mean leading pages."""
     tables = [(group, _page_ids(group)) for group in transfer.groups]
     return [
-        _Item(page, group.group, page_ids[page], group.keys[page])
+        _Item(page, group.group, page_ids[page], group.key(page, RANK))
         for page in range(start, end)
         for group, page_ids in tables
-        if page_ids[page] and group.keys[page]
+        if page_ids[page]
     ]
 
 

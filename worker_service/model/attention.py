@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
@@ -45,16 +46,26 @@ class LaunchInputs:
 class AttentionPlans:
     """Work lists and counters of the attention kernels on CUDA, made once: a launch prepares them for all its layers.
 
-    A launch that is too large for them does without; its kernels then make their own.
+    A launch that is too large for them does without; its kernels then make their own. References need none.
     """
 
-    def __init__(self, config: ModelConfig, max_num_seqs: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_num_seqs: int,
+        max_tokens: int,
+        device: torch.device,
+        backend: Backend = Backend.AUTO,
+    ) -> None:
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.backend = backend
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
         self._decode = DecodePlan(max_num_seqs, config.max_model_len, *heads, device=device)
         self._prefill = PrefillPlan(max_num_seqs, max_tokens, *heads, device=device)
 
     def prepared(self, launch: LaunchInputs) -> tuple[DecodePlan | None, PrefillPlan | None]:
+        if self.backend is Backend.REFERENCE:
+            return None, None
         decode = self._decode if 0 < launch.num_decode <= self._max_num_seqs else None
         if decode is not None:
             decode.prepare(launch.decode_seqlens_k)
@@ -73,6 +84,7 @@ class PagedAttention:
         self._kv_pages = kv_pages
         self._num_heads = num_heads
         self._launch = launch
+        self._backend = plans.backend
         self._decode_plan, self._prefill_plan = plans.prepared(launch)
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
@@ -89,6 +101,7 @@ class PagedAttention:
             k_norm=heads.k_norm,
             eps=heads.eps,
             num_unpacked=self._launch.num_decode,
+            backend=self._backend,
         )
         return self.attended(layer, queries)
 
@@ -117,6 +130,7 @@ class PagedAttention:
             plan=self._decode_plan,
             window=window,
             out=out,
+            backend=self._backend,
         )
 
     def _attend_prefill(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -132,4 +146,5 @@ class PagedAttention:
             plan=self._prefill_plan,
             window=window,
             out=out,
+            backend=self._backend,
         )

@@ -99,13 +99,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_model_config(top_fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """Field by field; a multimodal wrapper keeps the language model's in `text_config`, behind the top level's."""
     family = _family(top_fields)
-    nested = top_fields.get("text_config")
-    fields: Fields = {**nested, **top_fields} if isinstance(nested, dict) else top_fields
+    fields = _merged(top_fields)
     num_layers = _whole(fields, "num_hidden_layers")
     num_heads = _whole(fields, "num_attention_heads")
     hidden_size = _whole(fields, "hidden_size")
     max_tokens = _whole(fields, "max_position_embeddings")
     _check_plain(fields)
+    rope = _rope(fields, max_tokens)
     attention_bias = bool(fields.get("attention_bias", False))
     config = ModelConfig(
         family=family,
@@ -117,9 +117,9 @@ def parse_model_config(top_fields: Fields, generation: Fields | None = None) -> 
         num_heads=num_heads,
         num_kv_heads=_whole(fields, "num_key_value_heads", num_heads),
         head_dim=_head_dim(fields, family, hidden_size, num_heads),
-        max_model_len=max_tokens,
+        max_model_len=_max_model_len(rope, max_tokens),
         norm_eps=_number(fields, "rms_norm_eps"),
-        rope=_rope(fields, max_tokens),
+        rope=rope,
         windows=_windows(fields, family, num_layers),
         qkv_bias=family is Family.QWEN2 or (family is not Family.MISTRAL and attention_bias),
         output_bias=family in (Family.LLAMA, Family.QWEN3) and attention_bias,
@@ -130,6 +130,27 @@ def parse_model_config(top_fields: Fields, generation: Fields | None = None) -> 
     )
     _check_heads(config)
     return config
+
+
+def _merged(fields: Fields) -> Fields:
+    """The top level's fields over those of `text_config`; a null says nothing where the nested config has a value."""
+    nested = fields.get("text_config")
+    if not isinstance(nested, dict):
+        return fields
+    said = {name: value for name, value in fields.items() if value is not None or nested.get(name) is None}
+    return {**nested, **said}
+
+
+def _max_model_len(rope: RopeConfig, max_tokens: int) -> int:
+    """The most positions that the model can serve.
+
+    Model cards tell people to add a YaRN or linear factor and to leave max_position_embeddings as it was trained, so
+    the factor may reach further than that field says. The dynamic kind stays at its trained length: beyond it every
+    key would change as the sequence grows, and a cached key must not.
+    """
+    if rope.kind not in (RopeKind.YARN, RopeKind.LINEAR):
+        return max_tokens
+    return max(max_tokens, int(rope.original_max_tokens * rope.factor))
 
 
 def _family(fields: Fields) -> Family:
@@ -256,7 +277,10 @@ def _scaled_rope(rope: Fields, base: RopeConfig, max_tokens: int) -> RopeConfig:
 
 
 def _eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
-    value = generation.get("eos_token_id", fields.get("eos_token_id"))
+    """The generation config's, else the config's; null in either says nothing."""
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
         raise ModelError("eos_token_id", f"must be token ids, not {value!r}")

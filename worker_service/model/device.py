@@ -6,12 +6,17 @@ Knows no model beyond its checkpoint's dtype.
 from __future__ import annotations
 
 import os
+import platform
+from importlib.metadata import version
 
 import torch
 
+from kernels.backend import Backend
 from worker_service.model.config import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Raised when a change to the kernels or the model's code changes bits that pages hold.
+NUMERICS_VERSION = 1
 # cuBLAS without room for split-K: a row's result then depends neither on the number of rows nor on its neighbours.
 CUBLAS_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
@@ -35,6 +40,26 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and name == "float32":
         raise ModelError("dtype", "float32 is served on a CPU only; bfloat16 and float16 are served on CUDA")
     return DTYPES[name]
+
+
+def numerics(device: torch.device, backend: Backend) -> str:
+    """What rounds a worker's sums: its device and the software that computes on it.
+
+    Two workers whose numerics differ may have other bits in the same page, so the fingerprint holds them apart.
+    """
+    software = [f"kernels{NUMERICS_VERSION}", backend.value, f"torch{_major_minor(torch.__version__)}"]
+    if device.type != "cuda":
+        return "/".join([*software, "cpu", platform.machine(), torch.backends.cpu.get_cpu_capability()])
+    if backend is not Backend.REFERENCE:
+        software.append(f"triton{_major_minor(version('triton'))}")
+    card = torch.cuda.get_device_properties(device)
+    # The library picks its products by the number of multiprocessors, too.
+    kind = f"sm{card.major}{card.minor}x{card.multi_processor_count}"
+    return "/".join([*software, f"cuda{torch.version.cuda}", kind])
+
+
+def _major_minor(release: str) -> str:
+    return ".".join(release.split(".")[:2])
 
 
 def prepare_process(device: torch.device, num_threads: int, *, stable_products: bool = True) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kernels.backend import Backend
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from worker_service.model.config import ModelConfig
@@ -67,9 +68,16 @@ class Llama:
     Takes the tensors out of the mapping: fusing a layer's projections then never doubles the model's memory.
     """
 
-    def __init__(self, config: ModelConfig, tensors: MutableMapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: MutableMapping[str, torch.Tensor],
+        device: torch.device,
+        backend: Backend = Backend.AUTO,
+    ) -> None:
         self.config = config
         self.device = device
+        self.backend = backend
         self._embeddings = tensors.pop("model.embed_tokens.weight")
         self._norm = tensors.pop("model.norm.weight")
         head = self._embeddings if config.tied_embeddings else tensors.pop("lm_head.weight")
@@ -90,15 +98,16 @@ class Llama:
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, multiply: Multiply
     ) -> torch.Tensor:
         """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
+        eps, backend = self.config.norm_eps, self.backend
         hidden = self._embeddings[token_ids]
-        x = rms_norm(hidden, self._layers[0].attention_norm, self.config.norm_eps)
+        x = rms_norm(hidden, self._layers[0].attention_norm, eps, backend=backend)
         next_norms = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             attended = attend(number, self._heads(layer, multiply(x, layer.qkv), positions))
             attended = multiply(attended.view(x.shape[0], -1), layer.output)
-            x, hidden = rms_norm(attended, layer.mlp_norm, self.config.norm_eps, residual=hidden)
-            inner = multiply(silu_mul(multiply(x, layer.gate_up)), layer.down)
-            x, hidden = rms_norm(inner, next_norm, self.config.norm_eps, residual=hidden)
+            x, hidden = rms_norm(attended, layer.mlp_norm, eps, residual=hidden, backend=backend)
+            inner = multiply(silu_mul(multiply(x, layer.gate_up), backend=backend), layer.down)
+            x, hidden = rms_norm(inner, next_norm, eps, residual=hidden, backend=backend)
         return x
 
     def logits(self, normed: torch.Tensor, multiply: Multiply) -> torch.Tensor:

@@ -5,17 +5,27 @@ Knows no pool size and no service.
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from kernels.backend import Backend
 from worker_service.gpu.kv_pages import KvShape
-from worker_service.model.config import ModelConfig, ModelError, read_model_config
+from worker_service.model.config import ModelConfig, ModelError, RopeKind, read_model_config
 from worker_service.model.device import pick_dtype
+from worker_service.model.digest import digesting
+from worker_service.model.hub import resolve_folder
 from worker_service.model.llama import Llama
-from worker_service.model.tokenizer import TOKENIZER, Tokenizer
-from worker_service.model.weights import load_weights, model_digest, resolve_folder
+from worker_service.model.tokenizer import TOKENIZER, Tokenizer, eos_token_ids
+from worker_service.model.weights import load_weights
+
+LOG_SECONDS = 2.0
+
+_log = logging.getLogger("worker_service")
 
 
 class LoadedModel(NamedTuple):
@@ -28,11 +38,27 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    model: str, device: torch.device, *, revision: str | None = None, dtype: str = "auto", max_model_len: int = 0
+    model: str,
+    device: torch.device,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    max_model_len: int = 0,
+    backend: Backend = Backend.AUTO,
 ) -> LoadedModel:
     """Cheap checks first, so that a bad folder is told before gigabytes are read. max_model_len 0 = the config's."""
     folder = resolve_folder(model, revision)
     config = _limited(read_model_config(folder), max_model_len)
+    tokenizer = _tokenizer(folder, config)
+    if not config.eos_token_ids:
+        config = replace(config, eos_token_ids=eos_token_ids(folder, tokenizer))
+    with digesting(folder) as digest:
+        progress = _LoggedProgress()
+        tensors = load_weights(folder, config, pick_dtype(dtype, config.dtype, device), device, progress)
+        return LoadedModel(config, Llama(config, tensors, device, backend), tokenizer, digest())
+
+
+def _tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     if not (folder / TOKENIZER).is_file():
         raise ModelError(TOKENIZER, "is not in the model folder")
     tokenizer = Tokenizer(folder / TOKENIZER)
@@ -40,8 +66,20 @@ def load_model(
         raise ModelError(
             TOKENIZER, f"has {tokenizer.vocab_size} tokens, but the model's vocab_size is {config.vocab_size}"
         )
-    tensors = load_weights(folder, config, pick_dtype(dtype, config.dtype, device), device)
-    return LoadedModel(config, Llama(config, tensors, device), tokenizer, model_digest(folder))
+    return tokenizer
+
+
+class _LoggedProgress:
+    """A line every LOG_SECONDS while weights are loaded; a small model needs none."""
+
+    def __init__(self) -> None:
+        self._logged_at = time.monotonic()
+
+    def __call__(self, loaded_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
+            _log.info("loading weights", extra={"loaded_mb": loaded_bytes >> 20, "total_mb": total_bytes >> 20})
 
 
 def kv_shape(config: ModelConfig, dtype: torch.dtype, page_tokens: int) -> KvShape:
@@ -50,11 +88,22 @@ def kv_shape(config: ModelConfig, dtype: torch.dtype, page_tokens: int) -> KvSha
     return KvShape(windows, config.num_kv_heads, config.head_dim, dtype, page_tokens)
 
 
+def _how_to_extend(config: ModelConfig) -> str:
+    """What config.json would have to say for a longer context."""
+    if config.rope.kind is RopeKind.DYNAMIC:
+        return "; rope_type dynamic is served up to max_position_embeddings only, since beyond it cached keys change"
+    return (
+        "; where the model allows for more, say so in config.json: max_position_embeddings, or rope_parameters with "
+        "rope_type yarn, factor and original_max_position_embeddings"
+    )
+
+
 def _limited(config: ModelConfig, max_model_len: int) -> ModelConfig:
     if not max_model_len:
         return config
     if max_model_len > config.max_model_len:
         raise ModelError(
-            "max_model_len", f"{max_model_len} is beyond the {config.max_model_len} positions of the model"
+            "max_model_len",
+            f"{max_model_len} is beyond the {config.max_model_len} positions of the model{_how_to_extend(config)}",
         )
     return replace(config, max_model_len=max_model_len)

@@ -4,6 +4,7 @@ Knows no layer, no sequence and no attention.
 
     batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one
     fast           the library's GEMM
+    reference      the references' GEMM, whatever the kind (kernel_backend)
     on a CPU       torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
 
 In `batch` and `strict` a row has the same bits in every launch, be it decoded or part of a prompt. What was seen holds
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.backend import Backend
 from kernels.linear import LEAST_ROWS, Route, keeps_rows, linear
 from worker_service.model.llama import Linear
 
@@ -51,12 +53,15 @@ class Kind(NamedTuple):
 class Products:
     """The model's `Multiply`, made once."""
 
-    def __init__(self, linears: Sequence[Linear], invariance: Invariance, max_rows: int) -> None:
+    def __init__(
+        self, linears: Sequence[Linear], invariance: Invariance, max_rows: int, backend: Backend = Backend.AUTO
+    ) -> None:
         on_cuda = linears[0].weight.is_cuda
         is_stable = invariance is not Invariance.FAST
+        self._backend = backend
         self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
         self.tiled: frozenset[Kind] = frozenset()
-        if on_cuda and is_stable:
+        if on_cuda and is_stable and backend is not Backend.REFERENCE:
             kinds = {kind_of(entry): entry for entry in linears}
             self.tiled = frozenset(kind for kind, entry in kinds.items() if not keeps_rows(*entry, max_rows))
             _log.info("products tried", extra={"kinds": len(kinds), "tiled": sorted(self.tiled)})
@@ -66,7 +71,8 @@ class Products:
         return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
-        return linear(x, *linear_, route=Route.TILED if kind_of(linear_) in self.tiled else Route.LIBRARY)
+        route = Route.TILED if kind_of(linear_) in self.tiled else Route.LIBRARY
+        return linear(x, *linear_, route=route, backend=self._backend)
 
 
 def kind_of(entry: Linear) -> Kind:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.backend import Backend
 from worker_service.core.batch import Batch
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
@@ -54,13 +55,14 @@ class Runner:
         self._kv_pages = kv_pages
         self._upload = Upload(device)
         self._download = Download(device)
-        self._products = Products(model.linears(), limits.invariance, limits.token_budget)
+        self._products = Products(model.linears(), limits.invariance, limits.token_budget, model.backend)
         self._one_phase = limits.invariance is Invariance.STRICT
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
-        self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device)
+        self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device, model.backend)
         self._graphs: LaunchGraphs | None = None
-        if limits.graphs and device.type == "cuda":
+        # References wait for the device, which no capture allows.
+        if limits.graphs and device.type == "cuda" and model.backend is not Backend.REFERENCE:
             with torch.inference_mode():
                 self._graphs = self._captured_graphs(limits, device)
 

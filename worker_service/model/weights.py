@@ -1,45 +1,24 @@
-"""A model folder's weights: found (or fetched from the hub), checked against the config, loaded and digested.
+"""A model folder's weights: found, checked against the config, and loaded.
 
 Knows no layer arithmetic: names, shapes and bytes only.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from worker_service.model.config import ModelConfig, ModelError, read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
+# Hears how many bytes of how many are loaded.
+Progress = Callable[[int, int], None]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
-# Fields of config.json that say where or by what it was written, not what the model is.
-INCIDENTAL_FIELDS = ("_name_or_path", "transformers_version")
-READ_BYTES = 8 << 20
-
-
-def resolve_folder(model: str, revision: str | None = None) -> Path:
-    """A folder as it is, else a hub id's snapshot: config, tokenizer and safetensors only."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    patterns = ["config.json", "generation_config.json", TOKENIZER, "*.safetensors", INDEX]
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            "model", f"{model!r} is neither a folder nor a hub id that can be fetched ({error})"
-        ) from error
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -98,12 +77,19 @@ class Checkpoint:
             if tensor_shape != shapes[name]:
                 raise ModelError(name, f"has shape {list(tensor_shape)}, but the config wants {list(shapes[name])}")
 
-    def load(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    def load(
+        self, shapes: Shapes, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> dict[str, torch.Tensor]:
+        total_bytes = sum((self._folder / file).stat().st_size for file in set(self._file_of.values()))
+        loaded_bytes = 0
         tensors: dict[str, torch.Tensor] = {}
         for file, names in self._by_file(shapes):
             with _opened(self._folder / file) as weights:
                 for name in names:
-                    tensors[name] = weights.get_tensor(name).to(device=device, dtype=dtype)
+                    stored = weights.get_tensor(name)
+                    tensors[name] = stored.to(device=device, dtype=dtype)
+                    loaded_bytes += stored.nbytes
+                    progress(loaded_bytes, total_bytes)
         return tensors
 
     def _tensor_shapes(self, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -121,45 +107,21 @@ class Checkpoint:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = lambda loaded_bytes, total_bytes: None,
 ) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint(folder)
     shapes = expected_shapes(config)
     checkpoint.check(shapes, config.tied_embeddings)
-    return checkpoint.load(shapes, dtype, device)
+    return checkpoint.load(shapes, dtype, device, progress)
 
 
-def model_digest(folder: Path) -> bytes:
-    """What the model is, as 32 bytes: over config, tokenizer and weights, never over a path or a name.
-
-    Each file is hashed by itself, several at once, and the hashes are framed by the file's role.
-    """
-    files = sorted(set(_files_by_tensor(folder).values()))
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        hashes = list(pool.map(_file_sha256, [folder / TOKENIZER, *(folder / name for name in files)]))
-    whole = hashlib.sha256(b"stemcache model 1")
-    whole.update(hashlib.sha256(_canonical_config(folder)).digest())
-    whole.update(len(hashes).to_bytes(4, "little"))
-    for digest in hashes:
-        whole.update(digest)
-    return whole.digest()
-
-
-def _canonical_config(folder: Path) -> bytes:
-    fields = read_json(folder / "config.json")
-    kept = {name: value for name, value in fields.items() if name not in INCIDENTAL_FIELDS}
-    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _file_sha256(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(READ_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise ModelError(path.name, f"cannot be read ({error.strerror})") from error
-    return digest.digest()
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold the folder's tensors, sorted."""
+    return sorted(set(_files_by_tensor(folder).values()))
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
@@ -172,6 +134,15 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
 
 
 def _indexed_files(folder: Path) -> dict[str, str]:
+    index = read_index(folder)
+    for file in index.values():
+        if not (folder / file).is_file():
+            raise ModelError(file, "is named by the index, but is not in the model folder")
+    return index
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Each tensor's file, by the folder's index of shards."""
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ModelError(INDEX, "weight_map must be an object that names each tensor's file")
@@ -179,8 +150,6 @@ def _indexed_files(folder: Path) -> dict[str, str]:
         # A file beside the index, never a path that leads out of the folder.
         if not isinstance(file, str) or Path(file).name != file:
             raise ModelError(INDEX, f"weight_map[{name!r}] must be a file name, not {file!r}")
-        if not (folder / file).is_file():
-            raise ModelError(file, "is named by the index, but is not in the model folder")
     return index
 
 

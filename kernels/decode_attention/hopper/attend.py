@@ -88,6 +88,7 @@ def attend(
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     TOKENS: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
     ROWS: gl.constexpr,
     LEAF: gl.constexpr,
     LEAVES: gl.constexpr,
@@ -120,7 +121,7 @@ def attend(
     more = num_chunks > gl.num_programs(0)
     while chunk < num_chunks:
         seq, head, unit, rest, length = own
-        start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
+        start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
         if AHEAD:
             q = load_queries(q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
         while rest > 0:
@@ -141,7 +142,7 @@ def attend(
             # The next pair's length and queries are on their way while this one is summed.
             seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
             length_next = gl.load(seqlens_ptr + seq_next)
-            start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS)
+            start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS, HAS_SPANS)
             row_next = start_next + token_first
             if AHEAD:
                 q = load_queries(q_ptr, strides_q, row_next, head_next, count_next * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)

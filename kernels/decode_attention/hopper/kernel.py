@@ -82,6 +82,7 @@ def decode_pages(
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     TOKENS: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     D: gl.constexpr,
@@ -139,7 +140,7 @@ def decode_pages(
                 (
                     q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, plan, arrivals_ptr, lengths,
                     token_first, num_seqs, factors, rings, barriers, board, board_full, board_empty, parked, HEADS,
-                    GROUP, TOKENS, ROWS, LEAF, LEAVES, PARKED, WINDOW, SOFTCAP, HAS_SINKS, WANTS_LSE,
+                    GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES, PARKED, WINDOW, SOFTCAP, HAS_SINKS, WANTS_LSE,
                 ),
             ),
             (
@@ -147,7 +148,7 @@ def decode_pages(
                 (
                     k_desc, k_page_rows, k_ring, k_full, k_empty, board, board_full, board_empty, tables_ptr,
                     stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
-                    work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, WINDOW, BY_HEAD, True,
+                    work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, HAS_SPANS, WINDOW, BY_HEAD, True,
                 ),
             ),
             (
@@ -155,7 +156,7 @@ def decode_pages(
                 (
                     v_desc, v_page_rows, v_ring, v_full, v_empty, board, board_full, board_empty, tables_ptr,
                     stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
-                    work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, WINDOW, BY_HEAD, False,
+                    work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, HAS_SPANS, WINDOW, BY_HEAD, False,
                 ),
             ),
         ],
@@ -233,6 +234,7 @@ def launch(
                 HEADS=shape.heads,
                 GROUP=group,
                 TOKENS=tokens,
+                HAS_SPANS=cu_seqlens_q is not None,
                 COLUMNS=columns,
                 ROWS=plan.rows,
                 D=shape.dim,

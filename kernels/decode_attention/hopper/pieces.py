@@ -26,9 +26,12 @@ def next_pair(seq, head, num_seqs, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def query_span(cu_seqlens_ptr, seq, token_first, TOKENS: gl.constexpr):
-    """(first row of q, tokens of the sequence, tokens that this launch computes of it)."""
-    if TOKENS == 1:
+def query_span(cu_seqlens_ptr, seq, token_first, TOKENS: gl.constexpr, HAS_SPANS: gl.constexpr):
+    """(first row of q, tokens of the sequence, tokens that this launch computes of it).
+
+    With spans a sequence may have no token at all, even where none has more than one.
+    """
+    if not HAS_SPANS:
         start = seq
         length = seq * 0 + 1
         count = seq * 0 + 1

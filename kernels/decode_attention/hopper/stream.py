@@ -74,6 +74,7 @@ def stream_pages(
     TILE: gl.constexpr,
     LEAF: gl.constexpr,
     TOKENS: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
     WINDOW: gl.constexpr,
     BY_HEAD: gl.constexpr,
     DRAWS: gl.constexpr,
@@ -101,7 +102,7 @@ def stream_pages(
             last = gl.maximum((length - 1) // PAGE, 0)
             low = 0
             if WINDOW > 0:
-                _, tokens, _ = query_span(cu_seqlens_ptr, seq, token_first, TOKENS)
+                _, tokens, _ = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
                 low = lowest_key(length - tokens + token_first, length, WINDOW) // TILE * TILE
             key = gl.maximum(unit * unit_keys, low)
             stop = gl.minimum(length, (unit + count) * unit_keys)

@@ -1,0 +1,118 @@
+"""What a Match of 8,192 tokens costs a service with 64 workers, over gRPC on loopback.
+
+    python -m benchmarks.bench_match [--calls N]
+
+Each worker has another part of the prompt cached, an eighth more than the one before, and every answer is checked.
+`server_cpu_us` is what the service's process spends on each call, transport and all; `bare_call_cpu_us` is that of a
+call about a model that nobody runs. Writes benchmarks/results/match.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_core import machine
+from benchmarks.bench_step import cache_service, cpu_s, say
+from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
+from rpc.client import open_channel
+from rpc.lifecycle import run
+
+NUM_WORKERS = 64
+NUM_TOKENS = 8_192
+PAGE = 16
+WARM_CALLS = 50
+RESULTS = Path(__file__).parent / "results" / "match.json"
+NAMESPACE = types_pb2.Namespace(model="bench")
+TOKENS = array("i", range(NUM_TOKENS)).tobytes()
+
+
+def cached_tokens(number: int) -> int:
+    return NUM_TOKENS * (number % 8 + 1) // 8
+
+
+async def connect(stub: Any, number: int) -> Any:
+    """A worker's stream, which has published its part of the prompt and released it."""
+    stream = stub.Session()
+    group = types_pb2.GroupSpec(name="full", kind=types_pb2.GROUP_KIND_FULL, num_pages=2 * NUM_TOKENS // PAGE)
+    hello = cache_pb2.Hello(
+        protocol_version=2,
+        worker_id=f"worker-{number}",
+        endpoint=f"10.0.0.{number}:50052",
+        incarnation="bench",
+        fingerprint=bytes(32),
+        page_tokens=PAGE,
+        groups=[group],
+        host_tier=cache_pb2.HOST_TIER_KIND_NONE,
+        num_ranks=1,
+        model=NAMESPACE.model,
+    )
+    await say(stream, cache_pb2.WorkerMessage(hello=hello))
+    acquire = cache_pb2.Acquire(sequence_id=1, namespace=NAMESPACE, tokens=TOKENS)
+    publish = cache_pb2.Publish(sequence_id=1, computed_tokens=cached_tokens(number))
+    release = cache_pb2.Release(sequence_id=1, reason=cache_pb2.RELEASE_REASON_FINISHED)
+    steps = (
+        cache_pb2.Step(step_id=1, acquires=[acquire]),
+        cache_pb2.Step(step_id=2, publishes=[publish], releases=[release]),
+    )
+    for step in steps:
+        reply = (await say(stream, cache_pb2.WorkerMessage(step=step))).step_reply
+        assert reply.step_id == step.step_id and not reply.refusals
+    return stream
+
+
+async def measure(address: str, num_calls: int, pid: int) -> dict[str, float]:
+    async with open_channel(address) as channel:
+        stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
+        streams = [await connect(stub, number) for number in range(NUM_WORKERS)]
+        asked = cache_pb2.MatchRequest(namespace=NAMESPACE, tokens=TOKENS)
+        unknown = cache_pb2.MatchRequest(namespace=types_pb2.Namespace(model="nobody's"), tokens=TOKENS[:4])
+        matched = [min(cached_tokens(number), NUM_TOKENS - PAGE) for number in range(NUM_WORKERS)]
+        times: list[float] = []
+        for call in range(WARM_CALLS + num_calls):
+            if call == WARM_CALLS:
+                before = cpu_s(pid)
+                times.clear()
+            started = time.perf_counter()
+            answer = await stub.Match(asked)
+            times.append(time.perf_counter() - started)
+            assert [worker.match.usable_tokens for worker in answer.workers] == matched
+        between = cpu_s(pid)
+        for _ in range(num_calls):
+            assert not (await stub.Match(unknown)).workers
+        after = cpu_s(pid)
+        for stream in streams:
+            stream.cancel()
+    times.sort()
+    return {
+        "match_p50_ms": round(times[len(times) // 2] * 1e3, 3),
+        "server_cpu_us": round((between - before) / num_calls * 1e6, 1),
+        "bare_call_cpu_us": round((after - between) / num_calls * 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1_000)
+    num_calls = parser.parse_args().calls
+    with cache_service() as (address, pid):
+        measured = run(measure(address, num_calls, pid))
+    result = {
+        "num_workers": NUM_WORKERS,
+        "num_tokens": NUM_TOKENS,
+        "num_calls": num_calls,
+        **measured,
+        "load_average": round(os.getloadavg()[0], 1),
+        "machine": machine(),
+    }
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

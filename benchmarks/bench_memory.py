@@ -1,0 +1,97 @@
+"""What the manager's memory costs: bytes for each resident page, with events on and ghosts full.
+
+`python -m benchmarks.bench_memory [--pages N]`. Prompts of 16 pages of 16 tokens fill the pool, then five times as many
+push each other out. The bytes are those of the resident set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from array import array
+from pathlib import Path
+from time import process_time
+
+from cache_service import replay
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cache_service.core.types import (
+    Acquire,
+    Grant,
+    GroupKind,
+    GroupSpec,
+    Hello,
+    Publish,
+    Release,
+    ReleaseReason,
+    SequenceId,
+)
+
+PAGE_TOKENS = 16
+RUN_PAGES = 16
+RESULT = Path(__file__).parent / "results" / "memory.json"
+
+
+def make_manager(num_pages: int) -> CacheManager:
+    """One worker with one FULL group, lru, events on."""
+    manager = CacheManager(ManagerConfig(policy="lru", watch=True), "memory")
+    group = GroupSpec("full", GroupKind.FULL, num_pages)
+    manager.hello(Hello(replay.WORKER, "127.0.0.1:0", "memory", bytes(32), PAGE_TOKENS, (group,)), 0)
+    return manager
+
+
+def one_run(manager: CacheManager, number: int) -> None:
+    """Publish a prompt of 16 pages that no other shares."""
+    sequence, num_tokens = SequenceId(number), RUN_PAGES * PAGE_TOKENS
+    tokens = array("i", range(number, number + num_tokens)).tobytes()
+    assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens), 0), Grant)
+    manager.publish(replay.WORKER, Publish(sequence, b"", num_tokens), 0)
+    manager.release(replay.WORKER, Release(sequence, ReleaseReason.FINISHED), 0)
+    manager.take_events()
+
+
+def current_rss() -> int:
+    """Bytes; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def measure(num_pages: int) -> dict[str, object]:
+    gc.collect()
+    blocks, before, start = sys.getallocatedblocks(), current_rss(), process_time()
+    manager = make_manager(num_pages)
+    runs = num_pages // RUN_PAGES
+    for number in range(1, runs + 1):
+        one_run(manager, number)
+    gc.collect()
+    filled = current_rss()
+    for number in range(runs + 1, 6 * runs + 1):
+        one_run(manager, number)
+    gc.collect()
+    after = current_rss()
+    (worker,) = manager.stats().workers
+    resident = worker.groups[0].num_evictable
+    return {
+        "pages": resident,
+        "ghost_pages": worker.num_ghost_pages,
+        "bytes_per_page_filled": round((filled - before) / resident, 1),
+        "bytes_per_page": round((after - before) / resident, 1),
+        "python_blocks_per_page": round((sys.getallocatedblocks() - blocks) / resident, 3),
+        "cpu_s": round(process_time() - start, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pages", type=int, default=1_000_000)
+    figures = measure(parser.parse_args().pages)
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

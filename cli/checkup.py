@@ -1,0 +1,151 @@
+"""What the doctor sees of running services: who answers, with which model, and the Redis between them.
+
+Changes nothing. The address of the Redis comes from a variable, or from the cache service's own process: with its
+password it is in no file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cli.addresses import LOOPBACK, is_free
+from cli.client import StemcacheClient
+from cli.output import binary_size
+from cli.places import cache_from_environment, command_name, workers_from_environment
+from cli.run_file import read_record, state_dir
+from protos.v1 import cache_pb2, worker_pb2
+from rpc.logs import redact_url
+
+REDIS_VARIABLE = "STEMCACHE_CACHE_REDIS_URL"
+REDIS_TIMEOUT_S = 2.0
+USUAL_PORTS = (7400, 7500, 7501)
+# Of a Redis' maxmemory; above it spills may begin to be refused.
+FULL_SHARE = 0.95
+
+
+class Finding(NamedTuple):
+    """`ok` is False for what keeps Stemcache from working and None for what merely limits it."""
+
+    what: str
+    ok: bool | None
+    seen: str
+    advice: str = ""
+
+
+async def look_at_services(cache: str) -> list[Finding]:
+    """Those of this cache address, else those that the environment names, else those of `stemcache up` here."""
+    record = read_record()
+    address = cache or cache_from_environment() or (record.cache if record else "")
+    workers = () if cache else workers_from_environment() or (record.workers if record else ())
+    if not address:
+        return [Finding("services", None, "none running here", f"start them with `{command_name()} up`"), _ports()]
+    url = "" if cache else os.environ.get(REDIS_VARIABLE, "") or (_url_of_child(record.pid) if record else "")
+    async with StemcacheClient(address, workers) as client:
+        found = await _cache(client)
+        of_workers = await asyncio.gather(*(_worker(client, worker) for worker in workers))
+    if (
+        any(worker.ok for worker in of_workers) and record is None
+    ):  # one value of the variable does for several profiles
+        of_workers = [worker if worker.ok else worker._replace(ok=None) for worker in of_workers]
+    return [*found, *of_workers, *(await _redis(url) if url else [])]
+
+
+def _ports() -> Finding:
+    taken = [port for port in USUAL_PORTS if not is_free(LOOPBACK, port)]
+    if not taken:
+        return Finding("ports", True, f"{', '.join(map(str, USUAL_PORTS))} are free")
+    seen = f"{', '.join(map(str, taken))} in use by another program"
+    return Finding("ports", None, seen, "`up --cache-port 0 --worker-port 0` takes free ones")
+
+
+def _url_of_child(pid: int) -> str:
+    """Of the cache service that this supervisor started; empty where /proc does not tell."""
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            entries = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
+            values = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if url := values.get(REDIS_VARIABLE):
+                return url
+    return ""
+
+
+async def _cache(client: StemcacheClient) -> list[Finding]:
+    if not await client.is_serving(client.cache):
+        advice = f"not serving; see the logs in {state_dir() / 'logs'}"
+        return [Finding("cache service", False, client.cache, advice)]
+    stats = await client.stats()
+    tier = stats.host_tier
+    findings = [Finding("cache service", True, client.cache), _sessions(stats)]
+    if tier.breaker_open:
+        advice = "Redis does not answer; serving goes on without it"
+        findings.append(Finding("host tier", False, "the breaker is open", advice))
+    if tier.num_corrupt_pages:
+        seen = f"{tier.num_corrupt_pages:,} pages failed their checks"
+        findings.append(Finding("host tier", None, seen, "they were recomputed; look at the Redis and the network"))
+    return findings
+
+
+def _sessions(stats: cache_pb2.StatsResponse) -> Finding:
+    gone = [worker.worker_id for worker in stats.workers if not worker.connected]
+    seen = f"{len(stats.workers) - len(gone)} connected"
+    return Finding("sessions", not gone, seen, f"gone: {', '.join(gone)}" if gone else "")
+
+
+async def _worker(client: StemcacheClient, address: str) -> Finding:
+    try:
+        one = await client.describe(address)
+    except grpc.RpcError:
+        return Finding("worker", False, address, f"not serving; see the logs in {state_dir() / 'logs'}")
+    return Finding("worker", not one.draining and bool(one.cache_epoch), f"{address}, {described(one)}", _trouble(one))
+
+
+def described(one: worker_pb2.DescribeResponse) -> str:
+    """Its name, what it serves, and on what."""
+    model = one.config.get("model", "") or one.model_type
+    return f"{one.worker_id}: {model} in {one.dtype} on {one.device}, up to {one.max_model_len:,} tokens"
+
+
+def _trouble(one: worker_pb2.DescribeResponse) -> str:
+    if one.draining:
+        return "it drains, and takes no requests"
+    return "" if one.cache_epoch else "it has no session with the cache service"
+
+
+async def _redis(url: str) -> list[Finding]:
+    """Version, policy and memory of a Redis that runs."""
+    try:
+        async with Redis.from_url(
+            url, socket_connect_timeout=REDIS_TIMEOUT_S, socket_timeout=REDIS_TIMEOUT_S
+        ) as client:
+            return [judge_redis(await client.info())]
+    except (RedisError, OSError, ValueError) as error:
+        reason = type(error).__name__
+        return [
+            Finding("Redis", False, f"{redact_url(url)} gives no answer ({reason})", "pages are not shared meanwhile")
+        ]
+
+
+def judge_redis(info: Mapping[str, object]) -> Finding:
+    """`info` is what INFO says."""
+    used, limit = int(str(info.get("used_memory", 0))), int(str(info.get("maxmemory", 0)))
+    policy = str(info.get("maxmemory_policy", ""))
+    memory = f"{binary_size(used)} of {binary_size(limit)}" if limit else f"{binary_size(used)}, no maxmemory"
+    seen = f"{info.get('redis_version')}, {memory}, {policy}"
+    if limit and used > FULL_SHARE * limit:
+        return Finding(
+            "Redis", None, seen, "nearly full: spills are refused; a larger maxmemory, or a smaller host quota"
+        )
+    if limit and policy != "noeviction":
+        return Finding("Redis", None, seen, "maxmemory-policy noeviction keeps the index and Redis in step")
+    if not limit:
+        return Finding("Redis", None, seen, "set maxmemory a quarter above the host quota")
+    return Finding("Redis", True, seen)

@@ -1,0 +1,90 @@
+"""What can be known before anything starts: settings, packages, the model's folder, the device.
+
+Takes well under a second: it imports no PyTorch and asks no network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from cache_service.config import load_config as load_cache_config
+from cli.addresses import CannotStart
+from cli.devices import has_gpu
+from rpc.settings import SettingsError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def check_packages() -> None:
+    """Raises CannotStart where workers cannot run, as in the cache service's image."""
+    missing = [name for name in ("worker_service", "torch", "safetensors", "tokenizers") if _is_missing(name)]
+    if missing:
+        raise CannotStart(f"no workers here: {', '.join(missing)} not installed; `pip install 'stemcache[worker]'`")
+
+
+def check_cache_settings(environ: Mapping[str, str]) -> None:
+    try:
+        load_cache_config([], environ)
+    except SettingsError as error:
+        raise CannotStart(_named("STEMCACHE_CACHE_", error)) from None
+
+
+def check_worker_settings(environ: Mapping[str, str]) -> None:
+    from worker_service.config import load_config
+
+    try:
+        load_config([], environ)
+    except SettingsError as error:
+        raise CannotStart(_named("STEMCACHE_WORKER_", error)) from None
+
+
+def check_device(device: str) -> None:
+    if device != "cuda":
+        return
+    if not has_gpu():
+        raise CannotStart("--device cuda: no NVIDIA GPU is here (no /dev/nvidia0); --device auto takes the CPU")
+    if version("torch").endswith("+cpu"):
+        raise CannotStart(f"--device cuda: PyTorch {version('torch')} is a build for CPUs; install one with CUDA")
+
+
+def check_model(model: str) -> None:
+    """A folder is looked into; a hub id is only checked for its form. Raises CannotStart, which names the folder."""
+    from worker_service.model.config import ModelError, read_model_config
+
+    folder = Path(model)
+    if not folder.is_dir():
+        if folder.exists() or model.startswith(("/", ".", "~")) or not HUB_ID.fullmatch(model):
+            raise CannotStart(f"--model {model}: there is no such folder, and it is no hub id (owner/name) either")
+        return
+    try:
+        read_model_config(folder)
+    except ModelError as error:
+        raise CannotStart(f"--model {folder}: {error}") from None
+    if not (folder / "tokenizer.json").is_file():
+        raise CannotStart(f"--model {folder}: tokenizer.json is not in the folder")
+    if not any(folder.glob("*.safetensors")):
+        raise CannotStart(f"--model {folder}: no *.safetensors is in the folder")
+
+
+def weights_bytes(model: str) -> int:
+    """What is to be read from the folder; 0 where that is not known yet."""
+    folder = Path(model)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _named(prefix: str, error: SettingsError) -> str:
+    """A rule between settings names the field; a person knows the variable."""
+    return str(error) if error.key.startswith(prefix) else f"{prefix}{error.key.upper()}: {error.reason}"
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        if importlib.util.find_spec(name) is None:
+            return True
+        return name == "torch" and not version(name)
+    except (ValueError, PackageNotFoundError):
+        return True

@@ -1,0 +1,37 @@
+"""Bounds the calls that a server handles at once. A call counts until its handler ends.
+
+gRPC's own bound counts a call until its peer has taken the last byte, so peers that never read would use it up. Health
+checks and reflection do not count: a busy server is still a healthy one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from rpc.interceptor import Call
+
+FREE_PREFIX = "/grpc."
+
+
+class CallLimit:
+    """An around that refuses what is too much with RESOURCE_EXHAUSTED."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+
+    @asynccontextmanager
+    async def __call__(self, call: Call) -> AsyncIterator[None]:
+        if call.method.startswith(FREE_PREFIX):
+            yield
+            return
+        if self._count >= self._most:
+            await call.context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most} calls are being served already")
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1

@@ -1,0 +1,53 @@
+"""How the tests are dealt out to processes (`make test`: pytest-xdist, --dist loadgroup).
+
+Knows no test. A group runs in one process, in order. Tests that share processes or a module's fixtures are a group, a
+file is one by default, and what depends on nothing (a kernel that is compiled) is dealt out one by one. Groups that
+take longest come first, so that no process is left with one of them at the end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# Session fixtures that start services, by folder: whoever uses one shares it.
+SHARED_SERVICES = {"e2e": "cluster", "cli": "service"}
+SINGLE_TESTS = ("kernels/test_*_compiles.py", "kernels/test_compiles.py")
+LONGEST_FIRST = (
+    "cluster",
+    "kernels/test_interpreted.py",
+    "e2e/test_eval.py",
+    "service",
+    "cli/test_main_job.py",
+    "e2e/test_host_tier.py",
+    "e2e/test_session_failures.py",
+    "e2e/test_worker_failures.py",
+    "e2e/test_worker_start.py",
+    "cli/test_up.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    groups = {item: _group(item) for item in items}
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(groups[item], ranks.get(_file(item), len(ranks))))
+    for item, group in groups.items():
+        if group and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str:
+    """Empty for a test that any process may run. A test that names its group keeps it."""
+    if own := item.get_closest_marker("xdist_group"):
+        return str(own.args[0])
+    shared = SHARED_SERVICES.get(item.path.parent.name, "")
+    if shared in getattr(item, "fixturenames", ()):
+        return shared
+    return "" if any(item.path.match(pattern) for pattern in SINGLE_TESTS) else _file(item)
+
+
+def _file(item: pytest.Item) -> str:
+    return str(item.path.relative_to(HERE))

@@ -1,0 +1,113 @@
+"""Host copies of what is in use: they are renewed, written again when they are gone, and filled again after a flush.
+
+Knows nothing beyond the driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache_service.core import renewal
+from cache_service.core.types import SpillPolicy
+from tests.core.driver import FakeWorker
+from tests.core.host_stage import join, stage
+from tests.core.test_cases_pages import span
+from tests.core.world import World, full
+
+TTL, RENEW = 10_000, 2_500
+
+
+def settled(worker: FakeWorker) -> None:
+    while worker.world.tick() or worker.spills:
+        worker.spill_all()
+
+
+def written(**config: Any) -> FakeWorker:
+    worker = join(stage(host_ttl_ms=TTL, host_renew_ms=RENEW, **config), full(40))
+    worker.run(span(1, 8))
+    settled(worker)
+    assert rows(worker.world) == 4
+    return worker
+
+
+def rows(world: World) -> int:
+    return world.manager.stats().host_tier.num_rows
+
+
+def touched(world: World) -> list[bytes]:
+    """What the world took away unseen is asked for before it does."""
+    return list(world.manager.take_host_touches())
+
+
+def test_device_hits_renew_their_rows_now_and_then() -> None:
+    worker = written()
+    world = worker.world
+    names = list(worker.store)
+    counts = []
+    for _ in range(10):
+        world.manager.tick(world.now_ms)
+        world.now_ms += 1000
+        live = worker.start([*span(1, 8), 0])
+        worker.release(live)
+        world.manager.tick(world.now_ms)
+        counts.append(len(found := touched(world)))
+        assert found in ([], names[::-1]), "tails before heads"
+    assert 3 <= sum(map(bool, counts)) <= 5
+    world.tick(TTL // 2)
+    assert rows(world) == 4, "ten seconds and more after they were written"
+
+
+def test_what_nobody_used_for_its_time_to_live_leaves_the_index() -> None:
+    worker = written()
+    worker.world.tick(TTL // 2)
+    assert rows(worker.world) == 4
+    worker.world.tick(TTL)
+    assert rows(worker.world) == 0
+
+
+def test_rows_that_are_gone_are_written_again_when_their_pages_are_used() -> None:
+    worker = written()
+    world = worker.world
+    world.tick(TTL + 1)
+    worker.store.clear()
+    worker.run([*span(1, 8), 0, 0])
+    settled(worker)
+    assert rows(world) == len(worker.store) == 5
+
+
+@pytest.mark.parametrize("spill", [SpillPolicy.WRITE_THROUGH, SpillPolicy.SELECTIVE])
+def test_a_store_that_lost_everything_is_filled_again(spill: SpillPolicy) -> None:
+    world = stage(spill=spill)
+    worker = join(world, full(40))
+    for _ in range(3):
+        worker.run(span(1, 8))
+    worker.run([*span(1, 4), 60, 61, 62, 63])
+    settled(worker)
+    before = set(worker.store)
+    world.manager.host_lost("redis", world.now_ms)
+    worker.store.clear()
+    settled(worker)
+    assert before and set(worker.store) == before
+
+
+def test_a_refill_goes_bit_by_bit_and_meets_a_changing_tree(monkeypatch: Any) -> None:
+    monkeypatch.setattr(renewal, "NODES_PER_TICK", 1)
+    monkeypatch.setattr(renewal, "MAX_WAITING", 2)
+    world = stage(max_open_tickets=1)
+    worker = join(world, full(60))
+    for first in range(0, 80, 20):
+        worker.run(span(first, first + 9))
+        settled(worker)
+    world.manager.host_lost("redis", world.now_ms)
+    worker.store.clear()
+    cache = world.manager.worker(worker.id)
+    for first in range(0, 80, 20):
+        world.tick()
+        assert len(cache.spill_queue) <= 3
+        worker.run([*span(first, first + 3), 99, 98, 97])  # splits a node that is still to be visited
+        worker.spill_all()
+    settled(worker)
+    assert cache.refill is None
+    assert rows(world) == len(worker.store) == 4 * (5 + 1)

@@ -1,0 +1,63 @@
+"""What keeps pages apart whose bits may differ: the device, the software and the kernels are in the fingerprint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from tests.worker_service.model_kit import CPU
+from worker_service import bootstrap
+from worker_service.config import WorkerConfig
+from worker_service.model import device as model_device
+from worker_service.model.demo_model import make_demo_model
+from worker_service.model.device import numerics
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The card that numerics sees; a test may change it."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return properties
+
+
+def test_every_part_tells_two_workers_apart(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [numerics(CPU, Backend.AUTO), numerics(CUDA, Backend.AUTO), numerics(CUDA, Backend.REFERENCE)]
+    card.major = 10
+    seen.append(numerics(CUDA, Backend.AUTO))
+    card.multi_processor_count = 148
+    seen.append(numerics(CUDA, Backend.AUTO))
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    seen.append(numerics(CUDA, Backend.AUTO))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SOMETHING")
+    seen.append(numerics(CPU, Backend.AUTO))
+    monkeypatch.setattr(model_device, "NUMERICS_VERSION", 99)
+    seen.append(numerics(CPU, Backend.AUTO))
+    monkeypatch.setattr(torch, "__version__", "3.0.1")
+    seen.append(numerics(CPU, Backend.AUTO))
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_patch_release_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = numerics(CPU, Backend.AUTO)
+    monkeypatch.setattr(torch, "__version__", ".".join(torch.__version__.split(".")[:2]) + ".99+cu999")
+    assert numerics(CPU, Backend.AUTO) == before
+
+
+def test_the_fingerprint_holds_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_demo_model(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
+    first = bootstrap.prepare(WorkerConfig(**settings, pool_pages=8))
+    wanted = bootstrap.fingerprint(first)
+    assert bootstrap.fingerprint(bootstrap.prepare(WorkerConfig(**settings, pool_pages=9))) == wanted
+    slow = bootstrap.prepare(WorkerConfig(**settings, pool_pages=8, kernel_backend="reference"))
+    assert bootstrap.fingerprint(slow) != wanted
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SOMETHING")
+    assert bootstrap.fingerprint(first) != wanted

@@ -1,0 +1,81 @@
+"""The rolling snapshot of a sequence that ends: published only where no launch can have written a later boundary."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, full_group, reference
+from tests.worker_service.test_scheduler_with_manager import RealMachine
+from worker_service.core.ports import GroupKind, GroupSpec, Release, ReleaseReason, SequenceId
+from worker_service.core.scheduler import SchedulerConfig
+
+GROUPS = (full_group(64), GroupSpec("state", GroupKind.STATE, 16, 0))
+CONFIG = SchedulerConfig(4, GROUPS, max_model_len=64, vocab_size=VOCAB, token_budget=64, max_num_seqs=8)
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def decoding(computed_len: int) -> tuple[RealMachine, SequenceId]:
+    """A sequence with that many tokens computed, whose next launch is in flight."""
+    driven = RealMachine(CONFIG)
+    asked = driven.ask(PROMPT, max_tokens=40)
+    driven.turn()
+    while driven.launches[-1].rows[0].first_token < computed_len:
+        driven.turn()
+    return driven, asked
+
+
+def release_of(driven: RealMachine) -> Release:
+    step = driven.scheduler.next_step()
+    assert step is not None
+    driven.apply(driven.manager.step(step))
+    (release,) = step.releases
+    return release
+
+
+@pytest.mark.parametrize(
+    ("computed_len", "rolling_tokens"),
+    [(6, 0), (7, 0), (8, 8), (9, 8), (10, 8), (11, 0), (12, 12)],
+)
+def test_a_launch_in_flight_that_crosses_a_boundary_leaves_none(computed_len: int, rolling_tokens: int) -> None:
+    driven, asked = decoding(computed_len)
+    driven.stop(asked)
+    release = release_of(driven)
+    assert (release.reason, release.rolling_tokens) == (ReleaseReason.FINISHED, rolling_tokens)
+    driven.land()
+    driven.check_over()
+
+
+def test_a_launch_that_has_landed_since_counts_too() -> None:
+    driven, asked = decoding(11)
+    driven.stop(asked)
+    driven.land()
+    assert release_of(driven).rolling_tokens == 0
+    driven.check_over()
+
+
+@pytest.mark.parametrize("computed_len", range(8, 13))
+def test_the_next_turn_never_restores_a_later_state(computed_len: int) -> None:
+    """Its memory says what each snapshot holds: resuming at 8 from the state of 12 is another prefix's state."""
+    driven, asked = decoding(computed_len)
+    driven.stop(asked)
+    driven.exchange()
+    driven.land()
+    answer = reference(NAMESPACE, PROMPT, 40)
+    driven.ask([*PROMPT, *answer[: computed_len - 4], 49], max_tokens=2)
+    driven.run()
+    driven.check_over()
+
+
+def test_rejected_drafts_beyond_a_boundary_leave_none() -> None:
+    """A draft that crossed the boundary wrote its state, accepted or not."""
+    driven = RealMachine(CONFIG)
+    asked = driven.ask(PROMPT, max_tokens=40)
+    driven.turn()
+    while driven.launches[-1].rows[0].first_token < 10:
+        driven.turn()
+    driven.land()
+    sequence = driven.scheduler._roster.leased[0]
+    assert (sequence.computed_len, sequence.rolling_boundary(4)) == (11, 8)
+    sequence.written_len = 12
+    driven.stop(asked)
+    assert release_of(driven).rolling_tokens == 0

@@ -1,0 +1,108 @@
+"""Which waiting requests the next step asks pages for.
+
+After a refusal for want of room the queue waits until something was freed. Then its head asks alone, and each grant
+doubles how many ask at once: all that stand behind a refused request are refused with it. The cache service keeps what
+it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
+"""
+
+from __future__ import annotations
+
+from worker_service.core.holding import Siblings
+from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
+from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms, name_bytes
+from worker_service.core.ports import Acquire
+from worker_service.core.roster import Roster
+from worker_service.core.sequence import TOKEN_BYTES, Sequence, State
+
+
+class Admission:
+    def __init__(self, terms: Terms, roster: Roster) -> None:
+        self._terms = terms
+        self._roster = roster
+        self._refused: Sequence | None = None  # the head of the queue waits for pages
+        self._most = UNLIMITED  # acquires of one step
+        self.num_held = 0
+
+    # -- what became of earlier acquires --
+
+    def granted(self) -> None:
+        self._most = min(2 * self._most, UNLIMITED)
+
+    def refused(self, sequence: Sequence) -> None:
+        """No room for it. Of several the first in the queue counts: it blocks all behind it."""
+        self._most = 1
+        former = self._refused
+        if former is None or former.state is not State.WAITING or sequence.rank < former.rank:
+            self._refused = sequence
+
+    def one_by_one(self) -> None:
+        self._most = 1
+
+    def freed(self) -> None:
+        self._refused = None
+
+    def keeps(self, num_tokens: int) -> int:
+        """How many leading tokens of a refused or preempted sequence the cache service may have kept."""
+        return num_tokens if num_tokens * TOKEN_BYTES <= self._terms.limits.max_kept_bytes else 0
+
+    # -- the next step --
+
+    def acquires(self, room: MessageRoom) -> list[tuple[Sequence, Acquire]]:
+        """Acquires for the head of the queue; their sequences leave it."""
+        config, leased = self._terms.config, self._roster.leased
+        if not self._may_admit():
+            return []
+        chosen = self._choose(min(config.max_acquires, self._most, config.max_num_seqs - len(leased)), room)
+        self._roster.take(chosen)
+        return [
+            (sequence, self._acquire(sequence, alone=not (leased or number))) for number, sequence in enumerate(chosen)
+        ]
+
+    def _may_admit(self) -> bool:
+        """Not while a running sequence lacks pages, nor while the prompts that were admitted fill the next launch."""
+        threshold = self._terms.config.long_prefill_token_threshold or UNLIMITED
+        backlog = 0
+        for sequence in self._roster.leased:
+            if sequence.num_refused_extends:
+                return False
+            backlog += min(max(sequence.in_prefill_until - sequence.launched_len, 0), threshold)
+        return backlog < self._terms.config.token_budget
+
+    def _choose(self, limit: int, room: MessageRoom) -> list[Sequence]:
+        """From the head on. A held request blocks nobody; a refused one blocks all behind it, or it would starve."""
+        siblings = Siblings(self._terms.config.page_tokens)
+        for sequence in self._roster.leased:
+            siblings.admit(sequence)
+        chosen: list[Sequence] = []
+        num_held = 0
+        for sequence in self._roster.waiting:
+            if len(chosen) >= limit:
+                break
+            if siblings.hold(sequence):
+                num_held += 1
+            elif sequence is self._refused or not room.take(Acquire, _acquire_bytes(sequence)):
+                break
+            else:
+                chosen.append(sequence)
+                siblings.admit(sequence)
+        self.num_held = num_held
+        return chosen
+
+    def _acquire(self, sequence: Sequence, *, alone: bool) -> Acquire:
+        """A sequence alone needs no reserve: kept free for nobody, it would refuse the longest prompt for ever."""
+        config = self._terms.config
+        return Acquire(
+            sequence.sequence_id,
+            sequence.namespace,
+            sequence.packed_tokens()[sequence.kept_len * TOKEN_BYTES :],
+            0 if alone else config.reserve_pages,
+            first_chunk_limit(len(sequence.tokens), config),
+            sequence.request.priority,
+            sequence.kept_len,
+            sequence.request.bypass_cache,
+        )
+
+
+def _acquire_bytes(sequence: Sequence) -> int:
+    num_sent = len(sequence.tokens) - sequence.kept_len
+    return ITEM_BYTES + name_bytes(sequence.namespace) + TOKEN_BYTES * num_sent

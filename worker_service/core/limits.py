@@ -1,0 +1,115 @@
+"""The configuration in force: the worker's own within what the cache service takes from it.
+
+Knows no queue and no wire format; sizes of messages are upper estimates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig
+from worker_service.core.ports import Adopt, Namespace, SessionLimits
+from worker_service.core.sequence import TOKEN_BYTES, InvalidField, Sequence
+
+PAGE_ID_BYTES = 4
+MAX_UTF8_BYTES = 4
+# More than any item needs beside its names, tokens and page ids.
+ITEM_BYTES = 128
+SNAPSHOT_BYTES = 32
+
+NO_LIMITS = SessionLimits(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, 0, 0)
+
+
+class TooLong(NamedTuple):
+    """Why a sequence cannot be served within the limits in force."""
+
+    field: str
+    reason: str
+
+
+class Terms:
+    """`config` is the configuration in force; it changes with each Welcome."""
+
+    def __init__(self, configured: SchedulerConfig) -> None:
+        self._configured = configured
+        self.config = configured
+        self.limits = NO_LIMITS
+
+    def take(self, limits: SessionLimits) -> None:
+        self.limits = limits
+        self.config = replace(
+            self._configured,
+            max_model_len=min(self._configured.max_model_len, limits.max_sequence_tokens, self._most_sent()),
+            max_num_seqs=min(self._configured.max_num_seqs, limits.max_live_sequences),
+        )
+
+    def _most_sent(self) -> int:
+        """The longest sequence whose adopt, with all its tables, fits into the part of a message that is for it."""
+        config, groups = self._configured, self._configured.groups
+        fixed = ITEM_BYTES * (1 + len(groups)) + 2 * SNAPSHOT_BYTES * len(groups)
+        fixed += 3 * MAX_UTF8_BYTES * self.limits.max_name_chars + PAGE_ID_BYTES * len(groups)
+        num_bytes = max(self._half() - fixed, 0)
+        return num_bytes * config.page_tokens // (TOKEN_BYTES * config.page_tokens + PAGE_ID_BYTES * len(groups))
+
+    def _half(self) -> int:
+        """Half of a message is for acquires and adopts, half for the rest, so that neither keeps the other out."""
+        return self.limits.max_message_bytes // 2
+
+    def room(self) -> MessageRoom:
+        return MessageRoom(self.limits.max_step_items, self._half())
+
+    def excess(self, sequence: Sequence) -> TooLong | None:
+        """Why the sequence is beyond the limits; None when it is within them."""
+        length, most = len(sequence.tokens), self.config.max_model_len
+        for field in ("adapter", "salt"):
+            num_chars = len(getattr(sequence.namespace, field))
+            if num_chars > self.limits.max_name_chars:
+                limit = f"max_name_chars = {self.limits.max_name_chars} of the cache service"
+                return TooLong(field, f"has {num_chars} characters, more than {limit}")
+        if length >= most:
+            return TooLong("prompt", f"{length} tokens leave no room in {self._longest()}")
+        return None
+
+    def _longest(self) -> str:
+        most = self.config.max_model_len
+        if most == self._configured.max_model_len:
+            return f"max_model_len = {most}"
+        if most == self.limits.max_sequence_tokens:
+            return f"max_sequence_tokens = {most} of the cache service"
+        return f"the {most} tokens that max_message_bytes = {self.limits.max_message_bytes} of the cache service holds"
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise InvalidField when the sequence is beyond the limits."""
+        excess = self.excess(sequence)
+        if excess is not None:
+            raise InvalidField(excess.field, excess.reason)
+
+
+class MessageRoom:
+    """What fits into half a message. Any item fits into it alone: what does not was refused when it was submitted."""
+
+    def __init__(self, max_items: int, num_bytes: int) -> None:
+        self._max_items = max_items
+        self._num_bytes = num_bytes
+        self._num_items: Counter[type] = Counter()
+
+    def take(self, kind: type, num_bytes: int = ITEM_BYTES) -> bool:
+        """Count one item of a kind in; False, and nothing changes, when there is no room for it."""
+        if self._num_items[kind] >= self._max_items or num_bytes > self._num_bytes:
+            return False
+        self._num_items[kind] += 1
+        self._num_bytes -= num_bytes
+        return True
+
+
+def name_bytes(namespace: Namespace) -> int:
+    return MAX_UTF8_BYTES * sum(map(len, namespace))
+
+
+def adopt_bytes(adopt: Adopt) -> int:
+    num_pages = sum(len(pages.page_ids) for pages in adopt.tables)
+    slots = len(adopt.working) + len(adopt.rolling)
+    fixed = ITEM_BYTES * (1 + len(adopt.tables)) + SNAPSHOT_BYTES * slots
+    return fixed + name_bytes(adopt.namespace) + len(adopt.tokens) + num_pages

@@ -1,0 +1,43 @@
+"""A model by its hub id: what a worker needs of it is downloaded, and nothing else.
+
+Knows no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from worker_service.model.config import ModelError
+from worker_service.model.tokenizer import TOKENIZER, TOKENIZER_CONFIG
+from worker_service.model.weights import INDEX, WEIGHTS, read_index
+
+SMALL_FILES = ("config.json", "generation_config.json", TOKENIZER, TOKENIZER_CONFIG, "chat_template.jinja", INDEX)
+
+
+def resolve_folder(model: str, revision: str | None = None) -> Path:
+    """A folder as it is, else a hub id's snapshot.
+
+    The index comes first and names the shards: repositories keep other copies of their weights beside them
+    (consolidated.safetensors, original/), which would double the download.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    snapshot = _fetched(model, revision, SMALL_FILES)
+    has_index = (snapshot / INDEX).is_file()
+    files = sorted(set(read_index(snapshot).values())) if has_index else [WEIGHTS]
+    # The folder of a snapshot is called by its commit: both halves are of the same one.
+    return _fetched(model, snapshot.name, files)
+
+
+def _fetched(model: str, revision: str | None, files: Sequence[str]) -> Path:
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            "model", f"{model!r} is neither a folder nor a hub id that can be fetched ({error})"
+        ) from error
