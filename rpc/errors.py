@@ -56,10 +56,17 @@ async def _translated(call: Call, table: ErrorTable) -> AsyncIterator[None]:
         raise
     except Exception as error:
         if call.context.cancelled() or isinstance(error, _PEER_GONE):
-            # The peer is gone, and a write to it failed: nobody is left to be answered.
-            _log.debug("call ended by its peer", extra={"method": call.method})
-            raise asyncio.CancelledError from error
-        await _abort(call, error, table)
+            _give_up(call, error)
+        try:
+            await _abort(call, error, table)
+        except _PEER_GONE:
+            _give_up(call, error)
+
+
+def _give_up(call: Call, error: Exception) -> NoReturn:
+    """The peer is gone, and a write to it failed, maybe that of the status: nobody is left to read an answer."""
+    _log.debug("call ended by its peer", extra={"method": call.method})
+    raise asyncio.CancelledError from error
 
 
 async def _abort(call: Call, error: Exception, table: ErrorTable) -> NoReturn:

@@ -191,7 +191,7 @@ def test_make_hands_its_python_over(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path / "Makefile")
     (tmp_path / "setup.sh").write_text('#!/bin/bash\necho "$PYTHON for $STEMCACHE_GOAL"; exit 1\n')
     (tmp_path / "setup.sh").chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS")}
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")}
     for arguments, told in ((("run", "PYTHON=python3.12"), "python3.12 for run"), (("up",), " for up")):
         done = subprocess.run(["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.stdout.splitlines()[0] == told

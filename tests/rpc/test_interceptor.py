@@ -54,6 +54,23 @@ async def test_known_errors_follow_the_table(shape: str, kind: str) -> None:
         assert answer == (grpc.StatusCode.FAILED_PRECONDITION, "leases in scope")
 
 
+class PeerLeft:
+    """The context of a call whose peer has left, before gRPC has noticed it."""
+
+    def cancelled(self) -> bool:
+        return False
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise grpc.aio.InternalError(f"nobody takes {code}: {details}")
+
+
+async def test_a_status_that_nobody_takes_ends_the_call_quietly() -> None:
+    call_of_nobody = Call("/a/B", PeerLeft(), Progress())  # type: ignore[arg-type]
+    with pytest.raises(asyncio.CancelledError):
+        async with errors_to_status(TABLE)(call_of_nobody):
+            raise KnownError("too late")
+
+
 async def test_long_details_are_clipped() -> None:
     async with serving(errors_to_status(TABLE)) as (_, channel, _):
         _, details = await code_of(call(channel, "Unary", text("known " + "ä" * 9_000)))
