@@ -65,7 +65,7 @@ class PeerLeft:
 
 
 async def test_a_status_that_nobody_takes_ends_the_call_quietly() -> None:
-    call_of_nobody = Call("/a/B", PeerLeft(), Progress())  # type: ignore[arg-type]
+    call_of_nobody = Call("/a/B", is_unary=True, context=PeerLeft(), metadata={}, progress=Progress())  # type: ignore[arg-type]
     with pytest.raises(asyncio.CancelledError):
         async with errors_to_status(TABLE)(call_of_nobody):
             raise KnownError("too late")
