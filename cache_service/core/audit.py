@@ -11,6 +11,7 @@ from cache_service.core.lease_table import Lease
 from cache_service.core.page_hash import page_hashes
 from cache_service.core.page_pool import PagePool, unpack
 from cache_service.core.radix_node import Node, Root
+from cache_service.core.sparse_pages import Rank
 from cache_service.core.types import HASH_BYTES, PAGE_ID_BYTES
 
 
@@ -164,10 +165,17 @@ def _check_sparse_pool(cache: DeviceCache, group: int, where: str) -> None:
     assert set(standing) == set(pages.places), f"{where}: places are not those of the tree"
     for page_id, place in pages.places.items():
         assert (place.holder(), place.page) == standing[page_id], f"{where}: page {page_id} stands elsewhere"
-    ordered = [page_id for order in pages.orders for page_id in order]
+    order = pages.order()
+    ordered = [page_id for page_ids in order.values() for page_id in page_ids]
+    assert len(ordered) == pages.num_evictable, f"{where}: {pages.num_evictable} evictable, {len(ordered)} in order"
     assert len(ordered) == len(set(ordered)), f"{where}: a page is in two orders"
     evictable = {page_id for page_id in standing if page_id not in readers}
     assert set(ordered) == evictable, f"{where}: evictable order {sorted(ordered)}, evictable {sorted(evictable)}"
+    for (rank, worth), page_ids in order.items():
+        assert worth == 0 or rank is Rank.WARM, f"{where}: pages of rank {rank.name} have class {worth}"
+        for page_id in page_ids:
+            is_soft = bool(standing[page_id][0].soft_until_ms)
+            assert is_soft == (rank is Rank.SOFT), f"{where}: page {page_id} under a pin: {is_soft}, in {rank.name}"
     _conserved(pages.pool, sorted({*standing, *readers}), where)
 
 
@@ -252,7 +260,7 @@ def _worker_state(cache: DeviceCache) -> tuple[object, ...]:
                 pages.pool.fresh,
                 pages.pool.claimed_ahead,
                 tuple(sorted(pages.readers.items())),
-                tuple(tuple(order) for order in pages.orders),
+                repr(pages.order()),
             )
             for pages in cache.sparse.values()
         ),

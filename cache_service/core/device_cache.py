@@ -60,10 +60,10 @@ class DeviceCache:
         self.layout = layout = make_layout(hello.groups, hello.page_tokens)
         self.pools = {group: PagePool(layout.specs[group].num_pages) for group in layout.full}
         self._pools = tuple(self.pools.items())
-        self.sparse = {group: SparsePages(group, layout.specs[group]) for group in layout.sparse}
         size = min((pool.num_pages for pool in self.pools.values()), default=0)
         size = self.num_pages = size or max((spec.num_pages for spec in layout.specs), default=0)
         self.policy = make_policy(config.policy, size)
+        self.sparse = {group: SparsePages(group, layout.specs[group], self.policy) for group in layout.sparse}
         ghosts = GhostTable(config.ghost_factor * size, size)
         self.tree = RadixTree(layout.page_tokens, len(layout.specs), self.policy, ghosts)
         self.leases = LeaseTable()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import merge
 from itertools import chain
 from typing import Protocol
@@ -30,6 +30,8 @@ class LeafOrder(Protocol):
     """What the tree tells a policy. `node.queue` is the queue that the node stands in; None outside the order."""
 
     counts_uses: bool
+    protected_share: float = 1.0
+    """What classes above 0 may take of a WINDOW or STATE group; the oldest pages above it fall to class 0."""
 
     def add(self, node: Node) -> None:
         """The node became a leaf that no lease holds, just used."""
@@ -45,6 +47,16 @@ class LeafOrder(Protocol):
 
     def order(self) -> Iterator[Node]:
         """Every node in the order, next victim first."""
+
+    # WINDOW and STATE pages are ranked by the nodes in which they stand.
+
+    def worth(self, node: Node) -> int:
+        """Returns the class in which the node's pages wait for their eviction; within one, the oldest goes first."""
+        return 0
+
+    def next_class(self, ages: Mapping[int, int]) -> int:
+        """Returns the class that loses its oldest page next; `ages`: for each class, that page's age."""
+        return min(ages)
 
     # What a policy may learn from; most do not.
 
@@ -98,6 +110,7 @@ class SegmentedLru(LeafOrder):
     """Leaves seen once leave before leaves that were used again, while these take no more than their share."""
 
     counts_uses = True
+    protected_share: float = PROTECTED_SHARE
 
     def __init__(self, num_pages: int) -> None:
         self._limit = int(num_pages * PROTECTED_SHARE)
@@ -142,6 +155,9 @@ class SegmentedLru(LeafOrder):
     def order(self) -> Iterator[Node]:
         return chain(self._probation, self._protected, self._soft)
 
+    def worth(self, node: Node) -> int:
+        return int(node.uses > 0)
+
 
 class Adaptive(LeafOrder):
     """Two queues by last release; the first leaf goes whose age is the larger part of its queue's lifetime."""
@@ -180,6 +196,12 @@ class Adaptive(LeafOrder):
 
     def order(self) -> Iterator[Node]:
         return chain(merge(self._once, self._again, key=self._rank), self._soft)
+
+    def worth(self, node: Node) -> int:
+        return int(node.uses > 0)
+
+    def next_class(self, ages: Mapping[int, int]) -> int:
+        return 0 if ages[0] * self.lifetimes.ratio >= ages[1] else 1
 
     def stored(self, node: Node) -> None:
         self.lifetimes.stored(node.uses > 0, node.resident)
@@ -239,6 +261,9 @@ class Priority(LeafOrder):
 
     def order(self) -> Iterator[Node]:
         return chain(*(self._queues[level] for level in self._levels), self._soft)
+
+    def worth(self, node: Node) -> int:
+        return node.priority
 
 
 def _unheld(*queues: Queue) -> Node:
