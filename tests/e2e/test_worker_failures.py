@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import worker_pb2
 from rpc.client import open_channel
+from rpc.options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
 from tests.e2e.client import Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
@@ -117,3 +118,22 @@ async def health(address: str) -> int:
         request = health_pb2.HealthCheckRequest(service="stemcache.v1.ModelWorker")
         response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
         return int(response.status)
+
+
+async def test_a_frozen_worker_is_noticed_by_keepalive_and_keeps_its_pages_within_the_grace_period(
+    client: Client, start: Starter, draw: Draw
+) -> None:
+    cache = start.cache(grace_ms=60_000)
+    worker = start.workers(cache.address)[0]
+    prompt = draw(100)
+    tokens = (await client.generate(worker.address, prompt)).tokens
+    await client.idle(cache.address)
+    worker.freeze()
+    noticed_s = 2 * (KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # HTTP/2's own limit would take 60 s
+    await client.until(cache.address, lambda stats: not stats.workers[0].connected, noticed_s)
+    worker.thaw()
+    await client.until(cache.address, lambda stats: stats.workers[0].connected)
+    again = await client.generate(worker.address, prompt)
+    assert again.counts == (96, 0, 4)
+    assert again.tokens == tokens
+    await client.until(cache.address, healthy)
