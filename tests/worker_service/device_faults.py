@@ -87,4 +87,4 @@ async def _not_serving(address: str) -> None:
                     return
                 await asyncio.sleep(0.02)
         except grpc.aio.AioRpcError as error:
-            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            assert error.code() is grpc.StatusCode.UNAVAILABLE, error
