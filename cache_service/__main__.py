@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from cache_service import bootstrap
 from cache_service.config import load_config
-from cache_service.host_keys import InvalidRedisUrl
 from rpc.lifecycle import run
+from rpc.listener import choose_listener
 from rpc.logs import set_up_logging
-from rpc.server import CannotListen
 from rpc.settings import SettingsError
 
 USAGE_ERROR = 2
@@ -22,6 +20,12 @@ def main() -> int:
     except SettingsError as error:
         return _complain(str(error))
     set_up_logging("cache_service", config.log_level)
+    choose_listener(os.environ)
+    # Behind the choice, which gRPC reads when it is imported.
+    from cache_service import bootstrap
+    from cache_service.host_keys import InvalidRedisUrl
+    from rpc.server import CannotListen
+
     try:
         run(bootstrap.serve(config, _announce))
     except InvalidRedisUrl as error:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Mapping
+from typing import Any
 
 import grpc
 
-from rpc.interceptor import Around, Call
+from rpc.interceptor import Around, Call, Proceed
 
 _log = logging.getLogger("rpc.deadline")
 
@@ -22,20 +22,19 @@ def deadlines(default_s: float, by_method: Mapping[str, float] | None = None) ->
     """At most `default_s` for each unary call; `by_method` has other maxima by full method name, of streams too."""
     maxima = dict(by_method or {})
 
-    def around(call: Call) -> AbstractAsyncContextManager[None]:
+    async def around(call: Call, proceed: Proceed) -> Any:
         maximum_s = maxima.get(call.method, default_s if call.is_unary else None)
-        return nullcontext() if maximum_s is None else _limited(call, maximum_s)
+        return await (proceed() if maximum_s is None else _limited(call, proceed, maximum_s))
 
     return around
 
 
-@asynccontextmanager
-async def _limited(call: Call, maximum_s: float) -> AsyncIterator[None]:
+async def _limited(call: Call, proceed: Proceed, maximum_s: float) -> Any:
     remaining = call.context.time_remaining()
     limit = maximum_s if remaining is None else min(maximum_s, remaining)
     try:
         async with asyncio.timeout(limit) as timeout:
-            yield
+            return await proceed()
     except TimeoutError:
         if not timeout.expired():
             raise

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
-from rpc.interceptor import Around, Call, UndecodableRequest
+from rpc.interceptor import Around, Call, Proceed, UndecodableRequest
 from rpc.request_id import current_request_id
 
 ErrorTable = Mapping[type[Exception], grpc.StatusCode]
@@ -42,25 +41,20 @@ def clipped(details: str) -> str:
 def errors_to_status(table: ErrorTable) -> Around:
     """An around that ends failed calls with `table`'s codes."""
 
-    def around(call: Call) -> AbstractAsyncContextManager[None]:
-        return _translated(call, table)
+    async def around(call: Call, proceed: Proceed) -> Any:
+        try:
+            return await proceed()
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if call.context.cancelled() or isinstance(error, _PEER_GONE):
+                _give_up(call, error)
+            try:
+                await _abort(call, error, table)
+            except _PEER_GONE:
+                _give_up(call, error)
 
     return around
-
-
-@asynccontextmanager
-async def _translated(call: Call, table: ErrorTable) -> AsyncIterator[None]:
-    try:
-        yield
-    except (grpc.aio.AbortError, asyncio.CancelledError):
-        raise
-    except Exception as error:
-        if call.context.cancelled() or isinstance(error, _PEER_GONE):
-            _give_up(call, error)
-        try:
-            await _abort(call, error, table)
-        except _PEER_GONE:
-            _give_up(call, error)
 
 
 def _give_up(call: Call, error: Exception) -> NoReturn:

@@ -1,7 +1,8 @@
 """Runs every call of a server inside a chain of arounds, and decodes its requests within that chain.
 
-Knows no service and no policy: an around is a context manager that is told which call it surrounds. Requests are
-decoded here and not by gRPC, since gRPC's own answer to unparsable bytes is UNKNOWN.
+Knows no service and no policy: an around is told which call it surrounds, and awaits `proceed` for what lies inside. A
+coroutine for each costs a unary call 2 us; context managers on an exit stack cost 12. Requests are decoded here and not
+by gRPC, since gRPC's own answer to unparsable bytes is UNKNOWN.
 
     metrics( request id( errors( deadline( decode, serve ))))
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
@@ -31,6 +33,8 @@ class Progress:
     A stream that is given up in such a wait gets its status, `late`, once its peer reads again.
     """
 
+    __slots__ = ("is_given_up", "is_writing", "late")
+
     def __init__(self) -> None:
         self.is_writing = False
         self.is_given_up = False
@@ -43,11 +47,11 @@ class Call(NamedTuple):
     method: str
     is_unary: bool
     context: Context
-    metadata: Mapping[str, str | bytes]
     progress: Progress
 
 
-Around = Callable[[Call], AbstractAsyncContextManager[None]]
+Proceed = Callable[[], Awaitable[Any]]
+Around = Callable[[Call, Proceed], Awaitable[Any]]
 
 
 class UndecodableRequest(Exception):
@@ -60,6 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, arounds: Sequence[Around]) -> None:
         self._arounds = tuple(arounds)
         self._given_up: set[asyncio.Task[None]] = set()
+        self._rebuilt: dict[str, tuple[Handler, Handler]] = {}  # by method: as it was, and inside the arounds
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -67,10 +72,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        return self._wrap(handler, handler_call_details)
+        method = handler_call_details.method
+        known = self._rebuilt.get(method)
+        if known is None or known[0] is not handler:
+            known = self._rebuilt[method] = (handler, self._wrap(handler, method))
+        return known[1]
 
-    def _wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        surround = _Surround(self._arounds, handler, details, self._given_up)
+    def _wrap(self, handler: Handler, method: str) -> Handler:
+        surround = _Surround(self._arounds, handler, method, self._given_up)
         serializer = handler.response_serializer
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(surround.streaming, None, serializer)
@@ -82,18 +91,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Surround:
-    """One call's behaviour inside the arounds; gRPC gives it raw bytes."""
+    """One method's behaviour inside the arounds; gRPC gives it raw bytes."""
 
     def __init__(
-        self,
-        arounds: Sequence[Around],
-        handler: Handler,
-        details: grpc.HandlerCallDetails,
-        given_up: set[asyncio.Task[None]],
+        self, arounds: Sequence[Around], handler: Handler, method: str, given_up: set[asyncio.Task[None]]
     ) -> None:
-        self._arounds = arounds
+        self._innermost_first = arounds[::-1]
         self._given_up = given_up
-        self._details = details
+        self._method = method
         self._request_streaming = bool(handler.request_streaming)
         self._is_unary = not (handler.request_streaming or handler.response_streaming)
         self._decode: Decode = handler.request_deserializer or bytes
@@ -106,20 +111,29 @@ class _Surround:
         self._serve: Serve = next(behaviour for behaviour in behaviours if behaviour is not None)
 
     async def unary(self, request: Any, context: Context) -> Any:
-        async with AsyncExitStack() as stack:
-            await self._enter(stack, context)
-            return await self._serve(self._decoded(request), context)
+        call = Call(self._method, self._is_unary, context, Progress())
+        return await self._within(call, partial(self._answer, request, context))
 
     async def streaming(self, request: Any, context: Context) -> None:
         """Writes by `context.write`, the one style that fits generators and writing handlers alike."""
-        async with AsyncExitStack() as stack:
-            progress = await self._enter(stack, context)
-            served = self._serve(self._decoded(request), context)
-            if not hasattr(served, "__aiter__"):
-                await served
-                return
-            async with aclosing(served) as responses:
-                await self._pumped(responses, context, progress)
+        call = Call(self._method, self._is_unary, context, Progress())
+        await self._within(call, partial(self._write, request, context, call.progress))
+
+    def _within(self, call: Call, proceed: Proceed) -> Awaitable[Any]:
+        for around in self._innermost_first:
+            proceed = partial(around, call, proceed)
+        return proceed()
+
+    async def _answer(self, request: Any, context: Context) -> Any:
+        return await self._serve(self._decoded(request, context), context)
+
+    async def _write(self, request: Any, context: Context, progress: Progress) -> None:
+        served = self._serve(self._decoded(request, context), context)
+        if not hasattr(served, "__aiter__"):
+            await served
+            return
+        async with aclosing(served) as responses:
+            await self._pumped(responses, context, progress)
 
     async def _pumped(self, responses: AsyncIterator[Any], context: Context, progress: Progress) -> None:
         """Writes every response. A write cannot be taken back, so one that is given up goes on in a task of its own."""
@@ -136,19 +150,10 @@ class _Surround:
                 await asyncio.gather(pump, return_exceptions=True)
             raise
 
-    async def _enter(self, stack: AsyncExitStack, context: Context) -> Progress:
-        metadata = dict(self._details.invocation_metadata or ())
-        call = Call(self._details.method, self._is_unary, context, metadata, Progress())
-        for around in self._arounds:
-            await stack.enter_async_context(around(call))
-        return call.progress
-
-    def _decoded(self, request: Any) -> Any:
-        return self._decoded_stream(request) if self._request_streaming else self._decoded_message(request)
-
-    async def _decoded_stream(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for raw in raws:
-            yield self._decoded_message(raw)
+    def _decoded(self, request: Any, context: Context) -> Any:
+        if self._request_streaming:
+            return _DecodedStream(context, self._decoded_message)
+        return self._decoded_message(request)
 
     def _decoded_message(self, raw: bytes) -> Any:
         try:
@@ -156,6 +161,23 @@ class _Surround:
         except Exception as error:
             # protobuf implementations disagree on the type they raise for bad bytes.
             raise UndecodableRequest(f"request: {len(raw)} bytes that are no message of this method") from error
+
+
+class _DecodedStream:
+    """The messages of a request stream, read by `context.read`: gRPC's own iterator is one generator more."""
+
+    def __init__(self, context: Context, decode: Decode) -> None:
+        self._context = context
+        self._decode = decode
+
+    def __aiter__(self) -> _DecodedStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        raw = await self._context.read()
+        if raw is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return self._decode(raw)
 
 
 async def _pump(responses: AsyncIterator[Any], context: Context, progress: Progress) -> None:

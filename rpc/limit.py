@@ -6,12 +6,11 @@ checks and reflection do not count: a busy server is still a healthy one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
-from rpc.interceptor import Call
+from rpc.interceptor import Call, Proceed
 
 FREE_PREFIX = "/grpc."
 
@@ -23,15 +22,13 @@ class CallLimit:
         self._most = most
         self._count = 0
 
-    @asynccontextmanager
-    async def __call__(self, call: Call) -> AsyncIterator[None]:
+    async def __call__(self, call: Call, proceed: Proceed) -> Any:
         if call.method.startswith(FREE_PREFIX):
-            yield
-            return
+            return await proceed()
         if self._count >= self._most:
             await call.context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most} calls are being served already")
         self._count += 1
         try:
-            yield
+            return await proceed()
         finally:
             self._count -= 1

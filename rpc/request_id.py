@@ -6,13 +6,11 @@ Knows no transport beyond the metadata key; logs read the id from the context.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rpc.interceptor import Call
+    from rpc.interceptor import Call, Proceed
 
 METADATA_KEY = "x-request-id"
 MAX_LENGTH = 64
@@ -36,10 +34,14 @@ def accepted_request_id(offered: str | bytes | None) -> str:
     return draw_request_id()
 
 
-@asynccontextmanager
-async def with_request_id(call: Call) -> AsyncIterator[None]:
-    token = _request_id.set(accepted_request_id(call.metadata.get(METADATA_KEY)))
+async def with_request_id(call: Call, proceed: Proceed) -> Any:
+    """An around: inside of it `current_request_id` is the call's."""
+    token = _request_id.set(accepted_request_id(_offered(call)))
     try:
-        yield
+        return await proceed()
     finally:
         _request_id.reset(token)
+
+
+def _offered(call: Call) -> str | bytes | None:
+    return next((value for key, value in call.context.invocation_metadata() or () if key == METADATA_KEY), None)

@@ -6,8 +6,8 @@ import os
 import sys
 
 from rpc.lifecycle import run
+from rpc.listener import choose_listener
 from rpc.logs import set_up_logging
-from rpc.server import CannotListen
 from rpc.settings import SettingsError
 from worker_service.config import load_config
 
@@ -21,7 +21,10 @@ def main() -> int:
     except SettingsError as error:
         return _complain(str(error), USAGE_ERROR)
     set_up_logging("worker_service", config.log_level)
-    # Behind the settings, so that --help and a typo are answered before PyTorch is loaded.
+    choose_listener(os.environ)
+    # Behind the choice, which gRPC reads when it is imported, and behind the settings, so that --help and a typo are
+    # answered before PyTorch is loaded.
+    from rpc.server import CannotListen
     from worker_service import bootstrap
     from worker_service.core.ports import SessionRefused
     from worker_service.core.sequence import InvalidField

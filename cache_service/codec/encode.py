@@ -148,14 +148,16 @@ def match_result(value: Match) -> types_pb2.MatchResult:
 
 
 def match_response(values: Iterable[WorkerMatch]) -> cache_pb2.MatchResponse:
-    """Equal matches are made once, and each worker is filled in place: 100 us for 64 workers, was 650."""
+    """Fills each worker in place: a submessage that is passed on is copied, which costs twice as much."""
     message = cache_pb2.MatchResponse()
-    made: dict[Match, types_pb2.MatchResult] = {}
-    for value in values:
-        match = made.get(value.match)
-        if match is None:
-            match = made[value.match] = match_result(value.match)
-        message.workers.add(worker_id=value.worker_id, endpoint=value.endpoint, match=match)
+    add = message.workers.add
+    for worker_id, endpoint, value in values:
+        match = add(worker_id=worker_id, endpoint=endpoint).match
+        match.matched_tokens = value.matched_tokens
+        match.usable_tokens = value.usable_tokens
+        match.host_tokens = value.host_tokens
+        match.limiting_group = value.limiting_group
+        match.miss_reason = types_pb2.MissReason.ValueType(value.miss_reason)
     return message
 
 

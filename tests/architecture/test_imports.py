@@ -112,3 +112,10 @@ def test_the_cache_service_runs_without_torch() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "--listen" in result.stdout
+
+
+@pytest.mark.parametrize("service", ["cache_service", "worker_service"])
+def test_the_listener_is_chosen_before_grpc_reads_it(service: str) -> None:
+    """gRPC reads its experiments when it is imported, so `main` imports it, and not the module."""
+    code = f"import sys, {service}.__main__; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from rpc.deadline import deadlines
 from rpc.errors import MAX_DETAILS, errors_to_status
-from rpc.interceptor import Call, Progress
+from rpc.interceptor import Call, Proceed, Progress
 from rpc.metrics import RpcMetrics
 from rpc.options import ServerLimits
 from rpc.request_id import MAX_LENGTH, with_request_id
@@ -54,6 +54,13 @@ async def test_known_errors_follow_the_table(shape: str, kind: str) -> None:
         assert answer == (grpc.StatusCode.FAILED_PRECONDITION, "leases in scope")
 
 
+def failing(error: Exception) -> Proceed:
+    async def proceed() -> None:
+        raise error
+
+    return proceed
+
+
 class PeerLeft:
     """The context of a call whose peer has left, before gRPC has noticed it."""
 
@@ -65,10 +72,9 @@ class PeerLeft:
 
 
 async def test_a_status_that_nobody_takes_ends_the_call_quietly() -> None:
-    call_of_nobody = Call("/a/B", is_unary=True, context=PeerLeft(), metadata={}, progress=Progress())  # type: ignore[arg-type]
+    call_of_nobody = Call("/a/B", is_unary=True, context=PeerLeft(), progress=Progress())  # type: ignore[arg-type]
     with pytest.raises(asyncio.CancelledError):
-        async with errors_to_status(TABLE)(call_of_nobody):
-            raise KnownError("too late")
+        await errors_to_status(TABLE)(call_of_nobody, failing(KnownError("too late")))
 
 
 async def test_long_details_are_clipped() -> None:
@@ -171,8 +177,7 @@ async def test_a_peer_that_leaves_during_a_write_is_no_error(
 
     context: Any = Context()
     with caplog.at_level(logging.DEBUG), pytest.raises(asyncio.CancelledError):
-        async with errors_to_status(TABLE)(Call("/Watch", False, context, {}, Progress())):
-            raise error
+        await errors_to_status(TABLE)(Call("/Watch", False, context, Progress()), failing(error))
     assert [record.levelno for record in caplog.records if record.name == "rpc.errors"] == [logging.DEBUG]
 
 

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from rpc.address import HostPort, parse_address
+from rpc.listener import choose_listener
 from rpc.logs import Outage, announcement, redact_url, set_up_logging
 from rpc.metrics_http import MAX_HEAD_BYTES, MetricsServer
 
@@ -33,6 +34,15 @@ def test_addresses(text: str, parsed: HostPort) -> None:
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(ValueError):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "kept"),
+    [({}, "-event_engine_listener"), ({"GRPC_EXPERIMENTS": ""}, ""), ({"GRPC_EXPERIMENTS": "other"}, "other")],
+)
+def test_the_users_own_listener_wins(set_by_user: dict[str, str], kept: str) -> None:
+    choose_listener(set_by_user)
+    assert set_by_user == {"GRPC_EXPERIMENTS": kept}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Time a fetch grant of 8,191 pages, from the Acquire's bytes to the Grant's. Fails when a grant or an audit is wrong.
+
+    python -m benchmarks.bench_fetch_grant [--pages N] [--rounds N]
+
+Knows no network: each Step goes through the codec as bytes, and through the manager; every page of the prompt is in the
+host tier and none on the worker. `grant` is all pages at once, with enough tickets for it; `grant_default_limits` is
+what one sequence gets of 64 open tickets. `hashing` is the share that SHA-256 takes alone. Writes
+benchmarks/results/fetch_grant.json; times are those of this thread's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import zlib
+from array import array
+from pathlib import Path
+from statistics import median
+from time import thread_time
+
+from benchmarks.bench_core import machine
+from cache_service.codec import decode, encode
+from cache_service.codec.seal import opened, sealed
+from cache_service.core import audit
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cache_service.core.host_key import HostKey, build_key
+from cache_service.core.page_hash import namespace_digest, page_hashes
+from cache_service.core.types import (
+    GroupKind,
+    GroupSpec,
+    Hello,
+    HostTierKind,
+    Namespace,
+    PageHash,
+    WorkerId,
+)
+from protos.v1 import cache_pb2, types_pb2
+
+PAGE_TOKENS = 16
+PAGE_BYTES = 4 * PAGE_TOKENS
+HASH_BYTES = 32
+MODEL, TIER = "bench", "bench-tier"
+FINGERPRINT = bytes(32)
+NAME = WorkerId("bench")
+NUM_GROUPS = 1
+RESULT = Path(__file__).parent / "results" / "fetch_grant.json"
+
+
+class Desk:
+    """A worker without pages whose prompt lies in the host tier whole."""
+
+    def __init__(self, num_pages: int, max_open_tickets: int) -> None:
+        self.num_pages = num_pages
+        self.config = ManagerConfig(max_open_tickets=max_open_tickets)
+        self.manager = CacheManager(self.config, "bench")
+        # One token more than the pages: the last token is always computed.
+        self.tokens = array("i", range(num_pages * PAGE_TOKENS + 1)).tobytes()
+        groups = (GroupSpec("full", GroupKind.FULL, num_pages + 1, page_bytes=1024),)
+        tier = (HostTierKind.SHARED, TIER)
+        hello = Hello(NAME, "bench:1", "bench", FINGERPRINT, PAGE_TOKENS, groups, *tier, model=MODEL)
+        self.manager.hello(hello, 0)
+        digest = namespace_digest(Namespace(MODEL))
+        self.hashes = page_hashes(digest, b"", self.tokens[: num_pages * PAGE_BYTES], PAGE_BYTES)
+        keys = [build_key(self.config.key_prefix, HostKey(FINGERPRINT, 0, 0, PageHash(one))) for one in self._each()]
+        assert self.manager.host_adopted(TIER, FINGERPRINT, keys, 0) == num_pages
+        self.step_id = 0
+
+    def _each(self) -> list[bytes]:
+        return [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
+
+    def ask(self, step: cache_pb2.Step) -> tuple[cache_pb2.StepReply, float]:
+        """The reply, and the seconds from the request's bytes to the reply's."""
+        self.step_id += 1
+        step.step_id = self.step_id
+        body = cache_pb2.WorkerMessage(step=step).SerializeToString()
+        request = cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body)).SerializeToString()
+        started = thread_time()
+        message = opened(cache_pb2.SessionRequest.FromString(request)).step
+        reply = self.manager.step(NAME, decode.step(message, self.manager.limits), self.step_id)
+        response = sealed(encode.step_reply(reply, NUM_GROUPS)).SerializeToString()
+        seconds = thread_time() - started
+        answer = cache_pb2.ManagerMessage.FromString(cache_pb2.SessionResponse.FromString(response).body)
+        assert not answer.step_reply.refusals, answer.step_reply.refusals
+        return answer.step_reply, seconds
+
+    def round(self, expected_pages: int) -> float:
+        """Seconds for one grant; everything is given back afterwards."""
+        acquire = cache_pb2.Acquire(sequence_id=1, namespace=types_pb2.Namespace(model=MODEL), tokens=self.tokens)
+        reply, seconds = self.ask(cache_pb2.Step(acquires=[acquire]))
+        (grant,) = reply.grants
+        self._check(grant, expected_pages)
+        release = cache_pb2.Release(sequence_id=1, reason=cache_pb2.RELEASE_REASON_ABORTED)
+        self.ask(cache_pb2.Step(releases=[release]))
+        done = cache_pb2.TRANSFER_STATUS_DONE
+        acks = [cache_pb2.Ack(ticket=fetch.ticket, num_done=fetch.num_pages, status=done) for fetch in grant.fetches]
+        self.ask(cache_pb2.Step(acks=acks))
+        audit.check(self.manager)
+        self.manager.take_host_touches()
+        return seconds
+
+    def _check(self, grant: types_pb2.Grant, expected_pages: int) -> None:
+        """Consecutive runs of at most `transfer_pages`, with the right hashes, onto the pages of the table."""
+        page_ids = grant.tables[0].page_ids
+        page = 0
+        for fetch in grant.fetches:
+            assert fetch.first_page == page and fetch.num_pages <= self.config.transfer_pages
+            end = page + fetch.num_pages
+            assert fetch.groups[0].page_hashes == self.hashes[page * HASH_BYTES : end * HASH_BYTES]
+            assert fetch.groups[0].page_ids == page_ids[page * 4 : end * 4]
+            page = end
+        assert page == expected_pages, f"{page} pages are fetched, {expected_pages} expected"
+
+
+def measure(num_pages: int, rounds: int, max_open_tickets: int) -> tuple[float, int]:
+    """The median in milliseconds, and the number of pages in one grant."""
+    desk = Desk(num_pages, max_open_tickets)
+    expected = min(num_pages, max_open_tickets // 2 * desk.config.transfer_pages)
+    times = [desk.round(expected) for _ in range(rounds)]
+    return round(median(times) * 1e3, 3), expected
+
+
+def hashing_ms(num_pages: int, rounds: int) -> float:
+    tokens = array("i", range(num_pages * PAGE_TOKENS)).tobytes()
+    digest = namespace_digest(Namespace(MODEL))
+    times = []
+    for _ in range(rounds):
+        started = thread_time()
+        page_hashes(digest, b"", tokens, PAGE_BYTES)
+        times.append(thread_time() - started)
+    return round(median(times) * 1e3, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=int, default=8_191)
+    parser.add_argument("--rounds", type=int, default=25)
+    told = parser.parse_args()
+    default = ManagerConfig()
+    enough = 2 * -(-told.pages // default.transfer_pages)
+    grant_ms, granted = measure(told.pages, told.rounds, enough)
+    default_ms, default_pages = measure(told.pages, told.rounds, default.max_open_tickets)
+    result = {
+        "num_pages": granted,
+        "transfer_pages": default.transfer_pages,
+        "num_tickets": enough // 2,
+        "grant_ms": grant_ms,
+        "default_limits_num_pages": default_pages,
+        "grant_default_limits_ms": default_ms,
+        "hashing_ms": hashing_ms(told.pages, told.rounds),
+        "load_average": round(os.getloadavg()[0], 1),
+        "machine": machine(),
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
