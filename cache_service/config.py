@@ -56,7 +56,7 @@ class CacheConfig:
     max_pinned_share: float = setting(
         0.5, "Share of a worker's pages that Pin calls may rank last.", minimum=0, maximum=1
     )
-    max_spill_s: int = setting(120, "Time after which a spill that is not acknowledged is given up.", minimum=1)
+    max_spill_s: int = setting(120, "Time after which a transfer that is not acknowledged has failed.", minimum=1)
     max_lease_mb: int = setting(256, "Tokens that one worker's sequences may hold, in MiB.", minimum=1)
     breaker_failures: int = setting(3, "Failed transfers in a row that stop fetches.", minimum=1)
     breaker_ms: int = setting(5_000, "How long they stay stopped.", minimum=1)

@@ -106,7 +106,7 @@ def _boundaries(cache: DeviceCache, found: Survey) -> Sequence[int]:
 
 def fetch_pays(cache: DeviceCache, found: Survey) -> bool:
     """By measured rates; granted until they are known."""
-    if len(cache.transfers.fetches) >= cache.config.max_open_tickets:
+    if cache.transfers.num_fetching >= cache.config.max_open_tickets:
         return False
     rates = cache.rates
     if cache.config.fetch is FetchPolicy.ALWAYS or rates.prefill_tokens_per_s <= 0 or rates.fetch_bytes_per_s <= 0:

@@ -23,6 +23,7 @@ def check(manager: CacheManager) -> None:
         _check_shape(cache, where)
         _check_pins(cache, where)
         _check_leases(cache, where)
+        _check_late(cache, where)
         for group in cache.layout.full:
             _check_full_pool(cache, group, f"{where}, group {group}")
         for group in cache.layout.sparse:
@@ -126,6 +127,13 @@ def _conserved(pool: PagePool, held: list[int], where: str) -> None:
     lost = pool.fresh - 1 + len(ahead) - len(counts)
     assert not lost, f"{where}: {lost} pages are lost"
     assert pool.num_free == pool.num_pages - len(held), f"{where}: free count"
+
+
+def _check_late(cache: DeviceCache, where: str) -> None:
+    late, age_ms = cache.transfers.late, cache.config.max_spill_ms
+    for ticket, fetch in cache.transfers.fetches.items():
+        assert ticket not in late or cache.now_ms - fetch.opened_ms >= age_ms, f"{where}: fetch {ticket} is not late"
+    assert late <= cache.transfers.fetches.keys(), f"{where}: a closed fetch counts as late"
 
 
 def _check_full_pool(cache: DeviceCache, group: int, where: str) -> None:

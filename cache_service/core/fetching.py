@@ -32,7 +32,7 @@ def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
     full = range(plan.base, plan.boundary) if brings_full else range(0)
     starts = [target.page for target in sparse] + ([full.start] if full else [])
     step = cache.config.transfer_pages
-    room = max(1, (cache.config.max_open_tickets - len(cache.transfers.fetches)) // 2)
+    room = max(1, (cache.config.max_open_tickets - cache.transfers.num_fetching) // 2)
     transfers: list[Transfer] = []
     for first in range(min(starts), plan.boundary, step):
         if len(transfers) == room:
@@ -64,7 +64,9 @@ def _open(
     groups = (TransferPages(g, ids[g], index.key_prefix(fingerprint, g), hashes) for g in sorted(ids))
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), pages.start, len(pages))
     lease.fetches.add(transfer.ticket)
-    cache.transfers.fetches[transfer.ticket] = Fetch(transfer, lease.sequence_id, cache.host, full, sparse)
+    cache.transfers.fetches[transfer.ticket] = Fetch(
+        transfer, lease.sequence_id, cache.host, full, sparse, cache.now_ms
+    )
     return transfer
 
 
@@ -108,6 +110,7 @@ def orphan(cache: DeviceCache, lease: Lease) -> None:
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
     """Returns the lease that waited when this was its last ack, to be planned again; its done pages are published."""
     fetch = cache.transfers.fetches.pop(ack.ticket)
+    cache.transfers.late.discard(ack.ticket)
     _report(fetch, ack, now_ms)
     if fetch.orphaned:
         _touch([Arrival(fetch, ack.num_done)])
@@ -126,6 +129,20 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
     lease.fetched_any = lease.fetched_any or done > arrived[0].fetch.transfer.first_page
     _publish_done(cache, lease, [arrival.fetch for arrival in arrived], done)
     return lease
+
+
+def note_late(cache: DeviceCache, now_ms: int) -> None:
+    """A fetch that nobody acknowledged for too long is a failure of its tier, and leaves its place to another one.
+
+    Its pages stay with it until its ack: the worker may still write there.
+    """
+    transfers = cache.transfers
+    for ticket, fetch in transfers.fetches.items():  # the oldest first
+        if now_ms - fetch.opened_ms < cache.config.max_spill_ms:
+            return
+        if ticket not in transfers.late:
+            transfers.late.add(ticket)
+            fetch.host.index.breaker.failed(now_ms)
 
 
 def _leading(arrived: Iterable[Arrival]) -> int:

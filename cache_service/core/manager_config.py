@@ -32,7 +32,7 @@ class ManagerConfig:
     host_renew_ms: int = 21_600_000  # a row in use is renewed at most this often
     write_back_low_water: float = 0.1
     max_pinned_share: float = 0.5  # of a worker's pages, under Pin calls
-    max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up
+    max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up, a fetch is late
     max_lease_bytes: int = 256 << 20  # of tokens that one worker's leases hold
     breaker_failures: int = 3
     breaker_ms: int = 5_000

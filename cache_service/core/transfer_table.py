@@ -34,6 +34,7 @@ class Fetch:
     host: HostView  # as it was when the ticket was opened: the worker may name another tier meanwhile
     full: range
     sparse: tuple[SparsePage, ...]
+    opened_ms: int
     orphaned: bool = False
     full_targets: dict[int, bytes] = field(default_factory=dict)  # by group; once orphaned
 
@@ -97,12 +98,18 @@ class TransferTable:
     def __init__(self, ids: TicketIds) -> None:
         self._ids = ids
         self.fetches: dict[TicketId, Fetch] = {}
+        self.late: set[TicketId] = set()  # of the fetches: open for too long, so they count against no limit
         self.spills: dict[TicketId, Spill] = {}
         self.abandoned: dict[TicketId, Spill] = {}  # hold nothing; their rows stay on the way until the late ack
         self._issued = _Issued()
 
     def __len__(self) -> int:
         return len(self.fetches) + len(self.spills)
+
+    @property
+    def num_fetching(self) -> int:
+        """Fetches that count against `max_open_tickets`."""
+        return len(self.fetches) - len(self.late)
 
     def new_id(self) -> TicketId:
         self._ids.last += 1

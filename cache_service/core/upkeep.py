@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_service.core import renewal, spilling
+from cache_service.core import fetching, renewal, spilling
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.page_pool import unpack
 from cache_service.core.radix_node import Node
@@ -62,6 +62,7 @@ def tick(cache: DeviceCache, now_ms: int) -> None:
     for node in cache.soft_pins.due(now_ms):
         _mark(cache, node, 0)
     spilling.abandon_old(cache, now_ms)
+    fetching.note_late(cache, now_ms)
     renewal.tick(cache)
     if cache.config.spill is SpillPolicy.WRITE_BACK:
         spilling.queue_cold_end(cache)

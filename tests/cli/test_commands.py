@@ -87,6 +87,7 @@ def test_status_counts_requests_pages_and_misses(service: Service) -> None:
     first = workers["worker-1"]
     assert first["connected"] is True
     assert first["num_requests"] >= 1
+    assert first["model"] == workers["worker-2"]["model"] != ""
     assert first["misses"]["never_seen"] >= 1
     assert first["groups"][0]["num_pages"] - first["groups"][0]["num_free"] >= 99 // PAGE
     shown = stemcache(service.state, "status").stdout

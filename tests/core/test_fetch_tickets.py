@@ -114,6 +114,34 @@ def test_one_sequence_leaves_tickets_for_others() -> None:
     worker.prefill(other)
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_fetch_that_nobody_acknowledges_leaves_its_place_to_others_and_keeps_its_pages(is_aborted: bool) -> None:
+    worker, late = fetching(full(16), max_open_tickets=1, max_spill_ms=1000, breaker_failures=1, breaker_ms=10)
+    oracle = Oracle(worker)
+    assert len(late.fetches) == 1
+    if is_aborted:
+        worker.release(late, ABORTED)
+    worker.world.tick(999)
+    tier = worker.world.manager.stats().host_tier
+    assert not tier.breaker_open
+    worker.world.tick(1)
+    assert worker.world.manager.stats().host_tier.breaker_open, "the tier has failed"
+    worker.world.tick(10)
+    assert not worker.world.manager.stats().host_tier.breaker_open, "a late fetch fails once"
+    other = worker.start(span(1, 14))
+    assert len(other.fetches) == 1, "its place is free"
+    oracle.check()
+    worker.fetch_all(other)
+    assert other.grant.usable_tokens == 12
+    if is_aborted:
+        (ticket,) = worker.orphans
+        worker.ack_orphan(ticket)
+    else:
+        worker.fetch_all(late)
+        assert late.grant.usable_tokens == 12
+    oracle.check()
+
+
 @pytest.mark.parametrize("groups", GROUPS)
 def test_rounds_bring_windows_and_snapshots_too(groups: Any) -> None:
     worker, live = fetching(*groups, max_open_tickets=1)
