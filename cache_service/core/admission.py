@@ -48,37 +48,50 @@ class Plan:
     """Boundaries in pages: the lease pins the path up to `base`, its first launch starts at `boundary` once fetched."""
 
     survey: Survey
-    match: Match
     boundary: int
-    usable: int  # without the fetch
     base: int
     place: Walk  # where `base` lies
     total: int
-    num_tokens: int
-    fetches: bool
     windows: dict[int, WindowPlan]
     snapshots: dict[int, int]  # by STATE group: the slot to restore; 0: to be fetched
+
+
+def match_of(plan: Plan, layout: Layout) -> Match:
+    """What the survey found, unless a pool could never hold the window before its usable boundary."""
+    match = plan.survey.match(layout.page_tokens)
+    if plan.boundary >= plan.survey.usable:
+        return match
+    limiting = layout.specs[layout.window[0]].name
+    return match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
 
 
 def plan_acquire(
     cache: DeviceCache, acquire: Acquire, may_fetch: bool, hashes: PromptHashes | None = None
 ) -> Plan | Refusal:
     """The best way in that fits: with a fetch, without, and from 0 where a pool could never hold the resumed window."""
-    num_tokens = len(acquire.tokens) // TOKEN_BYTES
-    never = never_fits(cache, acquire)
-    if never:
-        return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, never)
+    layout, tokens = cache.layout, acquire.tokens
+    total = -(-len(tokens) // layout.page_bytes)
+    if total + acquire.reserve_pages > layout.most_pages or layout.window:
+        never = never_fits(cache, acquire)
+        if never:
+            return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, never)
     host = cache.host if may_fetch else None
     if acquire.bypass_cache:
-        found = _nothing(cache.layout, acquire)
+        found = _nothing(layout, acquire)
     else:
-        found = survey(cache.tree, cache.layout, acquire.namespace, acquire.tokens, host, hashes)
+        found = survey(cache.tree, layout, acquire.namespace, tokens, host, hashes)
     most = cache.config.max_lease_bytes
-    if cache.leases and cache.leases.num_bytes + len(acquire.tokens) > most:
+    if cache.leases.num_bytes + len(tokens) > most and cache.leases:
         return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, f"live sequences may hold {most} bytes of tokens")
     detail = ""
-    for boundary in _boundaries(cache, found):
-        plan = _plan_at(cache, acquire, found, boundary, num_tokens)
+    plain = found.host == found.usable and not layout.window
+    for boundary in (found.usable,) if plain else _boundaries(cache, found):
+        base, place = found.matched, found.walk
+        if boundary < base:
+            base, place = boundary, locate(place, boundary)
+        plan = Plan(found, boundary, base, place, total, {}, {})
+        if layout.sparse:
+            _plan_sparse(plan, layout, acquire)
         detail = _lacks(cache, plan, acquire.reserve_pages)
         if not detail:
             return plan
@@ -91,12 +104,11 @@ def _nothing(layout: Layout, acquire: Acquire) -> Survey:
     """What a request that bypasses the cache finds."""
     walk = Walk(Root(acquire.namespace, len(layout.specs)), None, 0)
     limit = (len(acquire.tokens) - 1) // layout.page_bytes
-    return Survey(walk, limit, 0, 0, dict.fromkeys(layout.sparse, b""), "", MissReason.BYPASSED, 0)
+    return Survey(walk, limit, 0, 0, 0, MissReason.BYPASSED, dict.fromkeys(layout.sparse, b""))
 
 
 def _boundaries(cache: DeviceCache, found: Survey) -> Sequence[int]:
-    if found.host == found.usable and not cache.layout.window:
-        return (found.usable,)
+    """A fetch that pays, then what is usable, then 0: a pool may never hold the window before a usable boundary."""
     options = [found.host] if found.host > found.usable and fetch_pays(cache, found) else []
     options.append(found.usable)
     if found.usable and cache.layout.window:
@@ -140,33 +152,9 @@ def never_fits(cache: DeviceCache, acquire: Acquire) -> str:
     return ""
 
 
-def _plan_at(cache: DeviceCache, acquire: Acquire, found: Survey, boundary: int, num_tokens: int) -> Plan:
-    layout, match, matched = cache.layout, found.match(cache.layout.page_tokens), found.matched
-    if boundary < found.usable:  # the pool can never hold the window before the usable boundary
-        limiting = layout.specs[layout.window[0]].name
-        match = match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
-    base = min(matched, boundary)
-    plan = Plan(
-        survey=found,
-        match=match,
-        boundary=boundary,
-        usable=min(found.usable, boundary),
-        base=base,
-        place=found.walk if base == matched else locate(found.walk, base),
-        total=layout.pages(num_tokens),
-        num_tokens=num_tokens,
-        fetches=boundary > found.usable,
-        windows={},
-        snapshots={},
-    )
-    if layout.sparse:
-        _plan_sparse(plan, layout, acquire)
-    return plan
-
-
 def _plan_sparse(plan: Plan, layout: Layout, acquire: Acquire) -> None:
     """Windows of the first chunk, and the snapshots at the boundary."""
-    found, boundary, num_tokens = plan.survey, plan.boundary, plan.num_tokens
+    found, boundary, num_tokens = plan.survey, plan.boundary, len(acquire.tokens) // TOKEN_BYTES
     start = boundary * layout.page_tokens
     end = layout.pages(min(num_tokens, start + (acquire.chunk_tokens or num_tokens)))
     for group in layout.window:
@@ -187,13 +175,11 @@ def _can_never_hold(cache: DeviceCache, plan: Plan) -> bool:
 
 def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str:
     """Which group has too few pages for the plan; empty when it fits."""
-    layout = cache.layout
-    spare = cache.tree.evictable_pages - evictable_hits(plan)
-    need = plan.total - plan.base + reserve
-    for group in layout.full:
-        if cache.pools[group].num_free + spare < need:
-            return f"group {layout.specs[group].name} lacks pages"
-    return _lacks_sparse(cache, plan) if layout.sparse else ""
+    need = plan.total - plan.base + reserve - (cache.tree.evictable_pages - evictable_hits(plan.place))
+    for group, pool in cache.full_pools:
+        if pool.num_free < need:
+            return f"group {cache.layout.specs[group].name} lacks pages"
+    return _lacks_sparse(cache, plan) if cache.sparse else ""
 
 
 def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str:
@@ -226,9 +212,9 @@ def locate(walk: Walk, base: int) -> Walk:
     return Walk(node.parent, node, base - node.start)
 
 
-def evictable_hits(plan: Plan) -> int:
-    """Pages up to `base` that nobody pins yet: the commit takes them out of the evictable ones."""
-    node, child, pages = plan.place
+def evictable_hits(place: Walk) -> int:
+    """Pages up to there that nobody pins yet: the commit takes them out of the evictable ones."""
+    node, child, pages = place
     hits = pages if child is not None and not child.pins else 0
     step: Node | None = node
     while step is not None and not step.pins:
@@ -239,13 +225,11 @@ def evictable_hits(plan: Plan) -> int:
 
 def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
     """Which group has too few pages for a length of `total` pages; empty when it fits."""
-    layout = cache.layout
-    if layout.full:
-        need = total - lease.full_end - cache.tree.evictable_pages
-        for group in layout.full:
-            if cache.pools[group].num_free < need:
-                return f"group {layout.specs[group].name} lacks pages"
-    for group in layout.window:
-        if cache.sparse[group].num_available < total - lease.windows[group].end:
-            return f"group {layout.specs[group].name} lacks pages"
+    need = total - lease.full_end - cache.tree.evictable_pages
+    for group, pool in cache.full_pools:
+        if pool.num_free < need:
+            return f"group {cache.layout.specs[group].name} lacks pages"
+    for group, hold in lease.windows.items():
+        if cache.sparse[group].num_available < total - hold.end:
+            return f"group {cache.layout.specs[group].name} lacks pages"
     return ""

@@ -6,7 +6,7 @@ Knows no clock, no transport and no thread: time comes in as `now_ms`; orders, e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeVar, cast
 
 from cache_service.core import clearing, overview, renewal, spilling, step_check, stepping, upkeep
@@ -111,7 +111,7 @@ class CacheManager:
         spilling.void(worker.cache)
         # A store may answer for the first time, or be another one than before.
         if (hello.host_tier, hello.host_tier_id) != (old.host_tier, old.host_tier_id):
-            worker.cache.host = self.tiers.view(hello)
+            worker.cache.set_host(self.tiers.view(hello))
             renewal.start_refill(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None
         self._prune_tiers()
@@ -192,8 +192,11 @@ class CacheManager:
         """Read-only: how far each connected worker of the model could reuse the prompt."""
         step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         prompt = PromptMatch(namespace, tokens)
-        workers = self._asked(namespace, worker_id)
-        return tuple(WorkerMatch(w.hello.worker_id, w.hello.endpoint, prompt.match(w.cache)) for w in workers)
+        matches = []
+        for worker in self._asked(namespace, worker_id):
+            hello = worker.hello
+            matches.append(WorkerMatch(hello.worker_id, hello.endpoint, prompt.match(worker.cache)))
+        return tuple(matches)
 
     def explain(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None
@@ -208,17 +211,15 @@ class CacheManager:
         step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         prompt = PromptMatch(namespace, tokens)
         out = []
-        for worker in list(self._asked(namespace, worker_id)):
+        for worker in self._asked(namespace, worker_id):
             out.append((yield from overview.explain(worker, namespace, tokens, prompt, now_ms)))
         return tuple(out)
 
-    def _asked(self, namespace: Namespace, worker_id: WorkerId | None) -> Iterator[Worker]:
+    def _asked(self, namespace: Namespace, worker_id: WorkerId | None) -> list[Worker]:
         if worker_id:
-            yield self._worker(worker_id)
-            return
-        for worker in self.workers.values():
-            if worker.connected and worker.hello.model in ("", namespace.model):
-                yield worker
+            return [self._worker(worker_id)]
+        models = ("", namespace.model)
+        return [w for w in self.workers.values() if w.gone_since_ms is None and w.hello.model in models]
 
     def pin(self, namespace: Namespace, tokens: bytes, ttl_ms: int, now_ms: int) -> int:
         """Rank the cached prefix last for so long (0 unpins); answers the most tokens on any worker."""

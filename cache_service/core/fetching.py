@@ -63,7 +63,7 @@ def _open(
     index, fingerprint = cache.host.index, cache.host.fingerprint
     groups = (TransferPages(g, ids[g], index.key_prefix(fingerprint, g), hashes) for g in sorted(ids))
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), pages.start, len(pages))
-    lease.fetches.add(transfer.ticket)
+    lease.fetches |= {transfer.ticket}
     cache.transfers.fetches[transfer.ticket] = Fetch(
         transfer, lease.sequence_id, cache.host, full, sparse, cache.now_ms
     )
@@ -104,7 +104,7 @@ def orphan(cache: DeviceCache, lease: Lease) -> None:
     for group, hold in lease.windows.items():
         hold.page_ids = [page_id for page_id in hold.page_ids if (group, page_id) not in kept]
     lease.leave = tuple(leave for leave in lease.leave if (leave.group, leave.slot) not in kept)
-    lease.fetches.clear()
+    lease.fetches = frozenset()
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
@@ -117,13 +117,13 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
         free_targets(cache, fetch)
         return None
     lease = cache.leases[fetch.sequence_id]
-    lease.fetches.remove(ack.ticket)
-    lease.arrived.append(Arrival(fetch, ack.num_done))
+    lease.fetches -= {ack.ticket}
+    lease.arrived += (Arrival(fetch, ack.num_done),)
     lease.may_fetch = lease.may_fetch and ack.status is not TransferStatus.FAILED
     if lease.fetches:
         return None
     arrived = sorted(lease.arrived, key=lambda arrival: arrival.fetch.transfer.first_page)
-    lease.arrived = []
+    lease.arrived = ()
     _touch(arrived)
     done = _leading(arrived)
     lease.fetched_any = lease.fetched_any or done > arrived[0].fetch.transfer.first_page

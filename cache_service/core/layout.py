@@ -20,6 +20,7 @@ class Layout:
     sparse: tuple[int, ...]
     full_mask: int
     page_bytes: int
+    most_pages: int  # of the smallest FULL group; 0 without one
 
     def pages(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -43,4 +44,5 @@ def make_layout(specs: tuple[GroupSpec, ...], page_tokens: int) -> Layout:
         sparse=of(GroupKind.WINDOW, GroupKind.STATE),
         full_mask=sum(1 << group for group in full),
         page_bytes=page_tokens * TOKEN_BYTES,
+        most_pages=min((specs[group].num_pages for group in full), default=0),
     )

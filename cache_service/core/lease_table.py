@@ -52,27 +52,27 @@ class Lease:
     prompt: bytes
     node: Node
     published: int
-    computed: int
-    priority: int
-    chunk_tokens: int
-    resumed: int  # the page boundary at which it started
-    matched: int  # the page boundary up to which KV was found
-    private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
     full_end: int  # the page number behind the last FULL page; FULL groups go in step
-    windows: dict[int, WindowHold]
+    private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
+    priority: int = 0
+    chunk_tokens: int = 0
+    bypass: bool = False  # reuses nothing and publishes nothing: all that it holds is its own
+    computed: int = 0  # tokens
+    resumed: int = 0  # the page boundary at which it started; this and `matched` only beside WINDOW or STATE groups
+    matched: int = 0  # the page boundary up to which KV was found
+    windows: dict[int, WindowHold] = field(default_factory=dict)
     working: tuple[HeldSlot, ...] = ()
     rolling: tuple[HeldSlot, ...] = ()
     restore: tuple[HeldSlot, ...] = ()  # read until the launch that restores them is reported
     leave: tuple[LeaveSlot, ...] = ()
     room: int = 0  # tokens up to which snapshot boundaries have been offered
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
-    fetches: set[TicketId] = field(default_factory=set)  # waits for the acks of these tickets
-    arrived: list[Arrival] = field(default_factory=list)  # what the acks said so far
+    fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets
+    arrived: tuple[Arrival, ...] = ()  # what the acks said so far
     may_fetch: bool = True  # no ticket of this round failed
     hashes: PromptHashes | None = None  # of the prompt, for the plan after a fetch
-    device_tokens: int = 0  # usable on the device when first acquired
+    device_tokens: int = 0  # usable on the device when first acquired, for a lease that fetches
     fetched_any: bool = False  # what is usable beyond that came from the host tier
-    bypass: bool = False  # reuses nothing and publishes nothing: all that it holds is its own
 
     @property
     def num_tokens(self) -> int:

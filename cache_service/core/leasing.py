@@ -6,7 +6,7 @@ Knows no other worker, no stream and no clock. A commit pins the hits, then evic
 from __future__ import annotations
 
 from cache_service.core import fetching, publishing, renewal
-from cache_service.core.admission import Plan, lacks_for_extend, plan_acquire
+from cache_service.core.admission import Plan, lacks_for_extend, match_of, plan_acquire
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold
 from cache_service.core.page_pool import pack
@@ -14,6 +14,7 @@ from cache_service.core.radix_node import Node
 from cache_service.core.resume import holes, window_start
 from cache_service.core.sparse_pages import Rank
 from cache_service.core.types import (
+    TOKEN_BYTES,
     Acquire,
     Extend,
     ExtendGrant,
@@ -42,67 +43,56 @@ def acquire(cache: DeviceCache, acquire: Acquire) -> Grant | Refusal:
 def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | None) -> Grant:
     """Carry the plan out; `earlier` is the lease that waited for a fetch, if this is a new plan after its ack."""
     lease = _take(cache, plan, acquire)
-    lease.device_tokens = plan.usable * cache.layout.page_tokens
     if earlier is not None:
         lease.device_tokens, lease.fetched_any = earlier.device_tokens, earlier.fetched_any
     cache.leases.add(lease)
-    if plan.fetches:
+    if plan.boundary > plan.survey.usable:
+        if earlier is None:
+            lease.device_tokens = plan.survey.usable * cache.layout.page_tokens
         return _grant(cache, lease, plan, fetches=fetching.start(cache, lease, plan))
     return _admit(cache, lease, plan)
 
 
 def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     """The sequence may run now: count it, and offer the snapshots of its first chunk."""
+    num_tokens = len(lease.prompt) // TOKEN_BYTES
     leave: tuple[SnapshotSlot, ...] = ()
     if cache.sparse:
         _take_rolling(cache, lease)
         lease.room = plan.boundary * cache.layout.page_tokens
-        chunk = lease.chunk_tokens or plan.num_tokens
-        leave = _offer_leave(cache, lease, min(plan.num_tokens, lease.room + chunk))
+        leave = _offer_leave(cache, lease, min(num_tokens, lease.room + (lease.chunk_tokens or num_tokens)))
     grant = _grant(cache, lease, plan, leave)
     counters = cache.counters
-    counters.requests += 1
-    counters.prompt += plan.num_tokens
+    counters.prompt += num_tokens
     counters.cached += grant.cached_tokens
     counters.fetched += grant.fetched_tokens
-    counters.computed += plan.num_tokens - grant.usable_tokens
-    reason = plan.match.miss_reason
+    reason = grant.match.miss_reason
     counters.misses[reason] = counters.misses.get(reason, 0) + 1
     return grant
 
 
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
+    tree = cache.tree
+    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass = acquire
     node, child, pages = plan.place
     if child is not None and pages:
-        node = cache.tree.split(child, pages)
+        node = tree.split(child, pages)
     elif node.parent is None:
-        node = cache.tree.root(acquire.namespace)
-    cache.tree.pin(node)
-    renewal.note_hit(cache, node)
-    if cache.marks_uses or acquire.priority:
-        _mark_use(cache, node, acquire.priority)
-    lease = Lease(
-        sequence_id=acquire.sequence_id,
-        namespace=acquire.namespace,
-        prompt=acquire.tokens,
-        node=node,
-        published=plan.base,
-        computed=plan.boundary * cache.layout.page_tokens,
-        priority=acquire.priority,
-        chunk_tokens=acquire.chunk_tokens,
-        resumed=plan.boundary,
-        matched=plan.survey.matched,
-        private=[bytearray()] * len(cache.layout.specs),
-        full_end=plan.total,
-        windows={},
-        bypass=acquire.bypass_cache,
-    )
+        node = tree.root(namespace)
+    tree.pin(node)
+    if cache.host is not None:
+        renewal.note_hit(cache, node)
+    if cache.marks_uses or priority:
+        _mark_use(cache, node, priority)
+    private = [bytearray()] * len(cache.layout.specs)
+    lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, private, priority, chunk_tokens, bypass)
+    lease.computed = plan.boundary * cache.layout.page_tokens
     if cache.sparse:
         _read_hits(cache, lease, plan)
     need = plan.total - plan.base
     cache.make_room(need)
-    for group in cache.layout.full:
-        lease.private[group] = bytearray(cache.pools[group].take(need))
+    for group, pool in cache.full_pools:
+        private[group] = bytearray(pool.take(need))
     if cache.sparse:
         _take_sparse(cache, lease, plan)
     return lease
@@ -110,6 +100,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
 
 def _read_hits(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
     """What the plan reuses is read before anything is evicted."""
+    lease.resumed, lease.matched = plan.boundary, plan.survey.matched
     for group, window in plan.windows.items():
         cache.sparse[group].read(window.hits.values())
     lease.restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
@@ -180,10 +171,10 @@ def _grant(
     leave: tuple[SnapshotSlot, ...] = (),
     fetches: tuple[Transfer, ...] = (),
 ) -> Grant:
-    layout, page_tokens = cache.layout, cache.layout.page_tokens
-    usable = (plan.usable if fetches else plan.boundary) * page_tokens
+    layout, match = cache.layout, match_of(plan, cache.layout)
+    usable = (plan.survey.usable if fetches else plan.boundary) * layout.page_tokens
     fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
-    cached, match = usable - fetched, plan.match
+    cached = usable - fetched
     if not layout.state:
         return Grant(lease.sequence_id, usable, cached, fetched, tables(cache, lease), match, fetches)
     return Grant(
@@ -207,7 +198,9 @@ def _slots(held: tuple[HeldSlot, ...], boundary: int) -> tuple[SnapshotSlot, ...
 
 def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
     """Block tables from page 0 on; NO_PAGE where a window no longer reaches."""
-    out = [GroupPages(group, 0, _page_ids(lease, group)) for group in cache.layout.full]
+    out = []
+    for group in cache.layout.full:
+        out.append(GroupPages(group, 0, _page_ids(lease, group)))
     if lease.windows:
         for group, hold in lease.windows.items():
             out.append(GroupPages(group, 0, bytes(holes(hold.first)) + pack(hold.page_ids)))
@@ -217,8 +210,10 @@ def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
 
 def _page_ids(lease: Lease, group: int) -> bytes:
     """The shared pages of the path, then the lease's own."""
-    parts: list[bytes | bytearray] = [lease.private[group]]
     step = lease.node
+    if step.parent is None:
+        return bytes(lease.private[group])
+    parts: list[bytes | bytearray] = [lease.private[group]]
     while step.parent is not None:
         parts.append(step.pages[group])
         step = step.parent
@@ -246,8 +241,10 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
 
 
 def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Refusal:
-    layout = cache.layout
-    total = layout.pages(extend.num_tokens)
+    layout, held = cache.layout, lease.full_end
+    total = -(-extend.num_tokens // layout.page_tokens)
+    if total <= held and not layout.sparse:
+        return ExtendGrant(extend.sequence_id, ())
     detail = lacks_for_extend(cache, lease, total)
     if detail:
         never = _can_never_extend(cache, lease, total)
@@ -255,12 +252,11 @@ def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Re
         reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
         return Refusal(extend.sequence_id, reason, never or detail)
     pages = []
-    held = lease.full_end
     if total > held and layout.full:
         lease.full_end = total
         cache.make_room(total - held)
-        for group in layout.full:
-            taken = cache.pools[group].take(total - held)
+        for group, pool in cache.full_pools:
+            taken = pool.take(total - held)
             lease.private[group] += taken
             pages.append(GroupPages(group, held, taken))
     if not layout.sparse:
@@ -304,8 +300,8 @@ def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason, rolling_tok
 
 def drop_holdings(cache: DeviceCache, lease: Lease) -> None:
     """Everything that the lease still holds; what is unpublished goes free."""
-    for group in cache.layout.full:
-        cache.pools[group].give(lease.private[group])
+    for group, pool in cache.full_pools:
+        pool.give(lease.private[group])
     if cache.sparse:
         _drop_sparse(cache, lease)
     cache.unpin(lease.node)

@@ -20,23 +20,20 @@ from cache_service.core.types import PAGE_ID_BYTES
 class PagePool:
     """Page ids 1 to num_pages; page 0 is reserved."""
 
-    __slots__ = ("_ahead", "_free", "_fresh", "_moved", "_places", "num_pages")
+    __slots__ = ("_ahead", "_free", "_fresh", "_moved", "_places", "num_free", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+        self.num_pages = self.num_free = num_pages
         self._free = array("I")
         self._fresh = 1
         self._ahead: set[int] = set()
         self._places: array[int] | None = None  # by page id: its index in `_free` + 1; 0 for a taken page
         self._moved = 0  # pages taken and given since `_places` was last used
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free) + self.num_pages + 1 - self._fresh - len(self._ahead)
-
     def take(self, count: int) -> bytes:
         """Returns `count` packed page ids; the caller has made sure that they are free."""
         free = self._free
+        self.num_free -= count
         left = len(free) - count
         if left < 0:
             taken = free.tobytes() + self._take_fresh(-left)
@@ -71,12 +68,12 @@ class PagePool:
 
     def give(self, page_ids: bytes | bytearray) -> None:
         """Take packed page ids back."""
+        self.num_free += len(page_ids) // PAGE_ID_BYTES
         if self._ahead:
             page_ids = self._give_ahead(page_ids)
-        start = len(self._free)
         self._free.frombytes(page_ids)
         if self._places is not None:
-            self._track(page_ids, start)
+            self._track(page_ids, len(self._free) - len(page_ids) // PAGE_ID_BYTES)
 
     def _give_ahead(self, page_ids: bytes | bytearray) -> bytes | bytearray:
         """Claimed pages beyond `fresh` count as never handed out again; returns the others."""
@@ -96,6 +93,7 @@ class PagePool:
         """Take these very pages, which are free. The cost is that of the pages, whatever the pool's size."""
         for page_id in sorted(page_ids):
             assert self.is_free(page_id), "claimed a page that is not free"
+            self.num_free -= 1
             if page_id >= self._fresh:
                 self._ahead.add(page_id)
             else:
@@ -152,7 +150,9 @@ class PagePool:
         return frozenset(self._ahead)
 
     def check(self) -> None:
-        """Raises AssertionError where the kept places are not those of the free pages."""
+        """Raises AssertionError where the kept places or the count are not those of the free pages."""
+        num_free = len(self._free) + self.num_pages + 1 - self._fresh - len(self._ahead)
+        assert self.num_free == num_free, f"{self.num_free} free pages counted, {num_free} there"
         assert all(self._fresh < page_id <= self.num_pages for page_id in self._ahead), "a claimed page out of place"
         if self._places is not None:
             kept = {page_id: at for page_id, at in enumerate(self._places) if at}

@@ -18,17 +18,21 @@ class PromptMatch:
     def __init__(self, namespace: Namespace, tokens: bytes) -> None:
         self._namespace, self._tokens = namespace, tokens
         self._hashes: dict[int, PromptHashes] = {}  # by bytes of a page's tokens
+        self._first_pages: dict[int, bytes] = {}  # likewise
         self._cold: dict[object, Match] = {}
 
     def survey(self, cache: DeviceCache) -> Survey:
-        return survey(cache.tree, cache.layout, self._namespace, self._tokens, cache.host, self.hashes(cache))
+        hashes = self.hashes(cache) if cache.host is not None else None
+        return survey(cache.tree, cache.layout, self._namespace, self._tokens, cache.host, hashes)
 
     def match(self, cache: DeviceCache) -> Match:
         """The survey's match; it is shared by all workers that neither hold the first page nor evicted it lately."""
-        root = cache.tree.roots.get(self._namespace)
-        first_page = self._tokens[: cache.layout.page_bytes]
+        layout, root = cache.layout, cache.tree.roots.get(self._namespace)
+        first_page = self._first_pages.get(layout.page_bytes)
+        if first_page is None:
+            first_page = self._first_pages[layout.page_bytes] = self._tokens[: layout.page_bytes]
         if (root is not None and first_page in root.children) or self._was_evicted(cache, first_page):
-            return self.survey(cache).match(cache.layout.page_tokens)
+            return self.survey(cache).match(layout.page_tokens)
         # Layouts are shared by the workers that declare the same groups, so their identity tells them apart.
         key = (id(cache.layout), cache.host)
         found = self._cold.get(key)

@@ -41,7 +41,8 @@ class Run(NamedTuple):
 
 def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> Remap | None:
     """Take over the accepted tokens and the computed length; every page wholly below it becomes findable."""
-    cache.leases.accept(lease, tokens)
+    if tokens:
+        cache.leases.accept(lease, tokens)
     lease.computed = computed
     remaps: list[GroupPages] = []
     end = computed // cache.layout.page_tokens
@@ -57,78 +58,88 @@ def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> R
 def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages]:
     """Put the lease's pages up to page number `end` into the tree; answers what to remap."""
     remaps: list[GroupPages] = []
-    old, start = lease.node, lease.published
-    runs = _grow(cache, lease, end) or _descend(cache, lease, end, remaps)
-    node = runs[-1].node
+    runs: list[Run] | None = None
+    if cache.sparse or cache.host is not None or cache.events.is_wanted:
+        runs = []
+    old = lease.node
+    node = old if _grow(cache, lease, end, runs) else _descend(cache, lease, end, runs, remaps)
     if node is not old and not cache.tree.hand_down(old, node):
         cache.tree.pin(node)  # the deeper pin exists before the shallower one is dropped
         cache.unpin(old)
     lease.node, lease.published = node, end
-    for group in cache.layout.full:
-        del lease.private[group][: (end - start) * PAGE_ID_BYTES]
-    if cache.layout.sparse:
-        _fill_windows(cache, lease, runs, remaps)
-    _tell(cache, lease, runs)
+    if runs is not None:
+        if cache.sparse:
+            _fill_windows(cache, lease, runs, remaps)
+        _tell(cache, lease, runs)
     return remaps
 
 
-def _grow(cache: DeviceCache, lease: Lease, end: int) -> list[Run]:
-    """A leaf whose only holder is this lease (and spills, which do not mind) grows in place."""
+def _grow(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None) -> bool:
+    """A leaf whose only holder is this lease (and spills, which do not mind) grows in place.
+
+    Its run is noted in `runs`, where somebody asks for them.
+    """
     node, start = lease.node, lease.published
     if node.children or node.pins != 1 + node.ticket_pins or node.parent is None or node.soft_until_ms:
-        return []
-    size = cache.layout.page_bytes
-    cache.tree.grow(node, lease.tokens(start * size, end * size), _own(cache, lease, start, end), end - start)
-    return [Run(node, start, end, True)]
+        return False
+    size, count = cache.layout.page_bytes, end - start
+    cache.tree.grow(node, lease.tokens(start * size, end * size), _take_own(cache, lease, count), count)
+    if runs is not None:
+        runs.append(Run(node, start, end, True))
+    return True
 
 
-def _descend(cache: DeviceCache, lease: Lease, end: int, remaps: list[GroupPages]) -> list[Run]:
+def _descend(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None, remaps: list[GroupPages]) -> Node:
+    """Returns the node that ends at page number `end`."""
     tree, size = cache.tree, cache.layout.page_bytes
     node, page = lease.node, lease.published
     tokens, pos = lease.prompt, page * size
     if end * size > len(tokens):
         tokens, pos = lease.tokens(page * size, end * size), 0
     limit = pos + (end - page) * size
-    runs = []
     while page < end:
         child = node.children.get(tokens[pos : pos + size])
         if child is None:
             # What was evicted comes back as the run that it was: policies take that as a use.
             count = tree.take_ghosts(node, tokens, pos, limit)
-            stop = page + count if count else end
-            key = bytearray(memoryview(tokens)[pos : pos + (stop - page) * size])
-            node = tree.attach(node, key, _own(cache, lease, page, stop), stop - page)
-            node.uses, node.priority = int(count > 0), lease.priority
+            is_again = count > 0
+            count = count or end - page
+            node = tree.attach(
+                node, bytearray(memoryview(tokens)[pos : pos + count * size]), _take_own(cache, lease, count), count
+            )
+            node.uses, node.priority = int(is_again), lease.priority
             tree.policy.stored(node)
-            runs.append(Run(node, page, stop, True))
-            pos += (stop - page) * size
-            page = stop
-            continue
-        common = tree.common_pages(child, tokens, pos, limit)
-        node = tree.split(child, common) if common < child.resident else child
-        _remap_full(cache, lease, node, page, remaps)
-        runs.append(Run(node, page, page + common, False))
-        page += common
-        pos += common * size
-    return runs
+        else:
+            count = tree.common_pages(child, tokens, pos, limit)
+            node = tree.split(child, count) if count < child.resident else child
+            _remap_full(cache, lease, node, page, remaps)
+        if runs is not None:
+            runs.append(Run(node, page, page + count, child is None))
+        page += count
+        pos += count * size
+    return node
 
 
-def _own(cache: DeviceCache, lease: Lease, start: int, end: int) -> list[bytearray]:
-    """The lease's FULL pages of that run; holes for the groups that are merged page by page."""
-    first, last = (start - lease.published) * PAGE_ID_BYTES, (end - lease.published) * PAGE_ID_BYTES
-    pages = [private[first:last] for private in lease.private]
+def _take_own(cache: DeviceCache, lease: Lease, count: int) -> list[bytearray]:
+    """The lease's next FULL pages, which it gives away; holes for the groups that are merged page by page."""
+    num_bytes = count * PAGE_ID_BYTES
+    pages = []
+    for private in lease.private:
+        pages.append(private[:num_bytes])
+        del private[:num_bytes]
     for group in cache.layout.sparse:
-        pages[group] = bytearray(last - first)
+        pages[group] = bytearray(num_bytes)
     return pages
 
 
 def _remap_full(cache: DeviceCache, lease: Lease, node: Node, page: int, remaps: list[GroupPages]) -> None:
-    at = (page - lease.published) * PAGE_ID_BYTES
-    for group in cache.layout.full:
-        canonical = bytes(node.pages[group])
-        own = lease.private[group][at : at + len(canonical)]
+    """The lease's next FULL pages are those of the node; its own go free."""
+    for group, pool in cache.full_pools:
+        canonical, private = bytes(node.pages[group]), lease.private[group]
+        own = private[: len(canonical)]
+        del private[: len(canonical)]
         if own != canonical:
-            cache.pools[group].give(own)
+            pool.give(own)
             remaps.append(GroupPages(group, page, canonical))
 
 

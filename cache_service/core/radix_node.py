@@ -40,17 +40,13 @@ class Node:
         self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
         self.start, self.key, self.pages, self.resident = start, key, pages, resident
         self.children: dict[bytes, Node] = {}
-        self.pins = 0
-        self.ticket_pins = 0  # how many of the pins belong to spill tickets, which mind neither growth nor the order
         self.hashes = bytearray()  # of leading resident pages
-        self.spilled = 0  # leading pages that need no look at the host tier any more
         self.queue: Queue | None = None  # while no lease holds it and it has no child
-        self.queued_at = 0  # on the policy's clock
-        self.uses = 0
-        self.used_at = 0  # on the policy's clock
-        self.priority = 0
-        self.soft_until_ms = 0
-        self.renewed_ms = 0  # when its host copies were last renewed
+        # `ticket_pins`: how many of the pins belong to spill tickets, which mind neither growth nor the order.
+        # `spilled`: leading pages that need no look at the host tier any more.
+        # `queued_at` and `used_at` are on the policy's clock; `renewed_ms`: when its host copies were last renewed.
+        self.pins = self.ticket_pins = self.spilled = self.queued_at = self.used_at = 0
+        self.uses = self.priority = self.soft_until_ms = self.renewed_ms = 0
 
     @property
     def end(self) -> int:

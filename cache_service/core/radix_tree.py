@@ -25,14 +25,6 @@ _FIRST_PAGES = 16
 _MOST_PAGES = 256
 
 
-def _head(packed: Packed, at: int) -> Packed:
-    """What lies before `at`; in place where that saves a copy."""
-    if isinstance(packed, bytes):
-        return packed[:at]
-    del packed[at:]
-    return packed
-
-
 def _tail(packed: Packed, at: int) -> Packed:
     """What lies from `at` on; in place where that saves a copy."""
     if isinstance(packed, bytes):
@@ -109,16 +101,16 @@ class RadixTree:
         """Leading pages of the node that tokens[pos:limit] share; the first one is known to match."""
         size, key = self.page_bytes, memoryview(node.key)
         end = min(len(key), limit - pos)
+        if tokens.startswith(key[:end], pos):  # a prompt that was asked before, but for its last page
+            return end // size
         low = high = size
         step = _FIRST_PAGES * size
-        while low < end:  # most prompts part early, so look near first, then in growing strides
+        while True:  # most others part early, so look near first, then in growing strides
             high = min(low + step, end)
             if not tokens.startswith(key[low:high], pos + low):
                 break
             low = high
             step = min(step * 4, _MOST_PAGES * size)
-        if low == end:
-            return end // size
         while high - low > size:
             middle = low + (high - low) // size // 2 * size
             if tokens.startswith(key[low:middle], pos + low):
@@ -182,7 +174,8 @@ class RadixTree:
         """Let go of a node; everything that becomes unpinned counts as just used."""
         while node is not None:
             node.pins -= 1
-            self._queue_leaf(node)
+            if not node.children:
+                self._queue_leaf(node)
             if node.pins:
                 if node.parent is None:
                     self._drop_if_empty(node.root)
@@ -192,7 +185,7 @@ class RadixTree:
 
     def _queue_leaf(self, node: Node) -> None:
         """A leaf that no lease holds stands in the order, just used; tickets do not count."""
-        if node.pins == node.ticket_pins and not node.children and node.resident and node.queue is None:
+        if node.pins == node.ticket_pins and node.queue is None and node.resident and not node.children:
             self.policy.add(node)
 
     def hand_down(self, node: Node, child: Node) -> bool:
@@ -216,14 +209,14 @@ class RadixTree:
         if isinstance(node.key, bytes):
             node.key = bytearray(node.key)
         node.key += tokens
-        for held, more in zip(node.pages, pages, strict=True):
-            held += more
+        for group, more in enumerate(pages):
+            node.pages[group] += more
         node.resident += count
         self.policy.grown(node, count)
 
     def attach(self, parent: Node, key: Packed, pages: list[bytearray], count: int) -> Node:
         """A new leaf behind `parent`."""
-        leaf = Node(parent, parent.end, key, pages, count)
+        leaf = Node(parent, parent.start + parent.resident, key, pages, count)
         parent.children[bytes(key[: self.page_bytes])] = leaf
         self.num_nodes += 1
         self.evictable_pages += count
@@ -260,23 +253,20 @@ class RadixTree:
             kind = GhostKind.CLEARED
         keep = node.resident - count
         self._leave_ghosts(node, keep, kind)
-        removed = node.pages
-        if keep:
-            removed = self._shorten(node, keep)
-        else:
-            self._detach(node)
         self.evictable_pages -= count
-        return removed
-
-    def _shorten(self, node: Node, keep: int) -> list[bytearray]:
+        if not keep:
+            return self._detach(node)
         at = keep * PAGE_ID_BYTES
         removed = []
         for pages in node.pages:
             removed.append(pages[at:])
             del pages[at:]
         if node.queue is not None:
-            self.policy.shrunk(node, node.resident - keep)
-        node.key = _head(node.key, keep * self.page_bytes)
+            self.policy.shrunk(node, count)
+        if isinstance(node.key, bytes):
+            node.key = node.key[: keep * self.page_bytes]
+        else:
+            del node.key[keep * self.page_bytes :]  # in place: no copy
         node.resident = keep
         if node.hashes:
             del node.hashes[keep * HASH_BYTES :]
@@ -284,21 +274,23 @@ class RadixTree:
             node.spilled = keep
         return removed
 
-    def _detach(self, node: Node) -> None:
-        """The node loses its last page and leaves; a parent that becomes a leaf by this ranks as just used."""
+    def _detach(self, node: Node) -> list[bytearray]:
+        """The node loses its pages and leaves; a parent that becomes a leaf by this ranks as just used."""
         parent = node.parent
         assert parent is not None and not node.children
         if node.queue is not None:
             self.policy.remove(node)
         del parent.children[bytes(node.key[: self.page_bytes])]
-        node.pages = [bytearray() for _ in node.pages]
+        removed, node.pages = node.pages, []
         node.hashes.clear()
         node.resident = node.spilled = 0
         self.num_nodes -= 1
-        if parent.parent is None:
-            self._drop_if_empty(parent.root)
-        else:
-            self._queue_leaf(parent)
+        if not parent.children:
+            if parent.parent is None:
+                self._drop_if_empty(parent.root)
+            else:
+                self._queue_leaf(parent)
+        return removed
 
     # Ghosts.
 

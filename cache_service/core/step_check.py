@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.errors import (
+    CacheError,
     DuplicateSequence,
     InvalidInput,
     TooMany,
@@ -71,29 +72,20 @@ def _check_groups(hello: Hello) -> None:
 
 def check_tokens(tokens: bytes, where: str, most: int, kept_tokens: int = 0) -> int:
     """Returns how many tokens the packed bytes and the kept ones before them hold."""
-    count, rest = divmod(len(tokens), TOKEN_BYTES)
-    if rest:
+    if len(tokens) % TOKEN_BYTES:
         raise InvalidInput(where, f"{len(tokens)} bytes are no whole number of int32 tokens")
-    if count + kept_tokens < 1:
+    count = len(tokens) // TOKEN_BYTES + kept_tokens
+    if count < 1:
         raise InvalidInput(where, "is empty")
-    if count + kept_tokens > most:
-        raise InvalidInput(where, f"{count + kept_tokens} tokens; at most {most} are allowed")
-    return count + kept_tokens
+    if count > most:
+        raise InvalidInput(where, f"{count} tokens; at most {most} are allowed")
+    return count
 
 
-def known_lease(cache: DeviceCache, sequence_id: SequenceId) -> Lease:
-    lease = cache.leases.get(sequence_id)
-    if lease is None:
-        raise UnknownSequence("sequence_id", f"{sequence_id} holds no lease")
-    return lease
-
-
-def _running_lease(cache: DeviceCache, sequence_id: SequenceId) -> Lease:
-    lease = cache.leases.get(sequence_id)
-    if lease is None or lease.fetches:
-        known_lease(cache, sequence_id)
-        raise InvalidInput("sequence_id", f"{sequence_id} waits for the acks of its fetches")
-    return lease
+def _not_running(cache: DeviceCache, sequence_id: SequenceId) -> CacheError:
+    if sequence_id not in cache.leases:
+        return UnknownSequence("sequence_id", f"{sequence_id} holds no lease")
+    return InvalidInput("sequence_id", f"{sequence_id} waits for the acks of its fetches")
 
 
 def check_acks(cache: DeviceCache, acks: Sequence[Ack]) -> None:
@@ -111,35 +103,42 @@ def check_acks(cache: DeviceCache, acks: Sequence[Ack]) -> None:
 
 
 def check_publish(cache: DeviceCache, publish: Publish) -> Lease:
-    lease = _running_lease(cache, publish.sequence_id)
+    lease = cache.leases.get(publish.sequence_id)
+    if lease is None or lease.fetches:
+        raise _not_running(cache, publish.sequence_id)
     computed, num_bytes = publish.computed_tokens, len(publish.tokens)
-    num_tokens, rest = divmod(len(lease.prompt) + len(lease.accepted) + num_bytes, TOKEN_BYTES)
-    if rest:
+    if num_bytes % TOKEN_BYTES:
         raise InvalidInput("tokens", f"{num_bytes} bytes are no whole number of int32 tokens")
+    num_tokens = (len(lease.prompt) + len(lease.accepted) + num_bytes) // TOKEN_BYTES
     if num_tokens > cache.config.max_sequence_tokens:
         raise InvalidInput("tokens", f"{num_tokens} tokens; at most {cache.config.max_sequence_tokens}")
     if not lease.computed <= computed <= num_tokens:
         wrong = f"is less than {lease.computed}" if computed < lease.computed else f"of {num_tokens} accepted tokens"
         raise InvalidInput("computed_tokens", f"{computed} {wrong}")
     layout = cache.layout
-    if layout.full and computed > lease.full_end * layout.page_tokens:
+    if computed > lease.full_end * layout.page_tokens and layout.full:
         raise InvalidInput("computed_tokens", f"{computed} lies beyond {lease.full_end} granted pages")
-    for hold in lease.windows.values():
-        if computed > hold.end * layout.page_tokens:
-            raise InvalidInput("computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
+    if lease.windows:
+        for hold in lease.windows.values():
+            if computed > hold.end * layout.page_tokens:
+                raise InvalidInput("computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
     return lease
 
 
 def check_release(cache: DeviceCache, release: Release) -> Lease:
-    lease = known_lease(cache, release.sequence_id)
+    lease = cache.leases.get(release.sequence_id)
+    if lease is None:
+        raise _not_running(cache, release.sequence_id)
     page_tokens = cache.layout.page_tokens
-    if release.rolling_tokens < 0 or release.rolling_tokens % page_tokens:
+    if release.rolling_tokens and (release.rolling_tokens < 0 or release.rolling_tokens % page_tokens):
         raise InvalidInput("rolling_tokens", f"{release.rolling_tokens} is no boundary of pages of {page_tokens}")
     return lease
 
 
 def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
-    lease = _running_lease(cache, extend.sequence_id)
+    lease = cache.leases.get(extend.sequence_id)
+    if lease is None or lease.fetches:
+        raise _not_running(cache, extend.sequence_id)
     if not 1 <= extend.num_tokens <= cache.config.max_sequence_tokens:
         limit = cache.config.max_sequence_tokens
         raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
@@ -166,8 +165,8 @@ def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Names
         raise TooMany("sequence_id", f"more than {cache.config.max_live_sequences} live sequences")
     if cache.model and namespace.model != cache.model:
         raise InvalidInput("namespace.model", f"{namespace.model!r} is not {cache.model!r}, this worker's model")
-    if max(map(len, namespace)) <= MAX_NAME_CHARS:
-        return
+    if namespace in cache.tree.roots:
+        return  # its names passed when its root was made
     for name, text in zip(("model", "adapter", "salt"), namespace, strict=True):
         if len(text) > MAX_NAME_CHARS:
             raise InvalidInput(f"namespace.{name}", f"has {len(text)} characters; at most {MAX_NAME_CHARS}")

@@ -137,7 +137,8 @@ def publish(cache: DeviceCache, item: Publish) -> Remap | None:
 
 def release(cache: DeviceCache, item: Release, *, ended: frozenset[SequenceId] = frozenset()) -> None:
     """Also of a sequence that waits for an acquire to be granted: its kept prompt goes."""
-    if item.sequence_id not in cache.leases and (cache.kept.drop(item.sequence_id) or item.sequence_id in ended):
+    sequence_id = item.sequence_id
+    if sequence_id not in cache.leases and (cache.kept.drop(sequence_id) or sequence_id in ended):
         return
     lease = step_check.check_release(cache, item)
     if item.reason is ReleaseReason.PREEMPTED:

@@ -31,17 +31,18 @@ class Survey:
     limit: int
     matched: int
     usable: int
-    sparse_ids: dict[int, bytes]
-    limiting: str
-    reason: MissReason
     host: int  # the boundary that a fetch would reach; `usable` without one
+    reason: MissReason
+    sparse_ids: dict[int, bytes]
+    limiting: str = ""
     hashes: PromptHashes | None = None  # up to the page before `host`; None where no host copy was found
 
     def match(self, page_tokens: int) -> Match:
+        usable = self.usable
         return Match(
             self.matched * page_tokens,
-            self.usable * page_tokens,
-            (self.host - self.usable) * page_tokens,
+            usable * page_tokens,
+            (self.host - usable) * page_tokens,
             self.limiting,
             self.reason,
         )
@@ -64,12 +65,13 @@ def survey(
     if root is None:
         root = Root(namespace, len(layout.specs))  # a stand-in that hangs on no tree
     walk = tree.walk(root, tokens, 0, limit * layout.page_bytes)
-    matched = walk.end
-    found = Survey(walk, limit, matched, matched, {}, "", MissReason.NONE, matched)
+    node, _, pages = walk
+    matched = node.start + node.resident + pages
+    found = Survey(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
     if layout.sparse:
         _resume_on_device(found, tree, layout)
-    found.reason = _miss_reason(found, tree, layout, tokens, root)
-    found.host = found.usable
+    if found.usable < limit:
+        found.reason = _miss_reason(found, tree, layout, tokens, root)
     if host is not None and found.usable < limit and not host.index.breaker.is_open:
         _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_bytes))
     return found
@@ -89,15 +91,14 @@ def _resume_on_device(found: Survey, tree: RadixTree, layout: Layout) -> None:
     if found.usable < found.matched:
         spec = limiting_group(specs, layout.page_tokens, flags, found.matched)
         found.limiting = spec.name if spec is not None else ""
+        found.host = found.usable
 
 
 def _miss_reason(found: Survey, tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> MissReason:
-    if found.usable == found.limit:
-        return MissReason.PAGE_TAIL
     if found.usable < found.matched:
         limiting = next(spec for spec in layout.specs if spec.name == found.limiting)
         return MissReason.WINDOW_GONE if limiting.kind == GroupKind.WINDOW else MissReason.NO_SNAPSHOT
-    ghost = tree.ghost_at(root, tokens, found.matched)
+    ghost = tree.ghost_at(root, tokens, found.matched) if tree.ghosts.num_pages else None
     if ghost is None:
         return MissReason.NEVER_SEEN
     return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cache_service.core.errors import LeasesInScope
+from cache_service.core.errors import LeasesInScope, TooMany
 from cache_service.core.types import (
     TOKEN_BYTES,
     Ack,
@@ -54,8 +54,9 @@ class Troubled(RuleBasedStateMachine):
         fetch=st.sampled_from(FetchPolicy),
         policy=st.sampled_from(["lru", "lru", "slru", "priority", "adaptive", "adaptive"]),
         small=st.booleans(),
+        ahead=st.sampled_from([0.0, 0.0, 0.2]),
     )
-    def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool) -> None:
+    def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool, ahead: float) -> None:
         self.world = World(
             watch=True,
             spill=spill,
@@ -67,6 +68,7 @@ class Troubled(RuleBasedStateMachine):
             breaker_failures=3,
             breaker_ms=50,
             max_kept_bytes=TOKEN_BYTES * (20 if small else 10_000),
+            evict_ahead_share=ahead,
         )
         self.tier, self.policy = tier, policy
         self.workers = [
@@ -210,8 +212,15 @@ class Troubled(RuleBasedStateMachine):
 
     def pin(self, tokens: list[int], salt: str, ttl: int) -> None:
         namespace = Namespace("model", "", salt)
-        pinned = self.world.manager.pin(namespace, pack(tokens), ttl, self.world.now_ms)
-        assert pinned <= len(tokens)
+        before = self.world.snapshot()
+        try:
+            pinned = self.world.manager.pin(namespace, pack(tokens), ttl, self.world.now_ms)
+            assert pinned <= len(tokens)
+        except TooMany:
+            assert ttl and self.world.snapshot() == before
+            pinned = max(stats.pinned_tokens for stats in self.world.manager.stats().workers)
+            most = self.world.config.max_pinned_share * min(spec.num_pages for spec in self.workers[0].groups)
+            assert pinned + len(tokens) > most * 2, "there was room for the pin"
         self.world.settle()
         self.policy = "pinned"
         self.checked()
