@@ -103,10 +103,9 @@ def step(message: cache_pb2.Step, limits: SessionLimits) -> Step:
     if not message.step_id:
         raise InvalidInput("step.step_id", "must be at least 1")
     most, most_tokens = limits.max_step_items, limits.max_sequence_tokens
-    fields.at_most(message.acks, "step.acks", most)
     return Step(
         message.step_id,
-        tuple([_ack(ack, f"step.acks[{i}]") for i, ack in enumerate(message.acks)]),
+        _acks(message.acks, most),
         _items("step.publishes", message.publishes, most, _publish, most_tokens),
         _items("step.releases", message.releases, most, _release, most_tokens),
         _items("step.adopts", message.adopts, most, _adopt, most_tokens),
@@ -129,6 +128,13 @@ def _items(
         except CacheError as error:
             out.append(BadItem(SequenceId(item.sequence_id), error.field, error.reason))
     return tuple(out)
+
+
+def _acks(acks: Sequence[cache_pb2.Ack], most: int) -> tuple[Ack, ...]:
+    if not acks:
+        return ()
+    fields.at_most(acks, "step.acks", most)
+    return tuple([_ack(ack, f"step.acks[{i}]") for i, ack in enumerate(acks)])
 
 
 def _ack(message: cache_pb2.Ack, field: str) -> Ack:
@@ -204,10 +210,11 @@ def _slot(message: types_pb2.SnapshotSlot, field: str) -> SnapshotSlot:
 def _extends(message: cache_pb2.Extends, most: int) -> tuple[Extend, ...]:
     """Packed arrays that do not fit together belong to no item."""
     ids = fields.sequence_ids(message.sequence_ids, "step.extends.sequence_ids", most)
-    count = fields.packed(message.num_tokens, "step.extends.num_tokens", LENGTH_BYTES)
-    if count != len(ids):
+    packed = message.num_tokens
+    if len(packed) != LENGTH_BYTES * len(ids):
+        count = fields.packed(packed, "step.extends.num_tokens", LENGTH_BYTES)
         raise InvalidInput("step.extends.num_tokens", f"has {count} items for {len(ids)} sequence ids")
-    return tuple(map(Extend, ids, struct.unpack(f"<{count}I", message.num_tokens)))
+    return tuple(map(Extend, ids, struct.unpack(f"<{len(ids)}I", packed)))
 
 
 def _rates(message: cache_pb2.Rates) -> Rates:

@@ -27,7 +27,6 @@ from cache_service.core.types import (
     StepReply,
     Stored,
     Transfer,
-    TransferPages,
     Welcome,
     WorkerMatch,
 )
@@ -50,8 +49,8 @@ def step_reply(value: StepReply, num_groups: int) -> cache_pb2.ManagerMessage:
     message = cache_pb2.ManagerMessage()
     reply = message.step_reply
     reply.step_id = value.step_id
-    if value.grants:
-        reply.grants.extend([_grant(grant) for grant in value.grants])
+    for grant in value.grants:
+        _fill_grant(reply.grants.add(), grant)
     if value.extends:
         _fill_extend_grants(reply.extends, value.extends, num_groups)
     if value.refusals:
@@ -62,7 +61,9 @@ def step_reply(value: StepReply, num_groups: int) -> cache_pb2.ManagerMessage:
 
 
 def order(value: Transfer) -> cache_pb2.ManagerMessage:
-    return cache_pb2.ManagerMessage(order=cache_pb2.Order(spill=_transfer(value)))
+    message = cache_pb2.ManagerMessage()
+    _fill_transfer(message.order.spill, value)
+    return message
 
 
 def _fill_extend_grants(message: cache_pb2.ExtendGrants, grants: Sequence[ExtendGrant], num_groups: int) -> None:
@@ -91,20 +92,20 @@ def _without_gaps(pages: Iterable[GroupPages], num_groups: int) -> list[GroupPag
     return items
 
 
-def _grant(value: Grant) -> types_pb2.Grant:
-    return types_pb2.Grant(
-        sequence_id=value.sequence_id,
-        usable_tokens=value.usable_tokens,
-        cached_tokens=value.cached_tokens,
-        fetched_tokens=value.fetched_tokens,
-        tables=_pages(value.tables),
-        fetches=[_transfer(fetch) for fetch in value.fetches],
-        restore=_slots(value.restore),
-        leave=_slots(value.leave),
-        working=_slots(value.working),
-        rolling=_slots(value.rolling),
-        match=match_result(value.match),
-    )
+def _fill_grant(message: types_pb2.Grant, value: Grant) -> None:
+    message.sequence_id = value.sequence_id
+    message.usable_tokens = value.usable_tokens
+    message.cached_tokens = value.cached_tokens
+    message.fetched_tokens = value.fetched_tokens
+    for group, first_page, page_ids in value.tables:
+        message.tables.add(group=group, first_page=first_page, page_ids=bytes(page_ids))
+    for fetch in value.fetches:
+        _fill_transfer(message.fetches.add(), fetch)
+    message.restore.extend(_slots(value.restore))
+    message.leave.extend(_slots(value.leave))
+    message.working.extend(_slots(value.working))
+    message.rolling.extend(_slots(value.rolling))
+    message.match.CopyFrom(match_result(value.match))
 
 
 def _refusal(value: Refusal) -> types_pb2.Refusal:
@@ -124,17 +125,12 @@ def _slots(values: Iterable[SnapshotSlot]) -> list[types_pb2.SnapshotSlot]:
     return [types_pb2.SnapshotSlot(group=v.group, boundary_tokens=v.boundary_tokens, slot=v.slot) for v in values]
 
 
-def _transfer(value: Transfer) -> types_pb2.Transfer:
-    groups = [_transfer_pages(pages) for pages in value.groups]
-    return types_pb2.Transfer(
-        ticket=value.ticket, groups=groups, first_page=value.first_page, num_pages=value.num_pages
-    )
-
-
-def _transfer_pages(value: TransferPages) -> types_pb2.TransferPages:
-    return types_pb2.TransferPages(
-        group=value.group, page_ids=value.page_ids, key_prefix=value.key_prefix, page_hashes=value.page_hashes
-    )
+def _fill_transfer(message: types_pb2.Transfer, value: Transfer) -> None:
+    message.ticket = value.ticket
+    message.first_page = value.first_page
+    message.num_pages = value.num_pages
+    for group, page_ids, key_prefix, page_hashes in value.groups:
+        message.groups.add(group=group, page_ids=page_ids, key_prefix=key_prefix, page_hashes=page_hashes)
 
 
 def match_result(value: Match) -> types_pb2.MatchResult:
@@ -150,14 +146,17 @@ def match_result(value: Match) -> types_pb2.MatchResult:
 def match_response(values: Iterable[WorkerMatch]) -> cache_pb2.MatchResponse:
     """Fills each worker in place: a submessage that is passed on is copied, which costs twice as much."""
     message = cache_pb2.MatchResponse()
-    add = message.workers.add
-    for worker_id, endpoint, value in values:
+    add, reason_of = message.workers.add, types_pb2.MissReason.ValueType
+    for worker_id, endpoint, (matched, usable, host, limiting_group, miss_reason) in values:
         match = add(worker_id=worker_id, endpoint=endpoint).match
-        match.matched_tokens = value.matched_tokens
-        match.usable_tokens = value.usable_tokens
-        match.host_tokens = value.host_tokens
-        match.limiting_group = value.limiting_group
-        match.miss_reason = types_pb2.MissReason.ValueType(value.miss_reason)
+        match.miss_reason = reason_of(miss_reason)
+        if matched:
+            match.matched_tokens = matched
+            match.usable_tokens = usable
+        if host:
+            match.host_tokens = host
+        if limiting_group:
+            match.limiting_group = limiting_group
     return message
 
 
