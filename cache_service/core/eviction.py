@@ -72,8 +72,8 @@ class LeafOrder(Protocol):
         """A request uses the node; this use is not in `uses` yet."""
         return
 
-    def returned(self, ghost: Ghost) -> None:
-        """An evicted run will be stored again."""
+    def returned(self, ghost: Ghost, num_pages: int) -> None:
+        """The first pages of an evicted run will be stored again."""
         return
 
 
@@ -214,13 +214,13 @@ class Adaptive(LeafOrder):
         self.lifetimes.used(node.uses > 0, node.used_at, node.resident)
         node.used_at = self.lifetimes.clock
 
-    def returned(self, ghost: Ghost) -> None:
+    def returned(self, ghost: Ghost, num_pages: int) -> None:
         """The ghost's age counts from its eviction; the age that it had then is taken from the oldest leaf of today."""
         is_again = ghost.kind is GhostKind.AGAIN
         oldest = next(iter(self._again if is_again else self._once), None)
         lifetimes = self.lifetimes
         used_at = (oldest.used_at if oldest else lifetimes.clock) - ghost.age * lifetimes.unit_pages
-        lifetimes.returned(is_again, used_at, ghost.num_pages)
+        lifetimes.returned(is_again, used_at, num_pages)
 
 
 class Priority(LeafOrder):

@@ -1,45 +1,49 @@
-"""What was evicted lately: one short mark for a run of up to 512 pages that was cut off a tree, in bounded memory.
+"""What was evicted lately: marks for short runs of pages that were cut off a tree, in a table of fixed size.
 
 A mark stands for a run by its first page: a fingerprint of the namespace, the page number, the page's tokens and those
-of the page before it. A cut leaves a mark for its first page and one at each multiple of 512, so two prompts that part
-inside a long evicted run are told apart there. Marks at each 32 pages took half of a request's time on the public
-trace, and brought no more hits (lru 15.3 %, with 512 15.5 %).
+of the page before it. A cut leaves a mark for its first page and one at each multiple of `STRIDE_PAGES`, so two prompts
+that part inside a long evicted run are told apart there.
 
-Marks are hints: a wrong one makes a miss reason or a policy's choice wrong, never an answer. Wrong ones come from
-prompts that agree on two pages at the same page number but not before them, and from equal fingerprints (at a million
-marks, once in 10^12 unknown pages).
+Marks are hints: a wrong or lost one makes a miss reason or a policy's choice wrong, never an answer. Wrong ones come
+from prompts that agree on two pages at the same page number but not before them, and from equal fingerprints: 4 of
+2^29 unknown pages in a full table. Lost ones come from a set of the table that more than four live marks fall into.
 
-A mark is one number in a dict, by its fingerprint. It takes about 110 bytes; 16 in a packed table, where adding one
-took 10 us instead of 1.5:
+The table is an array of 64-bit entries in sets of four. A fingerprint names an entry, its home, and a tag:
 
-    unit of time | pages, 15 bits | opens a node, 1 bit | kind, 2 bits
+    unit of time, 22 bits | pages, 10 bits | kind, 2 bits | opens a node, 1 bit | tag, 29 bits
+
+Time is on top, so older entries are smaller numbers; empty ones are 0. Entries before `_horizon` count as absent, so
+forgetting the oldest sweeps nothing. A new mark goes home, or to another entry of that set that counts no more, or
+overwrites the set's oldest.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from enum import IntEnum
 from typing import NamedTuple
 
 # A mark at each multiple of this page number.
-STRIDE_PAGES = 512
-# Of a mark: two integers and its place in a dict, at the dict's emptiest.
-MARK_BYTES = 128
-# What marks may take for each page of the limit: long runs stay far below it, runs of fewer than 8 pages are
-# forgotten earlier.
-BYTES_PER_PAGE = 16
-# Also a pool without a limit has bounded ghosts: 128 MiB at most.
-_MOST_MARKS = 1 << 20
-_FINGERPRINT_MASK = (1 << 60) - 1
-_OPENS_NODE, _KIND_MASK = 4, 3
-_PAGES_SHIFT, _PAGES_BITS = 3, 15
-_UNIT_SHIFT = _PAGES_SHIFT + _PAGES_BITS
-_MOST_PAGES = (1 << _PAGES_BITS) - 1
-
-# The limit is that of so many generations; the oldest one is forgotten as a whole.
-GENERATIONS = 8
+STRIDE_PAGES = 128
 # Ages are told in parts of the pool's size.
 AGE_PARTS = 16
+
+_WAYS = 4
+_ENTRY_BYTES = 8
+# About one entry a page of the limit: 4 to 8 bytes. In the smallest pools no mark is lost; 32 MiB are the most.
+_LEAST_ENTRIES, _MOST_ENTRIES = 1 << 10, 1 << 22
+
+_TAG_MASK = (1 << 29) - 1
+_OPENS_NODE = 1 << 29
+_KIND_SHIFT = 30
+_PAGES_SHIFT, _PAGES_MASK = 32, (1 << 10) - 1
+_UNIT_SHIFT = 42
+_MOST_UNITS = (1 << 22) - 1
+# Marks of 64 pools ago are forgotten, however few they are.
+_MOST_AGE = 64 * AGE_PARTS
+# Of a fingerprint: above the tag's bits.
+_SLOT_SHIFT = 32
+_FINGERPRINT_MASK = (1 << 60) - 1
 
 
 class GhostKind(IntEnum):
@@ -73,97 +77,158 @@ def fingerprint(digest: bytes, page: int, tokens: bytes) -> int:
     return hash((digest, page, tokens)) & _FINGERPRINT_MASK
 
 
-class _Generation:
-    """Marks that were left in one stretch of time."""
-
-    __slots__ = ("marks", "num_pages")
-
-    def __init__(self) -> None:
-        self.marks: dict[int, int] = {}
-        self.num_pages = 0
-
-
 class GhostTable:
     """The marks of one worker; `limit` is in pages, 0 keeps none."""
 
     def __init__(self, limit: int, pool_pages: int) -> None:
         self._max_pages = limit
-        self._max_marks = min(-(-limit * BYTES_PER_PAGE // MARK_BYTES), _MOST_MARKS)
+        self._most_pages = min(limit, _PAGES_MASK)  # of one mark
         self._unit_pages = max(pool_pages // AGE_PARTS, 1)
+        num_entries = 1 << max(limit.bit_length() - 1, 0)
+        num_entries = min(max(num_entries, _LEAST_ENTRIES), _MOST_ENTRIES) if limit else _WAYS
+        self._slot_mask = num_entries - 1
+        self._num_bytes = num_entries * _ENTRY_BYTES
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Memory is the system's zero pages until it is written."""
+        self._buffer = bytearray(self._num_bytes)
+        self._entries = memoryview(self._buffer).cast("Q")
         self._cut_pages = 0
-        self._newest = _Generation()
-        self._generations = deque([self._newest])  # newest first
+        self._unit = 1
+        self._older: deque[int] = deque()  # pages that are remembered of earlier units, newest first
         self.num_pages = 0
         """Pages that are remembered."""
-        self.num_marks = 0
+        self._set_times(0)
 
-    def add(self, mark: int, kind: GhostKind, num_pages: int, *, opens_node: bool = False) -> None:
+    def add(self, mark: int, kind: GhostKind, num_pages: int, opens_node: bool = False) -> None:
         """Remember a run that was cut just now; what was known about its first page counts no more."""
-        if not self._max_pages:
-            return
-        self._cut_pages += num_pages
-        num_pages = min(num_pages, _MOST_PAGES, self._max_pages)
-        newest = self._newest
-        before = newest.marks.get(mark)
-        if before is not None:
-            self._uncount(newest, before)
-        flags = kind | _OPENS_NODE if opens_node else kind
-        newest.marks[mark] = self._cut_pages // self._unit_pages << _UNIT_SHIFT | num_pages << _PAGES_SHIFT | flags
-        newest.num_pages += num_pages
+        if num_pages > self._most_pages:
+            self._cut_pages += num_pages - self._most_pages
+            num_pages = self._most_pages
+            if not num_pages:
+                return
+        self._cut_pages = cut_pages = self._cut_pages + num_pages
+        if cut_pages >= self._next_at:
+            self._pass_time(num_pages)
+        entries, slot, tag = self._entries, mark >> _SLOT_SHIFT & self._slot_mask, mark & _TAG_MASK
+        if entries[slot] >= self._horizon:
+            slot = self._free_slot(slot, tag)
+        if opens_node:
+            tag |= _OPENS_NODE
+        entries[slot] = self._now | num_pages << _PAGES_SHIFT | kind << _KIND_SHIFT | tag
         self.num_pages += num_pages
-        self.num_marks += 1
-        if newest.num_pages * GENERATIONS > self._max_pages or len(newest.marks) * GENERATIONS > self._max_marks:
-            self._newest = _Generation()
-            self._generations.appendleft(self._newest)
-        elif self.num_pages <= self._max_pages and self.num_marks <= self._max_marks:
-            return
-        self._forget_oldest()
 
-    def _forget_oldest(self) -> None:
-        """Generations beyond the limit, and those that nothing is left of."""
-        while self.num_pages > self._max_pages or self.num_marks > self._max_marks or not self._generations[-1].marks:
-            if len(self._generations) == 1:
-                break
-            oldest = self._generations.pop()
-            self.num_pages -= oldest.num_pages
-            self.num_marks -= len(oldest.marks)
+    def _free_slot(self, home: int, tag: int) -> int:
+        """Returns an entry of the set that counts no more: the mark's own, an absent one, or the oldest.
+
+        `find` looks at the entries in the same order: so of two entries of one mark, it meets the newer one first.
+        """
+        entries, horizon = self._entries, self._horizon
+        oldest = entries[home]
+        at = home
+        if oldest & _TAG_MASK != tag:
+            for slot in (home ^ 1, home ^ 2, home ^ 3):
+                held = entries[slot]
+                if held < horizon:
+                    return slot
+                if held & _TAG_MASK == tag:
+                    oldest, at = held, slot
+                    break
+                if held < oldest:
+                    oldest, at = held, slot
+        self._uncount(oldest)
+        return at
+
+    def _uncount(self, held: int) -> None:
+        num_pages = held >> _PAGES_SHIFT & _PAGES_MASK
+        self.num_pages -= num_pages
+        if held < self._now:
+            self._older[self._unit - (held >> _UNIT_SHIFT) - 1] -= num_pages
+
+    # Time.
+
+    def _pass_time(self, num_pages: int) -> None:
+        """Begin a new unit when its time has come, and make room for so many pages."""
+        unit = self._cut_pages // self._unit_pages + 1
+        if unit > _MOST_UNITS:
+            self._forget_all()  # once in 262,144 pools, so that time has no wrap-around
+            return
+        if unit > self._unit:
+            self._begin_unit(unit)
+        older = self._older
+        while older and self.num_pages + num_pages > self._max_pages:
+            self.num_pages -= older.pop()
+        if self.num_pages + num_pages > self._max_pages:  # also what was cut in this unit is too much
+            self._cut_pages = self._unit * self._unit_pages
+            self._begin_unit(self._unit + 1)
+            self.num_pages -= sum(older)
+            older.clear()
+        self._set_times(num_pages)
+
+    def _begin_unit(self, unit: int) -> None:
+        older = self._older
+        older.appendleft(self.num_pages - sum(older))
+        older.extendleft([0] * min(unit - self._unit - 1, _MOST_AGE))
+        while len(older) > _MOST_AGE:
+            self.num_pages -= older.pop()
+        self._unit = unit
+
+    def _set_times(self, num_pages: int) -> None:
+        """`_now` and `_horizon` are the least entries of this unit and of the oldest one that counts."""
+        self._now = self._unit << _UNIT_SHIFT
+        self._horizon = self._unit - len(self._older) << _UNIT_SHIFT
+        # Until so many pages were cut neither does the unit end nor can the limit be passed.
+        room = self._max_pages - self.num_pages - num_pages
+        self._next_at = min(self._unit * self._unit_pages, self._cut_pages + room + 1)
+
+    # Reading and taking.
 
     def find(self, mark: int) -> Ghost | None:
         """The newest word about the page, unless it was taken."""
-        for generation in self._generations:
-            held = generation.marks.get(mark)
-            if held is not None:
+        home, tag, horizon = mark >> _SLOT_SHIFT & self._slot_mask, mark & _TAG_MASK, self._horizon
+        for slot in (home, home ^ 1, home ^ 2, home ^ 3):
+            held = self._entries[slot]
+            if held >= horizon and held & _TAG_MASK == tag:
                 return self._ghost(held)
         return None
 
-    def take(self, mark: int) -> Ghost | None:
-        """The run comes back: forget its mark."""
-        newest = None
-        for generation in self._generations:
-            held = generation.marks.pop(mark, None)
-            if held is not None:
-                self._uncount(generation, held)
-                newest = held if newest is None else newest
-        return None if newest is None else self._ghost(newest)
-
-    def _uncount(self, generation: _Generation, held: int) -> None:
-        num_pages = held >> _PAGES_SHIFT & _MOST_PAGES
-        generation.num_pages -= num_pages
-        self.num_pages -= num_pages
-        self.num_marks -= 1
-
     def _ghost(self, held: int) -> Ghost:
-        age = self._cut_pages // self._unit_pages - (held >> _UNIT_SHIFT)
-        return Ghost(_KINDS[held & _KIND_MASK], held >> _PAGES_SHIFT & _MOST_PAGES, age, bool(held & _OPENS_NODE))
+        kind, age = _KINDS[held >> _KIND_SHIFT & 3], self._unit - (held >> _UNIT_SHIFT)
+        return Ghost(kind, held >> _PAGES_SHIFT & _PAGES_MASK, age, held & _OPENS_NODE > 0)
+
+    def take(self, mark: int) -> None:
+        """The run comes back: forget its mark."""
+        entries, horizon = self._entries, self._horizon
+        home, tag = mark >> _SLOT_SHIFT & self._slot_mask, mark & _TAG_MASK
+        for slot in (home, home ^ 1, home ^ 2, home ^ 3):
+            held = entries[slot]
+            if held >= horizon and held & _TAG_MASK == tag:
+                entries[slot] = 0
+                self._uncount(held)
+
+    # Audits.
 
     def check(self) -> None:
-        """Raises AssertionError where the counts are not those of the marks; for audits."""
-        assert self.num_pages <= self._max_pages and self.num_marks <= self._max_marks, "more ghosts than the limit"
-        assert self.num_marks == sum(len(generation.marks) for generation in self._generations), "marks are miscounted"
-        assert self.num_pages == sum(generation.num_pages for generation in self._generations), "pages are miscounted"
-        for generation in self._generations:
-            pages = sum(held >> _PAGES_SHIFT & _MOST_PAGES for held in generation.marks.values())
-            assert generation.num_pages == pages, "ghost pages of a generation are miscounted"
+        """Raises AssertionError where the counts are not those of the entries."""
+        assert 0 <= self.num_pages <= self._max_pages, "more ghosts than the limit"
+        pages: Counter[int] = Counter()
+        for held in self._live():
+            pages[self._unit - (held >> _UNIT_SHIFT)] += held >> _PAGES_SHIFT & _PAGES_MASK
+        counted = [self.num_pages - sum(self._older), *self._older]
+        assert [pages[age] for age in range(len(counted))] == counted, "ghosts of a unit are miscounted"
+        assert sum(pages.values()) == self.num_pages, "ghost pages are miscounted"
 
-    def snapshot(self) -> tuple[dict[int, int], ...]:
-        return tuple(dict(generation.marks) for generation in self._generations)
+    def _live(self) -> list[int]:
+        """Every entry that counts. Parts of the table that are empty are passed over quickly."""
+        part = 32
+        blank = bytes(part * _ENTRY_BYTES)
+        live = []
+        for first in range(0, len(self._entries), part):
+            entries = self._entries[first : first + part]
+            if entries.tobytes() != blank:
+                live += [held for held in entries if held >= self._horizon]
+        return live
+
+    def snapshot(self) -> tuple[object, ...]:
+        return (self._unit, self._cut_pages, self.num_pages, tuple(self._older), bytes(self._buffer))

@@ -301,27 +301,27 @@ class RadixTree:
 
     def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
         """Marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
+        size, key, digest, add = self.page_bytes, node.key, node.root.digest, self.ghosts.add
         first, end = node.start + keep, node.end
         page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
         while page > first:
-            self.ghosts.add(self._mark(node, page), kind, end - page)
+            at = (page - node.start) * size
+            add(fingerprint(digest, page, bytes(key[at - size : at + size])), kind, end - page)
             end = page
             page -= STRIDE_PAGES
-        self.ghosts.add(self._mark(node, first), kind, end - first, opens_node=not keep)
-
-    def _mark(self, node: Node, page: int) -> int:
-        """The fingerprint of a page of the node."""
-        size, at = self.page_bytes, page - node.start
-        if at:
-            return fingerprint(node.root.digest, page, bytes(node.key[(at - 1) * size : (at + 1) * size]))
-        assert node.parent is not None
-        return fingerprint(node.root.digest, page, bytes(node.parent.key[-size:]) + bytes(node.key[:size]))
+        if keep:
+            tokens = bytes(key[(keep - 1) * size : (keep + 1) * size])
+        else:
+            assert node.parent is not None
+            tokens = bytes(node.parent.key[-size:]) + bytes(key[:size])
+        add(fingerprint(digest, first, tokens), kind, end - first, opens_node=not keep)
 
     def take_ghosts(self, parent: Node, tokens: bytes, pos: int, limit: int) -> int:
         """How many pages of tokens[pos:limit], to stand behind `parent`, were evicted as one node; their marks go.
 
         What was another node becomes one again, so that trunks are older than tails once more. Exact where the tokens
-        part from the evicted ones at a multiple of 512 pages, else up to 511 pages off.
+        part from the evicted ones at a multiple of `STRIDE_PAGES`, else too many by fewer pages than that. A lost mark
+        ends the run early.
         """
         size, page = self.page_bytes, parent.end
         start, end = page, page + (limit - pos) // size
@@ -334,7 +334,8 @@ class RadixTree:
             if ghost is None or ghost.kind is GhostKind.CLEARED or (ghost.opens_node and page > start):
                 break
             self.ghosts.take(mark)
-            self.policy.returned(ghost)
-            page += ghost.num_pages
+            num_pages = min(ghost.num_pages, end - page)
+            self.policy.returned(ghost, num_pages)
+            page += num_pages
             before = tokens[origin + (page - 1) * size : origin + page * size]
-        return min(page, end) - start
+        return page - start

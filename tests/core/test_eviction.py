@@ -135,7 +135,7 @@ def test_adaptive_learns_from_ghosts() -> None:
     policy = Adaptive(160)
     for _ in range(20):
         stream(policy, 320)
-        policy.returned(Ghost(GhostKind.AGAIN, 16, 31))
+        policy.returned(Ghost(GhostKind.AGAIN, 20, 31), 16)
         policy.stored(leaf(1, pages=16, uses=1))
     assert policy.lifetimes.ratio == PROTECT_ALL
 

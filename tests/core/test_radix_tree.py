@@ -117,6 +117,28 @@ def test_prompts_that_part_inside_an_evicted_run_are_told_apart() -> None:
     assert tree.ghosts.num_pages == 2 * stride
 
 
+class Returns(Lru):
+    """Keeps how many pages of ghosts came back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pages: list[int] = []
+
+    def returned(self, ghost: Ghost, num_pages: int) -> None:
+        self.num_pages.append(num_pages)
+
+
+def test_only_the_pages_that_come_back_count_as_returned() -> None:
+    """A shorter prompt: its last mark stands for more pages than it has."""
+    policy, run = Returns(), STRIDE_PAGES + 40
+    tree = RadixTree(PAGE, 1, policy, GhostTable(10 * run, 10_000))
+    prompt = tokens(*range(run * PAGE))
+    tree.cut(put(tree, tree.root(NS), prompt, 1), run)
+    back = STRIDE_PAGES + 3
+    assert tree.take_ghosts(tree.root(NS), prompt, 0, back * PAGE * 4) == back
+    assert policy.num_pages == [STRIDE_PAGES, 3]
+
+
 def test_what_was_two_nodes_comes_back_as_two() -> None:
     tree = make()
     trunk = put(tree, tree.root(NS), tokens(1, 1, 2, 2, 3, 3), 1)
