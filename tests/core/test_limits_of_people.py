@@ -75,7 +75,7 @@ def test_a_spill_without_an_ack_is_given_up_and_its_late_copy_is_nobodys() -> No
     worker = join(world, full(4))
     worker.run(span(1, 8))
     world.tick()
-    ((order, _),) = worker.spills
+    ((order, written_late),) = worker.spills
     worker.spills.clear()
     worker.refused(span(50, 57))
     world.tick(1000)
@@ -87,8 +87,10 @@ def test_a_spill_without_an_ack_is_given_up_and_its_late_copy_is_nobodys() -> No
     world.tick()
     assert not worker.spills, "the pages under the old ticket are on their way until it is closed"
     assert world.manager.stats().host_tier.num_rows == 4
+    worker.store.update(written_late)
     worker.step(acks=[Ack(order.ticket, order.num_pages, DONE)])
     assert world.manager.stats().host_tier.num_rows == 4, "nobody knows what the late copy holds"
+    assert not worker.store.keys() & written_late.keys(), "a scan after a restart would make them findable"
     world.tick()
     worker.spill_all()
     assert world.manager.stats().host_tier.num_rows == 8, "it is copied anew"
