@@ -9,7 +9,7 @@ BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD
 # Processes that `make test` runs in; tests/conftest.py says which tests share one.
 JOBS ?= 2
 
-.PHONY: help setup run test check protos sim bench-core bench-gpu test-gpu up down
+.PHONY: help setup run test check protos sim nightly bench-core bench-gpu test-gpu up down
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -44,6 +44,11 @@ protos: setup ## generate the stubs anew
 
 sim: setup ## run the seeded simulation of the manager for longer than the tests do
 	@$(BIN)/python -m tests.simulation $(ARGS)
+
+nightly: setup ## the same, and every property with ten times as many examples as the tests draw, other ones each time
+	@$(BIN)/python -m tests.simulation $(ARGS)
+	@STEMCACHE_HYPOTHESIS=thorough $(BIN)/python -m pytest -q --timeout 3600 -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
+		tests/core tests/cache_service tests/worker_service tests/register_qa
 
 bench-core: setup ## time the manager and measure its memory; TRACE=path takes the public trace
 	@$(BIN)/python -m benchmarks.bench_core $(if $(TRACE),--trace $(TRACE))

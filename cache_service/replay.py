@@ -37,6 +37,7 @@ from cache_service.core.types import (
 READ_AHEAD = 128  # requests, of about 60 KB each
 BLOCK_TOKENS = 512  # what one hash id of the trace stands for
 VOCABULARY = 151_000
+MAX_OUTPUT_TOKENS = 1 << 20
 UNLIMITED_PAGES = 2**31 - 1
 WORKER = WorkerId("replay")
 NAMESPACE = Namespace("replay")
@@ -86,11 +87,19 @@ def read_trace(path: Path, num_requests: int | None = None) -> Iterator[Request]
 
 
 def _request(number: int, row: dict[str, Any]) -> Request:
-    blocks = b"".join([_progression(7919, hash_id * 104_729, BLOCK_TOKENS) for hash_id in row["hash_ids"]])
-    if not 0 < row["input_length"] <= len(blocks) // TOKEN_BYTES:
-        raise ValueError(f"input_length: {row['input_length']} is not within its hash ids' {BLOCK_TOKENS} each")
-    output = _progression(31, number * 1_000_003, row["output_length"])
-    return Request(blocks[: row["input_length"] * TOKEN_BYTES], output)
+    input_length, output_length, hash_ids = row["input_length"], row["output_length"], row["hash_ids"]
+    # Checked before anything is computed: a text times 104,729 is a text of gigabytes.
+    for name, values in (("input_length", [input_length]), ("output_length", [output_length]), ("hash_ids", hash_ids)):
+        for value in values:
+            if type(value) is not int:
+                raise TypeError(f"{name}: {value!r} is not an integer")
+    if not 0 < input_length <= len(hash_ids) * BLOCK_TOKENS:
+        raise ValueError(f"input_length: {input_length} is not within its hash ids' {BLOCK_TOKENS} each")
+    if not 0 <= output_length <= MAX_OUTPUT_TOKENS:
+        raise ValueError(f"output_length: {output_length} is not within 0..{MAX_OUTPUT_TOKENS}")
+    blocks = b"".join([_progression(7919, hash_id * 104_729, BLOCK_TOKENS) for hash_id in hash_ids])
+    output = _progression(31, number * 1_000_003, output_length)
+    return Request(blocks[: input_length * TOKEN_BYTES], output)
 
 
 def _progression(step: int, start: int, count: int) -> bytes:

@@ -52,10 +52,10 @@ async def look_at_services(cache: str) -> list[Finding]:
     async with StemcacheClient(address, workers) as client:
         found = await _cache(client)
         of_workers = await asyncio.gather(*(_worker(client, worker) for worker in workers))
-    if (
-        any(worker.ok for worker in of_workers) and record is None
-    ):  # one value of the variable does for several profiles
-        of_workers = [worker if worker.ok else worker._replace(ok=None) for worker in of_workers]
+    if record is None and any(worker.ok for worker in of_workers):
+        # One value of the variable does for several profiles.
+        advice = "not serving; maybe of a profile that is not in use"
+        of_workers = [worker if worker.ok else worker._replace(ok=None, advice=advice) for worker in of_workers]
     return [*found, *of_workers, *(await _redis(url) if url else [])]
 
 
@@ -80,8 +80,7 @@ def _url_of_child(pid: int) -> str:
 
 async def _cache(client: StemcacheClient) -> list[Finding]:
     if not await client.is_serving(client.cache):
-        advice = f"not serving; see the logs in {state_dir() / 'logs'}"
-        return [Finding("cache service", False, client.cache, advice)]
+        return [Finding("cache service", False, client.cache, f"not serving{_logs()}")]
     stats = await client.stats()
     tier = stats.host_tier
     findings = [Finding("cache service", True, client.cache), _sessions(stats)]
@@ -104,8 +103,13 @@ async def _worker(client: StemcacheClient, address: str) -> Finding:
     try:
         one = await client.describe(address)
     except grpc.RpcError:
-        return Finding("worker", False, address, f"not serving; see the logs in {state_dir() / 'logs'}")
+        return Finding("worker", False, address, f"not serving{_logs()}")
     return Finding("worker", not one.draining and bool(one.cache_epoch), f"{address}, {described(one)}", _trouble(one))
+
+
+def _logs() -> str:
+    """Where to read on, when these are services of `stemcache up`."""
+    return f"; see the logs in {state_dir() / 'logs'}" if read_record() else ""
 
 
 def described(one: worker_pb2.DescribeResponse) -> str:

@@ -20,7 +20,7 @@ from cli.app import CacheOption, JsonOption, app, run
 from cli.checkup import Finding, look_at_services
 from cli.devices import has_gpu
 from cli.output import Output, plain, table
-from cli.places import check_address
+from cli.places import cache_from_environment, check_address
 from cli.redis_server import find_redis_binary
 from cli.run_file import state_dir
 
@@ -89,6 +89,8 @@ def _gpu_names() -> str:
 
 def _redis() -> Finding:
     binary = find_redis_binary()
+    if binary is None and cache_from_environment():
+        return Finding("redis-server", True, "none here, and none needed: the environment names the services")
     if binary is None:
         advice = "install Redis, or workers will spill to their own memory and share nothing"
         return Finding("redis-server", None, "none found", advice)

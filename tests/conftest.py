@@ -7,9 +7,23 @@ take longest come first, so that no process is left with one of them at the end.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.examples import THOROUGH
+
+# Several processes share the cores: threads that add up one product in parts only wait for each other. Set before
+# PyTorch is imported, and inherited by every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# The same examples in each run, whatever else the machine does. `make nightly` draws others, and ten times as many.
+_ANY_LOAD = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, **_ANY_LOAD)
+settings.register_profile("thorough", max_examples=1000, **_ANY_LOAD)
+settings.load_profile("thorough" if THOROUGH else "ci")
 
 HERE = Path(__file__).parent
 # Session fixtures that start services, by folder: whoever uses one shares it.

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_service.core import audit
@@ -18,6 +18,7 @@ from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.messages import MODEL, PAGE, acquire, hello, hybrid_hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
 from tests.cache_service.test_bad_input import METHODS, raw_call
+from tests.examples import examples
 
 ALLOWED = {
     grpc.StatusCode.OK,
@@ -27,7 +28,7 @@ ALLOWED = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=examples(40))
 
 
 async def answer(asked: Coroutine[Any, Any, Any]) -> grpc.StatusCode:

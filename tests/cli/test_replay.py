@@ -120,7 +120,12 @@ def test_the_table_for_people(trace: str) -> None:
         (json.dumps(ROWS[0]) + "\n{}\n", "line 2 is not a request"),
         (json.dumps({**ROWS[0], "input_length": 1025}) + "\n", "input_length"),
         (json.dumps({**ROWS[0], "input_length": -1}) + "\n", "input_length"),
-        (json.dumps({**ROWS[0], "hash_ids": ["x"]}) + "\n", "line 1 is not a request"),
+        (json.dumps({**ROWS[0], "hash_ids": ["x", "y"]}) + "\n", "hash_ids: 'x' is not an integer"),
+        (json.dumps({**ROWS[0], "hash_ids": [1, [2]]}) + "\n", "hash_ids: [2] is not an integer"),
+        (json.dumps({**ROWS[0], "hash_ids": 7}) + "\n", "line 1 is not a request"),
+        (json.dumps({**ROWS[0], "output_length": 0.5}) + "\n", "output_length: 0.5 is not an integer"),
+        (json.dumps({**ROWS[0], "output_length": -1}) + "\n", "output_length: -1 is not within"),
+        (json.dumps({**ROWS[0], "output_length": 10**15}) + "\n", "output_length: 1000000000000000 is not within"),
     ],
 )
 def test_a_bad_trace_is_told(tmp_path: Path, text: str, complaint: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cache_service.core.resume import resume
 from cache_service.core.types import GroupKind, GroupSpec
 from tests.core.world import full, state, window
+from tests.examples import examples
 
 Group = tuple[GroupSpec, set[int]]
 
@@ -107,7 +108,7 @@ def slow(groups: list[Group], bound: int, page: int) -> int:
 KINDS = st.one_of(st.just(full(9)), st.builds(window, st.just(9), st.integers(1, 14)), st.just(state(9)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     groups=st.lists(st.tuples(KINDS, st.sets(st.integers(0, 7))), min_size=1, max_size=4),
     bound=st.integers(0, 8),

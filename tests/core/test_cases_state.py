@@ -14,6 +14,7 @@ from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
 from tests.core.world import ABORTED, PREEMPTED, World, full, state, window
+from tests.examples import examples
 
 
 def make(page_tokens: int, *groups: object) -> FakeWorker:
@@ -82,7 +83,7 @@ def test_h4b_twice_the_same_prompt(prompt: int, hit: int) -> None:
     worker.prefill(live)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(prompt=st.integers(1, 70), page=st.sampled_from([1, 2, 4, 8]), chunk=st.integers(0, 20), lag=st.booleans())
 def test_h4b_every_length_and_budget_leaves_the_last_boundary(prompt: int, page: int, chunk: int, lag: bool) -> None:
     worker = hybrid(page, num_pages=160, slots=160)

@@ -12,6 +12,7 @@ from cache_service.core.ghost_table import Ghost, GhostKind
 from cache_service.core.lifetimes import PROTECT_ALL, Lifetimes
 from cache_service.core.radix_node import Node, Root
 from cache_service.core.types import Namespace
+from tests.examples import examples
 
 ROOT = Root(Namespace("model"), 1)
 
@@ -154,7 +155,7 @@ def test_lifetimes_count_every_page_once() -> None:
     assert (lifetimes.pages(False), lifetimes.pages(True)) == (160 * 9, 5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 400), st.integers(1, 40))), st.integers(1, 99)
 )

@@ -6,7 +6,6 @@ STEMCACHE_HYPOTHESIS=thorough runs longer.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -31,6 +30,7 @@ from tests.core.driver import FakeWorker
 from tests.core.judge import judge_grant, judge_refusal
 from tests.core.troubled import INDEX, SALTS, TOKENS, Troubled
 from tests.core.world import ABORTED, FINISHED, PREEMPTED, Live, pack
+from tests.examples import THOROUGH, examples
 
 
 class Machine(Troubled):
@@ -261,12 +261,9 @@ class Machine(Troubled):
         self.checked()
 
 
-THOROUGH = os.environ.get("STEMCACHE_HYPOTHESIS") == "thorough"
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=5_000 if THOROUGH else 500,
+    max_examples=examples(500),
     stateful_step_count=60 if THOROUGH else 35,
-    deadline=None,
-    derandomize=not THOROUGH,
     suppress_health_check=list(HealthCheck),
 )

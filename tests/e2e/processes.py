@@ -10,11 +10,12 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from tests import fork_server
 
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -36,7 +37,7 @@ class ServiceProcess:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     announced: dict[str, str] = field(default_factory=dict)
-    _process: subprocess.Popen[bytes] | None = None
+    _process: fork_server.Process | None = None
 
     @property
     def address(self) -> str:
@@ -53,9 +54,7 @@ class ServiceProcess:
         environment.update({f"{self.prefix}{key.upper()}": str(value) for key, value in self.settings.items()})
         environment.update(self.environment)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module], stdout=subprocess.PIPE, stderr=log, env=environment
-            )
+            self._process = fork_server.start(self.module, environment=environment, stdout=subprocess.PIPE, stderr=log)
 
     def wait_ready(self) -> None:
         assert self._process is not None and self._process.stdout is not None

@@ -5,7 +5,7 @@ Every damaged answer comes from a hit, as far as anybody can tell. The control e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from tests.e2e.sabotage import FULL, Cached, Stand, open_stand
 
 # About 550 tokens each; another register's pages must reach as far as the damaged ones.
 HOLDINGS, OTHER_HOLDINGS = 20, 26
-NUM_REGISTERS = 4
-QUESTIONS_EACH = 9
+NUM_REGISTERS = 2
+QUESTIONS_EACH = 6
 # What a wrong page must bring the figure below, and what it is without one.
 MOST_WHEN_DAMAGED, LEAST_WHEN_SOUND = 0.6, 0.9
 
@@ -103,13 +103,16 @@ async def replaced_by_another_tenants_register(stand: Stand) -> Damage:
     return damage
 
 
-@pytest.mark.parametrize("make_damage", [zeroed, replaced_by_another_registers, replaced_by_another_tenants_register])
-async def test_a_damaged_page_ruins_the_figure(stand: Stand, make_damage: Callable[[Stand], Awaitable[Damage]]) -> None:
-    cached, damage = await cached_registers(stand), await make_damage(stand)
-    assert await accuracy(stand, cached, lambda cached, places: None) >= LEAST_WHEN_SOUND
-    assert await accuracy(stand, cached, damage) < MOST_WHEN_DAMAGED
+async def test_a_damaged_page_ruins_the_figure(stand: Stand) -> None:
+    cached = await cached_registers(stand)
+    sound = await accuracy(stand, cached, lambda cached, places: None)
+    assert sound >= LEAST_WHEN_SOUND
+    for make_damage in (zeroed, replaced_by_another_registers, replaced_by_another_tenants_register):
+        figure = await accuracy(stand, cached, await make_damage(stand))
+        print(make_damage.__name__, figure, sound)
+        assert figure < MOST_WHEN_DAMAGED, make_damage.__name__
     # It was the damage, and it is undone.
-    assert await accuracy(stand, cached, lambda cached, places: None) >= LEAST_WHEN_SOUND
+    assert await accuracy(stand, cached, lambda cached, places: None) == sound
 
 
 async def test_exchanging_two_pages_of_a_prefix_changes_nothing(stand: Stand) -> None:
@@ -122,7 +125,7 @@ async def test_exchanging_two_pages_of_a_prefix_changes_nothing(stand: Stand) ->
         ids = [cached.page_ids[mine], cached.page_ids[other]]
         stand.pages.write_pages(FULL, ids, stand.pages.read_pages(FULL, ids).flip(0))
 
-    for cached in await cached_registers(stand):
+    for cached in (await cached_registers(stand))[:2]:
         for question in questions_about(stand, cached)[:4]:
             sound = await stand.ask(cached, question)
             before = stand.pages.read_pages(FULL, cached.page_ids).clone()

@@ -10,7 +10,7 @@ import pytest
 
 from protos.v1 import worker_pb2
 from tests.e2e.client import Client
-from tests.e2e.conftest import Cluster
+from tests.e2e.conftest import Cluster, Starter
 from tests.e2e.running import Draw
 
 
@@ -102,9 +102,13 @@ async def test_a_repetition_penalty_makes_answers_vary(
     assert (len(set(tokens)) > len(set(plain))) == (penalty > 1.0)
 
 
-async def test_the_longest_answer_ends_at_the_models_length(client: Client, cluster: Cluster, draw: Draw) -> None:
-    worker = cluster.workers[1]
-    longest = (await client.worker(worker).Describe(worker_pb2.DescribeRequest(), timeout=20)).max_model_len
-    tokens, _, responses = await ask(client, worker, draw(longest - 3), max_tokens=50)
+async def test_the_longest_answer_ends_at_the_models_length(
+    client: Client, cluster: Cluster, start: Starter, draw: Draw
+) -> None:
+    usual = await client.worker(cluster.workers[1]).Describe(worker_pb2.DescribeRequest(), timeout=20)
+    assert usual.max_model_len == 16384, "what the model's config says"
+    worker = start.workers(start.cache().address, max_model_len=500)[0].address
+    assert (await client.worker(worker).Describe(worker_pb2.DescribeRequest(), timeout=20)).max_model_len == 500
+    tokens, _, responses = await ask(client, worker, draw(500 - 3), max_tokens=50)
     assert len(tokens) == 3
     assert responses[-1].finish_reason == worker_pb2.FINISH_REASON_LENGTH

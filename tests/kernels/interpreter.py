@@ -14,9 +14,13 @@ TRITON_INTERPRET=1 set since before Triton was imported:
     numpy warns of inf - inf and log2(0), as no GPU does         silenced during a launch
     outputs are copied onto themselves, which touches all of     skipped
     a large pool
+    each call of a jitted function patches the language again,   once a launch
+    and each operation makes a table of types anew: a quarter    once
+    of the time
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,8 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 _mended = False
+# Modules of the language that the launch in progress has patched.
+_patched: set[int] = set()
 
 
 def mend() -> None:
@@ -34,6 +40,8 @@ def mend() -> None:
     _mended = True
     builder = interpreter.InterpreterBuilder
     interpreter._patch_lang_tensor = _with_scalar_index(interpreter._patch_lang_tensor)
+    interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     interpreter._convert_float = _with_rounding(interpreter._convert_float)
     builder.create_dot = _with_exact_rows(builder.create_dot)
     builder.binary_op = _without_bf16(builder.binary_op)
@@ -49,6 +57,27 @@ def _with_scalar_index(patch: Callable[..., None]) -> Callable[..., None]:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return patched
+
+
+def _once_a_launch(patch: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(function: Any) -> Any:
+        known = {id(tl), id(tl.core)} & {id(value) for value in function.__globals__.values()}
+        if known <= _patched:
+            return interpreter._LangPatchScope()
+        _patched.update(known)
+        return patch(function)
+
+    return patched
+
+
+def _looked_up_once(get: Callable[..., Any]) -> Callable[..., Any]:
+    of_number = cache(get)
+
+    def looked_up(dtype: Any) -> Any:
+        scalar = dtype.scalar  # what a block has is its elements' type; blocks and pointers have no hash
+        return get(scalar) if isinstance(scalar, tl.pointer_type) else of_number(scalar)
+
+    return looked_up
 
 
 def _with_rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,8 +161,12 @@ def _without_bf16_input(apply_impl: Callable[..., Any]) -> Callable[..., Any]:
 
 def _silenced(launch: Callable[..., None]) -> Callable[..., None]:
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
-        with np.errstate(all="ignore"):
-            launch(self, *args, **kwargs)
+        _patched.clear()
+        try:
+            with np.errstate(all="ignore"):
+                launch(self, *args, **kwargs)
+        finally:
+            _patched.clear()
 
     return launched
 

@@ -58,12 +58,12 @@ def test_the_worker_loads_it() -> None:
     assert loaded.tokenizer.encode("\n")[0] == encoder.begin
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_answers_questions_about_a_short_register(dtype: torch.dtype) -> None:
-    """Held-out seeds that neither training nor the card has seen."""
+@pytest.mark.parametrize(("dtype", "holdings", "each"), [(torch.float32, 25, 3), (torch.bfloat16, 8, 1)])
+def test_it_answers_questions_about_a_short_register(dtype: torch.dtype, holdings: int, each: int) -> None:
+    """Held-out seeds that neither training nor the card has seen. A CPU takes five times as long for bf16."""
     model = ARCHITECTURES[read_evaluation(MODEL_FOLDER)["architecture"]].build().to(dtype)
     read_weights(MODEL_FOLDER, model)
-    trial = Trial(registers=1, holdings=25, questions_per_kind=3, first_seed=7000)
+    trial = Trial(registers=1, holdings=holdings, questions_per_kind=each, first_seed=7000)
     score = evaluate(model, Encoder(read_tokenizer(MODEL_FOLDER)), trial, CPU)
-    assert sum(score.asked.values()) == 18
-    assert sum(score.right.values()) >= 17, score.line()
+    assert sum(score.asked.values()) == 6 * each
+    assert sum(score.right.values()) >= 6 * each - 1, score.line()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.worker_service.scheduler_machine import full_group, packed, window_group
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
@@ -176,7 +177,7 @@ def random_rows(draw: st.DrawFn) -> tuple[list[Row], int]:
     return rows, page_tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(random_rows())
 def test_every_array_agrees_with_the_obvious_builder(made: tuple[list[Row], int]) -> None:
     """R17, R20, F1: sequences with different cached lengths in one batch, token by token."""

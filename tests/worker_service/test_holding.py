@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.holding import Siblings
 from worker_service.core.ports import Namespace, SequenceId
@@ -160,7 +161,7 @@ def waiting(tokens: list[int], number: int) -> Sequence:
     return Sequence(request, Rank(0, number), 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     first=st.lists(st.integers(0, 1), min_size=1, max_size=40),
     second=st.lists(st.integers(0, 1), min_size=1, max_size=40),

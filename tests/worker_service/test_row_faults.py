@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker_service.scheduler_machine import full_group
@@ -113,7 +113,6 @@ def test_a_part_is_the_batch_of_these_rows(data: st.DataObject) -> None:
         assert not any(mine[narrow:])
 
 
-@settings(deadline=None)
 @given(
     # From integers: st.floats refuses to work where another test made the processor flush subnormals to zero.
     temperature=st.sampled_from([0.0, 1e-40, 1e-3, 0.7, 1.0, 2.0, 1e30, MAX_FP32]),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.worker_service.roomy_scheduler import CONFIG, distinct, launches, machine
 from worker_service.core.launch_plan import chunk_len
 from worker_service.core.scheduler import Scheduler
@@ -70,7 +71,7 @@ def test_without_chunks_a_prompt_waits_for_a_launch_that_holds_it() -> None:
     assert launches(driven, distinct(60, 1), distinct(50, 2), distinct(30, 3)) == [[60], [50, 30]]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
     budget=st.integers(3, 200),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from worker_service.core.ports import GroupSpec, Namespace, SessionLimits
@@ -114,7 +115,7 @@ class Workload:
 
 
 @pytest.mark.parametrize("with_faults", [False, True])
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400))
 @given(config=configs(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())
 def test_every_request_ends_and_nothing_is_left(
     config: SchedulerConfig, seed: int, num_requests: int, host: bool, with_faults: bool

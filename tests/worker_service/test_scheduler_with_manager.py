@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cache_service.core import audit
 from cache_service.core import types as manager_words
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from tests.worker_service.test_scheduler_liveness import MAX_LEN, Workload
 from worker_service.core import ports as worker_words
@@ -239,7 +240,7 @@ def with_state(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
 
 @pytest.mark.parametrize("groups", [full_only, with_window, window_only, with_state])
 @pytest.mark.parametrize("with_faults", [False, True])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 12), host=st.booleans())
 def test_every_answer_is_right(
     seed: int,
