@@ -29,17 +29,26 @@ HERE = Path(__file__).parent
 # Session fixtures that start services, by folder: whoever uses one shares it.
 SHARED_SERVICES = {"e2e": "cluster", "cli": "service"}
 SINGLE_TESTS = ("kernels/test_*_compiles.py", "kernels/test_compiles.py")
+# By CPU time; none of the others takes more than ten seconds.
 LONGEST_FIRST = (
-    "cluster",
     "kernels/test_interpreted.py",
-    "e2e/test_eval.py",
-    "service",
     "cli/test_main_job.py",
-    "e2e/test_host_tier.py",
-    "e2e/test_session_failures.py",
-    "e2e/test_worker_failures.py",
-    "e2e/test_worker_start.py",
+    "cluster",
+    "e2e/test_eval.py",
     "cli/test_up.py",
+    "service",
+    "core/test_state_machine.py",
+    "e2e/test_session_failures.py",
+    "e2e/test_sabotage.py",
+    "e2e/test_chaos.py",
+    "e2e/test_host_tier.py",
+    "e2e/test_host_copies.py",
+    "e2e/test_reuse.py",
+    "e2e/test_worker_failures.py",
+    "e2e/test_windows.py",
+    "e2e/test_device_faults.py",
+    "worker_service/test_hub.py",
+    "e2e/test_worker_start.py",
 )
 
 
