@@ -23,6 +23,7 @@ STEP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02
 WORKER_COUNTERS = (
     ("requests", "Admitted requests.", "num_requests"),
     ("prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("matched_tokens", "Prompt tokens that were resident when admitted, reused or not.", "matched_tokens"),
     ("cached_tokens", "Prompt tokens skipped thanks to the device.", "cached_tokens"),
     ("fetched_tokens", "Prompt tokens skipped thanks to the host tier.", "fetched_tokens"),
     ("computed_tokens", "Prompt tokens left to compute.", "computed_tokens"),

@@ -121,7 +121,7 @@ def _remarks(stats: cache_pb2.StatsResponse, workers: list[cache_pb2.WorkerStats
     for w in workers:
         parts = [f"{w.pinned_tokens:,} tokens are pinned"] if w.pinned_tokens else []
         parts += [f"{binary_size(w.kept_bytes)} of prompts are kept for their next try"] if w.kept_bytes else []
-        unused = w.matched_tokens - w.cached_tokens
+        unused = w.matched_tokens - w.cached_tokens - w.fetched_tokens
         parts += (
             [f"{unused:,} prompt tokens were resident and could not be used"] if w.matched_tokens and unused > 0 else []
         )

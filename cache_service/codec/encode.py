@@ -249,6 +249,7 @@ def _worker_stats(value: WorkerStats) -> cache_pb2.WorkerStats:
         kept_bytes=value.kept_bytes,
         model=value.model,
         pinned_tokens=value.pinned_tokens,
+        matched_tokens=value.matched_tokens,
         misses={reason.name.lower(): count for reason, count in value.misses},
     )
 

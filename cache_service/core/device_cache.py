@@ -41,10 +41,10 @@ _MOST_AHEAD_PAGES = 32
 class Counters:
     """What one worker's cache did so far; admitted requests only."""
 
-    __slots__ = ("cached", "evicted", "fetched", "misses", "prompt", "refusals")
+    __slots__ = ("cached", "evicted", "fetched", "matched", "misses", "prompt", "refusals")
 
     def __init__(self) -> None:
-        self.prompt = self.cached = self.fetched = self.refusals = self.evicted = 0
+        self.prompt = self.matched = self.cached = self.fetched = self.refusals = self.evicted = 0
         self.misses: dict[MissReason, int] = {}
 
     @property

@@ -64,6 +64,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     grant = _grant(cache, lease, plan, leave)
     counters = cache.counters
     counters.prompt += num_tokens
+    counters.matched += grant.match.matched_tokens
     counters.cached += grant.cached_tokens
     counters.fetched += grant.fetched_tokens
     reason = grant.match.miss_reason

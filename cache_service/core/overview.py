@@ -106,6 +106,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         num_ghost_pages=cache.tree.ghosts.num_pages,
         kept_bytes=cache.kept.num_bytes,
         misses=tuple(sorted(counters.misses.items())),
+        matched_tokens=counters.matched,
         pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
     )
 

@@ -38,6 +38,7 @@ class WorkerStats(NamedTuple):
     kept_bytes: int
     misses: tuple[tuple[MissReason, int], ...]
     pinned_tokens: int = 0
+    matched_tokens: int = 0
 
 
 class HostTierStats(NamedTuple):

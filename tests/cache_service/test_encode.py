@@ -158,6 +158,8 @@ def test_every_statistic_arrives() -> None:
         (group,),
         *range(21, 32),
         misses=((core.MissReason.EVICTED, 31), (core.MissReason.PAGE_TAIL, 32)),
+        pinned_tokens=33,
+        matched_tokens=34,
     )
     host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, core.SpillPolicy.WRITE_BACK, core.FetchPolicy.ALWAYS)
     message = encode.stats_response(ManagerStats("epoch", "slru", (worker,), host))

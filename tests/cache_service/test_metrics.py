@@ -31,6 +31,7 @@ async def test_a_scrape_shows_what_the_manager_knows() -> None:
         worker = {"worker": "w1"}
         assert sample(client, "stemcache_cache_requests_total", **worker) == 2
         assert sample(client, "stemcache_cache_cached_tokens_total", **worker) == 32
+        assert sample(client, "stemcache_cache_matched_tokens_total", **worker) == 32
         assert sample(client, "stemcache_cache_hit_rate", **worker) == 0.4
         assert sample(client, "stemcache_cache_misses_total", **worker, reason="page_tail") == 1
         pages = {state: _pages(client, state) for state in ("free", "evictable", "held")}

@@ -141,6 +141,8 @@ def test_case_41_the_divergence_boundary_gets_its_snapshot() -> None:
     shared = [*span(1, 16), *span(70, 80)]
     first = worker.start(shared)
     assert (first.grant.match.matched_tokens, first.grant.usable_tokens) == (16, 0)
+    (stats,) = worker.world.manager.stats().workers
+    assert (stats.matched_tokens, stats.cached_tokens) == (16, 0), "resident, and of no use"
     assert 16 in {slot.boundary_tokens for slot in first.grant.leave}
     worker.prefill(first)
     assert worker.world.tokens_cached([*span(1, 16), *span(90, 95)]) == 16
