@@ -32,11 +32,6 @@ from cache_service.core.types import (
     SpillPolicy,
 )
 
-# Where pages are missing, a few more are evicted, so that not every page of a decode costs an eviction of its own: an
-# eviction of one page took 8 us, and a tenth of a request on the public trace. Pools of less than 4,000 pages give up
-# none for this.
-_MOST_AHEAD_PAGES = 32
-
 
 class Counters:
     """What one worker's cache did so far; admitted requests only."""
@@ -75,7 +70,6 @@ class DeviceCache:
         self.full_pools = tuple(self.pools.items())
         size = min((pool.num_pages for pool in self.pools.values()), default=0)
         size = self.num_pages = size or max((spec.num_pages for spec in layout.specs), default=0)
-        self.evict_ahead_pages = min(int(size * config.evict_ahead_share), _MOST_AHEAD_PAGES)
         self.policy = make_policy(config.policy, size)
         self.sparse = {group: SparsePages(group, layout.specs[group], self.policy) for group in layout.sparse}
         ghosts = GhostTable(config.ghost_factor * size, size)
@@ -106,10 +100,10 @@ class DeviceCache:
     # Eviction.
 
     def make_room(self, count: int) -> None:
-        """Evict until every FULL group has `count` free pages; where any are missing, a few more."""
+        """Evict until every FULL group has `count` free pages: exactly what is missing."""
         for _, pool in self.full_pools:
             if pool.num_free < count:
-                self.evict(min(count - pool.num_free + self.evict_ahead_pages, self.tree.evictable_pages))
+                self.evict(count - pool.num_free)
 
     def evict(self, count: int) -> None:
         """Cut exactly `count` pages off the tails of the policy's victims."""

@@ -31,7 +31,6 @@ class ManagerConfig:
     host_ttl_ms: int = 86_400_000  # life of a value in a shared store after its last use
     host_renew_ms: int = 21_600_000  # a row in use is renewed at most this often
     write_back_low_water: float = 0.1
-    evict_ahead_share: float = 0.00025  # of a worker's pages: evicted beyond what is missing, at most 32
     max_pinned_share: float = 0.5  # of a worker's pages, under Pin calls
     max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up, a fetch is late
     max_lease_bytes: int = 256 << 20  # of tokens that one worker's leases hold
@@ -68,6 +67,6 @@ class ManagerConfig:
         ):
             if getattr(self, name) < 0:
                 raise InvalidInput(name, "must not be negative")
-        for name in ("write_back_low_water", "max_pinned_share", "evict_ahead_share"):
+        for name in ("write_back_low_water", "max_pinned_share"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise InvalidInput(name, "must be a fraction between 0 and 1")

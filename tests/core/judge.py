@@ -30,12 +30,5 @@ def judge_grant(oracle: Oracle, live: Live, forecast: Forecast, free: list[int])
             assert live.grant.usable_tokens < forecast.usable, "a grant without room"
     if fulls and free and forecast.room and live.grant.usable_tokens == forecast.usable and live.fetch is None:
         missing = max(max(0, forecast.need[g] - free[g]) for g in fulls)
-        most = missing + ahead_pages(oracle) * len(fulls) if missing else 0
         removed = oracle.removed
-        assert all(missing <= len(removed[g]) <= most for g in fulls), "more or fewer pages went than were missing"
-
-
-def ahead_pages(oracle: Oracle) -> int:
-    """What may go beyond the missing pages, for each FULL group."""
-    num_pages = min(spec.num_pages for spec in oracle.specs if spec.kind == GroupKind.FULL)
-    return int(num_pages * oracle.worker.world.config.evict_ahead_share)
+        assert all(len(removed[g]) == missing for g in fulls), "more or fewer pages went than were missing"

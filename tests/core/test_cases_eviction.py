@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core.types import Extend, RefusalReason, SequenceId
+from cache_service.core.types import RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import make, span, spare
@@ -250,35 +250,6 @@ def test_exactly_the_missing_pages_go(policy: str) -> None:
         take(worker, count)
         assert before - len(oracle.resident[0]) == count
     oracle.check()
-
-
-@pytest.mark.parametrize(
-    ("num_pages", "config", "ahead"),
-    [(3_999, {}, 0), (4_000, {}, 1), (8_000, {}, 2), (1_000, {"evict_ahead_share": 0.5}, 32)],
-)
-def test_a_large_pool_evicts_a_few_pages_ahead(num_pages: int, config: dict[str, float], ahead: int) -> None:
-    """So that the next pages cost no eviction of their own."""
-    worker = FakeWorker(World(**config), [full(num_pages)], 2)
-    worker.run(span(1, 2 * (num_pages - 10)))
-    live = worker.start(span(-40, -1), chunk=1)
-
-    def evicted() -> int:
-        return worker.world.manager.stats().workers[0].groups[0].num_evicted
-
-    assert evicted() == 10 + ahead
-    for number in range(ahead):
-        worker.world.manager.extend(worker.id, Extend(SequenceId(live.id), 40 + 2 * (number + 1)), 0)
-        assert evicted() == 10 + ahead
-    worker.world.manager.extend(worker.id, Extend(SequenceId(live.id), 40 + 2 * (ahead + 1)), 0)
-    assert evicted() == 10 + ahead + 1 + ahead
-
-
-def test_no_more_is_evicted_ahead_than_is_evictable() -> None:
-    worker = FakeWorker(World(watch=True, evict_ahead_share=0.5), [full(10)], 2)
-    worker.run(span(1, 12))
-    worker.prefill(worker.start(span(100, 117)))  # lacks 5 of its 9 pages; 6 are evictable, 10 would be asked for
-    assert spare(worker) == 1 and worker.world.manager.stats().workers[0].groups[0].num_evictable == 0
-    worker.refused(span(50, 56))
 
 
 def test_slru_keeps_what_was_used_twice() -> None:

@@ -54,9 +54,8 @@ class Troubled(RuleBasedStateMachine):
         fetch=st.sampled_from(FetchPolicy),
         policy=st.sampled_from(["lru", "lru", "slru", "priority", "adaptive", "adaptive"]),
         small=st.booleans(),
-        ahead=st.sampled_from([0.0, 0.0, 0.2]),
     )
-    def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool, ahead: float) -> None:
+    def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool) -> None:
         self.world = World(
             watch=True,
             spill=spill,
@@ -68,7 +67,6 @@ class Troubled(RuleBasedStateMachine):
             breaker_failures=3,
             breaker_ms=50,
             max_kept_bytes=TOKEN_BYTES * (20 if small else 10_000),
-            evict_ahead_share=ahead,
         )
         self.tier, self.policy = tier, policy
         self.workers = [
