@@ -29,7 +29,7 @@ class CacheConfig:
     redis_url: str = setting(
         "", "redis://user:password@host:port/db of the shared host tier, for its keys.", secret=True
     )
-    policy: str = setting("lru", "Which pages are evicted first.", choices=POLICIES)
+    policy: str = setting("adaptive", "Which pages are evicted first.", choices=POLICIES)
     spill: str = setting("selective", "Which pages go to the host tier, and when.", choices=SPILLS)
     fetch: str = setting("auto", "When host copies are fetched instead of recomputed.", choices=FETCHES)
     host_quota_mb: int = setting(8192, "Bytes that the host tier may hold, in MiB.", minimum=1)

@@ -59,7 +59,7 @@ class ClusterOptions:
     pool_mb: int = 0
     page_tokens: int = 16
     device: str = "auto"
-    policy: str = "lru"
+    policy: str = "adaptive"
     cache_env: dict[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
 

@@ -42,7 +42,7 @@ def replay_command(
     page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, max=4096)] = 16,
     policy: Annotated[
         str, typer.Option("--policy", help=f"Eviction policy, or several: {','.join(POLICIES)}.")
-    ] = "lru",
+    ] = "adaptive",
     requests: Annotated[
         int | None, typer.Option("--requests", min=1, help="Only the first ones; default: all.")
     ] = None,

@@ -63,7 +63,7 @@ def up(
         ),
     ] = 1024,
     pool_mb: Annotated[int, typer.Option("--pool-mb", envvar="STEMCACHE_WORKER_POOL_MB", min=0, help=POOL_HELP)] = 0,
-    policy: Annotated[str, typer.Option("--policy", envvar="STEMCACHE_CACHE_POLICY", help=POLICY_HELP)] = "lru",
+    policy: Annotated[str, typer.Option("--policy", envvar="STEMCACHE_CACHE_POLICY", help=POLICY_HELP)] = "adaptive",
     device: Annotated[str, typer.Option("--device", envvar="STEMCACHE_WORKER_DEVICE", help=DEVICE_HELP)] = "auto",
     seed: SeedOption = 0,
     json_: JsonOption = False,

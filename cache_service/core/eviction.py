@@ -187,7 +187,8 @@ class Adaptive(LeafOrder):
         once, again = _first_unheld(self._once), _first_unheld(self._again)
         if once is None or again is None:
             return once or again or _unheld(self._soft)
-        return once if self._rank(once) <= self._rank(again) else again
+        clock, ratio = self.lifetimes.clock, self.lifetimes.ratio
+        return once if (clock - once.queued_at) * ratio >= clock - again.queued_at else again
 
     def _rank(self, node: Node) -> float:
         """Lowest first."""
@@ -276,7 +277,10 @@ def _unheld(*queues: Queue) -> Node:
 
 
 def _first_unheld(queue: Queue) -> Node | None:
-    return next((node for node in queue if not node.pins), None)
+    for node in queue:
+        if not node.pins:
+            return node
+    return None
 
 
 def make_policy(name: str, num_pages: int) -> LeafOrder:

@@ -14,7 +14,7 @@ POLICIES = ("adaptive", "lru", "slru", "priority")
 class ManagerConfig:
     """Every limit has a default, so that nothing in the manager grows without bound."""
 
-    policy: str = "lru"
+    policy: str = "adaptive"
     spill: SpillPolicy = SpillPolicy.SELECTIVE
     fetch: FetchPolicy = FetchPolicy.AUTO
     host_quota_bytes: int = 8 << 30

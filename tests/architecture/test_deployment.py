@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
+from cache_service.config import CacheConfig
+from cache_service.core.manager_config import ManagerConfig
+from cli.cluster import ClusterOptions
+from cli.replay import replay_command
+from cli.serve import up
 from tests.architecture.sources import ROOT
 
 HEAVY = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "huggingface")
@@ -171,6 +177,18 @@ def test_what_env_example_sets_is_used() -> None:
     used = (ROOT / "docker-compose.yml").read_text()
     assert len(names) >= 10
     assert [name for name in names if f"${{{name}" not in used] == ["COMPOSE_PROFILES"]
+
+
+def test_the_default_policy_is_the_same_everywhere() -> None:
+    """A script names it to the service and the manager; people meet it in compose and .env.example too."""
+    compose, example = (ROOT / "docker-compose.yml").read_text(), (ROOT / ".env.example").read_text()
+    replayed = signature(replay_command).parameters["policy"].default
+    served = signature(up).parameters["policy"].default
+    named = re.findall(r"STEMCACHE_POLICY(?::-|=)(\w+)", compose + example)
+    assert {ManagerConfig().policy, CacheConfig().policy, ClusterOptions("").policy, replayed, served, *named} == {
+        "adaptive"
+    }
+    assert len(named) == 2
 
 
 def test_rules_and_dashboard_use_metrics_that_exist() -> None:

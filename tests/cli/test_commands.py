@@ -92,7 +92,7 @@ def test_status_counts_requests_pages_and_misses(service: Service) -> None:
     assert first["groups"][0]["num_pages"] - first["groups"][0]["num_free"] >= 99 // PAGE
     shown = stemcache(service.state, "status").stdout
     assert "worker-1" in shown
-    assert "policy lru" in shown
+    assert "policy adaptive" in shown
     assert [word for word in shown.split() if word in ("never", "seen")] == ["never", "seen"]
 
 
@@ -174,7 +174,7 @@ def test_top_looks_again_and_again_until_interrupted(service: Service, tmp_path:
     top = Running(tmp_path, service.state, "top", "--interval", "0.1")
     try:
         for _ in pauses("a second look"):
-            if top.out.read_text().count("workers · policy lru") >= 2:
+            if top.out.read_text().count("workers · policy adaptive") >= 2:
                 break
         service.running.child("cache_service").kill()
         for _ in pauses("the silence to be told"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import log2
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,6 +133,52 @@ def test_adaptive_keeps_new_pages_while_second_uses_come_soon_and_no_third() -> 
         stream(policy, 100)
         policy.used(node)
     assert policy.lifetimes.ratio < 8
+
+
+def protecting(num_rounds: int) -> Adaptive:
+    """All uses are of one prefix, each time after two pools."""
+    policy, kept = Adaptive(160), leaf(1, pages=16)
+    policy.stored(kept)
+    for _ in range(num_rounds):
+        stream(policy, 320)
+        policy.used(kept)
+        kept.uses += 1
+    return policy
+
+
+def test_adaptive_waits_until_the_pool_was_filled_twice() -> None:
+    policy = Adaptive(160)
+    for _ in range(6):
+        node = leaf(1, uses=1)
+        policy.stored(node)
+        stream(policy, 50)
+        policy.used(node)
+        assert policy.lifetimes.ratio == 1.0
+    stream(policy, 50)
+    assert policy.lifetimes.ratio > 1.0
+
+
+def test_the_ratio_does_not_jump() -> None:
+    """A change of the traffic is followed within some pools, not at once."""
+    policy = protecting(10)
+    assert policy.lifetimes.ratio == PROTECT_ALL
+    ratios = []
+    for _ in range(100):
+        node = leaf(1, pages=16)
+        policy.stored(node)
+        stream(policy, 100)
+        policy.used(node)
+        ratios.append(policy.lifetimes.ratio)
+    octaves = [min(log2(ratio), 6.5) for ratio in ratios]
+    steps = [abs(later - before) for before, later in pairwise(octaves)]
+    assert ratios[-1] < 8 and max(steps) < 6.5 * (1 - (7 / 8) ** 12)
+
+
+def test_lifetimes_that_queues_cannot_make_are_not_considered() -> None:
+    """Trunks live about twice as long after their last use in one queue already."""
+    pairs = protecting(10).lifetimes._pairs()
+    assert len(pairs) > 3 and pairs[0].once == 0
+    assert all(pair.again >= 2 * pair.once for pair in pairs)
 
 
 def test_adaptive_learns_from_ghosts() -> None:
