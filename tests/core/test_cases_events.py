@@ -205,6 +205,26 @@ def test_reasons_of_misses() -> None:
     assert (gone.usable_tokens, gone.miss_reason) == (0, MissReason.EVICTED)
 
 
+def test_the_last_word_about_a_page_is_its_reason() -> None:
+    """However many times it was evicted, cleared and computed again; Match, Explain and the grant say the same."""
+    worker = make(8, 2)
+    manager, prompt = worker.world.manager, [1, 2, 3, 4, 5, 6, 7]
+    worker.run(prompt)
+    for time in range(30):
+        if time % 3:
+            worker.run(span(100 * time + 50, 100 * time + 65))
+        else:
+            manager.clear(None, False, 0)
+        worker.world.settle()
+        (match,) = manager.match(NS, pack(prompt), worker.id)
+        (explained,) = manager.explain(NS, pack(prompt), worker.id)
+        live = worker.start(prompt)
+        told = (match.match.miss_reason, explained.match.miss_reason, live.grant.match.miss_reason)
+        assert told == (MissReason.EVICTED if time % 3 else MissReason.CLEARED,) * 3
+        worker.prefill(live)
+        worker.release(live)
+
+
 def test_explain_accounts_for_every_token() -> None:
     worker = make(8, 2)
     worker.run([1, 2, 3, 4])
