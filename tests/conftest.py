@@ -8,6 +8,7 @@ take longest come first, so that no process is left with one of them at the end.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ LONGEST_FIRST = (
     "worker_service/test_hub.py",
     "e2e/test_worker_start.py",
 )
+
+
+# Where a test may load a model into the tests' own process, which then flushes subnormal numbers to zero.
+COMPUTES = ("worker_service", "kernels", "e2e")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Subnormal numbers are back for all other tests: hypothesis refuses to draw floats without them."""
+    if "torch" in sys.modules and item.path.parent.name not in COMPUTES:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -226,6 +226,11 @@ class _Stream:
             lost = SessionLost(f"no reply to {key[0]} within {self._limits.reply_timeout_s} s")
             self._end(lost)
             raise lost from error
+        except asyncio.CancelledError:
+            if self._lost is None or _is_cancelled():
+                raise
+            # gRPC's write raises this also where the reader has cancelled the call.
+            raise self._lost from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             # The reader learns the status; what it found says more than a failed write does.
             await asyncio.wait({self._reader}, timeout=self._limits.reply_timeout_s)
@@ -248,6 +253,9 @@ class _Stream:
                 await self._call.write(session_codec.seal(cache_pb2.WorkerMessage(goodbye=cache_pb2.Goodbye())))
                 await self._call.done_writing()
                 await asyncio.wait({self._reader})
+        except asyncio.CancelledError:
+            if self._lost is None or _is_cancelled():
+                raise
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
             _log.info("the cache service did not take the Goodbye")
 
@@ -308,6 +316,12 @@ class _Stream:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._lost)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants the running task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _forget(answer: asyncio.Future[_Answer]) -> None:

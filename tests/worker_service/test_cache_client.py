@@ -321,6 +321,32 @@ async def says_nothing_known(requests, context) -> None:
     await anext(requests, None)
 
 
+async def test_a_write_that_the_readers_cancellation_meets_is_a_lost_session() -> None:
+    async with session(sends_a_crooked_order) as (client, _):
+        await client.connect(0)
+        stream = client._stream
+        assert stream is not None
+
+        async def write(request: object) -> None:
+            """As gRPC ends a write that is under way when the call is cancelled."""
+            await asyncio.wait({stream._reader})
+            raise asyncio.CancelledError
+
+        stream._call.write = write
+        with pytest.raises(SessionLost, match=r"order\.spill"):
+            await client.step(Step(1))
+
+
+async def test_a_step_that_is_cancelled_is_no_lost_session() -> None:
+    async with session(silent) as (client, _):
+        await client.connect(0)
+        asked = asyncio.create_task(client.step(Step(1)))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
