@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_adopt [--workers N] [--sequences N] [--pages N] [--pool N]
 
-Knows no network: each worker's Steps go through the codec as bytes, and through the manager. Every sequence must be
+Without a network: each worker's Steps go through the codec as bytes, and through the manager. Every sequence must be
 granted its own pages. Cycles are collected as in the service's own process. Writes benchmarks/results/adopt.json; times
 are those of this thread's CPU.
 """

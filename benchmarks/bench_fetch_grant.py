@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_fetch_grant [--pages N] [--rounds N]
 
-Knows no network: each Step goes through the codec as bytes, and through the manager; every page of the prompt is in the
-host tier and none on the worker. `grant` is all pages at once, with enough tickets for it; `grant_default_limits` is
+Without a network: a Step goes through the codec as bytes, and through the manager; every page of the prompt is in
+the host tier, none on the worker. `grant` is all pages at once, with enough tickets for it; `grant_default_limits` is
 what one sequence gets of 64 open tickets. `hashing` is the share that SHA-256 takes alone. They take turns; the figures
 are medians and the best turn. Writes benchmarks/results/fetch_grant.json; times are those of this thread's CPU.
 """

@@ -1,6 +1,6 @@
 """How fast a card reads: programs that stride through a large buffer and keep one sum each.
 
-Knows no op and no timer. A library's sum is no ceiling: on one H200 torch.sum read 4,422 GB/s where such a reader read
+A library's sum is no ceiling: on one H200 torch.sum read 4,422 GB/s where such a reader read
 4,638.
 """
 

@@ -1,6 +1,6 @@
 """The envelope of a session's messages: a serialized body and its checksum.
 
-Knows no message beyond its envelope. A page id with a flipped bit names another page, so no body is read before its
+A page id with a flipped bit names another page, so no body is read before its
 checksum agrees.
 """
 

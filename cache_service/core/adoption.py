@@ -164,7 +164,7 @@ def _claim_full(pool: PagePool, claim: Claim, table: GroupPages, standing: bytes
     claim.own[table.group] = own
     if shared != standing:
         pairs = zip(unpack(shared), unpack(standing), strict=True)
-        taken = _first_taken(pool, (page_id for page_id, stands in pairs if page_id != stands))
+        taken = _first_taken(pool, (page_id for page_id, in_tree in pairs if page_id != in_tree))
         if taken:
             return taken
     return _first_taken(pool, unpack(own))

@@ -1,7 +1,7 @@
-"""Clear, in slices: each `yield` lets other calls and steps in. Knows no transport and no time.
+"""Clear, in slices: each `yield` lets other calls and steps in.
 
 Without `unused_only` nothing old may be found once the first slice has run, though steps go on between the slices: the
-namespaces' trees are detached at once, and what they hold goes free bit by bit. Evictions may take from them meanwhile.
+namespaces' trees are detached at once, and what they hold is freed slice by slice. Evictions may take some first.
 With it, what somebody holds at its slice stays.
 """
 
