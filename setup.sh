@@ -11,6 +11,8 @@ asked=${PYTHON:-}
 how="make ${STEMCACHE_GOAL:-setup} PYTHON=python3.12"
 
 say() { printf '%s\n' "$*" >&2; }
+# Nothing ends without a word: a command that nobody expected to fail is named with its line.
+trap 'say "setup: line $LINENO failed: $BASH_COMMAND"' ERR
 fail() { say "setup: $*"; exit 1; }
 
 # "3.12.1 <folder of the interpreter itself>": a venv and the Python that made it print the same.
@@ -110,8 +112,10 @@ sleep_or_end() { # PID SECONDS
 }
 
 report() { # NUMBER WHAT START: downloads lie in $VENV/tmp, so the folder's size shows them, too
-  local line
-  line="      $2: $(( SECONDS - $3 )) s, $VENV has $(du -sm "$VENV" 2>/dev/null | cut -f1) MB"
+  local line size
+  # pip moves files while du walks, and du returns 1 for each file that has gone: that must not end the setup.
+  size=$(du -sm "$VENV" 2>/dev/null | cut -f1) || true
+  line="      $2: $(( SECONDS - $3 )) s, $VENV has ${size:-?} MB"
   if [ -t 2 ]; then printf '\r\033[K%s' "$line" >&2; else say "$line"; fi
 }
 

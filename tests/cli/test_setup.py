@@ -178,6 +178,23 @@ def test_a_failed_install_shows_its_end_and_is_tried_again(machine: Machine) -> 
     assert machine.setup().returncode == 0
 
 
+def test_files_that_go_while_their_size_is_taken_do_not_end_the_setup(machine: Machine) -> None:
+    (machine.commands / "du").write_text("#!/bin/bash\nprintf '912\\t.venv\\n'; exit 1\n")
+    (machine.commands / "du").chmod(0o755)
+    machine.python("python3", "3.11.7", pip="sleep 0.5")
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(".venv has 912 MB\n") == 2
+
+
+def test_a_command_that_fails_unexpectedly_is_named(machine: Machine) -> None:
+    (machine.commands / "cksum").write_text("#!/bin/bash\nexit 3\n")
+    (machine.commands / "cksum").chmod(0o755)
+    done = machine.setup()
+    assert done.returncode != 0
+    assert "failed: " in done.stderr and "cksum" in done.stderr
+
+
 def test_a_machine_without_a_redis_hears_what_is_missing(machine: Machine) -> None:
     if shutil.which("redis-server", path="/usr/bin:/bin"):
         pytest.skip("this machine has a redis-server")
