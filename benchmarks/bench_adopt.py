@@ -22,8 +22,8 @@ from benchmarks.bench_core import machine
 from cache_service.codec import decode, encode
 from cache_service.collector import seldom_collected
 from cache_service.core import audit
+from cache_service.core.base.types import GroupKind, GroupSpec, Hello, WorkerId
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.core.types import GroupKind, GroupSpec, Hello, WorkerId
 from protos.v1 import cache_pb2, types_pb2
 
 PAGE_TOKENS = 16

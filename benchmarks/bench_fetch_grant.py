@@ -23,10 +23,8 @@ from benchmarks.bench_core import machine
 from cache_service.codec import decode, encode
 from cache_service.codec.seal import opened, sealed
 from cache_service.core import audit
-from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.core.host_key import HostKey, build_key
-from cache_service.core.page_hash import namespace_digest, page_hashes
-from cache_service.core.types import (
+from cache_service.core.base.page_hash import namespace_digest, page_hashes
+from cache_service.core.base.types import (
     GroupKind,
     GroupSpec,
     Hello,
@@ -35,6 +33,8 @@ from cache_service.core.types import (
     PageHash,
     WorkerId,
 )
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cache_service.core.host.host_key import HostKey, build_key
 from protos.v1 import cache_pb2, types_pb2
 
 PAGE_TOKENS = 16

@@ -15,8 +15,7 @@ from pathlib import Path
 from time import process_time
 
 from cache_service import replay
-from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     Acquire,
     Grant,
     GroupKind,
@@ -27,6 +26,7 @@ from cache_service.core.types import (
     ReleaseReason,
     SequenceId,
 )
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
 
 PAGE_TOKENS = 16
 RUN_PAGES = 16

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from cache_service import status
 from cache_service.collector import seldom_collected
 from cache_service.config import CacheConfig
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.core.types import FetchPolicy, SpillPolicy
 from cache_service.effects import Effects
 from cache_service.host_keys import HostKeys, HostKeysConfig, open_client
 from cache_service.metrics import ManagerCollector, gauge_of, step_observer

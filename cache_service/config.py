@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_service.core.types import FetchPolicy, SpillPolicy
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cache_service.clear_marks import ClearMarks
-from cache_service.core.host_key import scan_prefix
+from cache_service.core.host.host_key import scan_prefix
 
 SENTINEL_KEY = b"stemcache:1:sentinel"
 ADOPTED_AT_ONCE = 512

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 
 PREFIX = "stemcache_cache_"
 STEP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)

@@ -16,8 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     TOKEN_BYTES,
     Acquire,
     Extend,
@@ -33,6 +32,7 @@ from cache_service.core.types import (
     SequenceId,
     WorkerId,
 )
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
 
 READ_AHEAD = 128  # requests, of about 60 KB each
 BLOCK_TOKENS = 512  # what one hash id of the trace stands for

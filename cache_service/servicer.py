@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from cache_service.codec import decode, encode
-from cache_service.core.clearing import Slices
-from cache_service.core.stats import ClearResult
+from cache_service.core.base.stats import ClearResult
+from cache_service.core.verbs.clearing import Slices
 from cache_service.session import Requests, Sessions
 from cache_service.slices import in_slices
 from cache_service.watchers import Watchers

@@ -9,7 +9,7 @@ from grpc import StatusCode
 
 from cache_service import session, watchers
 from cache_service.codec import seal
-from cache_service.core import errors
+from cache_service.core.base import errors
 
 CODES: dict[type[Exception], StatusCode] = {
     errors.InvalidInput: StatusCode.INVALID_ARGUMENT,

@@ -13,8 +13,8 @@ from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
 from cache_service.codec import encode
-from cache_service.core.errors import CacheError, TooMany
-from cache_service.core.types import Event
+from cache_service.core.base.errors import CacheError, TooMany
+from cache_service.core.base.types import Event
 from protos.v1 import cache_pb2
 
 

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from cache_service.codec import fields
 from cache_service.codec.version import CAPABILITIES, PROTOCOL_VERSION
-from cache_service.core.errors import CacheError, InvalidInput
-from cache_service.core.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
-from cache_service.core.types import (
+from cache_service.core.base.errors import CacheError, InvalidInput
+from cache_service.core.base.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
+from cache_service.core.base.types import (
     TOKEN_BYTES,
     Ack,
     Acquire,

@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from cache_service.codec.version import CAPABILITIES
-from cache_service.core.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
-from cache_service.core.types import (
+from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.types import (
     PAGE_ID_BYTES,
     Event,
     Explanation,

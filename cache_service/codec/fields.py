@@ -14,9 +14,9 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cache_service.core.errors import InvalidInput, TooMany
-from cache_service.core.limits import MAX_NAME_CHARS
-from cache_service.core.types import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
+from cache_service.core.base.errors import InvalidInput, TooMany
+from cache_service.core.base.limits import MAX_NAME_CHARS
+from cache_service.core.base.types import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
 
 E = TypeVar("E", bound=IntEnum)
 

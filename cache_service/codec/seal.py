@@ -10,7 +10,7 @@ import zlib
 
 from google.protobuf.message import DecodeError
 
-from cache_service.core.errors import CacheError, InvalidInput
+from cache_service.core.base.errors import CacheError, InvalidInput
 from protos.v1 import cache_pb2
 
 

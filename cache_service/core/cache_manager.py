@@ -9,17 +9,11 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar, cast
 
-from cache_service.core import clearing, overview, renewal, spilling, step_check, stepping, upkeep
-from cache_service.core.device_cache import DeviceCache
-from cache_service.core.errors import InvalidInput, LeasesInScope, Superseded, TooMany, UnknownWorker
-from cache_service.core.event_log import EventLog
-from cache_service.core.host_tiers import HostTiers
-from cache_service.core.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
-from cache_service.core.manager_config import ManagerConfig
-from cache_service.core.prompt_match import PromptMatch
-from cache_service.core.stats import ClearResult, ManagerStats
-from cache_service.core.transfer_table import TicketIds
-from cache_service.core.types import (
+from cache_service.core.base.errors import InvalidInput, LeasesInScope, Superseded, TooMany, UnknownWorker
+from cache_service.core.base.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
+from cache_service.core.base.manager_config import ManagerConfig
+from cache_service.core.base.stats import ClearResult, ManagerStats
+from cache_service.core.base.types import (
     Acquire,
     Cleared,
     Event,
@@ -41,7 +35,13 @@ from cache_service.core.types import (
     WorkerId,
     WorkerMatch,
 )
-from cache_service.core.worker import Worker
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.event_log import EventLog
+from cache_service.core.device.transfer_table import TicketIds
+from cache_service.core.device.worker import Worker
+from cache_service.core.host.host_tiers import HostTiers
+from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
+from cache_service.core.verbs.prompt_match import PromptMatch
 
 __all__ = ["CacheManager", "ManagerConfig"]
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from cache_service.config import CacheConfig
-from cache_service.core.manager_config import ManagerConfig
+from cache_service.core.base.manager_config import ManagerConfig
 from cli.cluster import ClusterOptions
 from cli.replay import replay_command
 from cli.serve import up

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
-from cache_service.core.stats import ClearResult, HostTierStats, ManagerStats
-from cache_service.core.types import (
+from cache_service.core.base.stats import ClearResult, HostTierStats, ManagerStats
+from cache_service.core.base.types import (
     FetchPolicy,
     SessionLimits,
     SpillPolicy,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache_service.codec import decode
-from cache_service.core.errors import InvalidInput, TooMany
-from cache_service.core.types import (
+from cache_service.core.base.errors import InvalidInput, TooMany
+from cache_service.core.base.types import (
     Ack,
     Acquire,
     Adopt,

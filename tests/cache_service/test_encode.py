@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cache_service.codec import encode
-from cache_service.core import types as core
-from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base import types as core
+from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.messages import tokens, u32
 from worker_service import session_codec

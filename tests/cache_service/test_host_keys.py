@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import pytest
 from redis import Redis
 
-from cache_service.core.host_key import HostKey, build_key
-from cache_service.core.types import PageHash
+from cache_service.core.base.types import PageHash
+from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.host_keys import SENTINEL_KEY, HostKeys, HostKeysConfig, InvalidRedisUrl, _literal, open_client
 from tests.redis_process import RedisProcess, find_redis_binary
 

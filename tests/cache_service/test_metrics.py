@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cache_service.core.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
-from cache_service.core.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
+from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
 from cache_service.metrics import ManagerCollector, step_observer
 from protos.v1 import cache_pb2
 from tests.cache_service.messages import acquire, publish, release, tokens

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cache_service.core.errors import Superseded, UnknownSequence
+from cache_service.core.base.errors import Superseded, UnknownSequence
 from protos.v1 import cache_pb2
 from rpc.client import open_channel
 from tests.cache_service.messages import hello, sealed

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.errors import TooMany
-from cache_service.core.types import Cleared, WorkerId
+from cache_service.core.base.errors import TooMany
+from cache_service.core.base.types import Cleared, WorkerId
 from cache_service.watchers import Watchers, WatcherTooSlow, WatchLimits
 
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     Acquire,
     Adopt,
     Extend,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     FetchPolicy,
     GroupSpec,
     HostTierKind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_service.core.types import GroupKind, HostTierKind, Refusal, RefusalReason
+from cache_service.core.base.types import GroupKind, HostTierKind, Refusal, RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Forecast, Oracle
 from tests.core.world import Live

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache_service.core.errors import CacheError
-from cache_service.core.types import (
+from cache_service.core.base.errors import CacheError
+from cache_service.core.base.types import (
     Acquire,
     GroupSpec,
     Hello,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.types import Namespace
+from cache_service.core.base.types import Namespace
 
 Value = tuple[object, ...]
 POISON = "poison"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.errors import InvalidInput, UnknownTicket
-from cache_service.core.types import (
+from cache_service.core.base.errors import InvalidInput, UnknownTicket
+from cache_service.core.base.types import (
     Ack,
     Acquire,
     Adopt,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core import hash_index
-from cache_service.core.event_log import EventLog
-from cache_service.core.hash_index import Breaker, HashIndex
-from cache_service.core.host_key import HostKey
-from cache_service.core.host_tiers import MAX_UNUSED_TIERS
-from cache_service.core.types import Cleared, HostTierKind, PageHash, WorkerId
+from cache_service.core.base.types import Cleared, HostTierKind, PageHash, WorkerId
+from cache_service.core.device.event_log import EventLog
+from cache_service.core.host import hash_index
+from cache_service.core.host.hash_index import Breaker, HashIndex
+from cache_service.core.host.host_key import HostKey
+from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import FINGERPRINT, NS, World, full

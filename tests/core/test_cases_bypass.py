@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.types import FetchPolicy, GroupSpec, HostTierKind, MissReason, SpillPolicy, Stored
+from cache_service.core.base.types import FetchPolicy, GroupSpec, HostTierKind, MissReason, SpillPolicy, Stored
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.page_hash import namespace_digest, page_hash, page_hashes
-from cache_service.core.types import (
+from cache_service.core.base.page_hash import namespace_digest, page_hash, page_hashes
+from cache_service.core.base.types import (
     Acquire,
     Cleared,
     Event,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.errors import LeasesInScope, UnknownTicket
-from cache_service.core.types import (
+from cache_service.core.base.errors import LeasesInScope, UnknownTicket
+from cache_service.core.base.types import (
     Ack,
     HostTierKind,
     Namespace,

@@ -6,7 +6,7 @@ import tracemalloc
 from array import array
 
 from cache_service.core import audit
-from cache_service.core.types import Acquire, Grant, Publish, Release, ReleaseReason, SequenceId
+from cache_service.core.base.types import Acquire, Grant, Publish, Release, ReleaseReason, SequenceId
 from cache_service.replay import NAMESPACE, WORKER, make_manager
 
 SHARED, UNIQUE, SEQUENCES, PAGE = 10_000, 100, 10_000, 16

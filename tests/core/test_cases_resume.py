@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.resume import resume
-from cache_service.core.types import GroupKind, GroupSpec
+from cache_service.core.base.resume import resume
+from cache_service.core.base.types import GroupKind, GroupSpec
 from tests.core.world import full, state, window
 from tests.examples import examples
 

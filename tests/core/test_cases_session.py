@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cache_service.core import publishing
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     Acquire,
     Cleared,
     FetchPolicy,
@@ -22,6 +21,7 @@ from cache_service.core.types import (
     SequenceId,
     SpillPolicy,
 )
+from cache_service.core.verbs import publishing
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import make, span, spare

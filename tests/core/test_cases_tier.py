@@ -9,8 +9,8 @@ import contextlib
 
 import pytest
 
-from cache_service.core.errors import CacheError
-from cache_service.core.types import (
+from cache_service.core.base.errors import CacheError
+from cache_service.core.base.types import (
     Ack,
     Acquire,
     Extend,

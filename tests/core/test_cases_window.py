@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from cache_service.core.types import GroupPages, GroupSpec, Refusal, RefusalReason
+from cache_service.core.base.types import GroupPages, GroupSpec, Refusal, RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core import ghost_table
-from cache_service.core.ghost_table import Ghost, GhostKind, GhostTable, fingerprint
+from cache_service.core.device import ghost_table
+from cache_service.core.device.ghost_table import Ghost, GhostKind, GhostTable, fingerprint
 
 ONCE, AGAIN, CLEARED = GhostKind.ONCE, GhostKind.AGAIN, GhostKind.CLEARED
 

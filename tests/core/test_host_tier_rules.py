@@ -5,15 +5,15 @@ Knows nothing beyond the driver, as the acceptance cases do.
 
 from __future__ import annotations
 
-from cache_service.core.host_key import HostKey, build_key
-from cache_service.core.page_hash import namespace_digest, page_hashes
-from cache_service.core.types import (
+from cache_service.core.base.page_hash import namespace_digest, page_hashes
+from cache_service.core.base.types import (
     FetchPolicy,
     HostTierKind,
     PageHash,
     Rates,
     SpillPolicy,
 )
+from cache_service.core.host.host_key import HostKey, build_key
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.test_cases_pages import span

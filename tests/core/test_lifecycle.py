@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.errors import Superseded, UnknownWorker
-from cache_service.core.types import (
+from cache_service.core.base.errors import Superseded, UnknownWorker
+from cache_service.core.base.types import (
     Ack,
     Acquire,
     Cleared,

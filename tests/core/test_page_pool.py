@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.page_pool import PagePool, pack, unpack
+from cache_service.core.device.page_pool import PagePool, pack, unpack
 
 
 def test_takes_low_ids_first_and_never_page_0() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cache_service.core import renewal
-from cache_service.core.types import SpillPolicy
+from cache_service.core.base.types import SpillPolicy
+from cache_service.core.verbs import renewal
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import join, stage
 from tests.core.test_cases_pages import span

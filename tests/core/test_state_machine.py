@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     Acquire,
     Adopt,
     BadItem,

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cache_service.core.errors import LeasesInScope, TooMany
-from cache_service.core.types import (
+from cache_service.core.base.errors import LeasesInScope, TooMany
+from cache_service.core.base.types import (
     TOKEN_BYTES,
     Ack,
     FetchPolicy,

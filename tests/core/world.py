@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cache_service.core import audit
-from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.core.errors import CacheError
-from cache_service.core.types import (
+from cache_service.core.base.errors import CacheError
+from cache_service.core.base.types import (
     Event,
     Grant,
     GroupKind,
@@ -25,6 +24,7 @@ from cache_service.core.types import (
     TransferStatus,
     WorkerId,
 )
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from tests.core.shadow import Value, extend_marks
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from cache_service.core.types import (
+from cache_service.core.base.types import (
     Ack,
     Acquire,
     Extend,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from cache_service.bootstrap import running
 from cache_service.config import CacheConfig
-from cache_service.core import types as manager_words
-from cache_service.core.page_hash import namespace_digest, page_hashes
+from cache_service.core.base import types as manager_words
+from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from rpc.client import open_channel
 from tests.worker_service.engine_desk import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
 from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts

@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cache_service.core import audit
-from cache_service.core import types as manager_words
+from cache_service.core.base import types as manager_words
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group

@@ -1,0 +1,72 @@
+"""What can be set about the manager. Values and their limits only; where they come from is the shell's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_service.core.base.errors import InvalidInput
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
+
+POLICIES = ("adaptive", "lru", "slru", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """Every limit has a default, so that nothing in the manager grows without bound."""
+
+    policy: str = "adaptive"
+    spill: SpillPolicy = SpillPolicy.SELECTIVE
+    fetch: FetchPolicy = FetchPolicy.AUTO
+    host_quota_bytes: int = 8 << 30
+    grace_ms: int = 10_000
+    max_workers: int = 1024
+    max_live_sequences: int = 4096
+    max_sequence_tokens: int = 4_194_304
+    max_message_bytes: int = 64 << 20
+    max_adopt_pages: int = 2_048
+    max_kept_bytes: int = 32 << 20
+    max_open_tickets: int = 64
+    transfer_pages: int = 64
+    ghost_factor: int = 4
+    host_ttl_ms: int = 86_400_000  # life of a value in a shared store after its last use
+    host_renew_ms: int = 21_600_000  # a row in use is renewed at most this often
+    write_back_low_water: float = 0.1
+    max_pinned_share: float = 0.5  # of a worker's pages, under Pin calls
+    max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up, a fetch is late
+    max_lease_bytes: int = 256 << 20  # of tokens that one worker's leases hold
+    breaker_failures: int = 3
+    breaker_ms: int = 5_000
+    watch: bool = False  # whether events are made from the start; CacheManager.watch says it later
+    max_events: int = 65_536
+    key_prefix: bytes = b"stemcache:1:"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidInput("policy", f"{self.policy!r} is not one of {', '.join(POLICIES)}")
+        for name in (
+            "max_workers",
+            "max_live_sequences",
+            "max_sequence_tokens",
+            "max_message_bytes",
+            "max_adopt_pages",
+            "transfer_pages",
+            "breaker_failures",
+            "max_events",
+            "max_spill_ms",
+            "max_lease_bytes",
+        ):
+            if getattr(self, name) < 1:
+                raise InvalidInput(name, "must be at least 1")
+        for name in (
+            "host_quota_bytes",
+            "max_kept_bytes",
+            "grace_ms",
+            "max_open_tickets",
+            "ghost_factor",
+            "breaker_ms",
+        ):
+            if getattr(self, name) < 0:
+                raise InvalidInput(name, "must not be negative")
+        for name in ("write_back_low_water", "max_pinned_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise InvalidInput(name, "must be a fraction between 0 and 1")

@@ -1,0 +1,84 @@
+"""Chained content hash of a page: a pure function of namespace, parent hash and tokens.
+
+Knows no tree and no store. Every field is framed by its length, so that no two different inputs share an encoding.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import sha256
+
+from cache_service.core.base.types import HASH_BYTES, Namespace, PageHash
+
+_NAMESPACE_TAG = b"stemcache.namespace.1"
+_PAGE_TAG = b"stemcache.page.1"
+
+
+def _frame(field: bytes) -> bytes:
+    return len(field).to_bytes(8, "little") + field
+
+
+@lru_cache(maxsize=4096)
+def namespace_digest(namespace: Namespace) -> bytes:
+    """What every page hash of the namespace starts from."""
+    return sha256(_frame(_NAMESPACE_TAG) + b"".join(_frame(field.encode()) for field in namespace)).digest()
+
+
+def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_bytes: int) -> bytes:
+    """Hashes of the whole pages in `tokens`, packed, chained on from `parent` (empty at the start of a prompt)."""
+    return b"".join(chain(digest, parent, tokens, page_bytes))
+
+
+def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_bytes: int) -> list[bytes]:
+    """The same, one by one."""
+    head = _frame(_PAGE_TAG) + _frame(digest)
+    length = page_bytes.to_bytes(8, "little")
+    inner = sha256(head + HASH_BYTES.to_bytes(8, "little"))
+    first = inner if parent else sha256(head + bytes(8))
+    hashed, out = parent, []
+    for start in range(0, len(tokens), page_bytes):
+        # A copy of the hashed head costs 0.6 us a page, hashing the head again 0.95 us.
+        state = (inner if start else first).copy()
+        state.update(hashed + length + tokens[start : start + page_bytes])
+        hashed = state.digest()
+        out.append(hashed)
+    return out
+
+
+class PromptHashes:
+    """Page hashes of one prompt from its start, computed as far as somebody asks.
+
+    Shared by the surveys of many workers, so that a prompt is hashed once and not once for each worker.
+    """
+
+    __slots__ = ("_known", "_page_bytes", "_tokens", "digest", "reach")
+
+    def __init__(self, namespace: Namespace, tokens: bytes, page_bytes: int) -> None:
+        self.digest = namespace_digest(namespace)
+        self._tokens, self._page_bytes = tokens, page_bytes
+        self._known: list[bytes] = []
+        self.reach: dict[object, list[tuple[int, int]]] = {}
+        """Kept by the survey: runs of pages that a host tier holds."""
+
+    @property
+    def num_pages(self) -> int:
+        """How many are known."""
+        return len(self._known)
+
+    def seed(self, packed: bytes) -> None:
+        """Take over hashes of leading pages that somebody knows already."""
+        first = len(self._known) * HASH_BYTES
+        self._known += [packed[at : at + HASH_BYTES] for at in range(first, len(packed), HASH_BYTES)]
+
+    def run(self, first: int, end: int) -> list[bytes]:
+        """Of pages first .. end - 1."""
+        known, size = self._known, self._page_bytes
+        if end > len(known):
+            tokens = self._tokens[len(known) * size : end * size]
+            known += chain(self.digest, known[-1] if known else b"", tokens, size)
+        return known[first:end]
+
+
+def page_hash(digest: bytes, parent: bytes, tokens: bytes) -> PageHash:
+    """Hash of one page."""
+    return PageHash(page_hashes(digest, parent, tokens, len(tokens)))

@@ -1,0 +1,68 @@
+"""What the manager counts, as values for people and metrics. Knows no transport."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cache_service.core.base.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
+
+
+class GroupStats(NamedTuple):
+    name: str
+    kind: GroupKind
+    num_pages: int
+    num_free: int
+    num_evictable: int
+    num_evicted: int
+
+
+class WorkerStats(NamedTuple):
+    """Token and request counts speak of admitted requests only."""
+
+    worker_id: WorkerId
+    endpoint: str
+    incarnation: str
+    model: str
+    connected: bool
+    groups: tuple[GroupStats, ...]
+    num_leases: int
+    num_tickets: int
+    num_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    fetched_tokens: int
+    computed_tokens: int
+    num_refusals: int
+    num_nodes: int
+    num_ghost_pages: int
+    kept_bytes: int
+    misses: tuple[tuple[MissReason, int], ...]
+    pinned_tokens: int = 0
+    matched_tokens: int = 0
+
+
+class HostTierStats(NamedTuple):
+    num_rows: int
+    num_bytes: int
+    quota_bytes: int
+    num_spilled_pages: int
+    num_fetched_pages: int
+    num_missing_pages: int
+    num_corrupt_pages: int
+    breaker_open: bool
+    spill_policy: SpillPolicy
+    fetch_policy: FetchPolicy
+
+
+class ManagerStats(NamedTuple):
+    epoch: str
+    policy: str
+    workers: tuple[WorkerStats, ...]
+    host_tier: HostTierStats
+
+
+class ClearResult(NamedTuple):
+    num_pages: int
+    num_host_rows: int
+    num_pinned_pages: int = 0
+    num_hidden_rows: int = 0  # of unknown namespace: kept for others, hidden from the cleared one

@@ -1,0 +1,116 @@
+"""What each live sequence of one worker holds and reads. Knows no pool and no policy; it frees nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cache_service.core.base.page_hash import PromptHashes
+from cache_service.core.base.types import TOKEN_BYTES, Namespace, SequenceId, TicketId
+from cache_service.core.device.radix_node import Node
+from cache_service.core.device.transfer_table import Fetch
+
+
+@dataclass(slots=True)
+class WindowHold:
+    """Pages of a WINDOW group that the lease reads: page numbers `first` and on, without holes."""
+
+    first: int
+    page_ids: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.page_ids)
+
+
+class LeaveSlot(NamedTuple):
+    """A private slot in which a launch is to leave the snapshot of `boundary` (in pages)."""
+
+    group: int
+    boundary: int
+    slot: int
+
+
+class HeldSlot(NamedTuple):
+    group: int
+    slot: int
+
+
+class Arrival(NamedTuple):
+    """One acknowledged fetch: its leading `num_done` pages hold what they are to hold."""
+
+    fetch: Fetch
+    num_done: int
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One sequence. `node` is the deepest node that it pins; `published` pages lie at or before it."""
+
+    sequence_id: SequenceId
+    namespace: Namespace
+    prompt: bytes
+    node: Node
+    published: int
+    full_end: int  # the page number behind the last FULL page; FULL groups go in step
+    private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
+    priority: int = 0
+    chunk_tokens: int = 0
+    bypass: bool = False  # reuses nothing and publishes nothing: all that it holds is its own
+    computed: int = 0  # tokens
+    resumed: int = 0  # the page boundary at which it started; this and `matched` only beside WINDOW or STATE groups
+    matched: int = 0  # the page boundary up to which KV was found
+    windows: dict[int, WindowHold] = field(default_factory=dict)
+    working: tuple[HeldSlot, ...] = ()
+    rolling: tuple[HeldSlot, ...] = ()
+    restore: tuple[HeldSlot, ...] = ()  # read until the launch that restores them is reported
+    leave: tuple[LeaveSlot, ...] = ()
+    room: int = 0  # tokens up to which snapshot boundaries have been offered
+    accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
+    fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets
+    arrived: tuple[Arrival, ...] = ()  # what the acks said so far
+    may_fetch: bool = True  # no ticket of this round failed
+    hashes: PromptHashes | None = None  # of the prompt, for the plan after a fetch
+    device_tokens: int = 0  # usable on the device when first acquired, for a lease that fetches
+    fetched_any: bool = False  # what is usable beyond that came from the host tier
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self.prompt) + len(self.accepted)) // TOKEN_BYTES
+
+    def tokens(self, start: int, end: int) -> bytes:
+        """Packed tokens between two byte offsets."""
+        head = len(self.prompt)
+        if end <= head:
+            return self.prompt[start:end]
+        if start >= head:
+            return bytes(self.accepted[start - head : end - head])
+        return self.prompt[start:] + self.accepted[: end - head]
+
+
+class LeaseTable(dict[SequenceId, Lease]):
+    """Leases by sequence id, in the order in which they were granted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        """Of tokens that the leases hold."""
+
+    def add(self, lease: Lease) -> None:
+        self[lease.sequence_id] = lease
+        self.num_bytes += len(lease.prompt) + len(lease.accepted)
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        lease = self.pop(sequence_id)
+        self.num_bytes -= len(lease.prompt) + len(lease.accepted)
+
+    def accept(self, lease: Lease, tokens: bytes) -> None:
+        """Tokens beyond the prompt."""
+        lease.accepted += tokens
+        self.num_bytes += len(tokens)
+
+    def all(self) -> list[Lease]:
+        return list(self.values())
+
+    def in_scope(self, namespace: Namespace | None) -> bool:
+        return any(namespace in (None, lease.namespace) for lease in self.values())

@@ -1,0 +1,66 @@
+"""One run of pages on one path, and the root of a namespace. Values only: the tree keeps their counts and shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from cache_service.core.base.page_hash import namespace_digest
+from cache_service.core.base.types import Namespace
+
+Packed = bytes | bytearray
+Queue = OrderedDict["Node", None]
+
+
+class Node:
+    """One run; `start` is the page number of its first page."""
+
+    __slots__ = (
+        "children",
+        "hashes",
+        "key",
+        "pages",
+        "parent",
+        "pins",
+        "priority",
+        "queue",
+        "queued_at",
+        "renewed_ms",
+        "resident",
+        "root",
+        "soft_until_ms",
+        "spilled",
+        "start",
+        "ticket_pins",
+        "used_at",
+        "uses",
+    )
+
+    def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[bytearray], resident: int) -> None:
+        self.parent = parent
+        self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
+        self.start, self.key, self.pages, self.resident = start, key, pages, resident
+        self.children: dict[bytes, Node] = {}
+        self.hashes = bytearray()  # of leading resident pages
+        self.queue: Queue | None = None  # while no lease holds it and it has no child
+        # `ticket_pins`: how many of the pins belong to spill tickets, which mind neither growth nor the order.
+        # `spilled`: leading pages that need no look at the host tier any more.
+        # `queued_at` and `used_at` are on the policy's clock; `renewed_ms`: when its host copies were last renewed.
+        self.pins = self.ticket_pins = self.spilled = self.queued_at = self.used_at = 0
+        self.uses = self.priority = self.soft_until_ms = self.renewed_ms = 0
+
+    @property
+    def end(self) -> int:
+        """The page number behind the last page."""
+        return self.start + self.resident
+
+
+class Root(Node):
+    """The start of every prompt of one namespace; for ever pinned once, and holds no page."""
+
+    __slots__ = ("digest", "namespace")
+
+    def __init__(self, namespace: Namespace, num_groups: int) -> None:
+        super().__init__(None, 0, b"", [bytearray() for _ in range(num_groups)], 0)
+        self.namespace = namespace
+        self.digest = namespace_digest(namespace)
+        self.pins = 1

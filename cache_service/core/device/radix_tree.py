@@ -1,0 +1,341 @@
+"""Page-aligned runs of tokens -> pages of every group; walk, pin, grow, attach, split, cut.
+
+Knows no pool, lease, ticket or time. A node is a run of pages on one path:
+
+    key       |  page  |  page  |  page  |
+    pages[g]  |   17   |    4   |    9   |      `resident` = 3
+
+Laws: the lower half of a split keeps its identity; a node without pages leaves the tree, and leaves a mark among the
+ghosts; a node counts its own pins and its pinned children, so a pin walks up only to the first pinned ancestor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cache_service.core.base.page_hash import page_hashes
+from cache_service.core.base.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
+from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, fingerprint
+from cache_service.core.device.radix_node import Node, Packed, Root
+from cache_service.core.device.soft_pins import SoftPins
+
+# A divergence inside a node is searched for by strides of pages, then by halves.
+_FIRST_PAGES = 16
+_MOST_PAGES = 256
+
+
+def _tail(packed: Packed, at: int) -> Packed:
+    """What lies from `at` on; in place where that saves a copy."""
+    if isinstance(packed, bytes):
+        return packed[at:]
+    del packed[:at]
+    return packed
+
+
+class Walk(NamedTuple):
+    """How far tokens lead: `node` wholly, then `pages` pages of `child`, of which more do not match."""
+
+    node: Node
+    child: Node | None
+    pages: int
+
+    @property
+    def end(self) -> int:
+        return self.node.end + self.pages
+
+
+class RadixTree:
+    """All namespaces of one worker."""
+
+    def __init__(self, page_tokens: int, num_groups: int, policy: LeafOrder, ghosts: GhostTable) -> None:
+        self.page_bytes = page_tokens * TOKEN_BYTES
+        self.policy = policy
+        self.roots: dict[Namespace, Root] = {}
+        self.num_nodes = 0
+        self.evictable_pages = 0  # pages of unpinned nodes
+        self.ghosts = ghosts
+        self.soft_pins = SoftPins()
+        self.detached: dict[Root, bool] = {}
+        self._num_groups = num_groups
+
+    def root(self, namespace: Namespace) -> Root:
+        """The namespace's root, made on first use; dropped again when nothing hangs on it."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace, self._num_groups)
+        return root
+
+    # Clearing. A detached namespace is found no more; its pages are still evictable until they are cut.
+
+    def roots_of(self, namespace: Namespace | None) -> list[Root]:
+        """The roots in scope (None: all)."""
+        return [root for name, root in self.roots.items() if namespace in (None, name)]
+
+    def detach(self, root: Root, *, told: bool) -> None:
+        """Nobody holds anything of it. `told`: watchers know that all of it is gone."""
+        del self.roots[root.namespace]
+        self.detached[root] = told
+
+    def forget_detached(self, root: Root) -> None:
+        self.detached.pop(root, None)
+
+    # Reading.
+
+    def walk(self, node: Node, tokens: bytes, pos: int, limit: int) -> Walk:
+        """Follow tokens[pos:limit], a whole number of pages, down from `node`."""
+        size = self.page_bytes
+        while pos < limit:
+            child = node.children.get(tokens[pos : pos + size])
+            if child is None:
+                break
+            key = child.key
+            if len(key) <= limit - pos and tokens.startswith(key, pos):
+                pos += len(key)
+                node = child
+                continue
+            return Walk(node, child, self.common_pages(child, tokens, pos, limit))
+        return Walk(node, None, 0)
+
+    def common_pages(self, node: Node, tokens: bytes, pos: int, limit: int) -> int:
+        """Leading pages of the node that tokens[pos:limit] share; the first one is known to match."""
+        size, key = self.page_bytes, memoryview(node.key)
+        end = min(len(key), limit - pos)
+        if tokens.startswith(key[:end], pos):  # a prompt that was asked before, but for its last page
+            return end // size
+        low = high = size
+        step = _FIRST_PAGES * size
+        while True:  # most others part early, so look near first, then in growing strides
+            high = min(low + step, end)
+            if not tokens.startswith(key[low:high], pos + low):
+                break
+            low = high
+            step = min(step * 4, _MOST_PAGES * size)
+        while high - low > size:
+            middle = low + (high - low) // size // 2 * size
+            if tokens.startswith(key[low:middle], pos + low):
+                low = middle
+            else:
+                high = middle
+        return low // size
+
+    def path(self, node: Node) -> list[Node]:
+        """From the first node below the root down to `node`."""
+        nodes = []
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            nodes.append(step)
+            step = step.parent
+        nodes.reverse()
+        return nodes
+
+    def ensure_hashes(self, node: Node) -> None:
+        """Fill in the missing hashes of the path down to `node`: a pure function of the namespace and the path."""
+        lacking = []
+        step = node
+        while step.parent is not None and len(step.hashes) < step.resident * HASH_BYTES:
+            lacking.append(step)
+            step = step.parent
+        size = self.page_bytes
+        for step in reversed(lacking):
+            have = len(step.hashes)
+            parent = step.hashes[-HASH_BYTES:] if have else step.parent.hashes[-HASH_BYTES:]  # type: ignore[union-attr]
+            tokens = step.key[have // HASH_BYTES * size : step.resident * size]
+            step.hashes += page_hashes(step.root.digest, bytes(parent), tokens, size)
+
+    # Pinning.
+
+    def pin(self, node: Node | None) -> None:
+        while node is not None:
+            node.pins += 1
+            if node.queue is not None:
+                self.policy.remove(node)
+            if node.pins > 1:
+                return
+            self.evictable_pages -= node.resident
+            node = node.parent
+
+    def pin_for_ticket(self, node: Node) -> None:
+        """Hold a node without using it: a leaf keeps its place in the order, where victims pass it over."""
+        node.ticket_pins += 1
+        node.pins += 1
+        if node.pins == 1:
+            self.evictable_pages -= node.resident
+            self.pin(node.parent)
+
+    def unpin_for_ticket(self, node: Node) -> None:
+        node.ticket_pins -= 1
+        node.pins -= 1
+        if not node.pins:
+            self.evictable_pages += node.resident
+            self.unpin(node.parent)
+
+    def unpin(self, node: Node | None) -> None:
+        """Let go of a node; everything that becomes unpinned counts as just used."""
+        while node is not None:
+            node.pins -= 1
+            if not node.children:
+                self._queue_leaf(node)
+            if node.pins:
+                if node.parent is None:
+                    self._drop_if_empty(node.root)
+                return
+            self.evictable_pages += node.resident
+            node = node.parent
+
+    def _queue_leaf(self, node: Node) -> None:
+        """A leaf that no lease holds stands in the order, just used; tickets do not count."""
+        if node.pins == node.ticket_pins and node.queue is None and node.resident and not node.children:
+            self.policy.add(node)
+
+    def hand_down(self, node: Node, child: Node) -> bool:
+        """Pin an unpinned child in place of its parent, whose count stays: it loses a pin and gains a pinned child."""
+        if child.parent is not node or child.pins:
+            return False
+        child.pins = 1
+        self.evictable_pages -= child.resident
+        if child.queue is not None:
+            self.policy.remove(child)
+        return True
+
+    def _drop_if_empty(self, root: Root) -> None:
+        if not root.children and root.pins == 1 and self.roots.get(root.namespace) is root:
+            del self.roots[root.namespace]
+
+    # Changing the shape. A new node is unpinned and outside the order: the caller pins it next.
+
+    def grow(self, node: Node, tokens: Packed, pages: list[bytearray], count: int) -> None:
+        """Extend a childless pinned node in place."""
+        if isinstance(node.key, bytes):
+            node.key = bytearray(node.key)
+        node.key += tokens
+        for group, more in enumerate(pages):
+            node.pages[group] += more
+        node.resident += count
+        self.policy.grown(node, count)
+
+    def attach(self, parent: Node, key: Packed, pages: list[bytearray], count: int) -> Node:
+        """A new leaf behind `parent`."""
+        leaf = Node(parent, parent.start + parent.resident, key, pages, count)
+        parent.children[bytes(key[: self.page_bytes])] = leaf
+        self.num_nodes += 1
+        self.evictable_pages += count
+        return leaf
+
+    def split(self, node: Node, count: int) -> Node:
+        """Cut a node in two; answers the new upper half of `count` pages. `node` stays the lower half."""
+        assert node.parent is not None
+        parent, at = node.parent, count * self.page_bytes
+        if node.queue is not None:
+            self.policy.shrunk(node, count)
+        top = Node(parent, node.start, bytes(memoryview(node.key)[:at]), [], 0)
+        top.pages = [pages[: count * PAGE_ID_BYTES] for pages in node.pages]
+        top.resident = count
+        parent.children[top.key[: self.page_bytes]] = top  # type: ignore[index]
+        node.key, node.parent, node.start = _tail(node.key, at), top, node.start + count
+        node.pages = [pages[count * PAGE_ID_BYTES :] for pages in node.pages]
+        node.resident -= count
+        top.hashes, node.hashes = node.hashes[: count * HASH_BYTES], node.hashes[count * HASH_BYTES :]
+        top.spilled, node.spilled = min(node.spilled, count), max(node.spilled - count, 0)
+        top.uses, top.priority, top.soft_until_ms = node.uses, node.priority, node.soft_until_ms
+        top.used_at = node.used_at
+        top.renewed_ms = node.renewed_ms
+        top.children[bytes(node.key[: self.page_bytes])] = node
+        top.pins = 1 if node.pins else 0
+        self.num_nodes += 1
+        self.soft_pins.was_split(top, node)
+        return top
+
+    def cut(self, node: Node, count: int, is_cleared: bool = False) -> list[bytearray]:
+        """Take the last `count` pages off an unpinned leaf; answers them, group by group. Ghosts stay behind."""
+        kind = GhostKind.AGAIN if node.uses else GhostKind.ONCE
+        if is_cleared or (self.detached and node.root in self.detached):
+            kind = GhostKind.CLEARED
+        keep = node.resident - count
+        self._leave_ghosts(node, keep, kind)
+        self.evictable_pages -= count
+        if not keep:
+            return self._detach(node)
+        at = keep * PAGE_ID_BYTES
+        removed = []
+        for pages in node.pages:
+            removed.append(pages[at:])
+            del pages[at:]
+        if node.queue is not None:
+            self.policy.shrunk(node, count)
+        if isinstance(node.key, bytes):
+            node.key = node.key[: keep * self.page_bytes]
+        else:
+            del node.key[keep * self.page_bytes :]  # in place: no copy
+        node.resident = keep
+        if node.hashes:
+            del node.hashes[keep * HASH_BYTES :]
+        if node.spilled > keep:
+            node.spilled = keep
+        return removed
+
+    def _detach(self, node: Node) -> list[bytearray]:
+        """The node loses its pages and leaves; a parent that becomes a leaf by this ranks as just used."""
+        parent = node.parent
+        assert parent is not None and not node.children
+        if node.queue is not None:
+            self.policy.remove(node)
+        del parent.children[bytes(node.key[: self.page_bytes])]
+        removed, node.pages = node.pages, []
+        node.hashes.clear()
+        node.resident = node.spilled = 0
+        self.num_nodes -= 1
+        if not parent.children:
+            if parent.parent is None:
+                self._drop_if_empty(parent.root)
+            else:
+                self._queue_leaf(parent)
+        return removed
+
+    # Ghosts.
+
+    def ghost_at(self, root: Root, tokens: bytes, page: int) -> Ghost | None:
+        """What became of that page of a prompt; None where nothing is known of it."""
+        size = self.page_bytes
+        return self.ghosts.find(fingerprint(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
+
+    def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
+        """Marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
+        size, key, digest, add = self.page_bytes, node.key, node.root.digest, self.ghosts.add
+        first, end = node.start + keep, node.end
+        page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
+        while page > first:
+            at = (page - node.start) * size
+            add(fingerprint(digest, page, bytes(key[at - size : at + size])), kind, end - page)
+            end = page
+            page -= STRIDE_PAGES
+        if keep:
+            tokens = bytes(key[(keep - 1) * size : (keep + 1) * size])
+        else:
+            assert node.parent is not None
+            tokens = bytes(node.parent.key[-size:]) + bytes(key[:size])
+        add(fingerprint(digest, first, tokens), kind, end - first, opens_node=not keep)
+
+    def take_ghosts(self, parent: Node, tokens: bytes, pos: int, limit: int) -> int:
+        """How many pages of tokens[pos:limit], to stand behind `parent`, were evicted as one node; their marks go.
+
+        What was another node becomes one again, so that trunks are older than tails once more. Exact where the tokens
+        part from the evicted ones at a multiple of `STRIDE_PAGES`, else too many by fewer pages than that. A lost mark
+        ends the run early.
+        """
+        size, page = self.page_bytes, parent.end
+        start, end = page, page + (limit - pos) // size
+        before = bytes(parent.key[-size:])
+        origin = pos - page * size  # where page 0 would stand
+        while page < end:
+            at = origin + page * size
+            mark = fingerprint(parent.root.digest, page, before + tokens[at : at + size])
+            ghost = self.ghosts.find(mark)
+            if ghost is None or ghost.kind is GhostKind.CLEARED or (ghost.opens_node and page > start):
+                break
+            self.ghosts.take(mark)
+            num_pages = min(ghost.num_pages, end - page)
+            self.policy.returned(ghost, num_pages)
+            page += num_pages
+            before = tokens[origin + (page - 1) * size : origin + page * size]
+        return page - start

@@ -1,0 +1,328 @@
+"""Page hash -> host copies of one host tier: rows, their quota and last use, and the breaker.
+
+Knows no tree and no store. A row says which groups of a page the tier holds; rows of different fingerprints never meet.
+What the store is to do (keys to delete, keys whose time to live is to be refreshed) is queued here as values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from cache_service.core.base.types import HASH_BYTES, Namespace, PageHash
+from cache_service.core.host.host_key import HostKey, build_key, key_prefix
+
+# Refreshing a key's time to live is best effort; so many may wait.
+MAX_TOUCHES = 65_536
+
+# Rows whose keys are still to be deleted. Beyond so many the oldest die by their time to live.
+MAX_DELETES = 4_194_304
+
+# Rows of which a scan has seen some rank but not all; beyond so many the oldest wait for the next scan.
+MAX_HALF_SEEN = 262_144
+
+
+# Cleared namespaces that are remembered.
+MAX_HIDDEN = 4_096
+
+NOTHING_HIDDEN = -1
+
+
+@dataclass(slots=True)
+class HostRow:
+    """`groups` is a bit mask of the groups present; `namespace` is None where a scan found the row.
+
+    `stamp` numbers the additions, and is 0 where a scan found the row. A Clear call hides the rows up to its number.
+    """
+
+    groups: int
+    num_bytes: int
+    namespace: Namespace | None
+    stamp: int
+    used_ms: int = 0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Opens after consecutive failures; asks again after a pause."""
+
+    failures_to_open: int
+    pause_ms: int
+    failures: int = 0
+    open_until_ms: int | None = None
+
+    def failed(self, now_ms: int) -> None:
+        self.failures += 1
+        if self.failures >= self.failures_to_open:
+            self.open_until_ms = now_ms + self.pause_ms
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.open_until_ms = None
+
+    def tick(self, now_ms: int) -> None:
+        """After the pause one more failure opens it again."""
+        if self.open_until_ms is not None and now_ms >= self.open_until_ms:
+            self.open_until_ms = None
+            self.failures = self.failures_to_open - 1
+
+    @property
+    def is_open(self) -> bool:
+        return self.open_until_ms is not None
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """What moved, in pages."""
+
+    spilled: int = 0
+    fetched: int = 0
+    missing: int = 0
+    corrupt: int = 0
+
+
+class HashIndex:
+    """One tier: rows by fingerprint and hash, least recently used first."""
+
+    def __init__(self, quota_bytes: int, breaker: Breaker, shared: bool, key_prefix: bytes) -> None:
+        self.quota_bytes, self.breaker, self.shared = quota_bytes, breaker, shared
+        self.rows: OrderedDict[bytes, HostRow] = OrderedDict()
+        self.num_bytes = 0
+        self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
+        self.num_ranks: dict[bytes, int] = {}  # by fingerprint
+        self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
+        self.deletes: deque[tuple[bytes, int]] = deque(maxlen=MAX_DELETES)  # keys of rows, and the groups that went
+        self.touches: dict[bytes, None] = {}  # keys of rows
+        self.counters = HostCounters()
+        self.now_ms = 0  # of the last tick
+        self._key_prefix = key_prefix
+        self._stamp = 0
+        self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
+        self._prefixes: dict[bytes, list[str]] = {}
+        self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
+
+    def groups(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
+        """Groups that can be fetched; none while the breaker is open."""
+        if self.breaker.is_open:
+            return 0
+        row = self.rows.get(fingerprint + page_hash)
+        return row.groups if row is not None and row.stamp > floor else 0
+
+    def leading(self, fingerprint: bytes, hashes: Sequence[bytes], mask: int, floor: int = NOTHING_HIDDEN) -> int:
+        """How many of these pages are there with all groups of the mask, before one is not."""
+        keys = [fingerprint + page_hash for page_hash in hashes]
+        for count, row in enumerate(map(self.rows.get, keys)):
+            if row is None or row.stamp <= floor:
+                return count
+            groups = row.groups
+            if not groups or groups & mask != mask:
+                return count
+        return len(hashes)
+
+    def known(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
+        """Groups that are there or on their way."""
+        key = fingerprint + page_hash
+        row = self.rows.get(key)
+        return (row.groups if row is not None and row.stamp > floor else 0) | self.pending.get(key, 0)
+
+    # What a Clear call hides. A row that a scan found may be of any namespace: it stays for the others, hidden from the
+    # cleared one, whose prompts are the only ones that lead to its hash if it is theirs.
+
+    def floor(self, digest: bytes) -> int:
+        """Rows with stamps up to this are hidden from the namespace with this digest."""
+        if not self._hidden:
+            return NOTHING_HIDDEN
+        return max(self._hidden.get(digest, NOTHING_HIDDEN), self._hidden.get(None, NOTHING_HIDDEN))
+
+    def hide(self, digest: bytes | None) -> int:
+        """Hide every row of now from a namespace (None: from all). Returns the highest stamp that is hidden."""
+        self._hidden.pop(digest, None)
+        self._hidden[digest] = self._stamp
+        if len(self._hidden) > MAX_HIDDEN:
+            # Too many namespaces to remember: what their oldest could still find goes for everybody.
+            _, floor = self._hidden.popitem(last=False)
+            for key in [k for k, row in self.rows.items() if row.namespace is None and row.stamp <= floor]:
+                self._drop(key)
+        return self._stamp
+
+    def drop_hidden(self, key: bytes, namespace: Namespace | None, floor: int) -> bool:
+        """Drop a row that is known to be of the namespace (None: of any) and hidden; whether it was."""
+        row = self.rows.get(key)
+        if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
+            return False
+        return self._drop(key)
+
+    def key_prefix(self, fingerprint: bytes, group: int) -> str:
+        """See TransferPages."""
+        return key_prefix(self._key_prefix, fingerprint, group)
+
+    def key_of(self, fingerprint: bytes, group: int, page_hash: bytes, rank: int = 0) -> bytes:
+        return build_key(self._key_prefix, HostKey(fingerprint, group, rank, PageHash(page_hash)))
+
+    def begin(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
+        """A spill of these groups is under way."""
+        key = fingerprint + page_hash
+        self.pending[key] = self.pending.get(key, 0) | groups
+
+    def end(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
+        """The spill ended, well or not."""
+        key = fingerprint + page_hash
+        left = self.pending.get(key, 0) & ~groups
+        if left:
+            self.pending[key] = left
+        else:
+            self.pending.pop(key, None)
+
+    def all_keys(self) -> list[bytes]:
+        """Of all rows, in no order: the ordered way takes 100 ms for 300,000, this one 3."""
+        return list(dict.__iter__(self.rows))
+
+    def hidden_first(self, floor: int) -> Iterator[bytes]:
+        """Keys of rows up to that stamp, for somebody who drops each before asking for the next: rows that were written
+        since stand behind them."""
+        while True:
+            key = next(iter(self.rows), None)
+            if key is None or self.rows[key].stamp > floor:
+                return
+            yield key
+
+    def is_unknown(self, key: bytes) -> bool:
+        """There is such a row, and nobody knows of which namespace."""
+        row = self.rows.get(key)
+        return row is not None and row.namespace is None
+
+    def add(self, fingerprint: bytes, page_hash: bytes, groups: int, namespace: Namespace | None) -> None:
+        """The tier holds these groups of the page, on every rank; most recently used."""
+        key = fingerprint + page_hash
+        row = self.rows.get(key)
+        if row is None:
+            row = self.rows[key] = HostRow(0, 0, namespace, 0)
+        if namespace is not None:  # written now; what a scan found may have been written before any Clear call
+            self._stamp += 1
+            row.stamp = self._stamp
+        ranks = self.num_ranks.get(fingerprint, 1)
+        for group, page_bytes in enumerate(self.group_bytes.get(fingerprint, ())):
+            if groups >> group & 1 and not row.groups >> group & 1:
+                row.groups |= 1 << group
+                row.num_bytes += page_bytes * ranks
+                self.num_bytes += page_bytes * ranks
+        row.namespace = row.namespace or namespace
+        self._use(key, row)
+
+    def adopt(self, key: HostKey) -> bool:
+        """A scan saw this key; True when its row becomes visible, which takes every rank."""
+        sizes = self.group_bytes.get(key.fingerprint, ())
+        ranks = self.num_ranks.get(key.fingerprint, 1)
+        if key.group >= len(sizes) or key.rank >= ranks or self.known(key.fingerprint, key.page_hash) >> key.group & 1:
+            return False
+        seen_key = key.fingerprint + key.page_hash + key.group.to_bytes(4, "little")
+        seen = self._seen_ranks.get(seen_key, 0) | 1 << key.rank
+        if seen != (1 << ranks) - 1:
+            self._seen_ranks[seen_key] = seen
+            if len(self._seen_ranks) > MAX_HALF_SEEN:
+                self._seen_ranks.popitem(last=False)
+            return False
+        self._seen_ranks.pop(seen_key, None)
+        if None in self._hidden:
+            self.delete(key.fingerprint, key.page_hash, 1 << key.group)
+            return False
+        self.add(key.fingerprint, key.page_hash, 1 << key.group, None)
+        return True
+
+    def touch(self, fingerprint: bytes, hashes: Sequence[bytes]) -> None:
+        """Tails before heads, so that heads outlive tails."""
+        for page_hash in reversed(hashes):
+            key = fingerprint + page_hash
+            row = self.rows.get(key)
+            if row is None:
+                continue
+            self._use(key, row)
+            if self.shared and (key in self.touches or len(self.touches) < MAX_TOUCHES):
+                self.touches.pop(key, None)
+                self.touches[key] = None
+
+    def forget(self, fingerprint: bytes, page_hash: bytes) -> bool:
+        """Drop one row, and its keys."""
+        return self._drop(fingerprint + page_hash)
+
+    def delete(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
+        """Keys that stand for no row."""
+        if self.shared:
+            self.deletes.append((fingerprint + page_hash, groups))
+
+    def _use(self, key: bytes, row: HostRow) -> None:
+        row.used_ms = self.now_ms
+        self.rows.move_to_end(key)
+
+    def expire(self, before_ms: int, most: int) -> None:
+        """Drop rows, at most so many, that were last used before that: a shared store's time to live has ended them."""
+        for _ in range(most if self.shared else 0):
+            key = next(iter(self.rows), None)
+            if key is None or self.rows[key].used_ms >= before_ms:
+                return
+            self._drop(key)
+
+    def shrink(self) -> None:
+        """Drop the least recently used rows beyond the quota."""
+        while self.num_bytes > self.quota_bytes and self.rows:
+            self._drop(next(iter(self.rows)))
+
+    def lose(self) -> None:
+        """The store lost everything: forget the rows; there is nothing to delete."""
+        self.rows.clear()
+        self.touches.clear()
+        self.deletes.clear()
+        self._seen_ranks.clear()
+        self._hidden.clear()
+        self.num_bytes = 0
+
+    def _drop(self, key: bytes) -> bool:
+        row = self.rows.pop(key, None)
+        if row is None:
+            return False
+        self.num_bytes -= row.num_bytes
+        if self.shared:
+            self.deletes.append((key, row.groups))
+            self.touches.pop(key, None)
+        return True
+
+    def take_deletes(self, count: int) -> list[bytes]:
+        """Names to unlink, of at most `count` rows; those dropped first come first."""
+        taken = (self.deletes.popleft() for _ in range(min(count, len(self.deletes))))
+        # A row that came back meanwhile has been written anew.
+        return [n for key, groups in taken for n in self._names(key, groups & ~self._groups_now(key))]
+
+    def take_touches(self, count: int) -> list[bytes]:
+        """Names whose time to live is to be refreshed, of at most `count` rows."""
+        taken = list(islice(self.touches, count))
+        for key in taken:
+            del self.touches[key]
+        return [name for key in taken for name in self._names(key, self.rows[key].groups)]
+
+    def _groups_now(self, key: bytes) -> int:
+        row = self.rows.get(key)
+        return (row.groups if row is not None else 0) | self.pending.get(key, 0)
+
+    def _names(self, key: bytes, groups: int) -> list[bytes]:
+        fingerprint, tail = key[:-HASH_BYTES], f":{key[-HASH_BYTES:].hex()}"
+        ranks = range(self.num_ranks.get(fingerprint, 1))
+        prefixes = self._prefixes.get(fingerprint)
+        if prefixes is None:
+            count = len(self.group_bytes.get(fingerprint, ()))
+            prefixes = self._prefixes[fingerprint] = [self.key_prefix(fingerprint, g) for g in range(count)]
+        return [
+            f"{prefix}{rank}{tail}".encode()
+            for group, prefix in enumerate(prefixes)
+            if groups >> group & 1
+            for rank in ranks
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """The host tier as one worker reaches it."""
+
+    index: HashIndex
+    fingerprint: bytes

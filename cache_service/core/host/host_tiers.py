@@ -1,0 +1,108 @@
+"""The host tiers that workers named: one index for each shared store, one for each worker's private memory.
+
+Knows no device page. Everything that a store is to do leaves as keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache_service.core.base.manager_config import ManagerConfig
+from cache_service.core.base.stats import HostTierStats
+from cache_service.core.base.types import Hello, HostTierKind, WorkerId
+from cache_service.core.host.hash_index import Breaker, HashIndex, HostView
+from cache_service.core.host.host_key import parse_key
+
+# A shared tier whose workers are all gone is kept for their return, but not many of them.
+MAX_UNUSED_TIERS = 4
+
+# Rows of one tier whose keys are named at once: about 2 ms.
+MAX_TAKEN = 2_048
+
+
+class HostTiers:
+    """Shared tiers outlive their workers; a private one dies with its worker."""
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self._config = config
+        self._now_ms = 0
+        self.shared: dict[str, HashIndex] = {}
+        self.private: dict[WorkerId, HashIndex] = {}
+
+    def view(self, hello: Hello) -> HostView | None:
+        """The tier as this worker reaches it; None where it has none."""
+        if hello.host_tier is HostTierKind.NONE:
+            return None
+        is_shared = hello.host_tier is HostTierKind.SHARED
+        if is_shared:
+            # Last named, last in the order: what is pruned was named longest ago.
+            index = self.shared.pop(hello.host_tier_id, None) or self._make(is_shared)
+            self.shared[hello.host_tier_id] = index
+        else:
+            index = self.private[hello.worker_id] = self._make(is_shared)
+        index.num_ranks[hello.fingerprint] = hello.num_ranks
+        index.group_bytes[hello.fingerprint] = tuple(spec.page_bytes for spec in hello.groups)
+        return HostView(index, hello.fingerprint)
+
+    def prune(self, in_use: set[str]) -> None:
+        """A flushed store comes back under a new identity: keep few of those that no worker names any more."""
+        unused = [tier_id for tier_id in self.shared if tier_id not in in_use]
+        for tier_id in unused[: max(len(unused) - MAX_UNUSED_TIERS, 0)]:
+            del self.shared[tier_id]
+
+    def _make(self, is_shared: bool) -> HashIndex:
+        config = self._config
+        breaker = Breaker(config.breaker_failures, config.breaker_ms)
+        index = HashIndex(config.host_quota_bytes, breaker, is_shared, config.key_prefix)
+        index.now_ms = self._now_ms
+        return index
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        self.private.pop(worker_id, None)
+
+    def all(self) -> list[HashIndex]:
+        return [*self.shared.values(), *self.private.values()]
+
+    def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        """Rows that a scan found; keys that are not ours are passed over."""
+        index = self.shared.get(host_tier_id)
+        if index is None or fingerprint not in index.group_bytes:
+            return 0
+        adopted = 0
+        for raw in keys:
+            key = parse_key(self._config.key_prefix, raw)
+            if key is not None and key.fingerprint == fingerprint:
+                adopted += index.adopt(key)
+        index.shrink()
+        return adopted
+
+    def tick(self, now_ms: int) -> None:
+        self._now_ms = now_ms
+        for index in self.all():
+            index.breaker.tick(now_ms)
+            index.now_ms = now_ms
+            index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
+
+    def has_work(self) -> bool:
+        return any(index.deletes or index.touches for index in self.all())
+
+    def take_deletes(self) -> tuple[bytes, ...]:
+        return tuple(name for index in self.all() for name in index.take_deletes(MAX_TAKEN))
+
+    def take_touches(self) -> tuple[bytes, ...]:
+        return tuple(name for index in self.all() for name in index.take_touches(MAX_TAKEN))
+
+    def stats(self) -> HostTierStats:
+        tiers = self.all()
+        return HostTierStats(
+            num_rows=sum(len(index.rows) for index in tiers),
+            num_bytes=sum(index.num_bytes for index in tiers),
+            quota_bytes=self._config.host_quota_bytes,
+            num_spilled_pages=sum(index.counters.spilled for index in tiers),
+            num_fetched_pages=sum(index.counters.fetched for index in tiers),
+            num_missing_pages=sum(index.counters.missing for index in tiers),
+            num_corrupt_pages=sum(index.counters.corrupt for index in tiers),
+            breaker_open=any(index.breaker.is_open for index in tiers),
+            spill_policy=self._config.spill,
+            fetch_policy=self._config.fetch,
+        )

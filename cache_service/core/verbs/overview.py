@@ -1,0 +1,125 @@
+"""Explanations and statistics of one worker, for people. Reads only; knows no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import takewhile
+
+from cache_service.core.base.stats import GroupStats, WorkerStats
+from cache_service.core.base.types import Explanation, MissReason, Namespace, Residence, Segment
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.worker import Worker
+from cache_service.core.verbs.prompt_match import PromptMatch
+from cache_service.core.verbs.survey import Survey
+
+# Namespaces that Explain looks at between two yields: about 1 ms.
+ROOTS_IN_A_SLICE = 2_000
+
+_SENTENCES = {
+    MissReason.NEVER_SEEN: "No request with these tokens has been published here.",
+    MissReason.EVICTED: "These tokens were cached, and evicted since.",
+    MissReason.PAGE_TAIL: "Only whole pages are reused, and the last token is always computed.",
+    MissReason.NO_SNAPSHOT: "The KV is cached, but group {group} has no snapshot at a later boundary.",
+    MissReason.WINDOW_GONE: "The KV is cached, but the window of group {group} before a later boundary is gone.",
+    MissReason.OTHER_SALT: "The tokens are cached under another salt.",
+    MissReason.CLEARED: "These tokens were cached, and dropped by a Clear call since.",
+    MissReason.BYPASSED: "The request bypassed the cache.",
+}
+
+
+def explain(
+    worker: Worker, namespace: Namespace, tokens: bytes, prompt: PromptMatch, now_ms: int
+) -> Generator[None, None, Explanation]:
+    """Where each part of the prompt is, and why the rest is missing; in slices."""
+    cache = worker.cache
+    found = prompt.survey(cache)
+    pinned, left_ms = _pinned(cache, found, now_ms)
+    match = found.match(cache.layout.page_tokens)
+    segments = _segments(found, cache.layout.page_tokens, len(tokens) // 4)
+    yield
+    if found.reason is MissReason.NEVER_SEEN and (yield from _is_under_other_salt(cache, found, namespace, tokens)):
+        match = match._replace(miss_reason=MissReason.OTHER_SALT)
+    segments[-1] = segments[-1]._replace(miss_reason=match.miss_reason)
+    notes = [_SENTENCES[match.miss_reason].format(group=match.limiting_group)]
+    if cache.host is not None and cache.host.index.breaker.is_open:
+        notes.append("The host tier is not asked: its breaker is open.")
+    hello = worker.hello
+    return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms)
+
+
+def _segments(found: Survey, page_tokens: int, num_tokens: int) -> list[Segment]:
+    segments = []
+    if found.usable:
+        segments.append(Segment(0, found.usable * page_tokens, Residence.DEVICE))
+    if found.host > found.usable:
+        segments.append(Segment(found.usable * page_tokens, (found.host - found.usable) * page_tokens, Residence.HOST))
+    rest = found.host * page_tokens
+    return [*segments, Segment(rest, num_tokens - rest, Residence.MISSING)]
+
+
+def _pinned(cache: DeviceCache, found: Survey, now_ms: int) -> tuple[int, int]:
+    """Leading tokens under a Pin call, and for how many ms more all of them are."""
+    walk = found.walk
+    path = [*cache.tree.path(walk.node), *([walk.child] if walk.child is not None and walk.pages else [])]
+    pinned = list(takewhile(lambda node: node.soft_until_ms, path))
+    if not pinned:
+        return 0, 0
+    end = min(pinned[-1].end, walk.end)
+    return end * cache.layout.page_tokens, max(min(node.soft_until_ms for node in pinned) - now_ms, 0)
+
+
+def _is_under_other_salt(
+    cache: DeviceCache, found: Survey, namespace: Namespace, tokens: bytes
+) -> Generator[None, None, bool]:
+    first = tokens[: cache.layout.page_bytes]
+    for number, (other, root) in enumerate(list(cache.tree.roots.items())):
+        if number % ROOTS_IN_A_SLICE == ROOTS_IN_A_SLICE - 1:
+            yield
+        if first not in root.children or (other.model, other.adapter) != (namespace.model, namespace.adapter):
+            continue
+        if (
+            other.salt != namespace.salt
+            and cache.tree.walk(root, tokens, 0, len(first) * found.limit).end > found.matched
+        ):
+            return True
+    return False
+
+
+def worker_stats(worker: Worker) -> WorkerStats:
+    cache, counters = worker.cache, worker.cache.counters
+    return WorkerStats(
+        worker_id=worker.hello.worker_id,
+        endpoint=worker.hello.endpoint,
+        incarnation=worker.hello.incarnation,
+        model=worker.hello.model,
+        connected=worker.connected,
+        groups=tuple(_group_stats(cache, group) for group in range(len(cache.layout.specs))),
+        num_leases=len(cache.leases),
+        num_tickets=len(cache.transfers),
+        num_requests=counters.requests,
+        prompt_tokens=counters.prompt,
+        cached_tokens=counters.cached,
+        fetched_tokens=counters.fetched,
+        computed_tokens=counters.computed,
+        num_refusals=counters.refusals,
+        num_nodes=cache.tree.num_nodes,
+        num_ghost_pages=cache.tree.ghosts.num_pages,
+        kept_bytes=cache.kept.num_bytes,
+        misses=tuple(sorted(counters.misses.items())),
+        matched_tokens=counters.matched,
+        pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
+    )
+
+
+def _group_stats(cache: DeviceCache, group: int) -> GroupStats:
+    spec = cache.layout.specs[group]
+    if group in cache.sparse:
+        pages = cache.sparse[group]
+        free, evictable, evicted = pages.pool.num_free, pages.num_evictable, pages.num_evicted
+    else:
+        free, evictable, evicted = (
+            cache.pools[group].num_free,
+            cache.tree.evictable_pages,
+            cache.counters.evicted,
+        )
+    return GroupStats(spec.name, spec.kind, spec.num_pages, free, evictable, evicted)

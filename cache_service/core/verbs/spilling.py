@@ -1,0 +1,245 @@
+"""Spill orders: which resident pages the host tier lacks, what an ack records, and what a broken stream voids.
+
+Best effort: eviction never waits for a spill. A ticket pins its node, and reads the WINDOW and STATE pages that it
+copies.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from cache_service.core.base.types import (
+    HASH_BYTES,
+    NO_PAGE,
+    PAGE_ID_BYTES,
+    Ack,
+    PageHash,
+    TicketId,
+    Transfer,
+    TransferPages,
+    TransferStatus,
+)
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.page_pool import pack, unpack
+from cache_service.core.device.radix_node import Node
+from cache_service.core.device.transfer_table import SparsePage, Spill, SpillRow
+from cache_service.core.verbs import renewal
+
+# One page in so many of a pool may be held by open spills.
+SPILL_SHARE = 4
+
+
+def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
+    """New orders for the queued nodes, as many as tickets may be open."""
+    queue = cache.spill_queue
+    if not queue or cache.host is None:
+        return ()
+    if cache.host.index.breaker.is_open:
+        queue.clear()
+        return ()
+    orders = []
+    transfers = cache.transfers
+    while queue and len(transfers.spills) < cache.config.max_open_tickets and not _holds_much(cache):
+        if len(transfers.abandoned) >= cache.config.max_open_tickets:
+            break
+        node = next(iter(queue))
+        order = _order(cache, node)
+        if order is None:
+            queue.pop(node, None)
+        else:
+            orders.append(order)
+    return tuple(orders)
+
+
+def _holds_much(cache: DeviceCache) -> bool:
+    """Open spills keep pages from eviction; they may not take more than a share of any pool."""
+    spills = cache.transfers.spills.values()
+    if not spills:
+        return False
+    full = sum(spill.transfer.num_pages for spill in spills)
+    if any(full * SPILL_SHARE >= pool.num_pages for pool in cache.pools.values()):
+        return True
+    return any(
+        sum(page.group == group for spill in spills for page in spill.sparse) * SPILL_SHARE >= pages.pool.num_pages
+        for group, pages in cache.sparse.items()
+    )
+
+
+def _order(cache: DeviceCache, node: Node) -> Transfer | None:
+    """The next run of pages of the node that the tier lacks; moves the node's mark on behind it."""
+    rows = _lacking(cache, node)
+    if not rows:
+        return None
+    first = min(rows)
+    num_pages = max(rows) + 1 - first
+    ids, sparse = _page_ids(cache, node, rows, first, num_pages)
+    assert cache.host is not None
+    index, fingerprint = cache.host.index, cache.host.fingerprint
+    hashes = bytes(node.hashes[(first - node.start) * HASH_BYTES : (first - node.start + num_pages) * HASH_BYTES])
+    groups = (TransferPages(g, pack(ids[g]), index.key_prefix(fingerprint, g), hashes) for g in ids)
+    transfer = Transfer(cache.transfers.new_id(), tuple(groups), first, num_pages)
+    ordered = tuple(rows.get(page) for page in range(first, first + num_pages))
+    cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, sparse, cache.now_ms)
+    for row in rows.values():
+        index.begin(fingerprint, row.page_hash, row.groups)
+    cache.tree.pin_for_ticket(node)
+    for page in sparse:
+        cache.sparse[page.group].read((page.page_id,))
+    return transfer
+
+
+def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
+    """By page number, at most one order's worth of pages."""
+    assert cache.host is not None
+    index, fingerprint, layout = cache.host.index, cache.host.fingerprint, cache.layout
+    if node.spilled >= node.resident or node.root in cache.tree.detached:
+        return {}
+    cache.tree.ensure_hashes(node)
+    sparse = {group: unpack(node.pages[group]) for group in layout.sparse}
+    rows: dict[int, SpillRow] = {}
+    floor = index.floor(node.root.digest)
+    for at in range(node.spilled, node.resident):
+        if rows and node.start + at - min(rows) >= cache.config.transfer_pages:
+            break
+        node.spilled = at + 1
+        page_hash = PageHash(bytes(node.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]))
+        groups = layout.full_mask | sum(1 << group for group, ids in sparse.items() if ids[at])
+        groups &= ~index.known(fingerprint, page_hash, floor)
+        num_bytes = sum(spec.page_bytes for group, spec in enumerate(layout.specs) if groups >> group & 1)
+        if groups and num_bytes * index.num_ranks.get(fingerprint, 1) <= index.quota_bytes:
+            rows[node.start + at] = SpillRow(page_hash, groups)
+    return rows
+
+
+def _page_ids(
+    cache: DeviceCache, node: Node, rows: dict[int, SpillRow], first: int, num_pages: int
+) -> tuple[dict[int, list[int]], tuple[SparsePage, ...]]:
+    ids: dict[int, list[int]] = {}
+    sparse = []
+    begin = (first - node.start) * PAGE_ID_BYTES
+    for group in range(len(cache.layout.specs)):
+        standing = unpack(node.pages[group][begin : begin + num_pages * PAGE_ID_BYTES])
+        moved: list[int] = [NO_PAGE] * num_pages
+        for page, row in rows.items():
+            if row.groups >> group & 1:
+                moved[page - first] = standing[page - first]
+                if group in cache.sparse:
+                    sparse.append(SparsePage(group, page, standing[page - first]))
+        if any(moved):
+            ids[group] = moved
+    return ids, tuple(sparse)
+
+
+def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
+    """Leading done pages become rows; the ticket lets go of its pages."""
+    assert cache.host is not None
+    spill = cache.transfers.spills.pop(ack.ticket)
+    index, fingerprint = cache.host.index, cache.host.fingerprint
+    namespace = spill.node.root.namespace
+    done = [row for row in spill.rows[: ack.num_done] if row is not None]
+    _close(cache, spill)
+    for row in reversed(done):
+        index.add(fingerprint, row.page_hash, row.groups, namespace)
+    # The store learns the order too, for a service that is started anew and reads it from the times to live.
+    index.touch(fingerprint, [row.page_hash for row in done])
+    index.counters.spilled += len(done)
+    if ack.status is TransferStatus.FAILED:
+        index.breaker.failed(now_ms)
+        _unmark(spill, spill.transfer.first_page + ack.num_done)
+    else:
+        index.breaker.succeeded()
+    index.shrink()
+
+
+def void(cache: DeviceCache) -> None:
+    """The stream broke and the worker's mover is drained: no order of it is under way any more."""
+    for ticket in list(cache.transfers.abandoned):
+        forget_abandoned(cache, ticket)
+    for ticket in list(cache.transfers.spills):
+        spill = cache.transfers.spills.pop(ticket)
+        _close(cache, spill)
+        _unmark(spill, spill.transfer.first_page)
+        cache.spill_queue[spill.node] = None
+
+
+def abandon_old(cache: DeviceCache, now_ms: int) -> None:
+    """Let go of the pages of spills that nobody acknowledged for too long.
+
+    The worker may read them later, when they hold something else, and write that under the old keys. So until its
+    late ack, or its next Hello, these rows count as on their way: nobody spills them, and nothing makes them findable.
+    """
+    while cache.transfers.spills:
+        ticket, spill = next(iter(cache.transfers.spills.items()))  # the oldest
+        if now_ms - spill.opened_ms < cache.config.max_spill_ms:
+            return
+        del cache.transfers.spills[ticket]
+        _release(cache, spill)
+        cache.transfers.abandoned[ticket] = spill
+
+
+def forget_abandoned(cache: DeviceCache, ticket: TicketId) -> None:
+    """The late ack, or the end of the mover: what was written is nobody's row, and its keys are dropped."""
+    spill = cache.transfers.abandoned.pop(ticket)
+    _end_rows(cache, spill)
+    _unmark(spill, spill.transfer.first_page)
+    if spill.node.resident:
+        cache.spill_queue[spill.node] = None
+    else:  # its pages may have come back in another node, which passed them over as on their way
+        renewal.start_refill(cache)
+    _delete_rows(cache, spill)
+
+
+def _delete_rows(cache: DeviceCache, spill: Spill) -> None:
+    assert cache.host is not None
+    for row in spill.rows:
+        if row is not None:
+            cache.host.index.delete(cache.host.fingerprint, row.page_hash, row.groups)
+
+
+def _end_rows(cache: DeviceCache, spill: Spill) -> None:
+    assert cache.host is not None
+    for row in spill.rows:
+        if row is not None:
+            cache.host.index.end(cache.host.fingerprint, row.page_hash, row.groups)
+
+
+def _close(cache: DeviceCache, spill: Spill) -> None:
+    _end_rows(cache, spill)
+    _release(cache, spill)
+
+
+def _release(cache: DeviceCache, spill: Spill) -> None:
+    # Being copied is no use: pages and nodes keep the place in the order that their last use gave them.
+    for page in spill.sparse:
+        cache.sparse[page.group].drop_unused(page.page_id)
+    cache.tree.unpin_for_ticket(spill.node)
+    cache.trim(spill.node)
+
+
+def _unmark(spill: Spill, page: int) -> None:
+    """Pages from this one on may be spilled again."""
+    node: Node | None = spill.node
+    while node is not None and node.end > page:
+        node.spilled = min(node.spilled, max(page - node.start, 0))
+        node = node.parent
+
+
+def queue_cold_end(cache: DeviceCache) -> None:
+    """write_back: spill what would go next, while free pages are below the low-water mark."""
+    low = cache.config.write_back_low_water
+    if cache.host is None or all(pool.num_free >= pool.num_pages * low for pool in cache.pools.values()):
+        return
+    for node in islice(cache.policy.order(), cache.config.max_open_tickets):
+        if node.spilled < node.resident:
+            cache.spill_queue[node] = None
+
+
+def abandon(cache: DeviceCache) -> None:
+    """The worker is forgotten: what it was spilling is on its way no more. Nothing else of its cache is looked at."""
+    for spill in cache.transfers.abandoned.values():
+        _end_rows(cache, spill)
+        _delete_rows(cache, spill)
+    for spill in cache.transfers.spills.values():
+        _end_rows(cache, spill)
+    cache.transfers.abandoned.clear()
+    cache.transfers.spills.clear()

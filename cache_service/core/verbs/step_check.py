@@ -1,0 +1,172 @@
+"""What can be wrong with what a worker says, checked before it is applied. Reads only.
+
+The field of an item's error is named from the item on, as "computed_tokens"; stepping puts "step.publishes[0]." before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache_service.core.base.errors import (
+    CacheError,
+    DuplicateSequence,
+    InvalidInput,
+    TooMany,
+    UnknownSequence,
+    UnknownTicket,
+)
+from cache_service.core.base.limits import (
+    MAX_GROUPS,
+    MAX_NAME_CHARS,
+    MAX_PAGE_TOKENS,
+    MAX_PAGES,
+    MAX_RANKS,
+    MAX_SEQUENCE_ID,
+)
+from cache_service.core.base.types import (
+    TOKEN_BYTES,
+    Ack,
+    Acquire,
+    Extend,
+    GroupKind,
+    Hello,
+    HostTierKind,
+    Namespace,
+    Publish,
+    Release,
+    SequenceId,
+)
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.lease_table import Lease
+
+
+def check_hello(hello: Hello) -> None:
+    for name in ("worker_id", "incarnation", "fingerprint"):
+        if not getattr(hello, name):
+            raise InvalidInput(f"hello.{name}", "is empty")
+    if not 1 <= hello.page_tokens <= MAX_PAGE_TOKENS:
+        raise InvalidInput("hello.page_tokens", f"{hello.page_tokens} is not in 1..{MAX_PAGE_TOKENS}")
+    if not 1 <= hello.num_ranks <= MAX_RANKS:
+        raise InvalidInput("hello.num_ranks", f"{hello.num_ranks} is not in 1..{MAX_RANKS}")
+    if hello.host_tier is HostTierKind.SHARED and not hello.host_tier_id:
+        raise InvalidInput("hello.host_tier_id", "a shared host tier needs its identity")
+    _check_groups(hello)
+
+
+def _check_groups(hello: Hello) -> None:
+    if not 1 <= len(hello.groups) <= MAX_GROUPS:
+        raise InvalidInput("hello.groups", f"{len(hello.groups)} groups; 1..{MAX_GROUPS} are allowed")
+    names = set()
+    for number, spec in enumerate(hello.groups):
+        where = f"hello.groups[{number}]"
+        if not spec.name or spec.name in names:
+            raise InvalidInput(f"{where}.name", "is empty or taken")
+        names.add(spec.name)
+        if not 1 <= spec.num_pages <= MAX_PAGES:
+            raise InvalidInput(f"{where}.num_pages", f"{spec.num_pages} is not in 1..{MAX_PAGES}")
+        if spec.page_bytes < 0:
+            raise InvalidInput(f"{where}.page_bytes", "must not be negative")
+        if (spec.window_tokens >= 1) != (spec.kind == GroupKind.WINDOW) or spec.window_tokens < 0:
+            raise InvalidInput(f"{where}.window_tokens", "is for WINDOW groups, which need at least 1")
+
+
+def check_tokens(tokens: bytes, where: str, most: int, kept_tokens: int = 0) -> int:
+    """Returns how many tokens the packed bytes and the kept ones before them hold."""
+    if len(tokens) % TOKEN_BYTES:
+        raise InvalidInput(where, f"{len(tokens)} bytes are no whole number of int32 tokens")
+    count = len(tokens) // TOKEN_BYTES + kept_tokens
+    if count < 1:
+        raise InvalidInput(where, "is empty")
+    if count > most:
+        raise InvalidInput(where, f"{count} tokens; at most {most} are allowed")
+    return count
+
+
+def _not_running(cache: DeviceCache, sequence_id: SequenceId) -> CacheError:
+    if sequence_id not in cache.leases:
+        return UnknownSequence("sequence_id", f"{sequence_id} holds no lease")
+    return InvalidInput("sequence_id", f"{sequence_id} waits for the acks of its fetches")
+
+
+def check_acks(cache: DeviceCache, acks: Sequence[Ack]) -> None:
+    """A wrong ack belongs to no sequence: it ends the stream, and nothing of its Step is applied."""
+    for number, ack in enumerate(acks):
+        open_transfer = cache.transfers.find(ack.ticket)
+        if open_transfer is None:
+            if not cache.transfers.was_issued(ack.ticket):
+                reason = f"{ack.ticket} was never issued to this worker"
+                raise UnknownTicket(f"step.acks[{number}].ticket", reason)
+            continue  # a repeated or late ack of a closed ticket: applies to nothing
+        if not 0 <= ack.num_done <= open_transfer.num_pages:
+            reason = f"{ack.num_done} is not in 0..{open_transfer.num_pages}"
+            raise InvalidInput(f"step.acks[{number}].num_done", reason)
+
+
+def check_publish(cache: DeviceCache, publish: Publish) -> Lease:
+    lease = cache.leases.get(publish.sequence_id)
+    if lease is None or lease.fetches:
+        raise _not_running(cache, publish.sequence_id)
+    computed, num_bytes = publish.computed_tokens, len(publish.tokens)
+    if num_bytes % TOKEN_BYTES:
+        raise InvalidInput("tokens", f"{num_bytes} bytes are no whole number of int32 tokens")
+    num_tokens = (len(lease.prompt) + len(lease.accepted) + num_bytes) // TOKEN_BYTES
+    if num_tokens > cache.config.max_sequence_tokens:
+        raise InvalidInput("tokens", f"{num_tokens} tokens; at most {cache.config.max_sequence_tokens}")
+    if not lease.computed <= computed <= num_tokens:
+        wrong = f"is less than {lease.computed}" if computed < lease.computed else f"of {num_tokens} accepted tokens"
+        raise InvalidInput("computed_tokens", f"{computed} {wrong}")
+    layout = cache.layout
+    if computed > lease.full_end * layout.page_tokens and layout.full:
+        raise InvalidInput("computed_tokens", f"{computed} lies beyond {lease.full_end} granted pages")
+    if lease.windows:
+        for hold in lease.windows.values():
+            if computed > hold.end * layout.page_tokens:
+                raise InvalidInput("computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
+    return lease
+
+
+def check_release(cache: DeviceCache, release: Release) -> Lease:
+    lease = cache.leases.get(release.sequence_id)
+    if lease is None:
+        raise _not_running(cache, release.sequence_id)
+    page_tokens = cache.layout.page_tokens
+    if release.rolling_tokens and (release.rolling_tokens < 0 or release.rolling_tokens % page_tokens):
+        raise InvalidInput("rolling_tokens", f"{release.rolling_tokens} is no boundary of pages of {page_tokens}")
+    return lease
+
+
+def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
+    lease = cache.leases.get(extend.sequence_id)
+    if lease is None or lease.fetches:
+        raise _not_running(cache, extend.sequence_id)
+    if not 1 <= extend.num_tokens <= cache.config.max_sequence_tokens:
+        limit = cache.config.max_sequence_tokens
+        raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
+    return lease
+
+
+def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
+    check_sequence(cache, acquire.sequence_id, acquire.namespace)
+    if acquire.kept_tokens < 0:
+        raise InvalidInput("kept_tokens", "must not be negative")
+    check_tokens(acquire.tokens, "tokens", cache.config.max_sequence_tokens, acquire.kept_tokens)
+    if acquire.reserve_pages < 0 or acquire.chunk_tokens < 0:
+        name = "reserve_pages" if acquire.reserve_pages < 0 else "chunk_tokens"
+        raise InvalidInput(name, "must not be negative")
+
+
+def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:
+    """May there be a lease of this id in that namespace?"""
+    if not 0 <= sequence_id <= MAX_SEQUENCE_ID:
+        raise InvalidInput("sequence_id", "is no uint64")
+    if sequence_id in cache.leases:
+        raise DuplicateSequence("sequence_id", f"{sequence_id} holds a lease already")
+    if len(cache.leases) >= cache.config.max_live_sequences:
+        raise TooMany("sequence_id", f"more than {cache.config.max_live_sequences} live sequences")
+    if cache.model and namespace.model != cache.model:
+        raise InvalidInput("namespace.model", f"{namespace.model!r} is not {cache.model!r}, this worker's model")
+    if namespace in cache.tree.roots:
+        return  # its names passed when its root was made
+    for name, text in zip(("model", "adapter", "salt"), namespace, strict=True):
+        if len(text) > MAX_NAME_CHARS:
+            raise InvalidInput(f"namespace.{name}", f"has {len(text)} characters; at most {MAX_NAME_CHARS}")

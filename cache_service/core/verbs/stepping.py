@@ -1,0 +1,199 @@
+"""Apply a Step to one worker's cache, in this order: acks, publishes, releases, adopts, extends, acquires.
+
+Knows no session. Each item is checked right before it is applied: one that is wrong is refused alone, and changes
+nothing. Any other exception in here is a fault of ours, and leaves the cache in no state to go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from cache_service.core.base.errors import CacheError, DuplicateSequence, InvalidInput, TooMany
+from cache_service.core.base.types import (
+    PAGE_ID_BYTES,
+    TOKEN_BYTES,
+    Ack,
+    Acquire,
+    Adopt,
+    BadItem,
+    Extend,
+    ExtendGrant,
+    Grant,
+    Publish,
+    Rates,
+    Refusal,
+    RefusalReason,
+    Release,
+    ReleaseReason,
+    Remap,
+    SequenceId,
+    Step,
+    StepReply,
+)
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.verbs import adoption, fetching, leasing, publishing, spilling, step_check
+from cache_service.core.verbs.admission import never_fits
+
+Item = TypeVar("Item", Publish, Release, Adopt, Extend, Acquire)
+Answer = TypeVar("Answer", Grant, ExtendGrant, Remap)
+
+
+class _Reply:
+    """Collects the answers; a no_room bars every later acquire of the step."""
+
+    def __init__(self) -> None:
+        self.grants: list[Grant] = []
+        self.extends: list[ExtendGrant] = []
+        self.refusals: list[Refusal] = []
+        self.remaps: list[Remap] = []
+        self.no_room = False
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.refusals.append(refusal)
+        self.no_room = self.no_room or refusal.reason is RefusalReason.NO_ROOM
+
+    def apply(
+        self,
+        name: str,
+        items: Sequence[Item | BadItem],
+        verb: Callable[[Item], Answer | Refusal | None],
+        answers: list[Answer],
+        ended: frozenset[SequenceId] = frozenset(),
+    ) -> None:
+        """Each item in turn. Those of sequences that this very step has `ended` count as done."""
+        seen: set[SequenceId] = set()
+        for number, item in enumerate(items):
+            sequence_id = item.sequence_id
+            try:
+                if isinstance(item, BadItem):
+                    raise InvalidInput(item.field, item.reason)
+                if sequence_id in seen:
+                    raise DuplicateSequence("sequence_id", f"{sequence_id} is named twice")
+                seen.add(sequence_id)
+                if sequence_id in ended:
+                    continue
+                answer = verb(item)
+            except CacheError as error:
+                field = ".".join(filter(None, (f"step.{name}[{number}]", error.field)))
+                self.refusals.append(Refusal(sequence_id, RefusalReason.INVALID, error.reason, field))
+                continue
+            if isinstance(answer, Refusal):
+                self.refuse(answer)
+            elif answer is not None:
+                answers.append(answer)
+
+
+def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
+    """The step's acks have passed `step_check.check_acks`."""
+    cache.now_ms = now_ms
+    reply = _Reply()
+    if step.rates is not None:
+        cache.rates = _merged(cache.rates, step.rates)
+    for ack in step.acks:
+        answer = acknowledge(cache, ack, now_ms)
+        if isinstance(answer, Refusal):
+            reply.refuse(answer)
+        elif answer is not None:
+            reply.grants.append(answer)
+    # A refused replan ends its lease before the worker can know.
+    ended = frozenset(refusal.sequence_id for refusal in reply.refusals)
+    if step.publishes:
+        reply.apply("publishes", step.publishes, partial(publish, cache), reply.remaps, ended)
+    if step.releases:
+        reply.apply("releases", step.releases, partial(release, cache, ended=ended), [])
+    if step.adopts:
+        _apply_adopts(cache, step, reply)
+    if step.extends:
+        reply.apply("extends", step.extends, partial(extend, cache), reply.extends, ended)
+    if step.acquires:
+        reply.apply("acquires", step.acquires, lambda item: acquire(cache, item, barred=reply.no_room), reply.grants)
+    return StepReply(
+        step.step_id, tuple(reply.grants), tuple(reply.extends), tuple(reply.refusals), tuple(reply.remaps)
+    )
+
+
+def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Grant | Refusal | None:
+    """A closed ticket's late or repeated ack changes nothing."""
+    if ack.ticket in cache.transfers.fetches:
+        lease = fetching.acknowledge(cache, ack, now_ms)
+        if lease is not None:
+            answer = leasing.plan_again(cache, lease)
+            if isinstance(answer, Refusal):
+                cache.kept.keep(lease.sequence_id, lease.prompt)
+            return answer
+    elif ack.ticket in cache.transfers.abandoned:
+        spilling.forget_abandoned(cache, ack.ticket)
+    elif ack.ticket in cache.transfers.spills:
+        spilling.acknowledge(cache, ack, now_ms)
+    return None
+
+
+def publish(cache: DeviceCache, item: Publish) -> Remap | None:
+    lease = step_check.check_publish(cache, item)
+    return publishing.publish(cache, lease, item.tokens, item.computed_tokens)
+
+
+def release(cache: DeviceCache, item: Release, *, ended: frozenset[SequenceId] = frozenset()) -> None:
+    """Also of a sequence that waits for an acquire to be granted: its kept prompt goes."""
+    sequence_id = item.sequence_id
+    if sequence_id not in cache.leases and (cache.kept.drop(sequence_id) or sequence_id in ended):
+        return
+    lease = step_check.check_release(cache, item)
+    if item.reason is ReleaseReason.PREEMPTED:
+        cache.kept.keep(lease.sequence_id, lease.tokens(0, lease.num_tokens * TOKEN_BYTES))
+    leasing.release(cache, lease, item.reason, item.rolling_tokens)
+
+
+def extend(cache: DeviceCache, item: Extend) -> ExtendGrant | Refusal:
+    return leasing.extend(cache, step_check.check_extend(cache, item), item)
+
+
+def acquire(cache: DeviceCache, item: Acquire, *, barred: bool = False) -> Grant | Refusal:
+    """`barred`: an earlier sequence of the same step had no room, so this one may not be granted either."""
+    step_check.check_acquire(cache, item)
+    if item.kept_tokens:
+        head = cache.kept.head(item.sequence_id, item.kept_tokens)
+        if head is None:
+            detail = f"fewer than {item.kept_tokens} tokens of this sequence are kept"
+            return Refusal(item.sequence_id, RefusalReason.RESEND, detail)
+        item = item._replace(tokens=head + item.tokens if item.tokens else head, kept_tokens=0)
+    answer = _barred(cache, item) if barred else leasing.acquire(cache, item)
+    if isinstance(answer, Refusal) and answer.reason is RefusalReason.NO_ROOM:
+        cache.kept.keep(item.sequence_id, item.tokens)
+    else:
+        cache.kept.drop(item.sequence_id)
+    return answer
+
+
+def _barred(cache: DeviceCache, acquire: Acquire) -> Refusal:
+    detail = never_fits(cache, acquire)
+    if detail:
+        return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, detail)
+    return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, "an earlier sequence of the step has no room")
+
+
+def _apply_adopts(cache: DeviceCache, step: Step, reply: _Reply) -> None:
+    """A page that is taken by now bars no acquire: it says nothing of room."""
+    num_pages, no_room = 0, reply.no_room
+
+    def adopt(item: Adopt) -> Grant | Refusal:
+        nonlocal num_pages
+        named = sum(len(table.page_ids) for table in item.tables) // PAGE_ID_BYTES
+        if num_pages and num_pages + named > cache.config.max_adopt_pages:
+            reason = f"{num_pages + named} pages are adopted by one step; at most {cache.config.max_adopt_pages}"
+            raise TooMany("tables", reason)
+        num_pages += named
+        return adoption.adopt(cache, item)
+
+    reply.apply("adopts", step.adopts, adopt, reply.grants)
+    reply.no_room = no_room
+
+
+def _merged(known: Rates, measured: Rates) -> Rates:
+    """Zero says unknown, which does not erase what was measured before."""
+    return Rates(
+        measured.prefill_tokens_per_s or known.prefill_tokens_per_s,
+        measured.fetch_bytes_per_s or known.fetch_bytes_per_s,
+    )

@@ -1,0 +1,173 @@
+"""Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later.
+
+Knows no pool and no need for pages; the plan does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_service.core.base.layout import Layout
+from cache_service.core.base.page_hash import PromptHashes
+from cache_service.core.base.resume import limiting_group, residency, resume, window_pages
+from cache_service.core.base.types import HASH_BYTES, PAGE_ID_BYTES, GroupKind, Match, MissReason, Namespace
+from cache_service.core.device.ghost_table import GhostKind
+from cache_service.core.device.radix_node import Root
+from cache_service.core.device.radix_tree import RadixTree, Walk
+from cache_service.core.host.hash_index import HostView
+
+# Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
+_MOST_AT_ONCE = 512
+
+
+@dataclass(slots=True)
+class Survey:
+    """Boundaries in pages. `sparse_ids` are the path's page ids of each WINDOW and STATE group, with holes.
+
+    0 ........ usable ........ matched ........ host
+    """
+
+    walk: Walk
+    limit: int
+    matched: int
+    usable: int
+    host: int  # the boundary that a fetch would reach; `usable` without one
+    reason: MissReason
+    sparse_ids: dict[int, bytes]
+    limiting: str = ""
+    hashes: PromptHashes | None = None  # up to the page before `host`; None where no host copy was found
+
+    def match(self, page_tokens: int) -> Match:
+        usable = self.usable
+        return Match(
+            self.matched * page_tokens,
+            usable * page_tokens,
+            (self.host - usable) * page_tokens,
+            self.limiting,
+            self.reason,
+        )
+
+
+def survey(
+    tree: RadixTree,
+    layout: Layout,
+    namespace: Namespace,
+    tokens: bytes,
+    host: HostView | None,
+    hashes: PromptHashes | None = None,
+) -> Survey:
+    """Walk once, then take the largest boundary at which every group can resume.
+
+    `hashes` are the prompt's, where several workers are asked about it.
+    """
+    limit = (len(tokens) - 1) // layout.page_bytes
+    root = tree.roots.get(namespace)
+    if root is None:
+        root = Root(namespace, len(layout.specs))  # a stand-in that hangs on no tree
+    walk = tree.walk(root, tokens, 0, limit * layout.page_bytes)
+    node, _, pages = walk
+    matched = node.start + node.resident + pages
+    found = Survey(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
+    if layout.sparse:
+        _resume_on_device(found, tree, layout)
+    if found.usable < limit:
+        found.reason = _miss_reason(found, tree, layout, tokens, root)
+    if host is not None and found.usable < limit and not host.index.breaker.is_open:
+        _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_bytes))
+    return found
+
+
+def _resume_on_device(found: Survey, tree: RadixTree, layout: Layout) -> None:
+    walk = found.walk
+    path = tree.path(walk.node)
+    for group in layout.sparse:
+        parts = [node.pages[group] for node in path]
+        if walk.child is not None:
+            parts.append(walk.child.pages[group][: walk.pages * PAGE_ID_BYTES])
+        found.sparse_ids[group] = b"".join(parts)
+    specs = [layout.specs[group] for group in layout.sparse]
+    flags = [residency(found.sparse_ids[group]) for group in layout.sparse]
+    found.usable = resume(specs, layout.page_tokens, flags, found.matched)
+    if found.usable < found.matched:
+        spec = limiting_group(specs, layout.page_tokens, flags, found.matched)
+        found.limiting = spec.name if spec is not None else ""
+        found.host = found.usable
+
+
+def _miss_reason(found: Survey, tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> MissReason:
+    if found.usable < found.matched:
+        limiting = next(spec for spec in layout.specs if spec.name == found.limiting)
+        return MissReason.WINDOW_GONE if limiting.kind == GroupKind.WINDOW else MissReason.NO_SNAPSHOT
+    ghost = tree.ghost_at(root, tokens, found.matched) if tree.ghosts.num_pages else None
+    if ghost is None:
+        return MissReason.NEVER_SEEN
+    return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED
+
+
+def _look_in_host(found: Survey, tree: RadixTree, layout: Layout, host: HostView, hashes: PromptHashes) -> None:
+    """Goes on from the matched pages and stops at the first absent page, so a long miss costs one hash."""
+    _seed(found, tree, hashes)
+    end = _reach(found, layout, host, hashes)
+    if end == found.usable:
+        return
+    found.hashes = hashes
+    boundary = end
+    if layout.sparse:
+        first = _first_page_of_interest(found, layout)
+        flags = [_with_host(found, group, first, end, host) for group in layout.sparse]
+        boundary = resume([layout.specs[group] for group in layout.sparse], layout.page_tokens, flags, end)
+    found.host = max(boundary, found.usable)
+
+
+def _seed(found: Survey, tree: RadixTree, hashes: PromptHashes) -> None:
+    """The tree keeps the hashes of the matched pages once somebody has asked for them."""
+    if hashes.num_pages >= found.matched:
+        return
+    walk = found.walk
+    partly = walk.child if walk.pages else None
+    tree.ensure_hashes(walk.node if partly is None else partly)
+    parts: list[bytes | bytearray] = [node.hashes for node in tree.path(walk.node)]
+    if partly is not None:
+        parts.append(partly.hashes[: walk.pages * HASH_BYTES])
+    hashes.seed(b"".join(parts))
+
+
+def _reach(found: Survey, layout: Layout, host: HostView, hashes: PromptHashes) -> int:
+    """The first page number from the matched ones on that the tier does not hold whole.
+
+    What was found for one worker holds for the next: 64 workers would look up the same 8,192 pages each.
+    """
+    runs = hashes.reach.setdefault((host.index, host.fingerprint, layout.full_mask), [])
+    for first, end in runs:
+        if first <= found.matched <= end:
+            return end
+    page, count = found.matched, 1
+    while page < found.limit:
+        stop = min(page + count, found.limit)
+        held = host.index.leading(
+            host.fingerprint, hashes.run(page, stop), layout.full_mask, host.index.floor(hashes.digest)
+        )
+        page += held
+        if page < stop:
+            break
+        count = min(2 * count, _MOST_AT_ONCE)
+    runs.append((found.matched, page))
+    return page
+
+
+def _first_page_of_interest(found: Survey, layout: Layout) -> int:
+    """A boundary beyond `usable` needs no WINDOW page before this one."""
+    runs = (window_pages(layout.specs[group], layout.page_tokens) for group in layout.window)
+    return max(0, found.usable + 1 - max(runs, default=1) - 1)
+
+
+def _with_host(found: Survey, group: int, first: int, end: int, host: HostView) -> bytes:
+    """Residency of a group up to `end`, counting the host's pages from page number `first` on."""
+    flags = bytearray(residency(found.sparse_ids[group]))
+    flags += bytes(end - len(flags))
+    assert found.hashes is not None
+    floor = host.index.floor(found.hashes.digest)
+    for page, page_hash in enumerate(found.hashes.run(first, end), first):
+        if not flags[page] and host.index.groups(host.fingerprint, page_hash, floor) >> group & 1:
+            flags[page] = 1
+    return bytes(flags)

@@ -1,0 +1,74 @@
+"""What people and time do to one worker's cache: soft pins and ticks. Knows no session."""
+
+from __future__ import annotations
+
+from cache_service.core.base.types import Namespace, SpillPolicy
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.page_pool import unpack
+from cache_service.core.device.radix_node import Node
+from cache_service.core.device.radix_tree import Walk
+from cache_service.core.device.sparse_pages import Rank
+from cache_service.core.verbs import fetching, renewal, spilling
+
+
+def lacks_pin_room(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> str:
+    """Why the cached prefix may not be pinned; empty when it may."""
+    found = _cached(cache, namespace, tokens)
+    if found is None:
+        return ""
+    pinned = sum(node.resident for node in cache.tree.path(found.node) if node.soft_until_ms)
+    num_pages = cache.soft_pins.num_pages + found.end - pinned
+    most = int(cache.num_pages * cache.config.max_pinned_share)
+    return f"{num_pages} pages of {cache.worker_id} would be pinned; at most {most} may be" if num_pages > most else ""
+
+
+def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms: int) -> int:
+    """Rank the cached prefix last in eviction until then (0: as usual again); answers its tokens."""
+    found = _cached(cache, namespace, tokens)
+    if found is None:
+        return 0
+    node = found.node
+    if found.child is not None and found.pages:
+        whole = found.pages * cache.layout.page_bytes == len(found.child.key)
+        node = found.child if whole else cache.tree.split(found.child, found.pages)
+    for step in cache.tree.path(node):
+        _mark(cache, step, until_ms)
+    return node.end * cache.layout.page_tokens
+
+
+def _cached(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> Walk | None:
+    root = cache.tree.roots.get(namespace)
+    size = cache.layout.page_bytes
+    return cache.tree.walk(root, tokens, 0, len(tokens) // size * size) if root is not None else None
+
+
+def _mark(cache: DeviceCache, node: Node, until_ms: int) -> None:
+    """A queued node enters the order of its new rank, as just used."""
+    queued = node.queue is not None
+    if queued:
+        cache.policy.remove(node)
+    if until_ms:
+        cache.soft_pins.set(node, until_ms)
+    else:
+        cache.soft_pins.drop(node)
+    if queued:
+        cache.policy.add(node)
+    for group, pages in cache.sparse.items():
+        pages.rerank(unpack(node.pages[group]), Rank.SOFT if until_ms else Rank.WARM)
+
+
+def tick(cache: DeviceCache, now_ms: int) -> None:
+    cache.now_ms = now_ms
+    for node in cache.soft_pins.due(now_ms):
+        _mark(cache, node, 0)
+    spilling.abandon_old(cache, now_ms)
+    fetching.note_late(cache, now_ms)
+    renewal.tick(cache)
+    if cache.config.spill is SpillPolicy.WRITE_BACK:
+        spilling.queue_cold_end(cache)
+
+
+def has_holders(cache: DeviceCache, namespace: Namespace | None) -> bool:
+    """Does a lease or an open spill hold pages of the namespace (None: of any)?"""
+    spilled = (spill.node.root.namespace for spill in cache.transfers.spills.values())
+    return cache.leases.in_scope(namespace) or any(namespace in (None, name) for name in spilled)
