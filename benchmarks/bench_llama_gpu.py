@@ -26,9 +26,9 @@ from benchmarks.llama_8b import Llama8B
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.core.batch import Batch
 from worker_service.model.device import prepare_process
-from worker_service.model.products import Invariance
+from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.runner import LaunchResult, RunnerLimits
-from worker_service.model.wishes import host_wishes
+from worker_service.model.sampling_arrays import sampling_arrays
 
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)
@@ -99,9 +99,9 @@ class Bench:
         batch = self.llama.batch(sequences, CONTEXT)
         self._check_replay(batch)
         graphs = self.runner._graphs
-        rung = graphs.rung_for(batch) if graphs else None
-        assert graphs and rung
-        device = self.between_events_us(graphs.graph(rung).replay)
+        bucket = graphs.bucket_for(batch) if graphs else None
+        assert graphs and bucket
+        device = self.between_events_us(graphs.graph(bucket).replay)
         limit = (self.llama.weight_bytes() + self.llama.kv_bytes(size * (CONTEXT + 1))) / self.read_bytes_per_us
         wall = self.wall_us(lambda: self.runner.run(batch))
         return {"device_us": device, "run_us": wall, "limit_us": limit, "share": limit / device}
@@ -187,7 +187,7 @@ class Bench:
         """The launch's attention alone, in all layers, over its own pages and with random queries."""
         config = self.llama.config
         with torch.inference_mode():
-            inputs = self.runner._staged(batch, host_wishes(batch.sampled)).inputs
+            inputs = self.runner._staged(batch, sampling_arrays(batch.sampled)).inputs
             attend = self.runner.attention(inputs)
             rows, others = inputs.token_ids.shape[0], inputs.token_ids.shape[0] - inputs.num_decode
             group = config.num_heads // config.num_kv_heads
@@ -199,13 +199,13 @@ class Bench:
 
 
 def measure(invariance: Invariance, cases: Sequence[str]) -> dict[str, Any]:
-    prepare_process(DEVICE, 0, stable_products=invariance is not Invariance.FAST)
+    prepare_process(DEVICE, 0, stable_gemms=invariance is not Invariance.FAST)
     bench = Bench(invariance)
     report: dict[str, Any] = {"start_s": bench.start_s, "read_gb_per_s": bench.read_bytes_per_us * 1e-3}
     for name in cases:
         report[name] = bench.decode(int(name.removeprefix("decode_"))) if "decode" in name else getattr(bench, name)()
         print(json.dumps({name: rounded(report[name])}), file=sys.stderr, flush=True)
-    report["tiled"] = sorted(bench.runner._products.tiled)
+    report["tiled"] = sorted(bench.runner._gemm.tiled)
     return report
 
 

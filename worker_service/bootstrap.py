@@ -53,8 +53,8 @@ from worker_service.host_tier.redis import RedisTier, RedisTierConfig
 from worker_service.launcher import DeviceLost, Launcher
 from worker_service.metrics import Load, WorkerMetrics
 from worker_service.model.device import numerics, pick_device, prepare_process
+from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.load import LoadedModel, kv_shape, load_model
-from worker_service.model.products import Invariance
 from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 from worker_service.tier_watch import TierWatch
@@ -111,7 +111,7 @@ def prepare(config: WorkerConfig) -> Compute:
 def _prepare(config: WorkerConfig) -> Compute:
     device = pick_device(config.device)
     invariance = Invariance(config.invariance)
-    prepare_process(device, config.threads, stable_products=invariance is not Invariance.FAST)
+    prepare_process(device, config.threads, stable_gemms=invariance is not Invariance.FAST)
     if config.host_tier != "none":
         keep_freed_blocks()
     backend = Backend(config.kernel_backend)

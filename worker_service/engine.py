@@ -46,7 +46,7 @@ RETRY_S = 0.25
 _log = logging.getLogger(__name__)
 
 
-class Wish(NamedTuple):
+class EngineRequest(NamedTuple):
     """What a caller wants, its prompt as packed tokens that were checked against the vocabulary."""
 
     namespace: Namespace
@@ -104,7 +104,7 @@ class Engine:
             raise Draining("this worker takes no new requests")
         self.scheduler.require_room()
 
-    def submit(self, wish: Wish, detokenizer: Detokenizer) -> Generation:
+    def submit(self, wish: EngineRequest, detokenizer: Detokenizer) -> Generation:
         """Queue a request. Raises QueueFull, Draining, or InvalidField."""
         self.require_room()
         sequence_id = SequenceId(next(self._numbers))

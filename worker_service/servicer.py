@@ -18,7 +18,7 @@ from rpc.request_id import current_request_id
 from worker_service import codec
 from worker_service.core.ports import Namespace
 from worker_service.core.sequence import InvalidField, QueueFull
-from worker_service.engine import DrainResult, Engine, Wish
+from worker_service.engine import DrainResult, Engine, EngineRequest
 from worker_service.generation import (
     Detokenizer,
     Draining,
@@ -74,7 +74,7 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
         priority = codec.check_priority(request.priority)
         prompt = await self._prompt(request)
         bypass_cache = request.bypass_cache or not self._prefix_caching
-        wish = Wish(namespace, prompt, sampling, priority, bypass_cache)
+        wish = EngineRequest(namespace, prompt, sampling, priority, bypass_cache)
         generation = self._engine.submit(wish, self._tokenizer.detokenizer())
         try:
             while True:

@@ -15,11 +15,11 @@ from tests.e2e.running import Draw
 
 
 async def ask(
-    client: Client, worker: str, prompt: list[int], **wishes: Any
+    client: Client, worker: str, prompt: list[int], **sampling: Any
 ) -> tuple[list[int], str, list[worker_pb2.GenerateResponse]]:
     request = worker_pb2.GenerateRequest(
         token_ids=worker_pb2.TokenIds(ids=array("i", prompt).tobytes()),
-        sampling=worker_pb2.SamplingParams(**{"ignore_eos": True, **wishes}),
+        sampling=worker_pb2.SamplingParams(**{"ignore_eos": True, **sampling}),
     )
     responses = [response async for response in client.worker(worker).Generate(request, timeout=60)]
     tokens = array("i", b"".join(response.token_ids for response in responses)).tolist()
@@ -30,16 +30,17 @@ async def test_a_seed_repeats_an_answer_anywhere_cold_or_cached_alone_or_in_comp
     client: Client, cluster: Cluster, draw: Draw
 ) -> None:
     prompt, (here, there) = draw(90), cluster.workers
-    wishes = {"max_tokens": 30, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01}
-    cold, _, _ = await ask(client, here, prompt, seed=7, **wishes)
+    sampling = {"max_tokens": 30, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01}
+    cold, _, _ = await ask(client, here, prompt, seed=7, **sampling)
     crowd = await asyncio.gather(
-        ask(client, here, prompt, seed=7, **wishes), *(ask(client, here, draw(50), seed=s, **wishes) for s in range(5))
+        ask(client, here, prompt, seed=7, **sampling),
+        *(ask(client, here, draw(50), seed=s, **sampling) for s in range(5)),
     )
-    elsewhere, _, _ = await ask(client, there, prompt, seed=7, **wishes)
+    elsewhere, _, _ = await ask(client, there, prompt, seed=7, **sampling)
     assert crowd[0][0] == cold
     assert elsewhere == cold
-    assert (await ask(client, here, prompt, seed=8, **wishes))[0] != cold
-    unseeded = [(await ask(client, here, prompt, **wishes))[0] for _ in range(2)]
+    assert (await ask(client, here, prompt, seed=8, **sampling))[0] != cold
+    unseeded = [(await ask(client, here, prompt, **sampling))[0] for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 

@@ -31,7 +31,7 @@ from worker_service.core.ports import (
 )
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
-from worker_service.engine import Engine, Wish
+from worker_service.engine import Engine, EngineRequest
 from worker_service.generation import Generation, Piece
 from worker_service.launcher import Launcher
 from worker_service.observer import Observer
@@ -207,9 +207,9 @@ class Desk:
     mover: ToyMover
     task: asyncio.Task[None]
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **wishes: object) -> Generation:
-        sampling = SamplingParams(max_tokens=max_tokens, **wishes)  # type: ignore[arg-type]
-        return self.engine.submit(Wish(NAMESPACE, array("i", prompt).tobytes(), sampling), Letters())
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: object) -> Generation:
+        sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+        return self.engine.submit(EngineRequest(NAMESPACE, array("i", prompt).tobytes(), sampling), Letters())
 
     async def settled(self) -> None:
         """Until nothing runs and nothing is left to say."""

@@ -67,7 +67,7 @@ class Lease:
     published_pages: int
     tables: list[list[int]]
     reads: list[set[int]]  # for each group the page numbers that this lease pins
-    wish: Acquire | None = None
+    asked: Acquire | None = None
     bypasses: bool = False
     ticket: TicketId | None = None
 
@@ -155,20 +155,20 @@ class FakeManager:
     def is_invalid(self, namespace: Namespace, tokens: bytes) -> bool:
         return len(namespace.salt) > self.limits.max_name_chars or len(tokens) // 4 > self.limits.max_sequence_tokens
 
-    def take_prompt(self, wish: Acquire) -> None:
+    def take_prompt(self, asked: Acquire) -> None:
         """The tokens as a whole, or a refusal; what is refused for want of room is kept."""
-        self.sent_bytes += len(wish.tokens)
-        kept = self.kept.pop(wish.sequence_id, b"")
-        if len(kept) < wish.kept_tokens * 4:
-            self.refuse(wish.sequence_id, RefusalReason.RESEND)
+        self.sent_bytes += len(asked.tokens)
+        kept = self.kept.pop(asked.sequence_id, b"")
+        if len(kept) < asked.kept_tokens * 4:
+            self.refuse(asked.sequence_id, RefusalReason.RESEND)
             return
-        whole = wish._replace(tokens=kept[: wish.kept_tokens * 4] + wish.tokens, kept_tokens=0)
-        if self.is_invalid(wish.namespace, whole.tokens):
-            self.refuse(wish.sequence_id, RefusalReason.INVALID, "step.acquires[0].tokens")
+        whole = asked._replace(tokens=kept[: asked.kept_tokens * 4] + asked.tokens, kept_tokens=0)
+        if self.is_invalid(asked.namespace, whole.tokens):
+            self.refuse(asked.sequence_id, RefusalReason.INVALID, "step.acquires[0].tokens")
             return
         self.acquire(whole)
-        if self.refusals and self.refusals[-1][:2] == (wish.sequence_id, RefusalReason.NO_ROOM):
-            self.keep(wish.sequence_id, whole.tokens)
+        if self.refusals and self.refusals[-1][:2] == (asked.sequence_id, RefusalReason.NO_ROOM):
+            self.keep(asked.sequence_id, whole.tokens)
 
     def keep(self, sequence_id: SequenceId, tokens: bytes) -> None:
         self.kept[sequence_id] = tokens
@@ -237,17 +237,17 @@ class FakeManager:
 
     # -- verbs --
 
-    def acquire(self, wish: Acquire, num_fetched: int = 0) -> None:
+    def acquire(self, asked: Acquire, num_fetched: int = 0) -> None:
         """`num_fetched` pages before the end of the cached prefix came by a ticket just now."""
-        sequence_id, namespace, tokens = wish.sequence_id, wish.namespace, wish.tokens
+        sequence_id, namespace, tokens = asked.sequence_id, asked.namespace, asked.tokens
         assert sequence_id not in self.leases, "duplicate sequence"
         self.num_acquires[sequence_id] = self.num_acquires.get(sequence_id, 0) + 1
         length = len(tokens) // 4
-        boundary = 0 if wish.bypass_cache else self.usable(namespace, tokens)
-        brought = [] if wish.bypass_cache else self.host_pages(namespace, tokens, boundary)
+        boundary = 0 if asked.bypass_cache else self.usable(namespace, tokens)
+        brought = [] if asked.bypass_cache else self.host_pages(namespace, tokens, boundary)
         start = boundary + len(brought)
         ends = [
-            -(-min(start * self.page_tokens + wish.chunk_tokens, length) // self.page_tokens)
+            -(-min(start * self.page_tokens + asked.chunk_tokens, length) // self.page_tokens)
             if self.is_window(group)
             else -(-length // self.page_tokens)
             for group in range(len(self.groups))
@@ -263,13 +263,15 @@ class FakeManager:
             self.refuse(sequence_id, RefusalReason.NEVER_FITS)
             return
         lacks = any(
-            self.room(group, set(hits[group].values())) - (ends[group] - boundary) < wish.reserve_pages
+            self.room(group, set(hits[group].values())) - (ends[group] - boundary) < asked.reserve_pages
             for group in range(len(self.groups))
         )
         if self._no_room or lacks:
             self.refuse(sequence_id)
             return
-        lease = Lease(namespace, tokens, start, 0, boundary, [], [set() for _ in self.groups], wish, wish.bypass_cache)
+        lease = Lease(
+            namespace, tokens, start, 0, boundary, [], [set() for _ in self.groups], asked, asked.bypass_cache
+        )
         lease.start = lease.computed = start * self.page_tokens
         lease.published_pages = start
         for group, numbers in enumerate(hits):
@@ -401,10 +403,10 @@ class FakeManager:
             return
         lease = self.leases.pop(ticket.sequence_id)
         self.drop(lease)
-        assert lease.wish is not None
-        self.acquire(lease.wish, ack.num_done)
+        assert lease.asked is not None
+        self.acquire(lease.asked, ack.num_done)
         if ticket.sequence_id not in self.leases:
-            self.keep(ticket.sequence_id, lease.wish.tokens)
+            self.keep(ticket.sequence_id, lease.asked.tokens)
 
     # -- after a restart --
 

@@ -20,9 +20,9 @@ from worker_service.core.launch_plan import Row
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.config import parse_model_config
 from worker_service.model.device import prepare_process
+from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.llama import Llama
 from worker_service.model.load import kv_shape
-from worker_service.model.products import Invariance
 from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.weights import expected_shapes
 
@@ -130,7 +130,7 @@ class Case:
         self.wanted = world.all_logits(Part(self.cold, 0, len(self.prompt)), num_decode=0)
         assert torch.isfinite(self.wanted).all()
 
-    def mates(self) -> tuple[list[Part], list[Part]]:
+    def neighbours(self) -> tuple[list[Part], list[Part]]:
         """Decode rows and chunks of other prompts, each with what came before it computed."""
         decoding, chunks = [], []
         for _ in range(self.source.randint(0, MAX_MATES)):
@@ -143,8 +143,8 @@ class Case:
         return decoding, chunks
 
     def in_company(self, part: Part) -> torch.Tensor:
-        """The part's logits in a launch with mates before and behind it."""
-        decoding, chunks = self.mates()
+        """The part's logits in a launch with others before and behind it."""
+        decoding, chunks = self.neighbours()
         place = self.source.randint(0, len(chunks))
         parts = [*decoding, *chunks[:place], part, *chunks[place:]]
         before = sum(entry.end - entry.first for entry in parts[: parts.index(part)])
@@ -196,7 +196,7 @@ def test_decoding_gives_the_same_logits_in_any_company(world: World, seed: int) 
         for first in range(prefix_len, len(tokens)):
             part = Part(sequence, first, first + 1)
             sequence.tokens = sequence.tokens[: first + 1]
-            decoding, chunks = case.mates() if way else ([], [])
+            decoding, chunks = case.neighbours() if way else ([], [])
             parts = [*decoding, part, *(chunks if way == 2 else [])]
             logits.append(world.runner.logits(world.batch(*parts))[len(decoding)])
             sequence.tokens.extend(tokens[first + 1 :])
@@ -231,7 +231,7 @@ def test_strict_decoding_has_the_bits_of_a_prompt(strict_world: World, seed: int
         case.in_company(Part(sequence, 0, start))
     for first in range(start, start + num_decoded):
         row = world.sequence(case.prompt[: first + 1], sequence.tables[0])
-        decoding, chunks = case.mates() if first % 8 == 0 else ([], [])
+        decoding, chunks = case.neighbours() if first % 8 == 0 else ([], [])
         parts = [*decoding, Part(row, first, first + 1), *chunks]
         got = world.runner.logits(world.batch(*parts))[len(decoding)]
         assert torch.equal(got, case.wanted[first]), f"decoded token {first}"

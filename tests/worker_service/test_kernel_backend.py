@@ -14,7 +14,7 @@ from kernels.backend import Backend
 from tests.worker_service.model_kit import CPU, NUM_PAGES, PAGE, FakeSequence, Part
 from tests.worker_service.model_kit import Bench as ModelBench
 from worker_service.gpu.kv_pages import KvPages
-from worker_service.model import attention, llama, products
+from worker_service.model import attention, gemm_dispatch, llama
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.load import kv_shape, load_model
 from worker_service.model.runner import Runner
@@ -22,7 +22,7 @@ from worker_service.model.runner import Runner
 OPS = (
     (llama, "rms_norm"),
     (llama, "silu_mul"),
-    (products, "linear"),
+    (gemm_dispatch, "linear"),
     (attention, "rotate_append_kv"),
     (attention, "decode_attention"),
     (attention, "prefill_attention"),

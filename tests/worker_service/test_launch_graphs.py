@@ -15,8 +15,8 @@ from worker_service.core.batch import Batch
 from worker_service.model.attention import LaunchInputs
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
-from worker_service.model.launch_graphs import GraphLimits, LaunchGraphs, Step, batch_sizes, rungs
-from worker_service.model.products import Invariance
+from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.launch_graphs import GraphLimits, GraphOutput, LaunchGraphs, batch_sizes, buckets
 from worker_service.model.runner import RunnerLimits
 
 CUDA = torch.device("cuda", 0)
@@ -42,14 +42,18 @@ def test_batch_sizes_reach_their_end_in_bounded_steps(most: int) -> None:
 
 def test_prompts_are_captured_up_to_the_budget() -> None:
     limits = GraphLimits(4, 100, 512, PAGE, 1, 8, one_phase=False)
-    assert [rung for rung in rungs(limits) if not rung.prompt_tokens] == [(1, 0, 0, 0), (2, 0, 0, 0), (4, 0, 0, 0)]
-    prompts = {(rung.num_decode, rung.prompt_tokens) for rung in rungs(limits) if rung.prompt_tokens}
+    assert [bucket for bucket in buckets(limits) if not bucket.prompt_tokens] == [
+        (1, 0, 0, 0),
+        (2, 0, 0, 0),
+        (4, 0, 0, 0),
+    ]
+    prompts = {(bucket.num_decode, bucket.prompt_tokens) for bucket in buckets(limits) if bucket.prompt_tokens}
     assert prompts == {(0, 16), (0, 64), (4, 64)}
-    strict = rungs(limits._replace(one_phase=True))
-    assert {rung.num_decode for rung in strict} == {0}
-    assert [rung.prompt_tokens for rung in strict if not rung.num_logits] == [1, 2, 4]
-    many = rungs(GraphLimits(32, 512, 512, PAGE, 1, 8, one_phase=True))
-    assert {rung.num_logits for rung in many} == {0, 32}
+    strict = buckets(limits._replace(one_phase=True))
+    assert {bucket.num_decode for bucket in strict} == {0}
+    assert [bucket.prompt_tokens for bucket in strict if not bucket.num_logits] == [1, 2, 4]
+    many = buckets(GraphLimits(32, 512, 512, PAGE, 1, 8, one_phase=True))
+    assert {bucket.num_logits for bucket in many} == {0, 32}
 
 
 @pytest.mark.parametrize("one_phase", [False, True])
@@ -62,8 +66,8 @@ def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool,
     rows = [Part(entry, 8, 9) for entry in decoding]
 
     def sizes(*parts: Part) -> tuple[int, int] | None:
-        rung = graphs.rung_for(bench.batch(*parts))
-        return rung and (rung.num_decode, rung.prompt_tokens)
+        bucket = graphs.bucket_for(bench.batch(*parts))
+        return bucket and (bucket.num_decode, bucket.prompt_tokens)
 
     assert sizes(*rows) == ((0, 4) if one_phase else (4, 0))
     assert sizes(rows[0]) == ((0, 1) if one_phase else (1, 0))
@@ -73,10 +77,10 @@ def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool,
     assert sizes(*rows, *rows) is None  # more sequences than the tables have rows
     every_logit = bench.batch(Part(prompt, 0, 70))
     wanted = replace(every_logit, logits_rows=array("i", range(70)))
-    assert graphs.rung_for(wanted) is None
+    assert graphs.bucket_for(wanted) is None
 
 
-def never(inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> Step:
+def never(inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> GraphOutput:
     raise AssertionError("nothing is captured here")
 
 
@@ -140,7 +144,7 @@ def test_replays_follow_each_other_without_a_trace(twins: Twins) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_wishes_are_heard_behind_a_replay(twins: Twins) -> None:
+def test_sampling_parameters_hold_behind_a_replay(twins: Twins) -> None:
     one, other = twins.decode([9, 20, 31], temperature=0.9, top_k=30, seed=4, repetition_penalty=1.3, logprobs=3)
     wanted = twins.plain.runner.run(other)
     assert twins.captured.runner.run(one) == wanted
@@ -157,7 +161,7 @@ def test_a_replay_waits_for_nothing_but_its_tokens(twins: Twins) -> None:
 
 
 def is_captured(bench: Bench, batch: Batch) -> bool:
-    return bench.runner._graphs is not None and bench.runner._graphs.rung_for(batch) is not None
+    return bench.runner._graphs is not None and bench.runner._graphs.bucket_for(batch) is not None
 
 
 @pytest.mark.gpu

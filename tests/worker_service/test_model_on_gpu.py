@@ -11,7 +11,7 @@ from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, Part
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
-from worker_service.model.products import kind_of
+from worker_service.model.gemm_dispatch import gemm_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -56,8 +56,8 @@ def test_a_model_on_the_tiled_gemm(bench: Bench, monkeypatch: pytest.MonkeyPatch
     """What serves shapes for which the library is not row-stable: near it, and row-stable from one row on."""
     tokens = prompt(70, 6)
     wanted = bench.all_logits(Part(bench.sequence(tokens, range(1, 6)), 0, 70))
-    everything = frozenset(map(kind_of, bench.runner._model.linears()))
-    monkeypatch.setattr(bench.runner._products, "tiled", everything)
+    everything = frozenset(map(gemm_shape, bench.runner._model.linears()))
+    monkeypatch.setattr(bench.runner._gemm, "tiled", everything)
     whole = bench.all_logits(Part(bench.sequence(tokens, range(6, 11)), 0, 70))
     assert (whole - wanted).abs().max() < 0.1 * wanted.std()
     cut_up = bench.sequence(tokens, range(11, 16))

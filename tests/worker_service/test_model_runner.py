@@ -98,7 +98,7 @@ def test_random_tokens_repeat_with_the_seed(bench: Bench) -> None:
 def test_small_launches_are_padded_without_a_trace(folder: Path) -> None:
     """Padding to a least number of rows must not reach pages, logits or results."""
     plain, padded = Bench(folder), Bench(folder)
-    plain.runner._products.least_rows, padded.runner._products.least_rows = 0, 24
+    plain.runner._gemm.least_rows, padded.runner._gemm.least_rows = 0, 24
     tokens = random_tokens(19, 5)
     for first, end in ((0, 16), (16, 18), (18, 19)):
         logits = [
@@ -115,8 +115,8 @@ def test_small_launches_are_padded_without_a_trace(folder: Path) -> None:
 
 def test_logprobs_go_to_the_rows_that_asked(bench: Bench) -> None:
     prompts = [random_tokens(length, length) for length in (5, 9, 12, 7)]
-    wishes: list[dict[str, int]] = [{"logprobs": 2}, {}, {"logprobs": 0}, {"logprobs": 5}]
-    sequences = [bench.sequence(p, [n + 1], **w) for n, (p, w) in enumerate(zip(prompts, wishes, strict=True))]
+    params: list[dict[str, int]] = [{"logprobs": 2}, {}, {"logprobs": 0}, {"logprobs": 5}]
+    sequences = [bench.sequence(p, [n + 1], **w) for n, (p, w) in enumerate(zip(prompts, params, strict=True))]
     parts = [Part(sequence, 0, len(sequence.tokens)) for sequence in sequences]
     result = bench.run(*parts)
     wanted = bench.runner.logits(bench.batch(*parts)).log_softmax(-1)

@@ -18,7 +18,7 @@ from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import Ack, GroupKind, GroupSpec, HostTierKind, Transfer, TransferStatus
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
-from worker_service.engine import Engine, Wish
+from worker_service.engine import Engine, EngineRequest
 from worker_service.launcher import Launcher
 from worker_service.observer import Observer
 
@@ -103,7 +103,7 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
         for number in range(NUM_REQUESTS):
             prompt = rng.choices(range(VOCAB), k=rng.choice((24, 40)))
             asked = engine.submit(
-                Wish(NAMESPACE, array("i", prompt).tobytes(), SamplingParams(max_tokens=3)), Letters()
+                EngineRequest(NAMESPACE, array("i", prompt).tobytes(), SamplingParams(max_tokens=3)), Letters()
             )
             await asyncio.sleep(rng.random() * 0.006)
             if number % HELLO_EVERY == 0:

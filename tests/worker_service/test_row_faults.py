@@ -23,7 +23,7 @@ from worker_service.core.sequence import (
 )
 from worker_service.device_runner import DeviceRunner
 from worker_service.model.runner import LaunchResult
-from worker_service.model.wishes import host_wishes
+from worker_service.model.sampling_arrays import sampling_arrays
 from worker_service.row_faults import MAX_RUNS, DeviceLost, run_rows
 
 GROUPS = (full_group(1000),)
@@ -137,7 +137,7 @@ def test_whatever_passes_the_checks_fits_into_a_launch(
     )
     params.validate()
     batch = build_batch([Row(sequence([1, 2, 3], [1], sampling=params), 0, 3)], 0, GROUPS, 4)
-    assert len(host_wishes(batch.sampled).arrays[0]) == 1
+    assert len(sampling_arrays(batch.sampled).arrays[0]) == 1
 
 
 class Device(DeviceRunner):

@@ -17,9 +17,9 @@ from transformers import (
 from tests.worker_service.model_kit import CPU
 from worker_service.core.batch import SampledRow
 from worker_service.core.sequence import SamplingParams
-from worker_service.model.sampler import RowWishes, Sampled, _drawn, _filtered, _penalised, row_key, sample
+from worker_service.model.sampler import Sampled, SamplingTensors, _drawn, _filtered, _penalised, row_key, sample
+from worker_service.model.sampling_arrays import LEAST_TEMPERATURE, sampling_arrays
 from worker_service.model.staging import Upload
-from worker_service.model.wishes import LEAST_TEMPERATURE, host_wishes
 
 VOCAB = 60
 
@@ -28,9 +28,9 @@ def row(position: int = 0, history: list[int] | None = None, **params: Any) -> S
     return SampledRow(0, SamplingParams(**params), position, None if history is None else array("i", history))
 
 
-def staged(rows: list[SampledRow]) -> tuple[RowWishes, Any]:
-    wishes = host_wishes(rows)
-    return RowWishes(*(tensor.clone() for tensor in Upload(CPU).send(wishes.arrays))), wishes.flags
+def staged(rows: list[SampledRow]) -> tuple[SamplingTensors, Any]:
+    sampling = sampling_arrays(rows)
+    return SamplingTensors(*(tensor.clone() for tensor in Upload(CPU).send(sampling.arrays))), sampling.flags
 
 
 def draw(logits: torch.Tensor, rows: list[SampledRow]) -> Sampled:
@@ -42,8 +42,8 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def survivors(logits: torch.Tensor, **params: Any) -> torch.Tensor:
-    wishes, _ = staged([row(**params)] * logits.shape[0])
-    return _filtered(logits, wishes).isfinite()
+    sampling, _ = staged([row(**params)] * logits.shape[0])
+    return _filtered(logits, sampling).isfinite()
 
 
 def test_greedy_takes_the_lowest_index_of_equals() -> None:
@@ -100,11 +100,11 @@ def test_equal_scores_at_the_cut_fall_by_token_id() -> None:
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_penalty_is_the_references(penalty: float) -> None:
     logits, histories = random_logits(3, seed=5), [[1, 2, 2, 30], [0], [59, 5, 59]]
-    wishes, flags = staged([row(history=h, repetition_penalty=penalty) for h in histories])
+    sampling, flags = staged([row(history=h, repetition_penalty=penalty) for h in histories])
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     wanted = [processor(torch.tensor([h]), logits[i : i + 1].clone())[0] for i, h in enumerate(histories)]
     assert flags.any_penalty
-    assert torch.allclose(_penalised(logits, wishes), torch.stack(wanted))
+    assert torch.allclose(_penalised(logits, sampling), torch.stack(wanted))
 
 
 def test_penalty_of_one_row_leaves_the_others_alone() -> None:
@@ -140,7 +140,7 @@ def test_noise_of_neighbouring_positions_seeds_and_tokens_is_unrelated() -> None
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
-    """Alone, in company, in another order and beside other wishes: the same token."""
+    """Alone, in company, in another order and beside other parameters: the same token."""
     logits = random_logits(6, seed=8)
     rows = [
         row(position=3, temperature=1.0, seed=1),
@@ -197,8 +197,8 @@ def test_tiny_temperatures_are_greedy_and_finite() -> None:
 def test_a_single_survivor_is_always_taken() -> None:
     logits = random_logits(200, seed=10)
     rows = [row(position=position, temperature=1.0, top_k=1, seed=position) for position in range(200)]
-    wishes, flags = staged(rows)
-    assert torch.equal(_drawn(logits, wishes, flags), logits.argmax(-1))
+    sampling, flags = staged(rows)
+    assert torch.equal(_drawn(logits, sampling, flags), logits.argmax(-1))
 
 
 def test_logprobs_are_the_models_own() -> None:

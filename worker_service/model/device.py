@@ -53,7 +53,7 @@ def numerics(device: torch.device, backend: Backend) -> str:
     if backend is not Backend.REFERENCE:
         software.append(f"triton{_major_minor(version('triton'))}")
     card = torch.cuda.get_device_properties(device)
-    # The library picks its products by the number of multiprocessors, too.
+    # The library picks its GEMM by the number of multiprocessors, too.
     kind = f"sm{card.major}{card.minor}x{card.multi_processor_count}"
     return "/".join([*software, f"cuda{torch.version.cuda}", kind])
 
@@ -62,14 +62,14 @@ def _major_minor(release: str) -> str:
     return ".".join(release.split(".")[:2])
 
 
-def prepare_process(device: torch.device, num_threads: int, *, stable_products: bool = True) -> None:
+def prepare_process(device: torch.device, num_threads: int, *, stable_gemms: bool = True) -> None:
     """Process-wide settings, before the first tensor: threads on a CPU (0 = all cores), stable GEMMs on CUDA."""
     if device.type == "cpu":
         torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
         # Attention weights far from the best are denormal numbers, which a CPU computes with twenty times slower.
         torch.set_flush_denormal(True)
         return
-    if not stable_products:
+    if not stable_gemms:
         return
     os.environ.update(CUBLAS_SETTINGS)
     matmul = torch.backends.cuda.matmul

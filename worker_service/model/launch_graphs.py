@@ -1,8 +1,8 @@
 """Launches as CUDA graphs, captured before serving: decode steps, small prompts, and small prompts beside decode rows.
 
-Knows no layer and no sampling wish: what a launch computes is the `Forward` that it was given.
+What a launch computes is the `Forward` that the constructor is given.
 
-    token ids, positions, slots    static: the rung's decode rows, then its prompts' tokens; rows of nobody: slot -1
+    token ids, positions, slots    static: the bucket's decode rows, then its prompts' tokens; padding rows: slot -1
     lengths and their sums         static: of decode rows, of prompts; sequences that are not there have no keys
     block tables                   static, as wide as the longest sequence; only the columns in use are copied
 """
@@ -25,7 +25,7 @@ from worker_service.model.staging import HostArray, Upload, packed_bytes, padded
 PADDING_SLOT = -1
 SMALL_BATCHES = (1, 2, 4, 8)
 BATCH_STEP = 8
-# Beyond it the weights' share of a launch is small, so a padding row costs little and rungs may lie further apart.
+# Beyond it the weights' share of a launch is small, so a padding row costs little and buckets may lie further apart.
 WIDE_FROM = 64
 WIDE_STEP = 32
 # Prompts beyond the last keep the device busy for longer than their launch takes the host.
@@ -37,7 +37,7 @@ PROMPT_SAMPLES = 8
 _log = logging.getLogger("worker_service")
 
 
-class Step(NamedTuple):
+class GraphOutput(NamedTuple):
     """One launch's results: the likeliest tokens int32 [rows] and the logits [rows, vocab_size]."""
 
     tokens: torch.Tensor
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 # Inputs, and which rows to give logits of: None for all.
-Forward = Callable[[LaunchInputs, torch.Tensor | None], Step]
+Forward = Callable[[LaunchInputs, torch.Tensor | None], GraphOutput]
 
 
 class GraphLimits(NamedTuple):
@@ -60,7 +60,7 @@ class GraphLimits(NamedTuple):
     one_phase: bool  # decode rows go through the attention of prompts, as chunks of one token
 
 
-class Rung(NamedTuple):
+class Bucket(NamedTuple):
     """The shape of one graph: decode rows, then the tokens of prompts. num_logits 0: every row's."""
 
     num_decode: int
@@ -85,7 +85,7 @@ class Rung(NamedTuple):
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    step: Step
+    output: GraphOutput
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -95,28 +95,30 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in (*SMALL_BATCHES, *narrow, *wide) if size < max_num_seqs), max_num_seqs)
 
 
-def rungs(limits: GraphLimits) -> tuple[Rung, ...]:
+def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
     """Every graph's shape, the smallest first."""
     seqs, tokens = limits.max_num_seqs, limits.max_tokens
     sizes = batch_sizes(seqs)
     # In one phase decode rows are among the prompts, and each of them samples.
     samples = max(seqs, PROMPT_SAMPLES) if limits.one_phase else PROMPT_SAMPLES
-    prompts = [Rung(0, size, seqs, samples) for size in PROMPT_TOKENS if size <= tokens]
+    prompts = [Bucket(0, size, seqs, samples) for size in PROMPT_TOKENS if size <= tokens]
     if limits.one_phase:
-        return tuple(sorted([*(Rung(0, size, size, 0) for size in sizes), *prompts], key=lambda rung: rung.num_rows))
-    mixed = [Rung(seqs, size, seqs, seqs + PROMPT_SAMPLES) for size in MIXED_TOKENS if size <= tokens]
-    decode = [Rung(size, 0, 0, 0) for size in sizes]
-    return tuple(sorted([*decode, *prompts, *mixed], key=lambda rung: rung.num_rows))
+        return tuple(
+            sorted([*(Bucket(0, size, size, 0) for size in sizes), *prompts], key=lambda bucket: bucket.num_rows)
+        )
+    mixed = [Bucket(seqs, size, seqs, seqs + PROMPT_SAMPLES) for size in MIXED_TOKENS if size <= tokens]
+    decode = [Bucket(size, 0, 0, 0) for size in sizes]
+    return tuple(sorted([*decode, *prompts, *mixed], key=lambda bucket: bucket.num_rows))
 
 
 class LaunchGraphs:
-    """Captures `forward` once per rung; `replay` fills the static buffers and runs the smallest graph that fits."""
+    """Captures `forward` once per bucket; `replay` fills the static buffers and runs the smallest graph that fits."""
 
     def __init__(self, forward: Forward, limits: GraphLimits, device: torch.device) -> None:
         self._forward = forward
         self._limits = limits
-        self._rungs = rungs(limits)
-        self._num_rows = max(*(rung.num_rows for rung in self._rungs), limits.least_rows)
+        self._buckets = buckets(limits)
+        self._num_rows = max(*(bucket.num_rows for bucket in self._buckets), limits.least_rows)
         width = -(-limits.max_model_len // limits.page_tokens)
         # Of decode rows and of as many prompts behind them.
         self._tables = [
@@ -127,46 +129,50 @@ class LaunchGraphs:
         sizes = [len(values) * values.itemsize for values in nothing] + [table.nbytes for table in self._tables]
         self._upload = Upload(device, packed_bytes(sizes))
         self._inputs = self._upload.send(nothing)
-        self._captured: dict[Rung, Captured] = {}
+        self._captured: dict[Bucket, Captured] = {}
 
     def capture(self) -> None:
-        """All rungs, the largest first: the smaller ones then fit into its memory. Compiles what was never run."""
+        """All buckets, the largest first: the smaller ones then fit into its memory. Compiles what was never run."""
         start_s, free_bytes = time.monotonic(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
-        for rung in reversed(self._rungs):
-            inputs, logits_rows = self._launch_inputs(rung)
+        for bucket in reversed(self._buckets):
+            inputs, logits_rows = self._launch_inputs(bucket)
             self._forward(inputs, logits_rows)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                step = self._forward(inputs, logits_rows)
-            self._captured[rung] = Captured(graph, step)
+                output = self._forward(inputs, logits_rows)
+            self._captured[bucket] = Captured(graph, output)
         torch.cuda.synchronize()
         taken = {
-            "graphs": len(self._rungs),
+            "graphs": len(self._buckets),
             "seconds": round(time.monotonic() - start_s, 2),
             "mib": (free_bytes - torch.cuda.mem_get_info()[0]) >> 20,
         }
         _log.info("launches captured", extra=taken)
 
-    def rung_for(self, batch: Batch) -> Rung | None:
+    def bucket_for(self, batch: Batch) -> Bucket | None:
         """The smallest graph that can stand in for the launch."""
         num_decode = self._num_decode(batch)
-        return next((rung for rung in self._rungs if rung.holds(batch, num_decode)), None) if batch.num_seqs else None
+        return (
+            next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode)), None)
+            if batch.num_seqs
+            else None
+        )
 
-    def replay(self, rung: Rung, batch: Batch) -> Step:
+    def replay(self, bucket: Bucket, batch: Batch) -> GraphOutput:
         """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""
         num_decode = self._num_decode(batch)
-        fixed = self._fixed(_rows_of(batch, num_decode), num_decode, rung.num_decode)
+        fixed = self._fixed(_rows_of(batch, num_decode), num_decode, bucket.num_decode)
         tensors = self._upload.send([*fixed, *batch.block_tables])
         for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
-            _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, rung.num_decode)
-        graph, step = self._captured[rung]
+            _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, bucket.num_decode)
+        graph, output = self._captured[bucket]
         graph.replay()
         samples = len(batch.sampled)
-        return Step(step.tokens[:samples], step.logits[:samples])
+        return GraphOutput(output.tokens[:samples], output.logits[:samples])
 
-    def graph(self, rung: Rung) -> torch.cuda.CUDAGraph:
-        return self._captured[rung].graph
+    def graph(self, bucket: Bucket) -> torch.cuda.CUDAGraph:
+        return self._captured[bucket].graph
 
     def _num_decode(self, batch: Batch) -> int:
         return 0 if self._limits.one_phase else batch.num_decode_seqs
@@ -194,22 +200,22 @@ class LaunchGraphs:
             *(laid_out(slots, PADDING_SLOT) for slots in rows.slots),
         ]
 
-    def _launch_inputs(self, rung: Rung) -> tuple[LaunchInputs, torch.Tensor | None]:
-        rows = max(rung.num_rows, self._limits.least_rows)
+    def _launch_inputs(self, bucket: Bucket) -> tuple[LaunchInputs, torch.Tensor | None]:
+        rows = max(bucket.num_rows, self._limits.least_rows)
         token_ids, positions, lengths, logits_rows, cu_q, cu_k, *slots = self._inputs
         inputs = LaunchInputs(
             token_ids=token_ids[:rows],
             positions=positions[:rows],
             slot_mapping=[values[:rows] for values in slots],
-            block_tables=[table[: rung.num_decode + rung.num_prompts] for table in self._tables],
-            decode_seqlens_k=lengths[: rung.num_decode],
-            prefill_cu_q=cu_q[: rung.num_prompts + 1],
-            prefill_cu_k=cu_k[: rung.num_prompts + 1],
-            num_decode=rung.num_decode,
-            max_seqlen_q=rung.prompt_tokens,
+            block_tables=[table[: bucket.num_decode + bucket.num_prompts] for table in self._tables],
+            decode_seqlens_k=lengths[: bucket.num_decode],
+            prefill_cu_q=cu_q[: bucket.num_prompts + 1],
+            prefill_cu_k=cu_k[: bucket.num_prompts + 1],
+            num_decode=bucket.num_decode,
+            max_seqlen_q=bucket.prompt_tokens,
             max_seqlen_k=self._limits.max_model_len,
         )
-        return inputs, logits_rows[: rung.num_logits] if rung.num_logits else None
+        return inputs, logits_rows[: bucket.num_logits] if bucket.num_logits else None
 
 
 class _Rows(NamedTuple):
@@ -235,7 +241,7 @@ def _rows_of(batch: Batch, num_decode: int) -> _Rows:
 
 
 def _place(table: torch.Tensor, sent: torch.Tensor, num_decode: int, decode_rows: int) -> None:
-    """Rows of decoding sequences to the front, those of prompts behind the rung's decode rows."""
+    """Rows of decoding sequences to the front, those of prompts behind the bucket's decode rows."""
     if num_decode:
         table[:num_decode].copy_(sent[:num_decode])
     if num_decode < sent.shape[0]:

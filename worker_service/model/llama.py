@@ -1,7 +1,7 @@
 """The Llama family's forward pass, inference only: Llama, Qwen2, Qwen3 and Mistral differ by switches of the config.
 
-Knows no page, batch or request: what attention reads and where K and V go is the caller's `Attend`, and which GEMM
-multiplies which rows its `Multiply`.
+Knows no page, batch or request: what attention reads and where K and V go is the caller's `Attend`, the matrix
+products are its `Gemm`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Attend(Protocol):
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor: ...
 
 
-class Multiply(Protocol):
+class Gemm(Protocol):
     """x [num_rows, K] through a projection: [num_rows, N]."""
 
     def __call__(self, x: torch.Tensor, linear: Linear, /) -> torch.Tensor: ...
@@ -94,25 +94,23 @@ class Llama:
         projections = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers]
         return [*chain.from_iterable(projections), self._head]
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, multiply: Multiply
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, gemm: Gemm) -> torch.Tensor:
         """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
         eps, backend = self.config.norm_eps, self.backend
         hidden = self._embeddings[token_ids]
         x = rms_norm(hidden, self._layers[0].attention_norm, eps, backend=backend)
         next_norms = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            attended = attend(number, self._heads(layer, multiply(x, layer.qkv), positions))
-            attended = multiply(attended.view(x.shape[0], -1), layer.output)
+            attended = attend(number, self._heads(layer, gemm(x, layer.qkv), positions))
+            attended = gemm(attended.view(x.shape[0], -1), layer.output)
             x, hidden = rms_norm(attended, layer.mlp_norm, eps, residual=hidden, backend=backend)
-            inner = multiply(silu_mul(multiply(x, layer.gate_up), backend=backend), layer.down)
+            inner = gemm(silu_mul(gemm(x, layer.gate_up), backend=backend), layer.down)
             x, hidden = rms_norm(inner, next_norm, eps, residual=hidden, backend=backend)
         return x
 
-    def logits(self, normed: torch.Tensor, multiply: Multiply) -> torch.Tensor:
+    def logits(self, normed: torch.Tensor, gemm: Gemm) -> torch.Tensor:
         """[num_rows, vocab_size] in the model's dtype."""
-        return multiply(normed, self._head)
+        return gemm(normed, self._head)
 
     def _heads(self, layer: Layer, qkv: torch.Tensor, positions: torch.Tensor) -> Heads:
         config = self.config

@@ -15,12 +15,12 @@ from worker_service.core.batch import Batch
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
-from worker_service.model.launch_graphs import PADDING_SLOT, GraphLimits, LaunchGraphs, Step, split_lengths
+from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invariance
+from worker_service.model.launch_graphs import PADDING_SLOT, GraphLimits, GraphOutput, LaunchGraphs, split_lengths
 from worker_service.model.llama import Llama
-from worker_service.model.products import MOST_PADDING, Invariance, Products
-from worker_service.model.sampler import Flags, RowWishes, Sampled, sample
+from worker_service.model.sampler import Flags, Sampled, SamplingTensors, sample
+from worker_service.model.sampling_arrays import SamplingArrays, sampling_arrays
 from worker_service.model.staging import Download, Upload, padded
-from worker_service.model.wishes import HostWishes, host_wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Runner:
         self._kv_pages = kv_pages
         self._upload = Upload(device)
         self._download = Download(device)
-        self._products = Products(model.linears(), limits.invariance, limits.token_budget, model.backend)
+        self._gemm = GemmDispatch(model.linears(), limits.invariance, limits.token_budget, model.backend)
         self._one_phase = limits.invariance is Invariance.STRICT
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
@@ -67,41 +67,41 @@ class Runner:
                 self._graphs = self._captured_graphs(limits, device)
 
     def run(self, batch: Batch) -> LaunchResult:
-        wishes = host_wishes(batch.sampled)
+        sampling = sampling_arrays(batch.sampled)
         with torch.inference_mode():
-            values = self._download.fetch(self._launch(batch, wishes))
-            return _unjoined(values, batch, wishes.flags.num_logprobs)
+            values = self._download.fetch(self._launch(batch, sampling))
+            return _unjoined(values, batch, sampling.flags.num_logprobs)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The launch without sampling: fp32 [sampled rows, vocab_size] on the device."""
         with torch.inference_mode():
-            step = self._replayed(batch)
-            if step is not None:
-                return step.logits.float()
-            staged = self._staged(batch, host_wishes(batch.sampled))
+            output = self._replayed(batch)
+            if output is not None:
+                return output.logits.float()
+            staged = self._staged(batch, sampling_arrays(batch.sampled))
             return self._logits(staged, batch)
 
-    def _launch(self, batch: Batch, wishes: HostWishes) -> torch.Tensor:
+    def _launch(self, batch: Batch, sampling: SamplingArrays) -> torch.Tensor:
         """What comes back to the host, as one int32 tensor."""
-        step = self._replayed(batch)
-        if step is not None:
-            if not batch.sampled or _only_likeliest(wishes.flags):
-                return step.tokens
-            row_wishes = RowWishes(*self._upload.send(wishes.arrays))
-            return _joined(sample(step.logits.float(), row_wishes, wishes.flags))
-        staged = self._staged(batch, wishes)
+        output = self._replayed(batch)
+        if output is not None:
+            if not batch.sampled or _only_likeliest(sampling.flags):
+                return output.tokens
+            tensors = SamplingTensors(*self._upload.send(sampling.arrays))
+            return _joined(sample(output.logits.float(), tensors, sampling.flags))
+        staged = self._staged(batch, sampling)
         if not batch.sampled:
             self._hidden(staged.inputs)
             return staged.inputs.token_ids[:0]
-        return _joined(sample(self._logits(staged, batch), staged.wishes, wishes.flags))
+        return _joined(sample(self._logits(staged, batch), staged.sampling, sampling.flags))
 
-    def _replayed(self, batch: Batch) -> Step | None:
-        rung = self._graphs.rung_for(batch) if self._graphs else None
-        return self._graphs.replay(rung, batch) if self._graphs and rung else None
+    def _replayed(self, batch: Batch) -> GraphOutput | None:
+        bucket = self._graphs.bucket_for(batch) if self._graphs else None
+        return self._graphs.replay(bucket, batch) if self._graphs and bucket else None
 
     def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
         attention = self.attention(inputs)
-        return self._model.forward(inputs.token_ids, inputs.positions, attention, self._products)
+        return self._model.forward(inputs.token_ids, inputs.positions, attention, self._gemm)
 
     def attention(self, inputs: LaunchInputs) -> PagedAttention:
         """What one launch's layers attend with; to be made anew for each."""
@@ -109,7 +109,7 @@ class Runner:
 
     def _logits(self, staged: _Staged, batch: Batch) -> torch.Tensor:
         hidden = self._hidden(staged.inputs)
-        return self._model.logits(hidden[staged.logits_rows], self._products)[: len(batch.sampled)].float()
+        return self._model.logits(hidden[staged.logits_rows], self._gemm)[: len(batch.sampled)].float()
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
         bounds = GraphLimits(
@@ -118,25 +118,25 @@ class Runner:
             max_model_len=self._model.config.max_model_len,
             page_tokens=self._kv_pages.page_tokens,
             num_groups=self._kv_pages.num_groups,
-            least_rows=self._products.least_rows,
+            least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
         )
-        graphs = LaunchGraphs(self._step, bounds, device)
+        graphs = LaunchGraphs(self._captured_forward, bounds, device)
         graphs.capture()
         return graphs
 
-    def _step(self, inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> Step:
+    def _captured_forward(self, inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> GraphOutput:
         """What a graph holds: the launch, the logits of these rows (None: of all but padding) and their likeliest."""
         hidden = self._hidden(inputs)
         rows = hidden if logits_rows is None else hidden[logits_rows]
-        logits = self._model.logits(rows, self._products)
+        logits = self._model.logits(rows, self._gemm)
         # Of the model's own numbers: widening them to fp32, as the sampler does, would change no order.
-        return Step(logits.argmax(dim=-1).to(torch.int32), logits)
+        return GraphOutput(logits.argmax(dim=-1).to(torch.int32), logits)
 
-    def _staged(self, batch: Batch, wishes: HostWishes) -> _Staged:
+    def _staged(self, batch: Batch, sampling: SamplingArrays) -> _Staged:
         num_decode = 0 if self._one_phase else batch.num_decode_seqs
-        rows = batch.num_tokens + self._products.num_padding(batch.num_tokens)
-        logits_rows = len(batch.logits_rows) + self._products.num_padding(len(batch.logits_rows))
+        rows = batch.num_tokens + self._gemm.num_padding(batch.num_tokens)
+        logits_rows = len(batch.logits_rows) + self._gemm.num_padding(len(batch.logits_rows))
         slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
         tensors = iter(
             self._upload.send(
@@ -147,7 +147,7 @@ class Runner:
                     *split_lengths(batch, num_decode),
                     *slots,
                     *batch.block_tables,
-                    *wishes.arrays,
+                    *sampling.arrays,
                 ]
             )
         )
@@ -164,13 +164,13 @@ class Runner:
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
         )
-        return _Staged(inputs, logits_index, RowWishes(*tensors))
+        return _Staged(inputs, logits_index, SamplingTensors(*tensors))
 
 
 class _Staged(NamedTuple):
     inputs: LaunchInputs
     logits_rows: torch.Tensor
-    wishes: RowWishes
+    sampling: SamplingTensors
 
 
 def _only_likeliest(flags: Flags) -> bool:

@@ -1,7 +1,7 @@
-"""Next tokens from logits, a batch of rows with different wishes at once, without a copy to the host.
+"""Next tokens from logits, a batch of rows with different sampling parameters at once, without a copy to the host.
 
-Knows no sequence and keeps no state. The randomness of a row is a pure function of its seed, its position and the
-token id: whoever repeats a request with the same seed draws the same tokens, alone or in company, here or elsewhere.
+The randomness of a row is a pure function of its seed, its position and the token id, so a repeated request with the
+same seed draws the same tokens in any batch and on any worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ODD = 0x9E3779B97F4A7C15
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
-class RowWishes(NamedTuple):
+class SamplingTensors(NamedTuple):
     """One value per row, on the device: fp32, keys int64, the others int32.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 are off. `history_rows` and `history_tokens` pair
@@ -53,12 +53,15 @@ class Sampled(NamedTuple):
     top_logprobs: torch.Tensor | None
 
 
-def sample(logits: torch.Tensor, wishes: RowWishes, flags: Flags) -> Sampled:
-    """fp32 logits [rows, vocab_size] to one token per row. Log-probabilities are the model's own, before any wish."""
-    scores = _penalised(logits, wishes) if flags.any_penalty else logits
+def sample(logits: torch.Tensor, params: SamplingTensors, flags: Flags) -> Sampled:
+    """One token per row of fp32 logits [rows, vocab_size].
+
+    Log-probabilities are the model's own: before penalties, temperature and filters.
+    """
+    scores = _penalised(logits, params) if flags.any_penalty else logits
     tokens = scores.argmax(dim=-1)  # of equals the lowest index
     if flags.any_random:
-        tokens = torch.where(wishes.temperature > 0, _drawn(scores, wishes, flags), tokens)
+        tokens = torch.where(params.temperature > 0, _drawn(scores, params, flags), tokens)
     if flags.num_logprobs < 0:
         return Sampled(tokens, None, None, None)
     logprobs = logits.log_softmax(dim=-1)
@@ -77,44 +80,44 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
     return mixed & _WORD, mixed >> 32
 
 
-def _penalised(logits: torch.Tensor, wishes: RowWishes) -> torch.Tensor:
+def _penalised(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Tokens of the history lose: positive scores are divided by the penalty, negative ones multiplied."""
-    places = (wishes.history_rows, wishes.history_tokens)
+    places = (params.history_rows, params.history_tokens)
     scores = logits[places]
-    penalty = wishes.penalty[wishes.history_rows]
+    penalty = params.penalty[params.history_rows]
     return logits.index_put(places, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
-def _drawn(scores: torch.Tensor, wishes: RowWishes, flags: Flags) -> torch.Tensor:
-    """Gumbel's way: the largest of log p + noise is a draw from p, with no running sum whose rounding could tip it."""
+def _drawn(scores: torch.Tensor, params: SamplingTensors, flags: Flags) -> torch.Tensor:
+    """Gumbel-max sampling: the argmax of log p + Gumbel noise is a draw from p; no running sum that could round."""
     # Greedy rows run along with temperature 1; their draw is not used.
-    temperature = torch.where(wishes.temperature > 0, wishes.temperature, 1.0)
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
     scaled = scores / temperature.unsqueeze(1)
     if flags.any_filter:
-        scaled = _filtered(scaled, wishes)
-    return (scaled + _gumbel(wishes, scores.shape[-1])).argmax(dim=-1)
+        scaled = _filtered(scaled, params)
+    return (scaled + _gumbel(params, scores.shape[-1])).argmax(dim=-1)
 
 
-def _filtered(scores: torch.Tensor, wishes: RowWishes) -> torch.Tensor:
+def _filtered(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """top-k, then top-p of what is left, then min-p: what falls out gets -inf. The best token always stays."""
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(scores.shape[-1], device=scores.device)
-    top_k = torch.where(wishes.top_k > 0, wishes.top_k, scores.shape[-1]).unsqueeze(1)
+    top_k = torch.where(params.top_k > 0, params.top_k, scores.shape[-1]).unsqueeze(1)
     kept = ranked.values.masked_fill(ranks >= top_k, -torch.inf)
     probabilities = kept.softmax(dim=-1)
     # A token stays while those before it have not reached the mass: the one that reaches it is the last.
     before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
-    out_of_mass = (before >= wishes.top_p.unsqueeze(1)) & (wishes.top_p.unsqueeze(1) < 1.0)
-    too_small = probabilities < wishes.min_p.unsqueeze(1) * probabilities[:, :1]
+    out_of_mass = (before >= params.top_p.unsqueeze(1)) & (params.top_p.unsqueeze(1) < 1.0)
+    too_small = probabilities < params.min_p.unsqueeze(1) * probabilities[:, :1]
     kept = kept.masked_fill((out_of_mass | too_small) & (ranks > 0), -torch.inf)
     return torch.empty_like(scores).scatter_(1, ranked.indices, kept)
 
 
-def _gumbel(wishes: RowWishes, vocab_size: int) -> torch.Tensor:
+def _gumbel(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
     """Noise [rows, vocab_size] by a counter-based hash: a token's noise does not depend on who else is in the batch."""
-    token_ids = torch.arange(vocab_size, device=wishes.key_low.device)
-    words = _mix32(token_ids ^ wishes.key_low.unsqueeze(1))
-    words = _mix32((words + wishes.key_high.unsqueeze(1)) & _WORD)
+    token_ids = torch.arange(vocab_size, device=params.key_low.device)
+    words = _mix32(token_ids ^ params.key_low.unsqueeze(1))
+    words = _mix32((words + params.key_high.unsqueeze(1)) & _WORD)
     uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
     return -torch.log(-torch.log1p(-uniform))
 

@@ -1,7 +1,4 @@
-"""The sampling wishes of a batch as flat arrays: what the sampler needs on the device, made on the host.
-
-Knows no logits and no tensor.
-"""
+"""The sampling parameters of a batch as flat arrays, made on the host for one copy to the device."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ LEAST_TEMPERATURE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class HostWishes:
-    """`arrays` in the order of the fields of sampler.RowWishes."""
+class SamplingArrays:
+    """`arrays` in the order of the fields of sampler.SamplingTensors."""
 
     arrays: tuple[array[int] | array[float], ...]
     flags: Flags
 
 
-def host_wishes(sampled: Seq[SampledRow]) -> HostWishes:
+def sampling_arrays(sampled: Seq[SampledRow]) -> SamplingArrays:
     params = [row.sampling for row in sampled]
     temperatures = array("f", (p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0 for p in params))
     keys = [row_key(row.sampling.seed, row.position) if row.sampling.temperature else (0, 0) for row in sampled]
     history_rows, history_tokens = _histories(sampled)
-    return HostWishes(
+    return SamplingArrays(
         arrays=(
             temperatures,
             array("i", (p.top_k for p in params)),

@@ -1,14 +1,12 @@
-"""Which GEMM multiplies the rows of a launch: the place where a row's bits are kept from depending on its mates.
-
-Knows no layer, no sequence and no attention.
+"""Which GEMM a projection of a launch uses, so that a row's bits do not depend on the other rows of the batch.
 
     batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one
     fast           the library's GEMM
-    reference      the references' GEMM, whatever the kind (kernel_backend)
+    reference      the reference GEMM for every shape (kernel_backend)
     on a CPU       torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
 
-In `batch` and `strict` a row has the same bits in every launch, be it decoded or part of a prompt. What was seen holds
-for this device and library, so it is seen anew at each start.
+In `batch` and `strict` a row has the same bits in every launch, be it decoded or part of a prompt. Row-stability is a
+property of this device and library, so it is tested at each start.
 """
 
 from __future__ import annotations
@@ -42,16 +40,16 @@ class Invariance(Enum):
     FAST = "fast"
 
 
-class Kind(NamedTuple):
-    """Projections between which the library makes no difference."""
+class GemmShape(NamedTuple):
+    """What the library picks its kernel by, beside the number of rows: projections of one shape take one route."""
 
     num_outputs: int
     depth: int
     has_bias: bool
 
 
-class Products:
-    """The model's `Multiply`, made once."""
+class GemmDispatch:
+    """The model's `Gemm`, made once: at the start each shape is tried for row-stability."""
 
     def __init__(
         self, linears: Sequence[Linear], invariance: Invariance, max_rows: int, backend: Backend = Backend.AUTO
@@ -60,20 +58,20 @@ class Products:
         is_stable = invariance is not Invariance.FAST
         self._backend = backend
         self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
-        self.tiled: frozenset[Kind] = frozenset()
+        self.tiled: frozenset[GemmShape] = frozenset()
         if on_cuda and is_stable and backend is not Backend.REFERENCE:
-            kinds = {kind_of(entry): entry for entry in linears}
-            self.tiled = frozenset(kind for kind, entry in kinds.items() if not keeps_rows(*entry, max_rows))
-            _log.info("products tried", extra={"kinds": len(kinds), "tiled": sorted(self.tiled)})
+            shapes = {gemm_shape(entry): entry for entry in linears}
+            self.tiled = frozenset(shape for shape, entry in shapes.items() if not keeps_rows(*entry, max_rows))
+            _log.info("GEMM routes chosen", extra={"shapes": len(shapes), "tiled": sorted(self.tiled)})
 
     def num_padding(self, num_rows: int) -> int:
         """Rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
         return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
-        route = Route.TILED if kind_of(linear_) in self.tiled else Route.LIBRARY
+        route = Route.TILED if gemm_shape(linear_) in self.tiled else Route.LIBRARY
         return linear(x, *linear_, route=route, backend=self._backend)
 
 
-def kind_of(entry: Linear) -> Kind:
-    return Kind(entry.weight.shape[0], entry.weight.shape[1], entry.bias is not None)
+def gemm_shape(entry: Linear) -> GemmShape:
+    return GemmShape(entry.weight.shape[0], entry.weight.shape[1], entry.bias is not None)
