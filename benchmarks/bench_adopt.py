@@ -22,9 +22,10 @@ from benchmarks.bench_core import machine
 from cache_service.codec import decode, encode
 from cache_service.collector import seldom_collected
 from cache_service.core import audit
-from cache_service.core.base.types import GroupKind, GroupSpec, Hello, WorkerId
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2, types_pb2
+from session.messages import Hello
+from session.words import GroupKind, GroupSpec, WorkerId
 
 PAGE_TOKENS = 16
 MODEL = "bench"

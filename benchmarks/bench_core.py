@@ -22,9 +22,10 @@ from time import perf_counter, process_time
 from benchmarks.baseline_manager import BaselineManager
 from cache_service import replay
 from cache_service.core import audit
-from cache_service.core.base.types import Acquire, Grant, Publish, Release, ReleaseReason, SequenceId
 from cache_service.core.cache_manager import CacheManager
 from cli.traffic import token_requests
+from session.messages import Acquire, Grant, Publish, Release
+from session.words import ReleaseReason, SequenceId
 
 NUM_REQUESTS = 5_000
 PAGE_TOKENS = 16

@@ -24,18 +24,11 @@ from cache_service.codec import decode, encode
 from cache_service.codec.seal import opened, sealed
 from cache_service.core import audit
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
-from cache_service.core.base.types import (
-    GroupKind,
-    GroupSpec,
-    Hello,
-    HostTierKind,
-    Namespace,
-    PageHash,
-    WorkerId,
-)
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.host.host_key import HostKey, build_key
 from protos.v1 import cache_pb2, types_pb2
+from session.messages import Hello
+from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 
 PAGE_TOKENS = 16
 PAGE_BYTES = 4 * PAGE_TOKENS

@@ -15,18 +15,9 @@ from pathlib import Path
 from time import process_time
 
 from cache_service import replay
-from cache_service.core.base.types import (
-    Acquire,
-    Grant,
-    GroupKind,
-    GroupSpec,
-    Hello,
-    Publish,
-    Release,
-    ReleaseReason,
-    SequenceId,
-)
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from session.messages import Acquire, Grant, Hello, Publish, Release
+from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
 
 PAGE_TOKENS = 16
 RUN_PAGES = 16

@@ -16,23 +16,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from cache_service.core.base.types import (
-    TOKEN_BYTES,
-    Acquire,
-    Extend,
-    Grant,
-    GroupKind,
-    GroupSpec,
-    Hello,
-    Namespace,
-    Publish,
-    Refusal,
-    Release,
-    ReleaseReason,
-    SequenceId,
-    WorkerId,
-)
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from session.messages import Acquire, Extend, Grant, Hello, Publish, Refusal, Release
+from session.words import TOKEN_BYTES, GroupKind, GroupSpec, Namespace, ReleaseReason, SequenceId, WorkerId
 
 READ_AHEAD = 128  # requests, of about 60 KB each
 BLOCK_TOKENS = 512  # what one hash id of the trace stands for

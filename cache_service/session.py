@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 from cache_service.codec import decode, encode
 from cache_service.codec.seal import opened, sealed
 from cache_service.core.base.errors import CacheError, InvalidInput, Superseded, TooMany
-from cache_service.core.base.types import Hello, Transfer, Welcome, WorkerId
 from cache_service.core.cache_manager import CacheManager
 from cache_service.effects import Effects
 from protos.v1 import cache_pb2
 from rpc.interceptor import Context
+from session.messages import Hello, Welcome
+from session.words import Transfer, WorkerId
 
 Requests = AsyncIterator[cache_pb2.SessionRequest]
 Clock = Callable[[], int]

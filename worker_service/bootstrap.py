@@ -35,11 +35,12 @@ from rpc.metrics_http import serving_metrics
 from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
+from session.messages import Ack
 from worker_service import codec
 from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
 from worker_service.config import WorkerConfig
 from worker_service.core.launch_plan import SchedulerConfig
-from worker_service.core.ports import Ack, HostTier
+from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
 from worker_service.device_runner import DeviceRunner
 from worker_service.engine import Engine

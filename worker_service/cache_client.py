@@ -19,18 +19,10 @@ import grpc.aio
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.logs import Outage
+from session.messages import Step, StepReply, Welcome
+from session.words import GroupSpec, HostTierKind, Transfer
 from worker_service import session_codec
-from worker_service.core.ports import (
-    GroupSpec,
-    HostTierKind,
-    SessionLost,
-    SessionRefused,
-    Step,
-    StepRejected,
-    StepReply,
-    Transfer,
-    Welcome,
-)
+from worker_service.core.ports import SessionLost, SessionRefused, StepRejected
 from worker_service.session_checks import PoolCheck
 
 PROTOCOL_VERSION = 2

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from protos.v1 import types_pb2, worker_pb2
-from worker_service.core.ports import GroupSpec, Namespace
+from session.words import GroupSpec, Namespace
 from worker_service.core.sequence import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,

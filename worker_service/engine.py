@@ -16,16 +16,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from worker_service.core.ports import (
-    Ack,
-    CachePort,
-    Mover,
-    Namespace,
-    SequenceId,
-    SessionLost,
-    TicketId,
-    Welcome,
-)
+from session.messages import Ack, Welcome
+from session.words import Namespace, SequenceId, TicketId
+from worker_service.core.ports import CachePort, Mover, SessionLost
 from worker_service.core.scheduler import Effects, Failed, Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 from worker_service.generation import (

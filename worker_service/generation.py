@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from worker_service.core.ports import SequenceId
+from session.words import SequenceId
 from worker_service.core.sequence import FinishReason, SamplingParams, Timing, TokenLogprobs, Usage
 from worker_service.text_stream import StopFilter
 

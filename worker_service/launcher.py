@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
+from session.words import SequenceId
 from worker_service.core.batch import Batch
-from worker_service.core.ports import SequenceId
 from worker_service.core.scheduler import Launch, Output
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.row_faults import DeviceLost, LaunchTokens, RowResults, run_rows

@@ -15,8 +15,8 @@ import grpc
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.interceptor import Context
 from rpc.request_id import current_request_id
+from session.words import Namespace
 from worker_service import codec
-from worker_service.core.ports import Namespace
 from worker_service.core.sequence import InvalidField, QueueFull
 from worker_service.engine import DrainResult, Engine, EngineRequest
 from worker_service.generation import (

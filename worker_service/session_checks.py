@@ -10,17 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from worker_service.core.ports import (
-    NO_PAGE,
-    Grant,
-    GroupKind,
-    GroupPages,
-    GroupSpec,
-    SnapshotSlot,
-    StepRejected,
-    StepReply,
-    Transfer,
-)
+from session.messages import Grant, StepReply
+from session.words import NO_PAGE, GroupKind, GroupPages, GroupSpec, SnapshotSlot, Transfer
+from worker_service.core.ports import StepRejected
 
 PAGE_ID_BYTES = 4
 

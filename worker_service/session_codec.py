@@ -10,38 +10,44 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable
+from typing import cast
 
 from google.protobuf.message import DecodeError
 
 from protos.v1 import cache_pb2, types_pb2
-from worker_service.core.ports import (
+from session.messages import (
     Ack,
     Acquire,
     Adopt,
     Extend,
     ExtendGrant,
     Grant,
+    Publish,
+    Refusal,
+    Release,
+    Remap,
+    SessionLimits,
+    Step,
+    StepReply,
+    Welcome,
+)
+from session.words import (
     GroupPages,
     GroupSpec,
     Match,
+    MissReason,
     Namespace,
-    Publish,
-    Refusal,
+    PageId,
     RefusalReason,
-    Release,
-    Remap,
     SequenceId,
-    SessionLimits,
-    SessionLost,
     SnapshotSlot,
-    Step,
-    StepReply,
     TicketId,
     Transfer,
     TransferPages,
-    Welcome,
 )
+from worker_service.core.ports import SessionLost
 
+_MISS_REASONS = {int(reason): reason for reason in MissReason}
 MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}
 
 
@@ -94,13 +100,14 @@ def encode_group(spec: GroupSpec) -> types_pb2.GroupSpec:
 
 
 def encode_step(step: Step) -> cache_pb2.WorkerMessage:
+    # Decoding alone makes a BadItem: a step that is sent has none.
     message = cache_pb2.Step(
         step_id=step.step_id,
         acks=[_encode_ack(ack) for ack in step.acks],
-        publishes=[_encode_publish(publish) for publish in step.publishes],
-        releases=[_encode_release(release) for release in step.releases],
-        adopts=[_encode_adopt(adopt) for adopt in step.adopts],
-        acquires=[_encode_acquire(acquire) for acquire in step.acquires],
+        publishes=[_encode_publish(publish) for publish in cast(tuple[Publish, ...], step.publishes)],
+        releases=[_encode_release(release) for release in cast(tuple[Release, ...], step.releases)],
+        adopts=[_encode_adopt(adopt) for adopt in cast(tuple[Adopt, ...], step.adopts)],
+        acquires=[_encode_acquire(acquire) for acquire in cast(tuple[Acquire, ...], step.acquires)],
     )
     if step.extends:
         message.extends.CopyFrom(_encode_extends(step.extends))
@@ -212,7 +219,7 @@ def decode_grant(message: types_pb2.Grant) -> Grant:
             match.usable_tokens,
             match.host_tokens,
             match.limiting_group,
-            int(match.miss_reason),
+            _MISS_REASONS.get(match.miss_reason, MissReason.UNSPECIFIED),
         ),
         fetches=tuple(decode_transfer("grant.fetches", fetch) for fetch in message.fetches),
         restore=tuple(_decode_slot(slot) for slot in message.restore),
@@ -236,7 +243,7 @@ def _decode_pages(message: types_pb2.GroupPages) -> GroupPages:
 
 
 def _decode_slot(message: types_pb2.SnapshotSlot) -> SnapshotSlot:
-    return SnapshotSlot(message.group, message.boundary_tokens, message.slot)
+    return SnapshotSlot(message.group, message.boundary_tokens, PageId(message.slot))
 
 
 def decode_transfer(field: str, message: types_pb2.Transfer) -> Transfer:

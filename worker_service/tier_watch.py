@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from worker_service.core.ports import HostTier, HostTierError, HostTierKind
+from session.words import HostTierKind
+from worker_service.core.ports import HostTier, HostTierError
 
 PERIOD_S = 2.0
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from worker_service.core.ports import Ack, Rates
+from session.messages import Ack, Rates
 
 MAX_SPANS = 8192
 # A launch says something about prefill only when prompts are most of it.

@@ -14,33 +14,23 @@ from cache_service.codec import fields
 from cache_service.codec.version import CAPABILITIES, PROTOCOL_VERSION
 from cache_service.core.base.errors import CacheError, InvalidInput
 from cache_service.core.base.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
-from cache_service.core.base.types import (
+from protos.v1 import cache_pb2, types_pb2
+from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Rates, Release, SessionLimits, Step
+from session.words import (
     TOKEN_BYTES,
-    Ack,
-    Acquire,
-    Adopt,
-    BadItem,
-    Extend,
     GroupKind,
     GroupPages,
     GroupSpec,
-    Hello,
     HostTierKind,
     Namespace,
     PageId,
-    Publish,
-    Rates,
-    Release,
     ReleaseReason,
     SequenceId,
-    SessionLimits,
     SnapshotSlot,
-    Step,
     TicketId,
     TransferStatus,
     WorkerId,
 )
-from protos.v1 import cache_pb2, types_pb2
 
 FINGERPRINT_BYTES = 32
 LENGTH_BYTES = 4

@@ -10,27 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from cache_service.codec.version import CAPABILITIES
 from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
-from cache_service.core.base.types import (
-    PAGE_ID_BYTES,
-    Event,
-    Explanation,
-    ExtendGrant,
-    Grant,
-    GroupPages,
-    Match,
-    Namespace,
-    Refusal,
-    Remap,
-    Removed,
-    Segment,
-    SnapshotSlot,
-    StepReply,
-    Stored,
-    Transfer,
-    Welcome,
-    WorkerMatch,
-)
+from cache_service.core.base.types import Event, Explanation, Removed, Segment, Stored, WorkerMatch
 from protos.v1 import cache_pb2, types_pb2
+from session.messages import ExtendGrant, Grant, Refusal, Remap, StepReply, Welcome
+from session.words import PAGE_ID_BYTES, GroupPages, Match, Namespace, SnapshotSlot, Transfer
 
 
 def welcome(value: Welcome) -> cache_pb2.ManagerMessage:

@@ -16,7 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cache_service.core.base.errors import InvalidInput, TooMany
 from cache_service.core.base.limits import MAX_NAME_CHARS
-from cache_service.core.base.types import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
 
 E = TypeVar("E", bound=IntEnum)
 

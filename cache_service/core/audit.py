@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cache_service.core.base.page_hash import page_hashes
-from cache_service.core.base.types import HASH_BYTES, PAGE_ID_BYTES
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.sparse_pages import Rank
+from session.words import HASH_BYTES, PAGE_ID_BYTES
 
 
 def check(manager: CacheManager) -> None:

@@ -13,28 +13,7 @@ from cache_service.core.base.errors import InvalidInput, LeasesInScope, Supersed
 from cache_service.core.base.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ClearResult, ManagerStats
-from cache_service.core.base.types import (
-    Acquire,
-    Cleared,
-    Event,
-    Explanation,
-    Extend,
-    ExtendGrant,
-    Grant,
-    Hello,
-    Namespace,
-    Publish,
-    Refusal,
-    Release,
-    Remap,
-    SessionLimits,
-    Step,
-    StepReply,
-    Transfer,
-    Welcome,
-    WorkerId,
-    WorkerMatch,
-)
+from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.transfer_table import TicketIds
@@ -42,6 +21,22 @@ from cache_service.core.device.worker import Worker
 from cache_service.core.host.host_tiers import HostTiers
 from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.prompt_match import PromptMatch
+from session.messages import (
+    Acquire,
+    Extend,
+    ExtendGrant,
+    Grant,
+    Hello,
+    Publish,
+    Refusal,
+    Release,
+    Remap,
+    SessionLimits,
+    Step,
+    StepReply,
+    Welcome,
+)
+from session.words import Namespace, Transfer, WorkerId
 
 __all__ = ["CacheManager", "ManagerConfig"]
 

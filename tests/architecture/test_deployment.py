@@ -40,7 +40,7 @@ def copied(dockerfile: str) -> list[str]:
 
 def test_the_cache_image_holds_no_tensor_library_and_no_model() -> None:
     sources = copied("Dockerfile.cache")
-    assert {"cache_service", "rpc", "protos", "cli", "register_qa/*.py"} <= set(sources)
+    assert {"cache_service", "session", "rpc", "protos", "cli", "register_qa/*.py"} <= set(sources)
     assert not {"worker_service", "kernels", "register_qa", "."} & set(sources)
     assert "'.[cli]'" in (ROOT / "Dockerfile.cache").read_text()
 
@@ -60,7 +60,7 @@ ours = [m for name, m in sys.modules.items() if m and name.partition(".")[0] in 
 files = [module.__file__ for module in ours if getattr(module, "__file__", None)]
 assert files and all(file.startswith({folder!r}) for file in files), "from outside of the image"
 """
-PACKAGES = ("cli", "rpc", "protos", "cache_service", "register_qa", "worker_service", "kernels")
+PACKAGES = ("cli", "rpc", "protos", "session", "cache_service", "register_qa", "worker_service", "kernels")
 CALLS = [
     ["--help"],
     *([command, "--cache", "127.0.0.1:1"] for command in ("status", "doctor")),

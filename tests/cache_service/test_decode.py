@@ -10,26 +10,18 @@ import pytest
 
 from cache_service.codec import decode
 from cache_service.core.base.errors import InvalidInput, TooMany
-from cache_service.core.base.types import (
-    Ack,
-    Acquire,
-    Adopt,
-    BadItem,
-    Extend,
+from protos.v1 import cache_pb2, types_pb2
+from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release, SessionLimits
+from session.words import (
     GroupKind,
     GroupPages,
     GroupSpec,
     HostTierKind,
     Namespace,
-    Publish,
-    Rates,
-    Release,
     ReleaseReason,
-    SessionLimits,
     SnapshotSlot,
     TransferStatus,
 )
-from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.messages import MODEL, full_group, full_step, hello, tokens, u32, u64
 
 LIMITS = SessionLimits(max_sequence_tokens=100, max_step_items=3)

@@ -7,42 +7,72 @@ from typing import Any
 import pytest
 
 from cache_service.codec import encode
-from cache_service.core.base import types as core
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.types import (
+    Cleared,
+    Explanation,
+    FetchPolicy,
+    Removed,
+    Residence,
+    Segment,
+    SpillPolicy,
+    Stored,
+    WorkerMatch,
+)
 from protos.v1 import cache_pb2, types_pb2
+from session.messages import ExtendGrant, Grant, Refusal, Remap, SessionLimits, StepReply, Welcome
+from session.words import (
+    GroupKind,
+    GroupPages,
+    HostTierKind,
+    Match,
+    MissReason,
+    Namespace,
+    PageHash,
+    PageId,
+    RefusalReason,
+    ReleaseReason,
+    SequenceId,
+    SnapshotSlot,
+    TicketId,
+    Transfer,
+    TransferPages,
+    TransferStatus,
+    WorkerId,
+)
 from tests.cache_service.messages import tokens, u32
 from worker_service import session_codec
 
-MATCH = core.Match(64, 48, 16, "swa", core.MissReason.EVICTED)
+MATCH = Match(64, 48, 16, "swa", MissReason.EVICTED)
 
 
 HASHES = bytes(range(64))
 
 
-TRANSFER = core.Transfer(
-    core.TicketId(9),
+TRANSFER = Transfer(
+    TicketId(9),
     (
-        core.TransferPages(0, u32([5, 6]), "stemcache:1:f:0:", HASHES),
-        core.TransferPages(1, u32([0, 8]), "stemcache:1:f:1:", HASHES),
+        TransferPages(0, u32([5, 6]), "stemcache:1:f:0:", HASHES),
+        TransferPages(1, u32([0, 8]), "stemcache:1:f:1:", HASHES),
     ),
     first_page=4,
     num_pages=2,
 )
-GRANT = core.Grant(
-    core.SequenceId(2**63 + 1),
+GRANT = Grant(
+    SequenceId(2**63 + 1),
     48,
     32,
     16,
-    (core.GroupPages(0, 0, u32([1, 2, 3])), core.GroupPages(1, 2, u32([7]))),
+    (GroupPages(0, 0, u32([1, 2, 3])), GroupPages(1, 2, u32([7]))),
     MATCH,
-    fetches=(TRANSFER, TRANSFER._replace(ticket=core.TicketId(10))),
-    restore=(core.SnapshotSlot(2, 48, core.PageId(4)),),
-    leave=(core.SnapshotSlot(2, 64, core.PageId(5)),),
-    working=(core.SnapshotSlot(2, 0, core.PageId(6)),),
-    rolling=(core.SnapshotSlot(2, 0, core.PageId(7)),),
+    fetches=(TRANSFER, TRANSFER._replace(ticket=TicketId(10))),
+    restore=(SnapshotSlot(2, 48, PageId(4)),),
+    leave=(SnapshotSlot(2, 64, PageId(5)),),
+    working=(SnapshotSlot(2, 0, PageId(6)),),
+    rolling=(SnapshotSlot(2, 0, PageId(7)),),
 )
-REFUSAL = core.Refusal(core.SequenceId(3), core.RefusalReason.NO_ROOM, "full: 3 pages short")
-INVALID = core.Refusal(core.SequenceId(4), core.RefusalReason.INVALID, "is too long", "step.acquires[0].namespace.salt")
+REFUSAL = Refusal(SequenceId(3), RefusalReason.NO_ROOM, "full: 3 pages short")
+INVALID = Refusal(SequenceId(4), RefusalReason.INVALID, "is too long", "step.acquires[0].namespace.salt")
 
 
 def over_the_wire(message: Any) -> Any:
@@ -50,35 +80,35 @@ def over_the_wire(message: Any) -> Any:
 
 
 def test_welcome() -> None:
-    limits = core.SessionLimits(*range(11, 19))
-    said = core.Welcome("epoch", 2**63, 12, limits)
+    limits = SessionLimits(*range(11, 19))
+    said = Welcome("epoch", 2**63, 12, limits)
     heard = session_codec.decode_welcome(over_the_wire(encode.welcome(said)).welcome)
     assert (heard.epoch, heard.generation, heard.last_step_id) == ("epoch", 2**63, 12)
     assert heard.limits._asdict() == limits._asdict()
 
 
 def test_step_reply() -> None:
-    said = core.StepReply(
+    said = StepReply(
         7,
         grants=(GRANT, GRANT._replace(fetches=(), restore=(), leave=())),
         extends=(
-            core.ExtendGrant(core.SequenceId(1), (core.GroupPages(1, 4, u32([9, 10])),)),
-            core.ExtendGrant(
-                core.SequenceId(2),
-                (core.GroupPages(0, 3, u32([11])), core.GroupPages(1, 5, u32([12]))),
-                (core.SnapshotSlot(2, 80, core.PageId(1)),),
+            ExtendGrant(SequenceId(1), (GroupPages(1, 4, u32([9, 10])),)),
+            ExtendGrant(
+                SequenceId(2),
+                (GroupPages(0, 3, u32([11])), GroupPages(1, 5, u32([12]))),
+                (SnapshotSlot(2, 80, PageId(1)),),
             ),
         ),
         refusals=(REFUSAL, INVALID),
-        remaps=(core.Remap(core.SequenceId(4), (core.GroupPages(0, 1, u32([20, 21])),)),),
+        remaps=(Remap(SequenceId(4), (GroupPages(0, 1, u32([20, 21])),)),),
     )
     heard = session_codec.decode_reply(over_the_wire(encode.step_reply(said, 3)).step_reply, 3)
     assert heard == said
 
 
 def test_an_empty_reply() -> None:
-    heard = session_codec.decode_reply(over_the_wire(encode.step_reply(core.StepReply(1), 2)).step_reply, 2)
-    assert heard == core.StepReply(1)
+    heard = session_codec.decode_reply(over_the_wire(encode.step_reply(StepReply(1), 2)).step_reply, 2)
+    assert heard == StepReply(1)
 
 
 def test_order() -> None:
@@ -86,8 +116,8 @@ def test_order() -> None:
     assert session_codec.decode_transfer("order.spill", heard) == TRANSFER
 
 
-@pytest.mark.parametrize("reason", list(core.MissReason))
-def test_miss_reasons_have_the_protocols_numbers(reason: core.MissReason) -> None:
+@pytest.mark.parametrize("reason", list(MissReason))
+def test_miss_reasons_have_the_protocols_numbers(reason: MissReason) -> None:
     message = encode.match_result(MATCH._replace(miss_reason=reason))
     assert types_pb2.MissReason.Name(message.miss_reason) == f"MISS_REASON_{reason.name}"
 
@@ -95,12 +125,12 @@ def test_miss_reasons_have_the_protocols_numbers(reason: core.MissReason) -> Non
 @pytest.mark.parametrize(
     ("words", "enum", "prefix"),
     [
-        (core.GroupKind, types_pb2.GroupKind, "GROUP_KIND_"),
-        (core.RefusalReason, types_pb2.RefusalReason, "REFUSAL_REASON_"),
-        (core.ReleaseReason, cache_pb2.ReleaseReason, "RELEASE_REASON_"),
-        (core.TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
-        (core.HostTierKind, cache_pb2.HostTierKind, "HOST_TIER_KIND_"),
-        (core.Residence, cache_pb2.Residence, "RESIDENCE_"),
+        (GroupKind, types_pb2.GroupKind, "GROUP_KIND_"),
+        (RefusalReason, types_pb2.RefusalReason, "REFUSAL_REASON_"),
+        (ReleaseReason, cache_pb2.ReleaseReason, "RELEASE_REASON_"),
+        (TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
+        (HostTierKind, cache_pb2.HostTierKind, "HOST_TIER_KIND_"),
+        (Residence, cache_pb2.Residence, "RESIDENCE_"),
     ],
 )
 def test_the_cores_words_are_the_protocols(words: Any, enum: Any, prefix: str) -> None:
@@ -109,15 +139,15 @@ def test_the_cores_words_are_the_protocols(words: Any, enum: Any, prefix: str) -
 
 
 def test_matches_and_explanations() -> None:
-    worker = core.WorkerId("w1")
-    matches = encode.match_response([core.WorkerMatch(worker, "here:1", MATCH)])
+    worker = WorkerId("w1")
+    matches = encode.match_response([WorkerMatch(worker, "here:1", MATCH)])
     assert (matches.workers[0].worker_id, matches.workers[0].endpoint) == ("w1", "here:1")
     assert matches.workers[0].match.limiting_group == "swa"
     segments = (
-        core.Segment(0, 48, core.Residence.DEVICE),
-        core.Segment(48, 16, core.Residence.MISSING, core.MissReason.OTHER_SALT),
+        Segment(0, 48, Residence.DEVICE),
+        Segment(48, 16, Residence.MISSING, MissReason.OTHER_SALT),
     )
-    explained = encode.explain_response([core.Explanation(worker, "here:1", MATCH, segments, ("because",))])
+    explained = encode.explain_response([Explanation(worker, "here:1", MATCH, segments, ("because",))])
     told = explained.workers[0]
     assert [(s.first_token, s.num_tokens, s.residence, s.miss_reason) for s in told.segments] == [
         (0, 48, cache_pb2.RESIDENCE_DEVICE, types_pb2.MISS_REASON_NONE),
@@ -127,8 +157,8 @@ def test_matches_and_explanations() -> None:
 
 
 def test_events() -> None:
-    worker, hashes = core.WorkerId("w1"), (core.PageHash(b"a" * 32), core.PageHash(b"b" * 32))
-    stored = core.Stored(worker, 1, core.Namespace("m", "a", "s"), b"p" * 32, hashes, tokens(32))
+    worker, hashes = WorkerId("w1"), (PageHash(b"a" * 32), PageHash(b"b" * 32))
+    stored = Stored(worker, 1, Namespace("m", "a", "s"), b"p" * 32, hashes, tokens(32))
     message = encode.event(stored, "epoch", 4)
     assert (message.epoch, message.seq, message.WhichOneof("event")) == ("epoch", 4, "stored")
     assert message.stored == cache_pb2.PagesStored(
@@ -139,29 +169,29 @@ def test_events() -> None:
         tokens=tokens(32),
         namespace=types_pb2.Namespace(model="m", adapter="a", salt="s"),
     )
-    removed = encode.event(core.Removed(worker, 2, hashes), "epoch", 5).removed
+    removed = encode.event(Removed(worker, 2, hashes), "epoch", 5).removed
     assert removed == cache_pb2.PagesRemoved(worker_id="w1", group=2, page_hashes=hashes)
-    assert encode.event(core.Cleared(worker), "epoch", 6).cleared.worker_id == "w1"
-    assert encode.event(core.Cleared(None), "epoch", 7).cleared.worker_id == ""
+    assert encode.event(Cleared(worker), "epoch", 6).cleared.worker_id == "w1"
+    assert encode.event(Cleared(None), "epoch", 7).cleared.worker_id == ""
     assert encode.events_lost(3, "epoch", 8).lost.num_events == 3
 
 
 def test_every_statistic_arrives() -> None:
     """Each field gets a value of its own, so that no two can be swapped unseen."""
-    group = GroupStats("full", core.GroupKind.FULL, 11, 12, 13, 14)
+    group = GroupStats("full", GroupKind.FULL, 11, 12, 13, 14)
     worker = WorkerStats(
-        core.WorkerId("w1"),
+        WorkerId("w1"),
         "here:1",
         "first",
         "model",
         True,
         (group,),
         *range(21, 32),
-        misses=((core.MissReason.EVICTED, 31), (core.MissReason.PAGE_TAIL, 32)),
+        misses=((MissReason.EVICTED, 31), (MissReason.PAGE_TAIL, 32)),
         pinned_tokens=33,
         matched_tokens=34,
     )
-    host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, core.SpillPolicy.WRITE_BACK, core.FetchPolicy.ALWAYS)
+    host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, SpillPolicy.WRITE_BACK, FetchPolicy.ALWAYS)
     message = encode.stats_response(ManagerStats("epoch", "slru", (worker,), host))
     assert (message.epoch, message.policy) == ("epoch", "slru")
     told = message.workers[0]
@@ -177,8 +207,8 @@ def test_every_statistic_arrives() -> None:
 
 
 def test_each_worker_has_its_own_match_among_equal_ones() -> None:
-    other = MATCH._replace(usable_tokens=32, limiting_group="", miss_reason=core.MissReason.NEVER_SEEN)
-    given = [core.WorkerMatch(core.WorkerId(f"w{n}"), f"here:{n}", (MATCH, other, MATCH)[n]) for n in range(3)]
+    other = MATCH._replace(usable_tokens=32, limiting_group="", miss_reason=MissReason.NEVER_SEEN)
+    given = [WorkerMatch(WorkerId(f"w{n}"), f"here:{n}", (MATCH, other, MATCH)[n]) for n in range(3)]
     message = encode.match_response(given)
     assert [(w.worker_id, w.endpoint) for w in message.workers] == [
         ("w0", "here:0"),
@@ -191,11 +221,11 @@ def test_each_worker_has_its_own_match_among_equal_ones() -> None:
 def test_extends_of_some_groups_leave_the_others_empty() -> None:
     """A group without new pages stands in the packed arrays, with none; three groups, of which the middle one grows."""
     grants = (
-        core.ExtendGrant(core.SequenceId(1), (core.GroupPages(1, 4, u32([9, 8])),)),
-        core.ExtendGrant(core.SequenceId(2), ()),
-        core.ExtendGrant(core.SequenceId(3), tuple(core.GroupPages(g, g, u32([20 + g])) for g in range(3))),
+        ExtendGrant(SequenceId(1), (GroupPages(1, 4, u32([9, 8])),)),
+        ExtendGrant(SequenceId(2), ()),
+        ExtendGrant(SequenceId(3), tuple(GroupPages(g, g, u32([20 + g])) for g in range(3))),
     )
-    extends = encode.step_reply(core.StepReply(1, extends=grants), 3).step_reply.extends
+    extends = encode.step_reply(StepReply(1, extends=grants), 3).step_reply.extends
     assert extends.first_pages == u32([0, 4, 0, 0, 0, 0, 0, 1, 2])
     assert extends.num_pages == u32([0, 2, 0, 0, 0, 0, 1, 1, 1])
     assert extends.page_ids == u32([9, 8, 20, 21, 22])

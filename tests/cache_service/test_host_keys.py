@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import pytest
 from redis import Redis
 
-from cache_service.core.base.types import PageHash
 from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.host_keys import SENTINEL_KEY, HostKeys, HostKeysConfig, InvalidRedisUrl, _literal, open_client
+from session.words import PageHash
 from tests.redis_process import RedisProcess, find_redis_binary
 
 PREFIX = b"stemcache:1:"

@@ -12,20 +12,11 @@ from redis import Redis
 from cache_service.core import audit
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
-from cache_service.core.base.types import (
-    HASH_BYTES,
-    TOKEN_BYTES,
-    GroupKind,
-    GroupSpec,
-    Hello,
-    HostTierKind,
-    Namespace,
-    PageHash,
-    WorkerId,
-)
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.host_keys import HostKeys, open_client
+from session.messages import Hello
+from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, PREFIX, redis, server, until
 from tests.redis_process import RedisProcess
 

@@ -8,9 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
-from cache_service.core.base.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.metrics import ManagerCollector, step_observer
 from protos.v1 import cache_pb2
+from session.words import GroupKind, MissReason, WorkerId
 from tests.cache_service.messages import acquire, publish, release, tokens
 from tests.cache_service.peer import Client, started
 

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from session.words import HostTierKind
 from tests.contract.conftest import Store
-from worker_service.core.ports import HostTierError, HostTierKind
+from worker_service.core.ports import HostTierError
 
 MIB = 1 << 20
 LIMIT = 4 * MIB

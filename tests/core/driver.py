@@ -9,23 +9,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from cache_service.core.base.types import (
-    Acquire,
-    Adopt,
-    Extend,
-    Grant,
-    GroupKind,
-    GroupPages,
-    Namespace,
-    PageId,
-    Publish,
-    Refusal,
-    Release,
-    ReleaseReason,
-    SequenceId,
-    SnapshotSlot,
-    StepReply,
-)
+from session.messages import Acquire, Adopt, Extend, Grant, Publish, Refusal, Release, StepReply
+from session.words import GroupKind, GroupPages, Namespace, PageId, ReleaseReason, SequenceId, SnapshotSlot
 from tests.core.mover import Mover
 from tests.core.shadow import Shadow, marks_of
 from tests.core.world import FINISHED, NS, PREEMPTED, Live, pack

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache_service.core.base.types import (
-    FetchPolicy,
-    GroupSpec,
-    HostTierKind,
-    SpillPolicy,
-)
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.words import GroupSpec, HostTierKind
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import ABORTED, World

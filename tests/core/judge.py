@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cache_service.core.base.types import GroupKind, HostTierKind, Refusal, RefusalReason
+from session.messages import Refusal
+from session.words import GroupKind, HostTierKind, RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Forecast, Oracle
 from tests.core.world import Live

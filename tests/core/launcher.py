@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.base.types import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 from tests.core.shadow import Shadow, state_value
 from tests.core.world import Live
 

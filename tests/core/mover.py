@@ -5,7 +5,8 @@ Knows nothing of tokens.
 
 from __future__ import annotations
 
-from cache_service.core.base.types import Ack, StepReply, Transfer, TransferStatus
+from session.messages import Ack, StepReply
+from session.words import Transfer, TransferStatus
 from tests.core.session import Session
 from tests.core.world import DONE, FAILED, MISSING, Live, ids, keys
 

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cache_service.core.base.types import Cleared, Event, GroupKind, MissReason, Namespace, Removed, Stored
+from cache_service.core.base.types import Cleared, Event, Removed, Stored
+from session.words import GroupKind, MissReason, Namespace
 from tests.core.driver import FakeWorker
 from tests.core.tree_view import Path, check_contents, standing
 from tests.core.world import Live

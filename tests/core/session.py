@@ -9,19 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cache_service.core.base.errors import CacheError
-from cache_service.core.base.types import (
-    Acquire,
-    GroupSpec,
-    Hello,
-    HostTierKind,
-    Rates,
-    RefusalReason,
-    Step,
-    StepReply,
-    Transfer,
-    Welcome,
-    WorkerId,
-)
+from session.messages import Acquire, Hello, Rates, Step, StepReply, Welcome
+from session.words import GroupSpec, HostTierKind, RefusalReason, Transfer, WorkerId
 from tests.core.shadow import Value
 from tests.core.tables import TableKeeper
 from tests.core.world import FINGERPRINT, Live, World, ids, keys

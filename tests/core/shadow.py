@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.base.types import Namespace
+from session.words import Namespace
 
 Value = tuple[object, ...]
 POISON = "poison"

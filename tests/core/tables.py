@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache_service.core.base.types import ExtendGrant, Grant, GroupKind, GroupPages, GroupSpec, Remap, SnapshotSlot
+from session.messages import ExtendGrant, Grant, Remap
+from session.words import GroupKind, GroupPages, GroupSpec, SnapshotSlot
 from tests.core.launcher import Launcher
 from tests.core.world import Live, ids
 

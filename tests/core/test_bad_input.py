@@ -11,25 +11,8 @@ from typing import Any
 import pytest
 
 from cache_service.core.base.errors import InvalidInput, UnknownTicket
-from cache_service.core.base.types import (
-    Ack,
-    Acquire,
-    Adopt,
-    BadItem,
-    Extend,
-    GroupPages,
-    GroupSpec,
-    Hello,
-    Namespace,
-    Publish,
-    Refusal,
-    RefusalReason,
-    Release,
-    SequenceId,
-    SnapshotSlot,
-    TicketId,
-    WorkerId,
-)
+from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Refusal, Release
+from session.words import GroupPages, GroupSpec, Namespace, RefusalReason, SequenceId, SnapshotSlot, TicketId, WorkerId
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import DONE, FINGERPRINT, FINISHED, NS, World, full, pack, state, window

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.base.types import Cleared, HostTierKind, PageHash, WorkerId
+from cache_service.core.base.types import Cleared
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.host import hash_index
 from cache_service.core.host.hash_index import Breaker, HashIndex
 from cache_service.core.host.host_key import HostKey
 from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
+from session.words import HostTierKind, PageHash, WorkerId
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import FINGERPRINT, NS, World, full

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.base.types import FetchPolicy, GroupSpec, HostTierKind, MissReason, SpillPolicy, Stored
+from cache_service.core.base.types import FetchPolicy, SpillPolicy, Stored
+from session.words import GroupSpec, HostTierKind, MissReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare

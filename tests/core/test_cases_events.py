@@ -8,21 +8,9 @@ from __future__ import annotations
 import pytest
 
 from cache_service.core.base.page_hash import namespace_digest, page_hash, page_hashes
-from cache_service.core.base.types import (
-    Acquire,
-    Cleared,
-    Event,
-    MissReason,
-    Namespace,
-    PageHash,
-    Publish,
-    Release,
-    Removed,
-    Residence,
-    SequenceId,
-    Stored,
-    WorkerId,
-)
+from cache_service.core.base.types import Cleared, Event, Removed, Residence, Stored
+from session.messages import Acquire, Publish, Release
+from session.words import MissReason, Namespace, PageHash, SequenceId, WorkerId
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import make, span
 from tests.core.world import ABORTED, FINISHED, NS, World, full, pack, state, window

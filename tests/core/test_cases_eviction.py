@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core.base.types import RefusalReason
+from session.words import RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import make, span, spare

@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 
 from cache_service.core.base.errors import LeasesInScope, UnknownTicket
-from cache_service.core.base.types import (
-    Ack,
-    HostTierKind,
-    Namespace,
-    TicketId,
-)
+from session.messages import Ack
+from session.words import HostTierKind, Namespace, TicketId
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle

@@ -6,8 +6,9 @@ import tracemalloc
 from array import array
 
 from cache_service.core import audit
-from cache_service.core.base.types import Acquire, Grant, Publish, Release, ReleaseReason, SequenceId
 from cache_service.replay import NAMESPACE, WORKER, make_manager
+from session.messages import Acquire, Grant, Publish, Release
+from session.words import ReleaseReason, SequenceId
 
 SHARED, UNIQUE, SEQUENCES, PAGE = 10_000, 100, 10_000, 16
 

@@ -9,7 +9,9 @@ from array import array
 
 import pytest
 
-from cache_service.core.base.types import Acquire, GroupSpec, Publish, Release, ReleaseReason, SequenceId, Stored
+from cache_service.core.base.types import Stored
+from session.messages import Acquire, Publish, Release
+from session.words import GroupSpec, ReleaseReason, SequenceId
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.base.types import Extend, Refusal, RefusalReason, SequenceId
+from session.messages import Extend, Refusal
+from session.words import RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.world import Live, World, full

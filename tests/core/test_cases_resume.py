@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_service.core.base.resume import resume
-from cache_service.core.base.types import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 from tests.core.world import full, state, window
 from tests.examples import examples
 

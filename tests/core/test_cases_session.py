@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.base.types import (
-    Acquire,
-    Cleared,
-    FetchPolicy,
-    HostTierKind,
-    Namespace,
-    Refusal,
-    RefusalReason,
-    Release,
-    SequenceId,
-    SpillPolicy,
-)
+from cache_service.core.base.types import Cleared, FetchPolicy, SpillPolicy
 from cache_service.core.verbs import publishing
+from session.messages import Acquire, Refusal, Release
+from session.words import HostTierKind, Namespace, RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import make, span, spare

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.base.types import MissReason, Refusal, RefusalReason
+from session.messages import Refusal
+from session.words import MissReason, RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare

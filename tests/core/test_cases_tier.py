@@ -10,18 +10,9 @@ import contextlib
 import pytest
 
 from cache_service.core.base.errors import CacheError
-from cache_service.core.base.types import (
-    Ack,
-    Acquire,
-    Extend,
-    FetchPolicy,
-    HostTierKind,
-    Publish,
-    Release,
-    SequenceId,
-    Step,
-    TicketId,
-)
+from cache_service.core.base.types import FetchPolicy
+from session.messages import Ack, Acquire, Extend, Publish, Release, Step
+from session.words import HostTierKind, SequenceId, TicketId
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from cache_service.core import audit
-from cache_service.core.base.types import Acquire, Extend, Grant, Publish, Release, SequenceId, WorkerId
+from session.messages import Acquire, Extend, Grant, Publish, Release
+from session.words import SequenceId, WorkerId
 from tests.core.driver import FakeWorker
 from tests.core.world import FINISHED, NS, World, full
 

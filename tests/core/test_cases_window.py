@@ -9,7 +9,8 @@ from array import array
 
 import pytest
 
-from cache_service.core.base.types import GroupPages, GroupSpec, Refusal, RefusalReason
+from session.messages import Refusal
+from session.words import GroupPages, GroupSpec, RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare

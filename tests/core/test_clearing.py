@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from cache_service.core.base.errors import LeasesInScope
-from cache_service.core.base.types import Cleared, Namespace, Removed, Stored
+from cache_service.core.base.types import Cleared, Removed, Stored
 from cache_service.core.verbs import clearing, overview
+from session.words import Namespace
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage
 from tests.core.test_cases_pages import span, spare

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cache_service.core import audit
-from cache_service.core.base.types import HostTierKind
+from session.words import HostTierKind
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, stage
 from tests.core.oracle import Oracle

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from cache_service.core.base.page_hash import namespace_digest
-from cache_service.core.base.types import Namespace, PageHash
 from cache_service.core.host import hash_index
 from cache_service.core.host.hash_index import Breaker, HashIndex
 from cache_service.core.host.host_key import HostKey, parse_key
+from session.words import Namespace, PageHash
 
 FINGERPRINT = b"f" * 32
 NS = Namespace("model")

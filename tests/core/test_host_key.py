@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.base.types import PageHash
 from cache_service.core.host.host_key import HostKey, build_key, parse_key, scan_prefix
+from session.words import PageHash
 
 PREFIX = b"stemcache:1:"
 

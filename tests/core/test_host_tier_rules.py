@@ -6,14 +6,10 @@ Knows nothing beyond the driver, as the acceptance cases do.
 from __future__ import annotations
 
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
-from cache_service.core.base.types import (
-    FetchPolicy,
-    HostTierKind,
-    PageHash,
-    Rates,
-    SpillPolicy,
-)
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.host.host_key import HostKey, build_key
+from session.messages import Rates
+from session.words import HostTierKind, PageHash
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.test_cases_pages import span

@@ -8,22 +8,9 @@ from __future__ import annotations
 import pytest
 
 from cache_service.core.base.errors import Superseded, UnknownWorker
-from cache_service.core.base.types import (
-    Ack,
-    Acquire,
-    Cleared,
-    Extend,
-    FetchPolicy,
-    GroupSpec,
-    HostTierKind,
-    Refusal,
-    RefusalReason,
-    Removed,
-    SequenceId,
-    SpillPolicy,
-    Step,
-    WorkerId,
-)
+from cache_service.core.base.types import Cleared, FetchPolicy, Removed, SpillPolicy
+from session.messages import Ack, Acquire, Extend, Refusal, Step
+from session.words import GroupSpec, HostTierKind, RefusalReason, SequenceId, WorkerId
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import make, span, spare

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from cache_service.core.base.errors import TooMany
-from cache_service.core.base.types import Ack, RefusalReason
+from session.messages import Ack
+from session.words import RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, stage
 from tests.core.test_cases_pages import span, spare

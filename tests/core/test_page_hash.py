@@ -8,7 +8,7 @@ from hashlib import sha256
 import pytest
 
 from cache_service.core.base.page_hash import namespace_digest, page_hash, page_hashes
-from cache_service.core.base.types import Namespace
+from session.words import Namespace
 
 NAMESPACE = Namespace("model", "", "salt")
 TOKENS = array("i", range(8)).tobytes()

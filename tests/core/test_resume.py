@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_service.core.base.resume import limiting_group, residency, resume, window_pages, window_start
-from cache_service.core.base.types import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 
 PAGE = 4
 

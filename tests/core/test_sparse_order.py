@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.base.types import GroupSpec
 from cache_service.core.device.eviction import Adaptive, Lru, make_policy
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.sparse_pages import Rank, SparsePages
+from session.words import GroupSpec
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import NS, World, full, state, window

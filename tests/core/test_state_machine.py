@@ -12,20 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from cache_service.core.base.types import (
-    Acquire,
-    Adopt,
-    BadItem,
-    Extend,
-    GroupKind,
-    HostTierKind,
-    Namespace,
-    Publish,
-    Refusal,
-    RefusalReason,
-    Release,
-    SequenceId,
-)
+from session.messages import Acquire, Adopt, BadItem, Extend, Publish, Refusal, Release
+from session.words import GroupKind, HostTierKind, Namespace, RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
 from tests.core.judge import judge_grant, judge_refusal
 from tests.core.troubled import INDEX, SALTS, TOKENS, Troubled

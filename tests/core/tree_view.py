@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from array import array
 
-from cache_service.core.base.types import Namespace, WorkerId
 from cache_service.core.cache_manager import CacheManager
+from session.words import Namespace, WorkerId
 from tests.core.shadow import Shadow, marks_of, state_value
 
 Path = tuple[Namespace, tuple[int, ...]]

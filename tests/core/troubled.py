@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from cache_service.core.base.errors import LeasesInScope, TooMany
-from cache_service.core.base.types import (
-    TOKEN_BYTES,
-    Ack,
-    FetchPolicy,
-    GroupKind,
-    GroupSpec,
-    HostTierKind,
-    Namespace,
-    SpillPolicy,
-    TicketId,
-)
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.messages import Ack
+from session.words import TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, TicketId
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.world import ABORTED, CORRUPT, DONE, FAILED, MISSING, Live, World, full, pack, state, window

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cache_service.core import audit
 from cache_service.core.base.errors import CacheError
-from cache_service.core.base.types import (
-    Event,
-    Grant,
+from cache_service.core.base.types import Event
+from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from session.messages import Grant
+from session.words import (
     GroupKind,
     GroupSpec,
     Namespace,
@@ -24,7 +25,6 @@ from cache_service.core.base.types import (
     TransferStatus,
     WorkerId,
 )
-from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from tests.core.shadow import Value, extend_marks
 
 if TYPE_CHECKING:

@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from cache_service.core.base.types import (
-    Ack,
-    Acquire,
-    Extend,
-    Namespace,
-    RefusalReason,
-    SequenceId,
-    StepReply,
-    Transfer,
-)
+from session.messages import Ack, Acquire, Extend, StepReply
+from session.words import Namespace, RefusalReason, SequenceId, Transfer
 from tests.core.driver import FakeWorker
 from tests.core.shadow import Value
 from tests.core.world import ABORTED, DONE, FAILED, FINISHED, MISSING, PREEMPTED, Live, ids, keys, pack

@@ -8,7 +8,9 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from cache_service.core.base.types import FetchPolicy, GroupSpec, HostTierKind, Namespace, Rates, Refusal, SpillPolicy
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.messages import Rates, Refusal
+from session.words import GroupSpec, HostTierKind, Namespace
 from tests.core.driver import FakeWorker
 from tests.core.world import FINGERPRINT, World, full, state, window
 from tests.simulation.engine import Engine, Request

@@ -11,33 +11,35 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from worker_service.core.ports import (
+from session.messages import (
     Ack,
     Acquire,
     Adopt,
     Extend,
     ExtendGrant,
     Grant,
+    Publish,
+    Refusal,
+    Release,
+    Remap,
+    SessionLimits,
+    Step,
+    StepReply,
+    Welcome,
+)
+from session.words import (
     GroupKind,
     GroupPages,
     GroupSpec,
     Match,
     Namespace,
-    Publish,
-    Refusal,
     RefusalReason,
-    Release,
     ReleaseReason,
-    Remap,
     SequenceId,
-    SessionLimits,
-    Step,
-    StepReply,
     TicketId,
     Transfer,
     TransferPages,
     TransferStatus,
-    Welcome,
 )
 
 LIMITS = SessionLimits(

@@ -11,20 +11,11 @@ from array import array
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+from session.messages import Ack, SessionLimits, Step, StepReply
+from session.words import GroupKind, GroupSpec, Namespace, SequenceId, TransferStatus
 from tests.worker_service.fake_manager import FakeManager
 from worker_service.core.batch import Batch
 from worker_service.core.inbox import Failed, Fetch
-from worker_service.core.ports import (
-    Ack,
-    GroupKind,
-    GroupSpec,
-    Namespace,
-    SequenceId,
-    SessionLimits,
-    Step,
-    StepReply,
-    TransferStatus,
-)
 from worker_service.core.scheduler import Launch, Output, Scheduler, SchedulerConfig
 from worker_service.core.sequence import Request, SamplingParams, Usage
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from session.messages import Step
+from session.words import RefusalReason
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
-from worker_service.core.ports import RefusalReason, Step
 from worker_service.core.scheduler import SchedulerConfig
 
 PAGE = 16

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from session.words import GroupKind, GroupSpec, Namespace, SequenceId
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import full_group, packed, window_group
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
-from worker_service.core.ports import GroupKind, GroupSpec, Namespace, SequenceId
 from worker_service.core.sequence import Rank, Request, SamplingParams, Sequence
 
 GROUPS = (full_group(1000),)

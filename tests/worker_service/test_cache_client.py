@@ -15,31 +15,22 @@ import pytest
 
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from rpc.client import open_channel
-from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
-from worker_service.core.ports import (
-    Ack,
-    Acquire,
-    Adopt,
-    Extend,
-    ExtendGrant,
+from session.messages import Ack, Acquire, Adopt, Extend, ExtendGrant, Publish, Rates, Release, Step
+from session.words import (
     GroupKind,
     GroupPages,
     GroupSpec,
     HostTierKind,
     Namespace,
-    Publish,
-    Rates,
     RefusalReason,
-    Release,
     ReleaseReason,
     SequenceId,
-    SessionLost,
-    SessionRefused,
     SnapshotSlot,
-    Step,
     TicketId,
     TransferStatus,
 )
+from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
+from worker_service.core.ports import SessionLost, SessionRefused
 
 GROUPS = (
     GroupSpec("full", GroupKind.FULL, 13, 64),

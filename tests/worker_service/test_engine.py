@@ -10,9 +10,10 @@ from array import array
 
 import pytest
 
+from session.messages import Step
+from session.words import TicketId, Transfer, TransferPages
 from tests.worker_service.engine_desk import NAMESPACE, Letters, collect, open_desk, reference
 from worker_service.core.batch import Batch
-from worker_service.core.ports import Step, TicketId, Transfer, TransferPages
 from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Usage
 from worker_service.generation import Draining, RequestFailed, Unservable, WorkerStopped
 from worker_service.launcher import DeviceLost

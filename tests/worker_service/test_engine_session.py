@@ -10,8 +10,10 @@ from array import array
 import grpc
 import pytest
 
+from session.messages import Step
+from session.words import TicketId, Transfer
 from tests.worker_service.engine_desk import Desk, collect, open_desk, reference
-from worker_service.core.ports import SessionLost, SessionRefused, Step, StepRejected, TicketId, Transfer
+from worker_service.core.ports import SessionLost, SessionRefused, StepRejected
 from worker_service.generation import RequestFailed, Unservable, WorkerStopped
 from worker_service.losses import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
 from worker_service.servicer import CODES

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from session.words import Namespace, SequenceId
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.holding import Siblings
-from worker_service.core.ports import Namespace, SequenceId
 from worker_service.core.scheduler import SchedulerConfig
 from worker_service.core.sequence import Rank, Request, SamplingParams, Sequence, State
 

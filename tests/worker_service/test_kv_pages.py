@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from worker_service.core.ports import GroupKind
+from session.words import GroupKind
 from worker_service.gpu.kv_pages import KvPages, KvShape, PoolError, check_pool, plan_pages, pool_budget
 
 CPU = torch.device("cpu")

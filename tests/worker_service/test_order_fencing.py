@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from cache_service.bootstrap import running
 from cache_service.config import CacheConfig
-from cache_service.core.base import types as manager_words
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from rpc.client import open_channel
+from session.messages import Ack
+from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfer, TransferStatus
 from tests.worker_service.engine_desk import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
 from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
 from worker_service.core.launch_plan import SchedulerConfig
-from worker_service.core.ports import Ack, GroupKind, GroupSpec, HostTierKind, Transfer, TransferStatus
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
 from worker_service.engine import Engine, EngineRequest
@@ -124,7 +124,7 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
 def note(truth: dict[bytes, tuple[int, ...]], tokens: list[int]) -> None:
     """What each whole page of this prefix holds, by its hash."""
     whole = array("i", tokens[: len(tokens) // PAGE * PAGE])
-    hashes = page_hashes(namespace_digest(manager_words.Namespace(NAMESPACE.model)), b"", whole.tobytes(), PAGE * 4)
+    hashes = page_hashes(namespace_digest(Namespace(NAMESPACE.model)), b"", whole.tobytes(), PAGE * 4)
     for page in range(len(hashes) // 32):
         truth[hashes[32 * page : 32 * page + 32].hex().encode()] = tuple(whole[page * PAGE : (page + 1) * PAGE])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker_service.core.ports import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 from worker_service.gpu.pool_report import pool_report
 
 FULL = GroupSpec("full", GroupKind.FULL, num_pages=100, page_bytes=1 << 20)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from session.messages import Rates
+from session.words import SequenceId
 from tests.worker_service.roomy_scheduler import distinct, launches, machine
 from tests.worker_service.scheduler_machine import (
     NAMESPACE,
@@ -15,7 +17,6 @@ from tests.worker_service.scheduler_machine import (
     reference,
     window_group,
 )
-from worker_service.core.ports import Rates, SequenceId
 from worker_service.core.scheduler import Launch
 from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Request, SamplingParams
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from session.messages import SessionLimits
+from session.words import GroupSpec, Namespace
 from tests.examples import examples
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
-from worker_service.core.ports import GroupSpec, Namespace, SessionLimits
 from worker_service.core.scheduler import SchedulerConfig
 
 MAX_LEN = 24

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from session.messages import Ack, Step
+from session.words import SequenceId, TicketId, TransferStatus
 from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, Machine, full_group, packed
-from worker_service.core.ports import Ack, SequenceId, Step, TicketId, TransferStatus
 from worker_service.core.scheduler import SchedulerConfig
 
 CONFIG = SchedulerConfig(

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from session.messages import Adopt, Refusal, Step, StepReply
+from session.words import RefusalReason, SequenceId
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from worker_service.core.inbox import UnaskedReply
-from worker_service.core.ports import Adopt, Refusal, RefusalReason, SequenceId, Step, StepReply
 from worker_service.core.readmission import LostPlace
 from worker_service.core.scheduler import SchedulerConfig
 

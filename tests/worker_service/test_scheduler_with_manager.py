@@ -5,58 +5,33 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cache_service.core import audit
-from cache_service.core.base import types as manager_words
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from session.messages import Ack, Hello, SessionLimits, Step, StepReply, Welcome
+from session.words import GroupKind, GroupSpec, HostTierKind, Transfer, TransferStatus, WorkerId
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from tests.worker_service.test_scheduler_liveness import MAX_LEN, Workload
-from worker_service.core import ports as worker_words
 from worker_service.core.inbox import Fetch
-from worker_service.core.ports import (
-    Ack,
-    GroupKind,
-    GroupSpec,
-    HostTierKind,
-    SessionLimits,
-    Step,
-    StepReply,
-    TransferStatus,
-    Welcome,
-)
 from worker_service.core.scheduler import Launch, SchedulerConfig
 
-WORKER = manager_words.WorkerId("worker")
-
-
-def translated(words: Any, value: Any) -> Any:
-    """The same value in the other side's words, as a wire would carry it."""
-    if hasattr(value, "_fields"):
-        return getattr(words, type(value).__name__)(*(translated(words, field) for field in value))
-    if isinstance(value, tuple):
-        return tuple(translated(words, entry) for entry in value)
-    if type(value).__module__ in (manager_words.__name__, worker_words.__name__):
-        other = getattr(words, type(value).__name__, None)
-        return int(value) if other is None else other(value.value)
-    return value
+WORKER = WorkerId("worker")
 
 
 class RealManager:
-    """A CacheManager with one worker, answering in the worker's words."""
+    """A CacheManager with one worker."""
 
     def __init__(self, config: SchedulerConfig, epoch: str, *, host: bool, limits: SessionLimits | None = None) -> None:
         self.config = config
         self.epoch = epoch
         self.has_host = host
-        settings = ManagerConfig(
-            spill=manager_words.SpillPolicy.WRITE_THROUGH, fetch=manager_words.FetchPolicy.ALWAYS, transfer_pages=3
-        )
+        settings = ManagerConfig(spill=SpillPolicy.WRITE_THROUGH, fetch=FetchPolicy.ALWAYS, transfer_pages=3)
         if limits is not None:
             names = set(limits._fields) & ManagerConfig.__dataclass_fields__.keys()
             settings = replace(settings, **{name: getattr(limits, name) for name in names})
@@ -67,25 +42,25 @@ class RealManager:
 
     def hello(self, generation: int) -> Welcome:
         kind = HostTierKind.SHARED if self.has_host else HostTierKind.NONE
-        hello = manager_words.Hello(
+        hello = Hello(
             WORKER,
             "127.0.0.1:1",
             "incarnation",
             b"f" * 32,
             self.config.page_tokens,
-            translated(manager_words, self.config.groups),
-            translated(manager_words, kind),
+            self.config.groups,
+            kind,
             "tier" if self.has_host else "",
             generation=generation,
         )
-        return translated(worker_words, self.manager.hello(hello, self.now_ms))  # type: ignore[no-any-return]
+        return self.manager.hello(hello, self.now_ms)
 
     def step(self, step: Step) -> StepReply:
         self.now_ms += 7
-        reply = self.manager.step(WORKER, translated(manager_words, step), self.now_ms)
+        reply = self.manager.step(WORKER, step, self.now_ms)
         audit.check(self.manager)
         self.num_refusals += len(reply.refusals)
-        return translated(worker_words, reply)  # type: ignore[no-any-return]
+        return reply
 
 
 class RealMachine(Machine):
@@ -93,7 +68,7 @@ class RealMachine(Machine):
 
     def __init__(self, config: SchedulerConfig, *, host: bool = False, rng: random.Random | None = None) -> None:
         self.store: dict[bytes, object] = {}
-        self.spills: list[worker_words.Transfer] = []
+        self.spills: list[Transfer] = []
         self.has_host = host
         super().__init__(config, rng=rng)
 
@@ -110,7 +85,7 @@ class RealMachine(Machine):
         super().apply(reply)
         for key in self.real.manager.take_host_deletes():
             self.store.pop(key, None)
-        self.spills += translated(worker_words, self.real.manager.take_orders(WORKER))
+        self.spills += self.real.manager.take_orders(WORKER)
 
     def move_pages(self) -> bool:
         happened = super().move_pages()
@@ -121,7 +96,7 @@ class RealMachine(Machine):
             self.scheduler.report(Ack(transfer.ticket, transfer.num_pages, TransferStatus.DONE))
         return happened or bool(spills)
 
-    def parts(self, transfer: worker_words.Transfer, page: int | None = None) -> list[tuple[bytes, int, int]]:
+    def parts(self, transfer: Transfer, page: int | None = None) -> list[tuple[bytes, int, int]]:
         """Key, group and page id of what moves: all of it, or one page of the run."""
         found = []
         for moved in transfer.groups:

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from worker_service.core.ports import GroupPages, Namespace, SequenceId
+from session.words import GroupPages, Namespace, SequenceId
 from worker_service.core.sequence import InvalidField, Rank, Request, SamplingParams, Sequence, place_pages
 
 

@@ -17,9 +17,9 @@ from rpc.client import open_channel
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.server import RpcServer, Service
+from session.words import GroupKind, GroupSpec
 from tests.worker_service.engine_desk import PAGE, VOCAB, Desk, Letters, open_desk, reference
 from worker_service.codec import VocabLimits, WorkerDescription, encode_usage
-from worker_service.core.ports import GroupKind, GroupSpec
 from worker_service.core.sequence import Timing, Usage
 from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 

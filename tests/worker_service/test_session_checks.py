@@ -9,24 +9,20 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from protos.v1 import cache_pb2, types_pb2
-from worker_service import session_codec
-from worker_service.core.ports import (
-    ExtendGrant,
-    Grant,
+from session.messages import ExtendGrant, Grant, Remap, StepReply
+from session.words import (
     GroupKind,
     GroupPages,
     GroupSpec,
     Match,
-    Remap,
     SequenceId,
-    SessionLost,
     SnapshotSlot,
-    StepRejected,
-    StepReply,
     TicketId,
     Transfer,
     TransferPages,
 )
+from worker_service import session_codec
+from worker_service.core.ports import SessionLost, StepRejected
 from worker_service.session_checks import PoolCheck
 
 GROUPS = (

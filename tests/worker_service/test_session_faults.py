@@ -11,10 +11,11 @@ import time
 
 import pytest
 
+from session.messages import Step
+from session.words import Namespace, SequenceId
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import STOPPED, VOCAB
 from tests.worker_service.test_scheduler_with_manager import WORKER, RealMachine, full_only, with_state, with_window
-from worker_service.core.ports import Namespace, SequenceId, Step
 from worker_service.core.scheduler import LostPlace, SchedulerConfig
 
 LAYOUTS = (full_only, full_only, with_window, with_state)

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from session.messages import Refusal, SessionLimits, Step, StepReply
+from session.words import Namespace, RefusalReason
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service import session_codec
-from worker_service.core.ports import Namespace, Refusal, RefusalReason, SessionLimits, Step, StepReply
 from worker_service.core.scheduler import SchedulerConfig
 from worker_service.core.sequence import InvalidField
 

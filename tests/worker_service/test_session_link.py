@@ -10,6 +10,7 @@ import pytest
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
+from session.messages import Step
 from tests.e2e.proxy import open_proxy
 from tests.worker_service.test_cache_client import (
     FACTS,
@@ -24,7 +25,7 @@ from tests.worker_service.test_cache_client import (
     welcoming,
 )
 from worker_service.cache_client import CacheClient, ClientLimits
-from worker_service.core.ports import SessionLost, Step, StepRejected
+from worker_service.core.ports import SessionLost, StepRejected
 
 
 async def test_a_damaged_connection_is_left_for_a_new_one() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from worker_service.core.ports import HostTierError, HostTierKind
+from session.words import HostTierKind
+from worker_service.core.ports import HostTierError
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.tier_watch import NO_TIER, TierFacts, TierWatch
 

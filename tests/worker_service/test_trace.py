@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from worker_service.core.ports import Ack, TicketId, TransferStatus
+from session.messages import Ack
+from session.words import TicketId, TransferStatus
 from worker_service.trace import EngineTrace, RateMeter, Span
 
 

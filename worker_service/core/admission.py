@@ -7,10 +7,10 @@ it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
 
 from __future__ import annotations
 
+from session.messages import Acquire
 from worker_service.core.holding import Siblings
 from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms, name_bytes
-from worker_service.core.ports import Acquire
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import TOKEN_BYTES, Sequence, State
 

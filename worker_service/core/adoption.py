@@ -11,8 +11,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from session.messages import Adopt, Grant
+from session.words import NO_PAGE, GroupKind, GroupPages
 from worker_service.core.limits import MessageRoom, Terms, adopt_bytes
-from worker_service.core.ports import NO_PAGE, Adopt, Grant, GroupKind, GroupPages
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import Sequence, State, place_pages
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from session.words import NO_PAGE, GroupKind, GroupSpec
 from worker_service.core.launch_plan import Row
-from worker_service.core.ports import NO_PAGE, GroupKind, GroupSpec
 from worker_service.core.sequence import SamplingParams
 
 

@@ -9,7 +9,7 @@ Knows no queue order, no budget and no page id; it compares tokens.
 
 from __future__ import annotations
 
-from worker_service.core.ports import Namespace
+from session.words import Namespace
 from worker_service.core.sequence import TOKEN_BYTES, Sequence, State
 
 # One page is cheaper to compute again than to wait a launch for.

@@ -12,20 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from session.messages import Grant, Refusal, Remap, StepReply
+from session.words import RefusalReason, ReleaseReason, SequenceId, Transfer
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
 from worker_service.core.outbox import Ask, Asked, Outbox
-from worker_service.core.ports import (
-    Grant,
-    Refusal,
-    RefusalReason,
-    ReleaseReason,
-    Remap,
-    SequenceId,
-    StepRejected,
-    StepReply,
-    Transfer,
-)
+from worker_service.core.ports import StepRejected
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 

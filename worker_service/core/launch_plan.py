@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from worker_service.core.ports import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 from worker_service.core.sequence import InvalidField, Sequence
 
 UNLIMITED = 1 << 62

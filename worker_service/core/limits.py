@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
+from session.messages import Adopt, SessionLimits
+from session.words import Namespace
 from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig
-from worker_service.core.ports import Adopt, Namespace, SessionLimits
 from worker_service.core.sequence import TOKEN_BYTES, InvalidField, Sequence
 
 PAGE_ID_BYTES = 4

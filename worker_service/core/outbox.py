@@ -14,24 +14,12 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
+from session.messages import Ack, Acquire, Adopt, Extend, Publish, Rates, Release, Step
+from session.words import GroupKind, ReleaseReason, SequenceId, TicketId
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.launch_plan import UNLIMITED, Plan, Progress, decode_need, first_chunk_limit, plan_launch
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms
-from worker_service.core.ports import (
-    Ack,
-    Acquire,
-    Adopt,
-    Extend,
-    GroupKind,
-    Publish,
-    Rates,
-    Release,
-    ReleaseReason,
-    SequenceId,
-    Step,
-    TicketId,
-)
 from worker_service.core.roster import Departure, Roster
 from worker_service.core.sequence import Sequence, State
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from session.messages import Step, Welcome
+from session.words import ReleaseReason
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.inbox import Failed
 from worker_service.core.limits import Terms
 from worker_service.core.outbox import Ask, Outbox
-from worker_service.core.ports import ReleaseReason, SessionLost, Step, Welcome
+from worker_service.core.ports import SessionLost
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import Sequence, State
 

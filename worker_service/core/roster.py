@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from worker_service.core.ports import ReleaseReason, SequenceId
+from session.words import ReleaseReason, SequenceId
 from worker_service.core.sequence import Rank, Sequence, State
 
 

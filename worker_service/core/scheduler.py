@@ -15,6 +15,8 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from session.messages import Ack, Rates, Step, StepReply, Welcome
+from session.words import ReleaseReason, SequenceId, SnapshotSlot
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
@@ -22,16 +24,6 @@ from worker_service.core.inbox import Effects, Failed, Fetch, Inbox, UnaskedRepl
 from worker_service.core.launch_plan import Progress, Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
 from worker_service.core.outbox import Outbox
-from worker_service.core.ports import (
-    Ack,
-    Rates,
-    ReleaseReason,
-    SequenceId,
-    SnapshotSlot,
-    Step,
-    StepReply,
-    Welcome,
-)
 from worker_service.core.readmission import LostPlace, Readmission, Readmitter
 from worker_service.core.roster import Roster
 from worker_service.core.sequence import (

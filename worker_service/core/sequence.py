@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from worker_service.core.ports import (
-    NO_PAGE,
-    GroupPages,
-    Match,
-    Namespace,
-    SequenceId,
-    SnapshotSlot,
-)
+from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, SnapshotSlot
 
 TOKEN_BYTES = 4
 MAX_STOP_STRINGS = 64
@@ -35,7 +28,7 @@ MAX_INT32 = (1 << 31) - 1
 MAX_FP32 = 3.4028234663852886e38
 # Beyond these a penalised score overflows fp32, or underflows to 0, whatever the logits are.
 MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3
-NO_MATCH = Match(0, 0, 0, "", 0)
+NO_MATCH = Match(0, 0, 0, "", MissReason.UNSPECIFIED)
 
 
 class InvalidField(ValueError):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.copy_pages import pack_pages, unpack_pages
-from worker_service.core.ports import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 
 LAYOUT = "NHD"
 # Of a group's tensor; the axes before it, layers and K or V, are what a page gathers its bytes from.

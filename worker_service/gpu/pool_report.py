@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from worker_service.core.ports import GroupKind, GroupSpec
+from session.words import GroupKind, GroupSpec
 
 
 class GroupCapacity(NamedTuple):

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worker_service.core.ports import HostTier, HostTierError, HostTierKind
+from session.words import HostTierKind
+from worker_service.core.ports import HostTier, HostTierError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from worker_service.core.ports import HostTierError, HostTierKind
+from session.words import HostTierKind
+from worker_service.core.ports import HostTierError
 
 
 class MemoryTier:

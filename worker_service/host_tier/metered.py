@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from worker_service.core.ports import HostTier, HostTierError, HostTierKind
+from session.words import HostTierKind
+from worker_service.core.ports import HostTier, HostTierError
 
 Operation = Literal["put", "get"]
 

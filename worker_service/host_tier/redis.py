@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from worker_service.core.ports import HostTierError, HostTierKind
+from session.words import HostTierKind
+from worker_service.core.ports import HostTierError
 from worker_service.host_tier.redis_url import parse_redis_url
 from worker_service.host_tier.resp import ErrorReply, Part, RespConnection, TooLongReply, encode_command
 

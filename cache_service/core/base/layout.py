@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cache_service.core.base.types import TOKEN_BYTES, GroupKind, GroupSpec
+from session.words import TOKEN_BYTES, GroupKind, GroupSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from hashlib import sha256
 
-from cache_service.core.base.types import HASH_BYTES, Namespace, PageHash
+from session.words import HASH_BYTES, Namespace, PageHash
 
 _NAMESPACE_TAG = b"stemcache.namespace.1"
 _PAGE_TAG = b"stemcache.page.1"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from cache_service.core.base.types import PAGE_ID_BYTES, GroupKind, GroupSpec
+from session.words import PAGE_ID_BYTES, GroupKind, GroupSpec
 
 _RESIDENT = b"\1"
 

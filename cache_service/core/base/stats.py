@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cache_service.core.base.types import FetchPolicy, GroupKind, MissReason, SpillPolicy, WorkerId
+from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.words import GroupKind, MissReason, WorkerId
 
 
 class GroupStats(NamedTuple):

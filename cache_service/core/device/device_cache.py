@@ -10,16 +10,7 @@ from collections.abc import Iterator
 
 from cache_service.core.base.layout import make_layout
 from cache_service.core.base.manager_config import ManagerConfig
-from cache_service.core.base.types import (
-    HASH_BYTES,
-    PAGE_ID_BYTES,
-    Hello,
-    MissReason,
-    PageHash,
-    Rates,
-    Removed,
-    SpillPolicy,
-)
+from cache_service.core.base.types import Removed, SpillPolicy
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.eviction import make_policy
 from cache_service.core.device.ghost_table import GhostTable
@@ -31,6 +22,8 @@ from cache_service.core.device.radix_tree import RadixTree
 from cache_service.core.device.sparse_pages import SparsePages
 from cache_service.core.device.transfer_table import TicketIds, TransferTable
 from cache_service.core.host.hash_index import HostView
+from session.messages import Hello, Rates
+from session.words import HASH_BYTES, PAGE_ID_BYTES, MissReason, PageHash
 
 
 class Counters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from cache_service.core.base.types import TOKEN_BYTES, SequenceId
+from session.words import TOKEN_BYTES, SequenceId
 
 
 class KeptPrompts:

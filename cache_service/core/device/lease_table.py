@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.base.types import TOKEN_BYTES, Namespace, SequenceId, TicketId
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.transfer_table import Fetch
+from session.words import TOKEN_BYTES, Namespace, SequenceId, TicketId
 
 
 @dataclass(slots=True)

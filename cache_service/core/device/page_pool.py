@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from cache_service.core.base.types import PAGE_ID_BYTES
+from session.words import PAGE_ID_BYTES
 
 
 class PagePool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from cache_service.core.base.page_hash import namespace_digest
-from cache_service.core.base.types import Namespace
+from session.words import Namespace
 
 Packed = bytes | bytearray
 Queue = OrderedDict["Node", None]

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cache_service.core.base.page_hash import page_hashes
-from cache_service.core.base.types import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, fingerprint
 from cache_service.core.device.radix_node import Node, Packed, Root
 from cache_service.core.device.soft_pins import SoftPins
+from session.words import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 
 # A divergence inside a node is searched for by strides of pages, then by halves.
 _FIRST_PAGES = 16

@@ -19,10 +19,10 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush, merge
 from typing import NamedTuple
 
-from cache_service.core.base.types import PAGE_ID_BYTES, GroupSpec
 from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.page_pool import PagePool, pack, unpack
 from cache_service.core.device.radix_node import Node
+from session.words import PAGE_ID_BYTES, GroupSpec
 
 
 class Rank(IntEnum):

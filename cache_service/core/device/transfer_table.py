@@ -10,9 +10,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cache_service.core.base.types import HASH_BYTES, PageHash, SequenceId, TicketId, Transfer
 from cache_service.core.device.radix_node import Node
 from cache_service.core.host.hash_index import HostView
+from session.words import HASH_BYTES, PageHash, SequenceId, TicketId, Transfer
 
 MAX_RUNS = 1024
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_service.core.base.types import Hello, StepReply
 from cache_service.core.device.device_cache import DeviceCache
+from session.messages import Hello, StepReply
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cache_service.core.base.types import HASH_BYTES, Namespace, PageHash
 from cache_service.core.host.host_key import HostKey, build_key, key_prefix
+from session.words import HASH_BYTES, Namespace, PageHash
 
 # Refreshing a key's time to live is best effort; so many may wait.
 MAX_TOUCHES = 65_536

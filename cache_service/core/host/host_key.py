@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cache_service.core.base.types import HASH_BYTES, PageHash
+from session.words import HASH_BYTES, PageHash
 
 
 class HostKey(NamedTuple):

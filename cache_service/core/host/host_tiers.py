@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import HostTierStats
-from cache_service.core.base.types import Hello, HostTierKind, WorkerId
 from cache_service.core.host.hash_index import Breaker, HashIndex, HostView
 from cache_service.core.host.host_key import parse_key
+from session.messages import Hello
+from session.words import HostTierKind, WorkerId
 
 # A shared tier whose workers are all gone is kept for their return, but not many of them.
 MAX_UNUSED_TIERS = 4

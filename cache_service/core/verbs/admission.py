@@ -12,22 +12,15 @@ from dataclasses import dataclass
 from cache_service.core.base.layout import Layout
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.base.resume import window_start
-from cache_service.core.base.types import (
-    PAGE_ID_BYTES,
-    TOKEN_BYTES,
-    Acquire,
-    FetchPolicy,
-    Match,
-    MissReason,
-    Refusal,
-    RefusalReason,
-)
+from cache_service.core.base.types import FetchPolicy
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.verbs.survey import Survey, survey
+from session.messages import Acquire, Refusal
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Match, MissReason, RefusalReason
 
 
 @dataclass(slots=True)

@@ -13,26 +13,24 @@ from dataclasses import dataclass, field
 
 from cache_service.core.base.errors import InvalidInput
 from cache_service.core.base.resume import window_start
-from cache_service.core.base.types import (
-    PAGE_ID_BYTES,
-    Adopt,
-    Grant,
-    GroupKind,
-    GroupPages,
-    GroupSpec,
-    Match,
-    MissReason,
-    PageId,
-    Refusal,
-    RefusalReason,
-    SnapshotSlot,
-)
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import HeldSlot, Lease, WindowHold
 from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.verbs import leasing, publishing
 from cache_service.core.verbs.step_check import check_sequence, check_tokens
+from session.messages import Adopt, Grant, Refusal
+from session.words import (
+    PAGE_ID_BYTES,
+    GroupKind,
+    GroupPages,
+    GroupSpec,
+    Match,
+    MissReason,
+    PageId,
+    RefusalReason,
+    SnapshotSlot,
+)
 
 
 @dataclass(slots=True)

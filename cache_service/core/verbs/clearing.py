@@ -11,11 +11,11 @@ from collections.abc import Generator, Iterable
 
 from cache_service.core.base.page_hash import namespace_digest
 from cache_service.core.base.stats import ClearResult
-from cache_service.core.base.types import Namespace
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.host.hash_index import HashIndex
+from session.words import Namespace
 
 # Nodes or rows between two yields: about 1 ms.
 SLICE = 500

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache_service.core.base.types import NO_PAGE, PAGE_ID_BYTES, Ack, Transfer, TransferPages, TransferStatus
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Arrival, Lease, LeaveSlot
 from cache_service.core.device.page_pool import pack
@@ -19,6 +18,8 @@ from cache_service.core.device.sparse_pages import Rank
 from cache_service.core.device.transfer_table import Fetch, SparsePage
 from cache_service.core.verbs import publishing
 from cache_service.core.verbs.admission import Plan
+from session.messages import Ack
+from session.words import NO_PAGE, PAGE_ID_BYTES, Transfer, TransferPages, TransferStatus
 
 
 def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:

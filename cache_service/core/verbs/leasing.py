@@ -6,21 +6,7 @@ Knows no other worker, no stream and no clock. A commit pins the hits, then evic
 from __future__ import annotations
 
 from cache_service.core.base.resume import holes, window_start
-from cache_service.core.base.types import (
-    TOKEN_BYTES,
-    Acquire,
-    Extend,
-    ExtendGrant,
-    Grant,
-    GroupPages,
-    PageId,
-    Refusal,
-    RefusalReason,
-    ReleaseReason,
-    SnapshotSlot,
-    SpillPolicy,
-    Transfer,
-)
+from cache_service.core.base.types import SpillPolicy
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold
 from cache_service.core.device.page_pool import pack
@@ -28,6 +14,8 @@ from cache_service.core.device.radix_node import Node
 from cache_service.core.device.sparse_pages import Rank
 from cache_service.core.verbs import fetching, publishing, renewal
 from cache_service.core.verbs.admission import Plan, lacks_for_extend, match_of, plan_acquire
+from session.messages import Acquire, Extend, ExtendGrant, Grant, Refusal
+from session.words import TOKEN_BYTES, GroupPages, PageId, RefusalReason, ReleaseReason, SnapshotSlot, Transfer
 
 # Acquire.
 

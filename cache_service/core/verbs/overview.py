@@ -6,11 +6,12 @@ from collections.abc import Generator
 from itertools import takewhile
 
 from cache_service.core.base.stats import GroupStats, WorkerStats
-from cache_service.core.base.types import Explanation, MissReason, Namespace, Residence, Segment
+from cache_service.core.base.types import Explanation, Residence, Segment
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.worker import Worker
 from cache_service.core.verbs.prompt_match import PromptMatch
 from cache_service.core.verbs.survey import Survey
+from session.words import MissReason, Namespace
 
 # Namespaces that Explain looks at between two yields: about 1 ms.
 ROOTS_IN_A_SLICE = 2_000

@@ -6,10 +6,10 @@ Knows no worker's name and no transport.
 from __future__ import annotations
 
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.base.types import Match, Namespace
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.ghost_table import fingerprint
 from cache_service.core.verbs.survey import Survey, survey
+from session.words import Match, Namespace
 
 
 class PromptMatch:

@@ -12,22 +12,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cache_service.core.base.resume import window_pages, window_start
-from cache_service.core.base.types import (
-    HASH_BYTES,
-    PAGE_ID_BYTES,
-    TOKEN_BYTES,
-    GroupPages,
-    PageHash,
-    Remap,
-    SpillPolicy,
-    Stored,
-)
+from cache_service.core.base.types import SpillPolicy, Stored
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.sparse_pages import Rank
 from cache_service.core.device.transfer_table import SparsePage
+from session.messages import Remap
+from session.words import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, PageHash
 
 
 class Run(NamedTuple):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cache_service.core.base.types import HASH_BYTES, SpillPolicy
+from cache_service.core.base.types import SpillPolicy
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.radix_node import Node
+from session.words import HASH_BYTES
 
 # What one tick looks at, for each worker: about 2 ms.
 PAGES_PER_TICK = 1_024

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from itertools import islice
 
-from cache_service.core.base.types import (
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.page_pool import pack, unpack
+from cache_service.core.device.radix_node import Node
+from cache_service.core.device.transfer_table import SparsePage, Spill, SpillRow
+from cache_service.core.verbs import renewal
+from session.messages import Ack
+from session.words import (
     HASH_BYTES,
     NO_PAGE,
     PAGE_ID_BYTES,
-    Ack,
     PageHash,
     TicketId,
     Transfer,
     TransferPages,
     TransferStatus,
 )
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.device.page_pool import pack, unpack
-from cache_service.core.device.radix_node import Node
-from cache_service.core.device.transfer_table import SparsePage, Spill, SpillRow
-from cache_service.core.verbs import renewal
 
 # One page in so many of a pool may be held by open spills.
 SPILL_SHARE = 4

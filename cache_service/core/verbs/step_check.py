@@ -23,21 +23,10 @@ from cache_service.core.base.limits import (
     MAX_RANKS,
     MAX_SEQUENCE_ID,
 )
-from cache_service.core.base.types import (
-    TOKEN_BYTES,
-    Ack,
-    Acquire,
-    Extend,
-    GroupKind,
-    Hello,
-    HostTierKind,
-    Namespace,
-    Publish,
-    Release,
-    SequenceId,
-)
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
+from session.messages import Ack, Acquire, Extend, Hello, Publish, Release
+from session.words import TOKEN_BYTES, GroupKind, HostTierKind, Namespace, SequenceId
 
 
 def check_hello(hello: Hello) -> None:

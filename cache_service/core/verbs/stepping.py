@@ -11,9 +11,10 @@ from functools import partial
 from typing import TypeVar
 
 from cache_service.core.base.errors import CacheError, DuplicateSequence, InvalidInput, TooMany
-from cache_service.core.base.types import (
-    PAGE_ID_BYTES,
-    TOKEN_BYTES,
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.verbs import adoption, fetching, leasing, publishing, spilling, step_check
+from cache_service.core.verbs.admission import never_fits
+from session.messages import (
     Ack,
     Acquire,
     Adopt,
@@ -24,17 +25,12 @@ from cache_service.core.base.types import (
     Publish,
     Rates,
     Refusal,
-    RefusalReason,
     Release,
-    ReleaseReason,
     Remap,
-    SequenceId,
     Step,
     StepReply,
 )
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.verbs import adoption, fetching, leasing, publishing, spilling, step_check
-from cache_service.core.verbs.admission import never_fits
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, RefusalReason, ReleaseReason, SequenceId
 
 Item = TypeVar("Item", Publish, Release, Adopt, Extend, Acquire)
 Answer = TypeVar("Answer", Grant, ExtendGrant, Remap)

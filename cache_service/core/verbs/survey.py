@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from cache_service.core.base.layout import Layout
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.base.resume import limiting_group, residency, resume, window_pages
-from cache_service.core.base.types import HASH_BYTES, PAGE_ID_BYTES, GroupKind, Match, MissReason, Namespace
 from cache_service.core.device.ghost_table import GhostKind
 from cache_service.core.device.radix_node import Root
 from cache_service.core.device.radix_tree import RadixTree, Walk
 from cache_service.core.host.hash_index import HostView
+from session.words import HASH_BYTES, PAGE_ID_BYTES, GroupKind, Match, MissReason, Namespace
 
 # Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
 _MOST_AT_ONCE = 512

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from cache_service.core.base.types import Namespace, SpillPolicy
+from cache_service.core.base.types import SpillPolicy
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.device.sparse_pages import Rank
 from cache_service.core.verbs import fetching, renewal, spilling
+from session.words import Namespace
 
 
 def lacks_pin_room(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> str:

@@ -1,0 +1,201 @@
+"""The messages of a session and their items: Hello and Welcome, Step and StepReply. Values only.
+
+protos/v1 explains each field; docs/protocol.md says how the messages play together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from session.words import (
+    GroupPages,
+    GroupSpec,
+    HostTierKind,
+    Match,
+    Namespace,
+    RefusalReason,
+    ReleaseReason,
+    SequenceId,
+    SnapshotSlot,
+    TicketId,
+    Transfer,
+    TransferStatus,
+    WorkerId,
+)
+
+
+class Hello(NamedTuple):
+    """`generation`: Welcome's number of the state that the worker goes on from; 0 begins a new one."""
+
+    worker_id: WorkerId
+    endpoint: str
+    incarnation: str
+    fingerprint: bytes
+    page_tokens: int
+    groups: tuple[GroupSpec, ...]
+    host_tier: HostTierKind = HostTierKind.NONE
+    host_tier_id: str = ""
+    num_ranks: int = 1
+    model: str = ""  # of every namespace that the worker names; empty: of any
+    generation: int = 0
+
+
+class SessionLimits(NamedTuple):
+    """What the cache service takes from one worker."""
+
+    max_sequence_tokens: int = 1_048_576
+    max_live_sequences: int = 4_096
+    max_step_items: int = 8_192
+    max_message_bytes: int = 64 << 20
+    max_name_chars: int = 256
+    max_adopt_pages: int = 2_048
+    max_kept_bytes: int = 32 << 20
+    grace_ms: int = 10_000
+
+
+class Welcome(NamedTuple):
+    """`epoch` and `generation` name a state of the cache service; `last_step_id` is the last step applied to it.
+
+    `generation` is Hello's where the worker may go on; any other number names a state that holds nothing yet.
+    """
+
+    epoch: str
+    generation: int
+    last_step_id: int
+    limits: SessionLimits
+    capabilities: tuple[str, ...] = ()
+
+
+class Acquire(NamedTuple):
+    """`tokens` are those after the first `kept_tokens`, which the service kept from an earlier acquire or lease."""
+
+    sequence_id: SequenceId
+    namespace: Namespace
+    tokens: bytes
+    reserve_pages: int = 0
+    chunk_tokens: int = 0  # 0: the whole prompt in one launch
+    priority: int = 0
+    kept_tokens: int = 0
+    bypass_cache: bool = False
+
+
+class Grant(NamedTuple):
+    """A sequence may run on these pages; while there are `fetches` it waits for the acks of all of them instead."""
+
+    sequence_id: SequenceId
+    usable_tokens: int
+    cached_tokens: int
+    fetched_tokens: int
+    tables: tuple[GroupPages, ...]
+    match: Match
+    fetches: tuple[Transfer, ...] = ()
+    restore: tuple[SnapshotSlot, ...] = ()
+    leave: tuple[SnapshotSlot, ...] = ()
+    working: tuple[SnapshotSlot, ...] = ()
+    rolling: tuple[SnapshotSlot, ...] = ()
+
+
+class Refusal(NamedTuple):
+    """The item was not applied; nothing changed. `field` names the offending input when `reason` is INVALID."""
+
+    sequence_id: SequenceId
+    reason: RefusalReason
+    detail: str
+    field: str = ""
+
+
+class BadItem(NamedTuple):
+    """What decoding makes of a malformed item of a Step. `field` is named from the item on, as "namespace.salt"."""
+
+    sequence_id: SequenceId
+    field: str
+    reason: str
+
+
+class Extend(NamedTuple):
+    """Room for a length of `num_tokens`."""
+
+    sequence_id: SequenceId
+    num_tokens: int
+
+
+class ExtendGrant(NamedTuple):
+    sequence_id: SequenceId
+    pages: tuple[GroupPages, ...]
+    leave: tuple[SnapshotSlot, ...] = ()
+
+
+class Publish(NamedTuple):
+    """`tokens`: accepted ones beyond those that the service knows; `computed_tokens` have KV that was written."""
+
+    sequence_id: SequenceId
+    tokens: bytes
+    computed_tokens: int
+
+
+class Remap(NamedTuple):
+    """The sequence's tables show these pages from now on."""
+
+    sequence_id: SequenceId
+    pages: tuple[GroupPages, ...]
+
+
+class Release(NamedTuple):
+    """`rolling_tokens`, with FINISHED only: the boundary whose state the rolling slots hold, whatever is still in
+    flight; 0: none."""
+
+    sequence_id: SequenceId
+    reason: ReleaseReason
+    rolling_tokens: int = 0
+
+
+class Ack(NamedTuple):
+    """`num_done` leading pages of a transfer arrived; `num_bytes` and `seconds` are for the measured rates."""
+
+    ticket: TicketId
+    num_done: int
+    status: TransferStatus
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Rates(NamedTuple):
+    """Measured by the worker; 0: unknown."""
+
+    prefill_tokens_per_s: float = 0.0
+    fetch_bytes_per_s: float = 0.0
+
+
+class Adopt(NamedTuple):
+    """Take over the pages of a sequence that an earlier state of the cache service granted."""
+
+    sequence_id: SequenceId
+    namespace: Namespace
+    tokens: bytes
+    computed_tokens: int
+    tables: tuple[GroupPages, ...]
+    working: tuple[SnapshotSlot, ...] = ()
+    rolling: tuple[SnapshotSlot, ...] = ()
+    priority: int = 0
+    bypass_cache: bool = False
+
+
+class Step(NamedTuple):
+    """Everything that one engine iteration wants, applied in the order of the fields; a bad item is refused alone."""
+
+    step_id: int
+    acks: tuple[Ack, ...] = ()
+    publishes: tuple[Publish | BadItem, ...] = ()
+    releases: tuple[Release | BadItem, ...] = ()
+    adopts: tuple[Adopt | BadItem, ...] = ()
+    extends: tuple[Extend, ...] = ()
+    acquires: tuple[Acquire | BadItem, ...] = ()
+    rates: Rates | None = None
+
+
+class StepReply(NamedTuple):
+    step_id: int
+    grants: tuple[Grant, ...] = ()
+    extends: tuple[ExtendGrant, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    remaps: tuple[Remap, ...] = ()
