@@ -1,8 +1,9 @@
 """GPU operations on paged keys and values; one folder for each op.
 
 Knows nothing of requests, trees or services: tensors come in, tensors go out. Each folder holds the op itself
-(`__init__`: it checks its arguments and chooses), the Triton kernel with its launcher (`kernel`) and the torch
-reference that is the truth for the tests and what a worker without a GPU serves with (`reference`).
+(`__init__`: it checks its arguments and chooses), the Triton kernel with its launcher (`triton`), the torch reference
+that is the truth for the tests and what a worker without a GPU serves with (`reference`), and where it pays a plan of a
+step's work (`plan`, `plan_triton`) and a Gluon kernel for Hopper (`hopper`).
 
     from kernels.append_kv import append_kv, rotate_append_kv
     from kernels.append_latent import append_latent

@@ -61,7 +61,7 @@ def append_kv(
     if k.numel() == 0:
         return
     if uses_triton(backend, k_pages):
-        from kernels.append_kv.kernel import launch
+        from kernels.append_kv.triton import launch
 
         launch(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
     else:

@@ -46,7 +46,7 @@ def append_latent(
     if tokens == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.append_latent.kernel import launch
+        from kernels.append_latent.triton import launch
 
         launch(latents, rope_keys, pages, slot_mapping)
     else:

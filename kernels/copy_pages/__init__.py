@@ -39,7 +39,7 @@ def pack_pages(
     if rows.numel() == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.copy_pages.kernel import launch_pack
+        from kernels.copy_pages.triton import launch_pack
 
         launch_pack(planes, page_ids, rows, to_host=pages.is_cuda and not out.is_cuda)
     else:
@@ -60,7 +60,7 @@ def unpack_pages(
     if rows.numel() == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.copy_pages.kernel import launch_unpack
+        from kernels.copy_pages.triton import launch_unpack
 
         launch_unpack(rows, planes, page_ids, from_host=pages.is_cuda and not packed.is_cuda)
     else:

@@ -225,7 +225,7 @@ def _compute(
         launch_gluon(*inputs, cu_seqlens_q, max_q_tokens, plan, spec, sinks, out, lse)
     elif route is Backend.TRITON:
         check_triton_attention(q, spec)
-        from kernels.decode_attention.kernel import launch
+        from kernels.decode_attention.triton import launch
 
         launch(*inputs, cu_seqlens_q, max_seqlen_k, max_q_tokens, spec, sinks, out, lse)
     else:

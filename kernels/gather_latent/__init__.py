@@ -71,7 +71,7 @@ def gather_latent(
         raise KernelArgumentError("block_tables: cached tokens cannot be found without one, got None")
     check_block_tables(block_tables, num_seqs, pages.device)
     if uses_triton(backend, pages):
-        from kernels.gather_latent.kernel import launch
+        from kernels.gather_latent.triton import launch
 
         launch(pages, block_tables, cu_seqlens_k, new_latents, cu_seqlens_q, first_positions, out)
     else:

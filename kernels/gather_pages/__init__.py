@@ -118,7 +118,7 @@ def _launch(
     gather: bool,
 ) -> None:
     """Bytes move in runs of columns; codes and numbers convert a head at a time."""
-    from kernels.gather_pages.kernel import launch, launch_converting
+    from kernels.gather_pages.triton import launch, launch_converting
 
     where = (k, v, k_pages, v_pages, block_tables, cu_seqlens_k)
     if scales is None:

@@ -36,7 +36,7 @@ def head_linear(
     if tokens == 0 or heads == 0 or width == 0:
         return out
     if uses_triton(backend, x):
-        from kernels.head_linear.kernel import launch
+        from kernels.head_linear.triton import launch
 
         launch(x, weight, out)
     else:

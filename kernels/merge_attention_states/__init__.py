@@ -36,6 +36,6 @@ def merge_attention_states(
     check_rows("out_b", out_b)
     if out_a.numel() == 0 or not uses_triton(backend, out_a):
         return reference.merge_attention_states(out_a, lse_a, out_b, lse_b)
-    from kernels.merge_attention_states.kernel import launch
+    from kernels.merge_attention_states.triton import launch
 
     return launch(out_a, lse_a, out_b, lse_b)

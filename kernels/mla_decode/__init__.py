@@ -128,7 +128,7 @@ def _launch(
     lse: torch.Tensor | None,
 ) -> None:
     """Gluon where it can, by a plan; Triton elsewhere."""
-    from kernels.mla_decode import kernel
+    from kernels.mla_decode.triton import launch
 
     where = (block_tables, seqlens_k, cu_seqlens_q)
     if q.is_cuda:
@@ -145,7 +145,7 @@ def _launch(
             plan.check(num_seqs, bound, heads, most)
             hopper.attend(q, pages, block_tables, cu_seqlens_q is not None, plan, scale, out, lse)
             return
-    kernel.launch(q, pages, *where, max_q_tokens, bound, scale, out, lse)
+    launch(q, pages, *where, max_q_tokens, bound, scale, out, lse)
 
 
 def _check(

@@ -167,7 +167,7 @@ def _attend(
                 plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k, call.q_offsets, causal=call.causal)
             hopper.attend(call, plan, out, lse)
             return
-    from kernels.mla_prefill.kernel import launch
+    from kernels.mla_prefill.triton import launch
 
     launch(call, out, lse)
 

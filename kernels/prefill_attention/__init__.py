@@ -128,7 +128,7 @@ def prefill_attention(
         _launch_gluon(where, plan, cu_seqlens_q, cu_seqlens_k, spec, sinks, result, lse)
     elif route is Backend.TRITON:
         check_triton_attention(q, spec)
-        from kernels.prefill_attention.kernel import launch
+        from kernels.prefill_attention.triton import launch
 
         launch(*where, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, sinks, result, lse)
     else:

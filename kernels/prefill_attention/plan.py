@@ -7,7 +7,13 @@ import torch
 
 from kernels.errors import KernelArgumentError
 from kernels.prefill_attention.hopper import TILE_ROWS, is_hopper, key_block
-from kernels.prefill_attention.work_list import COUNTERS, RECORD
+
+__all__ = ["COUNTERS", "RECORD", "PrefillPlan"]
+
+# int32 numbers of one record: 32 bytes.
+RECORD = 8
+# int32 numbers of a count: tiles listed, tiles drawn, programs done; the last two are 0 between launches.
+COUNTERS = 3
 
 
 class PrefillPlan:
@@ -45,10 +51,10 @@ class PrefillPlan:
         if num_seqs > self.max_seqs:
             raise KernelArgumentError(f"cu_seqlens_q: {num_seqs} sequences, the plan holds {self.max_seqs}")
         if self._is_used():
-            from kernels.prefill_attention.work_list.kernel import make_work_list
+            from kernels.prefill_attention.plan_triton import launch
 
             key_tile = key_block(self.heads[2])
-            make_work_list(cu_seqlens_q, cu_seqlens_k, self.records, self.count, self._tile_queries, key_tile)
+            launch(cu_seqlens_q, cu_seqlens_k, self.records, self.count, self._tile_queries, key_tile)
 
     def check(self, num_seqs: int, num_tokens: int, heads: tuple[int, int, int], device: torch.device) -> None:
         """Refuses a batch that this plan was not made for."""

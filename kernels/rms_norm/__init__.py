@@ -65,7 +65,7 @@ def rms_norm(
         _check_out(out, x, weight, residual)
     total = None if residual is None else torch.empty_like(out)
     if x.numel() and uses_triton(backend, x):
-        from kernels.rms_norm.kernel import launch
+        from kernels.rms_norm.triton import launch
 
         launch(x, weight, eps, residual, out, total)
     else:

@@ -86,7 +86,7 @@ def rotate_append_kv(
     if qkv.numel() == 0:
         return queries
     if uses_triton(backend, qkv):
-        from kernels.rotate_append_kv.kernel import launch
+        from kernels.rotate_append_kv.triton import launch
 
         run = launch
     else:

@@ -32,7 +32,7 @@ def silu_mul(
         check_contiguous("out", out)
         check_disjoint("out", out, "gate_up", gate_up)
     if out.numel() and uses_triton(backend, gate_up):
-        from kernels.silu_mul.kernel import launch
+        from kernels.silu_mul.triton import launch
 
         launch(gate_up, out)
     else:

@@ -32,6 +32,14 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def is_jit(node: ast.AST) -> bool:
+    """Whether this is a function that Triton or Gluon compiles, or runs while it compiles."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    names = [ast.unparse(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list]
+    return any(name in ("triton.jit", "gluon.jit", "gluon.constexpr_function") for name in names)
+
+
 def imports(path: Path) -> Iterator[str]:
     """Full names of what a module imports, at whatever depth it does; relative imports are made absolute."""
     package = path.relative_to(ROOT).parent.parts

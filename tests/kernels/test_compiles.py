@@ -73,7 +73,7 @@ def fp8_pages(name: str) -> str:
 
 @pytest.mark.parametrize("name", DECODES)
 def test_decode_uses_tensor_cores_and_spills_nothing(name: str) -> None:
-    from kernels.decode_attention.kernel import attend_split, key_block
+    from kernels.decode_attention.triton import attend_split, key_block
 
     constants = {"SPLIT": 256, "ROWS": 16, "TOKENS": 1, "HAS_SPANS": False, "SOFTCAP": False, "SCALES": 0}
     constants = {**SHARED, **constants, **DECODES[name]}
@@ -86,8 +86,8 @@ def test_decode_uses_tensor_cores_and_spills_nothing(name: str) -> None:
 @pytest.mark.parametrize("per_token", [False, True])
 def test_codes_are_rounded_once_and_saturate(per_token: bool) -> None:
     """fp32 to e4m3 in one instruction: a detour over fp16 would round twice."""
-    from kernels.append_kv.kernel import append_codes
-    from kernels.gather_pages.kernel import convert_tokens
+    from kernels.append_kv.triton import append_codes
+    from kernels.gather_pages.triton import convert_tokens
 
     constants = {"HEADS": 8, "D": 192, "PAGE": 16, "X": 16, "LAYOUT": 2, "TOKENS": 4, "BLOCK_D": 256}
     constants |= {"PER_TOKEN": per_token}

@@ -71,7 +71,7 @@ def test_few_programs_do_the_same(target: Target) -> None:
     """What moves host memory: every program takes many chunks, over all planes and pages."""
     if target.backend is not Backend.TRITON:
         pytest.skip("a Triton kernel")
-    from kernels.copy_pages.kernel import launch_pack, launch_unpack
+    from kernels.copy_pages.triton import launch_pack, launch_unpack
 
     pages = random_bytes((3, 5, 32808)).to(target.device)
     ids = torch.tensor([4, 1, 2], device=target.device)

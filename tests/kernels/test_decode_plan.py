@@ -34,7 +34,7 @@ class Planned:
     """A plan's tensors on the host."""
 
     def __init__(self, lengths: list[int], device: str) -> None:
-        from kernels.decode_attention.plan.kernel import launch
+        from kernels.decode_attention.plan_triton import launch
 
         counts = {"dtype": torch.int32, "device": device}
         bases = torch.full((len(lengths) + 1,), -1, **counts)

@@ -18,7 +18,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiled() -> None:
-    from kernels.linear.kernel import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, multiply_tile
+    from kernels.linear.triton import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, multiply_tile
 
     constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "GROUP_M": GROUP_M, "HAS_BIAS": True}
     built = compile_for_hopper(multiply_tile, constants, num_warps=4)

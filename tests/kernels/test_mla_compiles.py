@@ -97,12 +97,12 @@ def test_decode_of_few_heads(name: str) -> None:
 
 
 def test_the_plain_kernels_spill_nothing() -> None:
-    from kernels.head_linear.kernel import multiply_heads
+    from kernels.head_linear.triton import multiply_heads
     from kernels.mla_decode.hopper.fold import fold_shared
-    from kernels.mla_decode.kernel import attend_leaf, fold_leaves
-    from kernels.mla_decode.plan.kernel import list_items
-    from kernels.mla_prefill.kernel import attend_tile
-    from kernels.mla_prefill.plan.kernel import order_tiles
+    from kernels.mla_decode.plan_triton import list_items
+    from kernels.mla_decode.triton import attend_leaf, fold_leaves
+    from kernels.mla_prefill.plan_triton import order_tiles
+    from kernels.mla_prefill.triton import attend_tile
 
     leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512}
     fold = {**leaf, "GROUP": 8, "WANTS_LSE": True}

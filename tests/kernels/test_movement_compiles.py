@@ -47,7 +47,7 @@ def check_moves(built: Assembled, turns_over: bool = False) -> None:
 @pytest.mark.parametrize("layout", [0, 1])
 def test_rotate_append(layout: int, normed: bool) -> None:
     """Products and sums apart, as torch rounds them."""
-    from kernels.rotate_append_kv.kernel import rotate_rows
+    from kernels.rotate_append_kv.triton import rotate_rows
 
     constants: dict[str, Any] = {**HEADS, **BLOCKS, "LAYOUT": layout, "NORM": normed, "SCALES": 0}
     built = compile_for_hopper(rotate_rows, constants, 4, kind, enable_fp_fusion=False)
@@ -57,7 +57,7 @@ def test_rotate_append(layout: int, normed: bool) -> None:
 
 @pytest.mark.parametrize("scales", [1, 2])
 def test_rotate_append_codes(scales: int) -> None:
-    from kernels.rotate_append_kv.kernel import rotate_rows
+    from kernels.rotate_append_kv.triton import rotate_rows
 
     constants = {**HEADS, **BLOCKS, "NORM": False, "SCALES": scales}
     built = compile_for_hopper(rotate_rows, constants, 4, fp8_kind)
@@ -67,8 +67,8 @@ def test_rotate_append_codes(scales: int) -> None:
 
 @pytest.mark.parametrize("has_new", [False, True])
 def test_latents(has_new: bool) -> None:
-    from kernels.append_latent.kernel import append_latents
-    from kernels.gather_latent.kernel import gather_rows
+    from kernels.append_latent.triton import append_latents
+    from kernels.gather_latent.triton import gather_rows
 
     gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 4, "LEVELS": 1}
     flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new}
@@ -78,8 +78,8 @@ def test_latents(has_new: bool) -> None:
 
 
 def test_rows() -> None:
-    from kernels.rms_norm.kernel import normalise_rows
-    from kernels.silu_mul.kernel import gate_rows
+    from kernels.rms_norm.triton import normalise_rows
+    from kernels.silu_mul.triton import gate_rows
 
     gated = compile_for_hopper(gate_rows, {"D": 14336, "COLUMNS": 1024}, 4, kind)
     check_moves(gated)
@@ -92,7 +92,7 @@ def test_rows() -> None:
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_whole_pages(pack: bool) -> None:
-    from kernels.copy_pages.kernel import move_words, move_words_in_turn
+    from kernels.copy_pages.triton import move_words, move_words_in_turn
 
     for function, warps in ((move_words, 2), (move_words_in_turn, 4)):
         check_moves(compile_for_hopper(function, {"PACK": pack, "WORDS": 512}, warps, word_kind))

@@ -68,7 +68,7 @@ TWINS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", TWINS)
 def test_the_plain_kernel_uses_wgmma_and_spills_nothing(name: str) -> None:
-    from kernels.prefill_attention.kernel import attend_tile, tile_shape
+    from kernels.prefill_attention.triton import attend_tile, tile_shape
 
     constants = {**SHARED, **TWIN, **TWINS[name]}
     dim = int(str(constants["D"]))
@@ -113,7 +113,7 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
 
 
 def test_the_work_list_compiles_and_spills_nothing() -> None:
-    from kernels.prefill_attention.work_list.kernel import CLASSES, list_tiles
+    from kernels.prefill_attention.plan_triton import CLASSES, list_tiles
 
     constants: dict[str, object] = {"QUERIES": 32, "KEYS": 128, "CLASSES": CLASSES, "TILES": 64, "SEQS": 32}
     built = compile_for_hopper(list_tiles, constants, num_warps=4, pointer=lambda name: "*i32")

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from kernels.prefill_attention.work_list import RECORD
+from kernels.prefill_attention.plan import RECORD
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums
 
 pytest.importorskip("triton")
 
-from kernels.prefill_attention.work_list.kernel import CLASSES, make_work_list
+from kernels.prefill_attention.plan_triton import CLASSES, launch
 
 CASES = [
     [(0, 33), (16, 5), (48, 16), (37, 70), (0, 1), (130, 1), (16, 0)],
@@ -60,7 +60,7 @@ def test_every_tile_is_listed_once_and_the_long_ones_come_first(case: int, queri
     records = torch.full((len(wanted) + 3, RECORD), -1, dtype=torch.int32, device=device)
     count = torch.full((1,), -1, dtype=torch.int32, device=device)
     new, total = [n for _, n in lengths], [c + n for c, n in lengths]
-    make_work_list(running_sums(new, device), running_sums(total, device), records, count, queries, 128)
+    launch(running_sums(new, device), running_sums(total, device), records, count, queries, 128)
     assert count.tolist() == [len(wanted)]
     listed = records.tolist()[: len(wanted)]
     assert [tuple(row[:5]) for row in listed] == wanted
@@ -75,6 +75,6 @@ def test_a_list_that_is_too_short_is_filled_and_not_left(device: str) -> None:
     records = torch.full((9, RECORD), -1, dtype=torch.int32, device=device)
     count = torch.zeros(1, dtype=torch.int32, device=device)
     sums = running_sums([640], device)
-    make_work_list(sums, sums, records[:5], count, 64, 128)
+    launch(sums, sums, records[:5], count, 64, 128)
     assert count.tolist() == [5] and bool((records[5:] == -1).all())
     assert [row[1] for row in records[:5].tolist()] == [576, 512, 448, 384, 320]

@@ -1,6 +1,6 @@
 """mla_decode for sm_90: asynchronous copies and wgmma, written in Gluon, behind a launcher that says what it can do.
 
-Knows no op but its own; Gluon has no interpreter, so its twin in `mla_decode.kernel` is what a CPU tests.
+Knows no op but its own; Gluon has no interpreter, so its twin in `mla_decode.triton` is what a CPU tests.
 """
 
 import torch

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.mailbox.kernel import take, thread_barrier
+from kernels.hopper.work_queue import take, thread_barrier
 from kernels.mla_decode.hopper.pieces import afresh, clear_tail, fold
 
 

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.mailbox.kernel import thread_barrier
+from kernels.hopper.work_queue import thread_barrier
 
 
 @gluon.jit

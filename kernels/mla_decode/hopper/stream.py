@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.mailbox.kernel import publish
+from kernels.hopper.work_queue import publish
 from kernels.mla_decode.hopper.pieces import planned_item
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.mailbox.kernel import publish, take, thread_barrier
+from kernels.hopper.work_queue import publish, take, thread_barrier
 
 BLOCK = 128
 

@@ -21,8 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.attention import AttentionSpec
 from kernels.layout import KvLayout
 from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim, row_elements
-from kernels.prefill_attention.hopper.consumer.kernel import consume
-from kernels.prefill_attention.hopper.producer.kernel import produce, widen
+from kernels.prefill_attention.hopper.consumer import consume
+from kernels.prefill_attention.hopper.producer import produce, widen
 
 LOG2_E = 1.4426950408889634
 

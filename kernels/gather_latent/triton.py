@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.addressing import search_levels
-from kernels.addressing.kernel import sequence_of
+from kernels.addressing.triton import sequence_of
 
 # A row of 576 is 1152 bytes: two need so few registers of a lane that a multiprocessor holds all programs that it may.
 ROWS = 2

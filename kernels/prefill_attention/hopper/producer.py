@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.prefill_attention.hopper.turns.kernel import draw, key_tiles, leave, read_board, record, write_board
+from kernels.prefill_attention.hopper.turns import draw, key_tiles, leave, read_board, record, write_board
 
 # Renamed between Triton 3.6 and 3.7.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.prefill_attention.hopper.turns.kernel import key_tiles, read_board
+from kernels.prefill_attention.hopper.turns import key_tiles, read_board
 
 # Renamed between Triton 3.6 and 3.7.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -98,7 +98,7 @@ def list_tiles(
         tl.store(record + 6, run, mask=ok)
 
 
-def make_work_list(
+def launch(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     records: torch.Tensor,

@@ -87,7 +87,7 @@ class DecodePlan:
             raise KernelArgumentError(f"seqlens_k: the plan has room for {self.max_seqs} sequences, got {num_seqs}")
         if num_seqs == 0 or self.device.type != "cuda":
             return
-        from kernels.decode_attention.plan.kernel import launch
+        from kernels.decode_attention.plan_triton import launch
 
         launch(
             seqlens_k,

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from kernels.addressing import layout_code, search_levels
-from kernels.addressing.kernel import key_offset, sequence_of, value_offset
+from kernels.addressing.triton import key_offset, sequence_of, value_offset
 from kernels.fp8 import ScaleKind, Scales
-from kernels.fp8.kernel import dequantise_rows, quantise_rows
+from kernels.fp8.triton import dequantise_rows, quantise_rows
 from kernels.layout import KvLayout, PageShape, pack_width
 
 ELEMENTS = 1024

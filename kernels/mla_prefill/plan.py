@@ -41,6 +41,6 @@ class MlaPrefillPlan:
             raise KernelArgumentError(f"cu_seqlens_q: the plan holds {self.max_seqs} sequences, got {num_seqs}")
         check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1, self.order.device)
         check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, self.order.device)
-        from kernels.mla_prefill.plan.kernel import launch
+        from kernels.mla_prefill.plan_triton import launch
 
         launch(self.order, self.counts, cu_seqlens_q, cu_seqlens_k, q_offsets, causal, self.max_tiles)

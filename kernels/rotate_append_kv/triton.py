@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels.addressing import layout_code
-from kernels.addressing.kernel import key_offset, value_offset
+from kernels.addressing.triton import key_offset, value_offset
 from kernels.fp8 import ScaleKind, Scales
-from kernels.fp8.kernel import codes_of, stored_scale
+from kernels.fp8.triton import codes_of, stored_scale
 from kernels.layout import KvLayout, PageShape, pack_width
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
 

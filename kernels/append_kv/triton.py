@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from kernels.addressing import layout_code
-from kernels.addressing.kernel import key_offset, value_offset
+from kernels.addressing.triton import key_offset, value_offset
 from kernels.fp8 import ScaleKind, Scales
-from kernels.fp8.kernel import quantise_rows
+from kernels.fp8.triton import quantise_rows
 from kernels.layout import KvLayout, PageShape, pack_width
 
 # Elements of K (and of V) that one program moves: 2 to 4 KiB keep the memory system busiest.

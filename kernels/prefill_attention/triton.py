@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.addressing import layout_code
-from kernels.addressing.kernel import key_offset, value_offset
+from kernels.addressing.triton import key_offset, value_offset
 from kernels.attention import AttentionSpec
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width

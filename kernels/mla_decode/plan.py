@@ -106,6 +106,6 @@ class MlaDecodePlan:
         if num_seqs > self.max_seqs:
             raise KernelArgumentError(f"seqlens_k: the plan holds {self.max_seqs} sequences, got {num_seqs}")
         check_lengths("seqlens_k", seqlens_k, num_seqs, self.items.device)
-        from kernels.mla_decode.plan.kernel import launch
+        from kernels.mla_decode.plan_triton import launch
 
         launch(self, seqlens_k, cu_seqlens_q)

@@ -1,1 +1,0 @@
-"""What computes: products, softmax, and the store; see `kernel`."""

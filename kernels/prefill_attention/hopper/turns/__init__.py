@@ -1,1 +1,0 @@
-"""Which tiles a persistent program computes, and which keys a tile sees; see `kernel`."""
