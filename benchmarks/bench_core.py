@@ -21,6 +21,7 @@ from time import perf_counter, process_time
 
 from benchmarks.baseline_manager import BaselineManager
 from cache_service import replay
+from cache_service.compiled import CORE_FORM, IS_COMPILED
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager
 from cli.traffic import token_requests
@@ -32,7 +33,7 @@ PAGE_TOKENS = 16
 RUNS = 5
 LONG_TOKENS = 100_000
 TURN_REQUESTS = 100
-RESULT = Path(__file__).parent / "results" / "core.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def load(trace: Path | None) -> list[replay.Request]:
@@ -186,6 +187,7 @@ def measure(trace: Path | None) -> dict[str, object]:
     best = max(rates, key=lambda policy: rates[policy])
     evict_us, evict_pages = evict_one()
     return {
+        "core": CORE_FORM,
         "requests_per_s_200k": round(median(run.requests_per_s for run in at_200k), 1),
         "p99_ms_200k": round(median(run.p99_ms for run in at_200k), 4),
         **share_of_baseline(requests, 200_000),
@@ -213,8 +215,8 @@ def main() -> None:
         parser.error(f"--trace: {trace}: {error.strerror}")
     except replay.TraceError as error:
         parser.error(f"--trace: {trace}: {error}")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(figures, indent=2) + "\n")
+    name = "core-compiled.json" if IS_COMPILED else "core.json"
+    (RESULTS / name).write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))
 
 

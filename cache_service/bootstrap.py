@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from cache_service import status
 from cache_service.collector import seldom_collected
+from cache_service.compiled import CORE_FORM
 from cache_service.config import CacheConfig
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
@@ -195,7 +196,7 @@ async def serve(config: CacheConfig, announce: Callable[[str], None]) -> None:
     """Runs until SIGTERM or SIGINT. `announce` gets one JSON line with the bound addresses once calls are answered."""
     stop = stop_event()
     async with running(config) as service:
-        _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
+        _log.info("serving", extra={"address": str(service.address), "core": CORE_FORM, "config": describe(config)})
         announce(_announcement(service))
         with seldom_collected():
             await stop.wait()

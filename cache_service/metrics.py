@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from cache_service.compiled import CORE_FORM
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 
 PREFIX = "stemcache_cache_"
@@ -65,8 +66,8 @@ class ManagerCollector(Collector):
         yield _misses(stats.workers)
         yield from _pool_metrics(stats.workers)
         yield from _host_metrics(stats.host_tier)
-        info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy"])
-        info.add_metric([stats.epoch, stats.policy], 1)
+        info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy", "core"])
+        info.add_metric([stats.epoch, stats.policy, CORE_FORM], 1)
         yield info
 
 

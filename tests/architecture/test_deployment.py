@@ -42,7 +42,15 @@ def test_the_cache_image_holds_no_tensor_library_and_no_model() -> None:
     sources = copied("Dockerfile.cache")
     assert {"cache_service", "session", "rpc", "protos", "cli", "register_qa/*.py"} <= set(sources)
     assert not {"worker_service", "kernels", "register_qa", "."} & set(sources)
-    assert "'.[cli]'" in (ROOT / "Dockerfile.cache").read_text()
+    assert '.whl)[cli]"' in (ROOT / "Dockerfile.cache").read_text()
+
+
+def test_the_cache_image_has_the_compiled_manager() -> None:
+    wheel, image = (ROOT / "Dockerfile.cache").read_text().split("\nFROM ")[1:]
+    assert wheel.startswith("python:3.11-slim AS wheel\n") and "STEMCACHE_COMPILE=1 pip wheel" in wheel
+    assert "gcc" in wheel and "gcc" not in image
+    assert "setup.py" in copied("Dockerfile.cache")
+    assert "!setup.py" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
 # What the image has no room for: importing it fails there.

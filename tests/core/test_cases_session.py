@@ -14,6 +14,7 @@ from cache_service.core.verbs import publishing
 from session.messages import Acquire, Refusal, Release
 from session.words import HostTierKind, Namespace, RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
+from tests.core.forms import python_only
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import make, span, spare
 from tests.core.world import ABORTED, NS, PREEMPTED, Live, World, full, pack, state, window
@@ -234,6 +235,7 @@ def test_a_new_generation_keeps_no_prompt() -> None:
 # Faults of ours.
 
 
+@python_only
 def test_a_fault_in_the_middle_of_a_step_ends_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the step is applied: nothing may go on from there, so the worker begins anew and adopts."""
     world = World(watch=True, spill=SpillPolicy.WRITE_THROUGH, fetch=FetchPolicy.ALWAYS)

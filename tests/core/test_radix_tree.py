@@ -14,6 +14,7 @@ from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.radix_tree import RadixTree
 from session.words import Namespace
+from tests.core.forms import python_only
 
 NS = Namespace("model")
 PAGE = 2
@@ -117,19 +118,20 @@ def test_prompts_that_part_inside_an_evicted_run_are_told_apart() -> None:
     assert tree.ghosts.num_pages == 2 * stride
 
 
-class Returns(Lru):
-    """Keeps how many pages of ghosts came back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_pages: list[int] = []
-
-    def returned(self, ghost: Ghost, num_pages: int) -> None:
-        self.num_pages.append(num_pages)
-
-
+@python_only
 def test_only_the_pages_that_come_back_count_as_returned() -> None:
     """A shorter prompt: its last mark stands for more pages than it has."""
+
+    class Returns(Lru):
+        """Keeps how many pages of ghosts came back."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_pages: list[int] = []
+
+        def returned(self, ghost: Ghost, num_pages: int) -> None:
+            self.num_pages.append(num_pages)
+
     policy, run = Returns(), STRIDE_PAGES + 40
     tree = RadixTree(PAGE, 1, policy, GhostTable(10 * run, 10_000))
     prompt = tokens(*range(run * PAGE))

@@ -10,12 +10,13 @@ Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from heapq import merge
 from itertools import chain
-from typing import Protocol
+from typing import ClassVar
 
 from cache_service.core.base.errors import InvalidInput
 from cache_service.core.device.ghost_table import Ghost, GhostKind
@@ -26,25 +27,30 @@ from cache_service.core.device.radix_node import Node, Queue
 PROTECTED_SHARE = 0.8
 
 
-class LeafOrder(Protocol):
-    """What the tree tells a policy. `node.queue` is the queue that the node stands in; None outside the order."""
+class LeafOrder(ABC):
+    """What the tree tells a policy. `node.queue` is the queue that holds the node; None outside the order."""
 
-    counts_uses: bool
-    protected_share: float = 1.0
+    counts_uses: ClassVar[bool]
+    protected_share: ClassVar[float] = 1.0
     """What classes above 0 may take of a WINDOW or STATE group; the oldest pages above it fall to class 0."""
 
+    @abstractmethod
     def add(self, node: Node) -> None:
         """The node became a leaf that no lease holds, just used."""
 
+    @abstractmethod
     def remove(self, node: Node) -> None:
         """The node is no such leaf any more."""
 
     def shrunk(self, node: Node, num_pages: int) -> None:
         """A node in the order lost pages; it keeps its place."""
+        return
 
+    @abstractmethod
     def victim(self) -> Node:
         """The first leaf that no spill ticket holds; there is one."""
 
+    @abstractmethod
     def order(self) -> Iterator[Node]:
         """Every node in the order, next victim first."""
 
@@ -80,7 +86,7 @@ class LeafOrder(Protocol):
 class Lru(LeafOrder):
     """Least recently released first."""
 
-    counts_uses = False
+    counts_uses: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._queue: Queue = OrderedDict()
@@ -96,9 +102,6 @@ class Lru(LeafOrder):
         del node.queue[node]
         node.queue = None
 
-    def shrunk(self, node: Node, num_pages: int) -> None:
-        pass
-
     def victim(self) -> Node:
         return _unheld(self._queue, self._soft)
 
@@ -109,8 +112,8 @@ class Lru(LeafOrder):
 class SegmentedLru(LeafOrder):
     """Leaves seen once leave before leaves that were used again, while these take no more than their share."""
 
-    counts_uses = True
-    protected_share: float = PROTECTED_SHARE
+    counts_uses: ClassVar[bool] = True
+    protected_share: ClassVar[float] = PROTECTED_SHARE
 
     def __init__(self, num_pages: int) -> None:
         self._limit = int(num_pages * PROTECTED_SHARE)
@@ -162,7 +165,7 @@ class SegmentedLru(LeafOrder):
 class Adaptive(LeafOrder):
     """Two queues by last release; the first leaf goes whose age is the larger part of its queue's lifetime."""
 
-    counts_uses = True
+    counts_uses: ClassVar[bool] = True
 
     def __init__(self, num_pages: int) -> None:
         self.lifetimes = Lifetimes(num_pages)
@@ -179,9 +182,6 @@ class Adaptive(LeafOrder):
         assert node.queue is not None
         del node.queue[node]
         node.queue = None
-
-    def shrunk(self, node: Node, num_pages: int) -> None:
-        pass
 
     def victim(self) -> Node:
         once, again = _first_unheld(self._once), _first_unheld(self._again)
@@ -227,7 +227,7 @@ class Adaptive(LeafOrder):
 class Priority(LeafOrder):
     """Lower priority first; least recently released first within one priority."""
 
-    counts_uses = False
+    counts_uses: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._levels: list[int] = []
@@ -253,9 +253,6 @@ class Priority(LeafOrder):
         if not queue and queue is self._queues.get(node.priority):
             del self._queues[node.priority]
             self._levels.remove(node.priority)
-
-    def shrunk(self, node: Node, num_pages: int) -> None:
-        pass
 
     def victim(self) -> Node:
         return _unheld(*(self._queues[level] for level in self._levels), self._soft)

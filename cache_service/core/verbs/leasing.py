@@ -199,13 +199,11 @@ def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
 
 def _page_ids(lease: Lease, group: int) -> bytes:
     """The shared pages of the path, then the lease's own."""
-    step = lease.node
-    if step.parent is None:
-        return bytes(lease.private[group])
     parts: list[bytes | bytearray] = [lease.private[group]]
-    while step.parent is not None:
-        parts.append(step.pages[group])
-        step = step.parent
+    node: Node | None = lease.node
+    while node is not None:
+        parts.append(node.pages[group])
+        node = node.parent
     parts.reverse()
     return b"".join(parts)
 
