@@ -40,7 +40,7 @@ NUM_GROUPS = 1
 RESULT = Path(__file__).parent / "results" / "fetch_grant.json"
 
 
-class Desk:
+class FetchBench:
     """A worker without pages whose prompt lies in the host tier whole."""
 
     def __init__(self, num_pages: int, max_open_tickets: int) -> None:
@@ -105,9 +105,9 @@ class Desk:
         assert page == expected_pages, f"{page} pages are fetched, {expected_pages} expected"
 
 
-def hashing_s(desk: Desk) -> float:
+def hashing_s(bench: FetchBench) -> float:
     """Seconds that SHA-256 takes for all pages of the prompt."""
-    digest, tokens = namespace_digest(Namespace(MODEL)), desk.tokens[: desk.num_pages * PAGE_BYTES]
+    digest, tokens = namespace_digest(Namespace(MODEL)), bench.tokens[: bench.num_pages * PAGE_BYTES]
     started = thread_time()
     page_hashes(digest, b"", tokens, PAGE_BYTES)
     return thread_time() - started
@@ -125,7 +125,7 @@ def main() -> None:
     default = ManagerConfig()
     num_tickets = -(-told.pages // default.transfer_pages)
     default_pages = min(told.pages, default.max_open_tickets // 2 * default.transfer_pages)
-    whole, limited = Desk(told.pages, 2 * num_tickets), Desk(told.pages, default.max_open_tickets)
+    whole, limited = FetchBench(told.pages, 2 * num_tickets), FetchBench(told.pages, default.max_open_tickets)
     grants, default_grants, hashing = [], [], []
     for _ in range(told.rounds):  # in turns, since the machine may be shared
         grants.append(whole.round(told.pages))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cli.client import Answer, greedy
 from cli.stage import SceneResult, Stage, spoken_tokens
-from cli.whereabouts import wait_for_host_tokens, wait_restarted
+from cli.waiting import wait_for_host_tokens, wait_restarted
 from register_qa import Kind, Question, Register, draw_questions
 
 RESTART_WAIT_S = 60.0
@@ -21,7 +21,7 @@ LONG_ANSWER_TOKENS = 160
 USERS = (Kind.ROOM, Kind.SHELF, Kind.YEAR, Kind.CONDITION, Kind.HOOK, Kind.TWO_FACTS)
 
 
-class Desk(NamedTuple):
+class QuestionSet(NamedTuple):
     """A register, its tokens, and questions about it as prompts."""
 
     prefix: list[int]
@@ -29,26 +29,26 @@ class Desk(NamedTuple):
     prompts: list[list[int]]
 
 
-async def _desk(stage: Stage, number: int, count: int, kinds: Sequence[Kind] = USERS) -> Desk:
+async def _question_set(stage: Stage, number: int, count: int, kinds: Sequence[Kind] = USERS) -> QuestionSet:
     register = stage.register(number)
     questions = draw_questions(register, stage.seed, count, kinds)
     prompts = [await stage.token_ids(register.text + question.text) for question in questions]
-    return Desk(await stage.token_ids(register.text), questions, prompts)
+    return QuestionSet(await stage.token_ids(register.text), questions, prompts)
 
 
 async def users_of_one_register(stage: Stage) -> SceneResult:
     """Eight users ask about one register at once: one prefill for all."""
     result = SceneResult("eight users, one register")
-    desk = await _desk(stage, 1, 8)
-    cold = await stage.all_cold(stage.first, desk.prompts)
-    warm = await asyncio.gather(*(stage.ask(stage.first, prompt) for prompt in desk.prompts))
+    asked = await _question_set(stage, 1, 8)
+    cold = await stage.all_cold(stage.first, asked.prompts)
+    warm = await asyncio.gather(*(stage.ask(stage.first, prompt) for prompt in asked.prompts))
     result.count(warm)
     result.compare(warm, cold)
-    shared = stage.whole_pages(len(desk.prefix))
+    shared = stage.whole_pages(len(asked.prefix))
     reused = sum(answer.usage.cached_tokens for answer in warm)
     result.expect(reused >= 7 * shared, f"expected 7 x {shared} tokens to be reused, got {reused}")
-    result.note = f"the register of {len(desk.prefix):,} tokens was computed once"
-    for question, answer in list(zip(desk.questions, warm, strict=True))[:4]:
+    result.note = f"the register of {len(asked.prefix):,} tokens was computed once"
+    for question, answer in list(zip(asked.questions, warm, strict=True))[:4]:
         result.show(question, answer)
     return result
 
@@ -56,24 +56,24 @@ async def users_of_one_register(stage: Stage) -> SceneResult:
 async def mid_flight_sibling(stage: Stage) -> SceneResult:
     """A second question arrives while the first request still decodes, and reuses what that one has published."""
     result = SceneResult("sibling of a request that still decodes")
-    desk = await _desk(stage, 2, 2)
-    first_prompt, prompt = desk.prompts
+    asked = await _question_set(stage, 2, 2)
+    first_prompt, prompt = asked.prompts
     cold = await stage.all_cold(stage.first, [prompt])
     decoding = asyncio.Event()
-    elder = asyncio.create_task(
+    earlier = asyncio.create_task(
         stage.client.generate(stage.first, first_prompt, greedy(LONG_ANSWER_TOKENS), on_answer=lambda _: decoding.set())
     )
     waiting = asyncio.create_task(decoding.wait())
-    await asyncio.wait({elder, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({earlier, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     sibling = await stage.ask(stage.first, prompt)
-    result.expect(not elder.done(), "the first request had finished already, so nothing was mid-flight")
-    result.show(desk.questions[0], await elder)
+    result.expect(not earlier.done(), "the first request had finished already, so nothing was mid-flight")
+    result.show(asked.questions[0], await earlier)
     result.count([sibling])
     result.compare([sibling], cold)
-    result.show(desk.questions[1], sibling)
+    result.show(asked.questions[1], sibling)
     # More than the register when the questions start alike.
-    usable, got = stage.whole_pages(len(desk.prefix)), sibling.usage.cached_tokens
+    usable, got = stage.whole_pages(len(asked.prefix)), sibling.usage.cached_tokens
     result.expect(usable <= got < len(prompt), f"expected {usable} cached, got {got}")
     return result
 
@@ -81,21 +81,21 @@ async def mid_flight_sibling(stage: Stage) -> SceneResult:
 async def conversation(stage: Stage) -> SceneResult:
     """The second turn sends the first turn's token ids back: its generated tokens hit too."""
     result = SceneResult("second turn of a conversation")
-    desk = await _desk(stage, 3, 2, (Kind.TWO_FACTS, Kind.YEAR))
-    first = await stage.ask(stage.first, desk.prompts[0])
-    history = desk.prompts[0] + spoken_tokens(first)
-    prompt = history + await stage.further_ids(desk.questions[1].text)
+    asked = await _question_set(stage, 3, 2, (Kind.TWO_FACTS, Kind.YEAR))
+    first = await stage.ask(stage.first, asked.prompts[0])
+    history = asked.prompts[0] + spoken_tokens(first)
+    prompt = history + await stage.further_ids(asked.questions[1].text)
     cold = await stage.all_cold(stage.first, [prompt])
     second = await stage.ask(stage.first, prompt)
     result.count([second])
     result.compare([second], cold, ties=stage.reads_decoded_otherwise)
-    result.show(desk.questions[0], first)
-    result.show(desk.questions[1], second)
+    result.show(asked.questions[0], first)
+    result.show(asked.questions[1], second)
     # All of the first turn but its last token went through the model, and the last one was left away.
-    expected = stage.whole_pages(len(desk.prompts[0]) + len(first.token_ids) - 1)
+    expected = stage.whole_pages(len(asked.prompts[0]) + len(first.token_ids) - 1)
     got = second.usage.cached_tokens
     result.expect(got == expected, f"expected {expected} cached, got {got}")
-    result.note = f"{expected - stage.whole_pages(len(desk.prompts[0]))} of the reused tokens were generated"
+    result.note = f"{expected - stage.whole_pages(len(asked.prompts[0]))} of the reused tokens were generated"
     return result
 
 
@@ -105,27 +105,27 @@ async def other_worker(stage: Stage) -> SceneResult:
     if not stage.shared_tier:
         result.skipped = "no shared host tier"
         return result
-    desk = await _desk(stage, 4, 3)
-    cold = await stage.all_cold(stage.second, [desk.prompts[2]])
-    here = [await stage.ask(stage.first, prompt) for prompt in desk.prompts[:2]]
-    usable = stage.whole_pages(len(desk.prefix))
-    spilled = await wait_for_host_tokens(stage.client, stage.second, desk.prompts[2], usable)
+    asked = await _question_set(stage, 4, 3)
+    cold = await stage.all_cold(stage.second, [asked.prompts[2]])
+    here = [await stage.ask(stage.first, prompt) for prompt in asked.prompts[:2]]
+    usable = stage.whole_pages(len(asked.prefix))
+    spilled = await wait_for_host_tokens(stage.client, stage.second, asked.prompts[2], usable)
     result.expect(spilled >= usable, f"expected {usable} tokens in the host tier, found {spilled}")
-    fetched = await stage.ask(stage.second, desk.prompts[2])
+    fetched = await stage.ask(stage.second, asked.prompts[2])
     result.count([fetched])
     result.compare([fetched], cold)
     got = fetched.usage.fetched_tokens
     result.expect(got >= usable, f"expected {usable} fetched, got {got}")
-    result.show(desk.questions[1], here[1])
-    result.show(desk.questions[2], fetched)
+    result.show(asked.questions[1], here[1])
+    result.show(asked.questions[2], fetched)
     return result
 
 
 async def killed_worker(stage: Stage) -> SceneResult:
     """kill -9 in the middle of a request: the retry elsewhere gives the same answer, and the worker comes back."""
     result = SceneResult("worker killed mid-request, retried")
-    desk = await _desk(stage, 5, 1, (Kind.TWO_FACTS,))
-    prompt, sampling = desk.prompts[0], greedy(LONG_ANSWER_TOKENS)
+    asked = await _question_set(stage, 5, 1, (Kind.TWO_FACTS,))
+    prompt, sampling = asked.prompts[0], greedy(LONG_ANSWER_TOKENS)
     cold = await stage.cold(stage.second, prompt, sampling)
     victim = stage.supervisor.children[stage.worker_names[0]]
     restarts, killed = victim.restarts, False
@@ -139,7 +139,7 @@ async def killed_worker(stage: Stage) -> SceneResult:
     answer = await stage.client.generate_with_retry((stage.first, stage.second), prompt, sampling, on_answer=kill_once)
     result.count([answer])
     result.compare([answer], [cold])
-    result.show(desk.questions[0], answer)
+    result.show(asked.questions[0], answer)
     result.expect(killed and answer.retries == 1, f"expected one retry after the kill, saw {answer.retries}")
     await asyncio.wait_for(wait_restarted(stage.client, stage.first, victim, restarts), RESTART_WAIT_S)
     again = await stage.ask(stage.first, prompt)

@@ -57,7 +57,7 @@ class Child:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "cli.leash",
+                "cli.die_with_parent",
                 str(os.getpid()),
                 *self.spec.argv,
                 env={**os.environ, **self.spec.env},

@@ -37,7 +37,7 @@ from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
 from session.messages import Ack
 from worker_service import codec
-from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
+from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
 from worker_service.config import WorkerConfig
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
@@ -224,11 +224,11 @@ class _Worker:
             self.compute.loaded.digest.hex(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
-        return CacheClient(lambda: open_channel(self.config.cache), facts, self._whereabouts, limits)
+        return CacheClient(lambda: open_channel(self.config.cache), facts, self._current_facts, limits)
 
-    def _whereabouts(self) -> Whereabouts:
+    def _current_facts(self) -> CurrentFacts:
         tier = self.tier_watch.facts
-        return Whereabouts(self.config.advertise or str(self.address), tier.kind, tier.identity)
+        return CurrentFacts(self.config.advertise or str(self.address), tier.kind, tier.identity)
 
     def _mover(self, on_ack: Callable[[Ack], None]) -> PageMover:
         frame = PageFrame(DTYPE_CODES[self.compute.shape.dtype], lambda data: xxhash.xxh3_128_digest(data))

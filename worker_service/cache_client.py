@@ -55,8 +55,8 @@ class WorkerFacts(NamedTuple):
     model: str
 
 
-class Whereabouts(NamedTuple):
-    """What is only known once this worker listens, or may change while it lives; asked anew for each Hello."""
+class CurrentFacts(NamedTuple):
+    """Facts that are known only once this worker listens, or that change while it lives; read for each Hello."""
 
     endpoint: str
     host_tier: HostTierKind
@@ -77,15 +77,15 @@ class CacheClient:
         self,
         make_channel: Callable[[], grpc.aio.Channel],
         facts: WorkerFacts,
-        whereabouts: Callable[[], Whereabouts],
+        current: Callable[[], CurrentFacts],
         limits: ClientLimits | None = None,
     ) -> None:
         self._make_channel = make_channel
         self._facts = facts
-        self._whereabouts = whereabouts
+        self._current_facts = current
         self._limits = limits or ClientLimits()
         self._check = PoolCheck(facts.groups, facts.page_tokens)
-        self._inbox = _Inbox(self._limits.max_orders)
+        self._orders = _OrderQueue(self._limits.max_orders)
         self._stream: _Stream | None = None
         self._outage = Outage(_log, "no session with the cache service")
 
@@ -94,7 +94,7 @@ class CacheClient:
         pause_s = self._limits.backoff_min_s
         refusal = ""
         while True:
-            await self.hang_up()
+            await self.disconnect()
             try:
                 return await self._say_hello(generation)
             except SessionLost as lost:
@@ -119,28 +119,28 @@ class CacheClient:
     async def next_order(self) -> Transfer:
         while True:
             if self._stream is not None:
-                if self._inbox.orders:
-                    return self._inbox.orders.popleft()
+                if self._orders.transfers:
+                    return self._orders.transfers.popleft()
                 self._stream.tell_loss_once()
-            self._inbox.news.clear()
-            await self._inbox.news.wait()
+            self._orders.news.clear()
+            await self._orders.news.wait()
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         """Orders of this stream that nobody took are dropped: a Hello voids their tickets."""
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.close()
-        self._inbox.orders.clear()
+        self._orders.transfers.clear()
 
     async def close(self) -> None:
         """Say Goodbye where somebody still listens, then end the stream."""
         if self._stream is not None:
             await self._stream.say_goodbye()
-        await self.hang_up()
+        await self.disconnect()
 
     async def _say_hello(self, generation: int) -> Welcome:
         hello = self._hello(generation)
-        self._stream = _Stream(self._make_channel(), self._inbox, self._check, self._limits)
+        self._stream = _Stream(self._make_channel(), self._orders, self._check, self._limits)
         message = await self._ask(("welcome", 0), cache_pb2.WorkerMessage(hello=hello))
         self._outage.ended()
         welcome = session_codec.decode_welcome(message.welcome)
@@ -148,17 +148,17 @@ class CacheClient:
         return welcome
 
     def _hello(self, generation: int) -> cache_pb2.Hello:
-        facts, whereabouts = self._facts, self._whereabouts()
+        facts, current = self._facts, self._current_facts()
         return cache_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
             worker_id=facts.worker_id,
-            endpoint=whereabouts.endpoint,
+            endpoint=current.endpoint,
             incarnation=facts.incarnation,
             fingerprint=facts.fingerprint,
             page_tokens=facts.page_tokens,
             groups=[session_codec.encode_group(spec) for spec in facts.groups],
-            host_tier=cache_pb2.HostTierKind.ValueType(int(whereabouts.host_tier)),
-            host_tier_id=whereabouts.host_tier_id,
+            host_tier=cache_pb2.HostTierKind.ValueType(int(current.host_tier)),
+            host_tier_id=current.host_tier_id,
             num_ranks=1,
             model=facts.model,
             generation=generation,
@@ -173,27 +173,27 @@ class CacheClient:
 _Key = tuple[str, int]
 
 
-class _Inbox:
-    """What the present stream brings unasked: orders, and the news that it has ended. A closed one puts nothing in."""
+class _OrderQueue:
+    """Spill orders of the present stream that wait for the mover; `news` is set by an order and by the stream's end."""
 
     def __init__(self, max_orders: int) -> None:
         self.news = asyncio.Event()
-        self.orders: deque[Transfer] = deque()
+        self.transfers: deque[Transfer] = deque()
         self._max_orders = max_orders
 
     def put(self, order: Transfer) -> None:
-        if len(self.orders) >= self._max_orders:
+        if len(self.transfers) >= self._max_orders:
             raise SessionLost(f"more than {self._max_orders} orders wait")
-        self.orders.append(order)
+        self.transfers.append(order)
         self.news.set()
 
 
 class _Stream:
     """One stream from its first write to its end. Knows nothing of the streams before and after it."""
 
-    def __init__(self, channel: grpc.aio.Channel, inbox: _Inbox, check: PoolCheck, limits: ClientLimits) -> None:
+    def __init__(self, channel: grpc.aio.Channel, orders: _OrderQueue, check: PoolCheck, limits: ClientLimits) -> None:
         self._channel = channel
-        self._inbox = inbox
+        self._orders = orders
         self._check = check
         self._limits = limits
         self._waiting: dict[_Key, asyncio.Future[cache_pb2.ManagerMessage]] = {}
@@ -299,12 +299,12 @@ class _Stream:
     def _take_order(self, order: cache_pb2.Order) -> None:
         transfer = session_codec.decode_transfer("order.spill", order.spill)
         self._check.order(transfer)
-        self._inbox.put(transfer)
+        self._orders.put(transfer)
 
     def _end(self, lost: Exception) -> None:
         if self._lost is None:
             self._lost = lost
-            self._inbox.news.set()
+            self._orders.news.set()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._lost)

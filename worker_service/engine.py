@@ -1,6 +1,6 @@
 """The worker's loop: while launch k runs, the step for launch k + 1 goes out and its reply is applied.
 
-    event loop     step k+1 -> reply    land k, emit    step k+2 -> reply    land k+1, emit
+    event loop     step k+1 -> reply    end k, emit     step k+2 -> reply    end k+1, emit
     model thread   [----- launch k -----]               [------ launch k+1 ------]
 
 Knows no policy, no wire format and no tensor: the scheduler decides what runs, the launcher runs it, the mover moves
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from session.messages import Ack, Welcome
 from session.words import Namespace, SequenceId, TicketId
 from worker_service.core.ports import CachePort, Mover, SessionLost
-from worker_service.core.scheduler import Effects, Failed, Launch, Output, Scheduler
+from worker_service.core.scheduler import Applied, Failed, Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 from worker_service.generation import (
     Detokenizer,
@@ -29,7 +29,7 @@ from worker_service.generation import (
     Unservable,
     WorkerStopped,
 )
-from worker_service.launcher import Harvest, Landed, Launcher
+from worker_service.launcher import EndedLaunch, Launcher, NewTokens
 from worker_service.losses import Losses
 from worker_service.observer import Observer
 from worker_service.trace import EngineTrace, RateMeter, Span
@@ -157,7 +157,7 @@ class Engine:
             await self._connect()
             while not self._stopping.is_set():
                 await self._iterate()
-            await self._say_the_rest()
+            await self._flush()
         except BaseException as error:
             # At once, so that health follows before anything is waited for.
             self.fault = error
@@ -180,19 +180,19 @@ class Engine:
             has_stepped = await self._exchange()
             while self.scheduler.num_adopting:
                 await self._exchange()
-            while await self._launcher.flies_until(self._urgent):
+            while await self._launcher.interrupted_by(self._urgent):
                 await self._exchange()
         except SessionLost as lost:
             self._count(lost)
             await self._reconnect(str(lost))
             return
-        harvest = await self._land()
+        new_tokens = await self._complete_launch()
         launch = None if self._stopping.is_set() else self.scheduler.next_launch()
         if launch is not None:
             self._start(launch)
-        if harvest is not None:
-            # Text and streams are made while the next launch runs already.
-            self._hand_out(harvest)
+        if new_tokens is not None:
+            # Detokenizing and streaming overlap with the next launch.
+            self._deliver(new_tokens)
         elif launch is None and not has_stepped:
             await self._sleep()
 
@@ -211,12 +211,12 @@ class Engine:
         self.trace.note(Span("step", step.step_id, start_s, end_s))
         return True
 
-    def _follow(self, effects: Effects) -> None:
-        for fetch in effects.fetches:
+    def _follow(self, applied: Applied) -> None:
+        for fetch in applied.fetches:
             self._fetch_tickets.add(fetch.transfer.ticket)
             # The granted pages may have been freed by sequences of the launch in flight, which still writes to them.
             self._mover.fetch(fetch.transfer, self._launcher.barrier())
-        self._fail_each(effects.failed)
+        self._fail_each(applied.failed)
 
     def _fail_each(self, failed: Iterable[Failed]) -> None:
         for sequence_id, detail, field in failed:
@@ -229,45 +229,45 @@ class Engine:
             if (generation := self._generations.get(row.sequence_id)) is not None:
                 generation.started(now_s)
 
-    async def _land(self) -> Harvest | None:
-        """Wait for the launch in flight and take its tokens in; None when there is none."""
-        landed = await self._launcher.land()
-        if landed is None:
+    async def _complete_launch(self) -> NewTokens | None:
+        """Waits for the launch in flight and gives its tokens to the scheduler; None when there is none."""
+        ended = await self._launcher.wait()
+        if ended is None:
             return None
-        self._note_launch(landed)
-        if landed.results is None:
-            raise landed.lost or AssertionError("a launch ends with results or with the loss of the device")
-        rows, results = landed.launch.rows, landed.results
+        self._note_launch(ended)
+        if ended.results is None:
+            raise ended.lost or AssertionError("a launch ends with results or with the loss of the device")
+        rows, results = ended.launch.rows, ended.results
         accepted = [(token_id,) for token_id in results.token_ids]
         for row, error in results.errors.items():
             self._give_up(rows[row].sequence_id, RequestFailed(f"the forward pass failed: {type(error).__name__}"))
-        outputs = self.scheduler.complete(landed.launch, accepted, results.errors)
-        return Harvest(landed, outputs)
+        outputs = self.scheduler.complete(ended.launch, accepted, results.errors)
+        return NewTokens(ended, outputs)
 
-    async def _come_to_rest(self) -> None:
-        """No launch is in flight afterwards, and nobody waits for tokens of the last one."""
-        harvest = await self._land()
-        if harvest is not None:
-            self._hand_out(harvest)
+    async def _finish_launch(self) -> None:
+        """Waits for the launch in flight, if any, and delivers its tokens."""
+        new_tokens = await self._complete_launch()
+        if new_tokens is not None:
+            self._deliver(new_tokens)
 
-    def _note_launch(self, landed: Landed) -> None:
-        batch, seconds = landed.launch.batch, landed.end_s - landed.start_s
-        self.trace.note(Span("launch", landed.launch.number, landed.start_s, landed.end_s, batch.num_tokens))
-        error = landed.lost or (landed.results.first_error if landed.results is not None else None)
+    def _note_launch(self, ended: EndedLaunch) -> None:
+        batch, seconds = ended.launch.batch, ended.end_s - ended.start_s
+        self.trace.note(Span("launch", ended.launch.number, ended.start_s, ended.end_s, batch.num_tokens))
+        error = ended.lost or (ended.results.first_error if ended.results is not None else None)
         if error is not None:
             self._observer.launch_failed()
-            num_failed = len(landed.results.errors) if landed.results is not None else batch.num_seqs
+            num_failed = len(ended.results.errors) if ended.results is not None else batch.num_seqs
             what = "launch %d raised; %d of its %d rows failed"
-            _log.error(what, landed.launch.number, num_failed, batch.num_seqs, exc_info=error)
+            _log.error(what, ended.launch.number, num_failed, batch.num_seqs, exc_info=error)
             return
         self._rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, seconds)
         self._observer.launched(batch.num_tokens, seconds)
 
-    def _hand_out(self, harvest: Harvest) -> None:
-        logprobs = harvest.logprobs()
-        for output in harvest.outputs:
+    def _deliver(self, new_tokens: NewTokens) -> None:
+        logprobs = new_tokens.logprobs()
+        for output in new_tokens.outputs:
             if (generation := self._generations.get(output.sequence_id)) is not None:
-                self._push(generation, output, logprobs[output.sequence_id], harvest.landed.end_s)
+                self._push(generation, output, logprobs[output.sequence_id], new_tokens.ended.end_s)
 
     def _push(self, generation: Generation, output: Output, logprobs: TokenLogprobs | None, now_s: float) -> None:
         since_last_s = now_s - generation.last_token_s if generation.last_token_s else None
@@ -308,9 +308,9 @@ class Engine:
         except TimeoutError:
             self.scheduler.retry_refused()
 
-    async def _say_the_rest(self) -> None:
-        """Releases and acks that are due, so that the cache service keeps what it can."""
-        await self._come_to_rest()
+    async def _flush(self) -> None:
+        """Sends the releases and acks that are due, so that the cache service keeps what it can."""
+        await self._finish_launch()
         await self._mover.drain()
         try:
             while await self._exchange():
@@ -337,13 +337,13 @@ class Engine:
                 self._ask_for_hello(str(lost))
 
     async def _reconnect(self, reason: str) -> None:
-        """Before Hello the launched step has ended and every transfer is over: the tables are what they will stay."""
+        """Hello comes after the launch in flight and every transfer have ended: block tables no longer change."""
         _log.warning("the session ends: %s", reason)
         self.epoch = ""
         self._observer.session_lost()
         # A spill order that started after the mover was drained would read pages that Hello gives to others.
-        await self._cache.hang_up()
-        await self._come_to_rest()
+        await self._cache.disconnect()
+        await self._finish_launch()
         await self._connect()
 
     def _count(self, lost: SessionLost) -> None:
@@ -352,7 +352,7 @@ class Engine:
 
     async def _connect(self) -> None:
         while not self._stopping.is_set():
-            await self._cache.hang_up()
+            await self._cache.disconnect()
             await self._mover.drain()
             await self._losses.pause(self._stopping)
             self._hello_due = ""

@@ -1,7 +1,4 @@
-"""Runs launches one at a time in the model's own thread.
-
-Knows no scheduler and no session; what a launch computed is handed back as it is.
-"""
+"""Runs launches one at a time in the model's own thread."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from worker_service.core.scheduler import Launch, Output
 from worker_service.core.sequence import TokenLogprobs
 from worker_service.row_faults import DeviceLost, LaunchTokens, RowResults, run_rows
 
-__all__ = ["BatchRunner", "DeviceLost", "Harvest", "Landed", "LaunchTokens", "Launcher"]
+__all__ = ["BatchRunner", "DeviceLost", "EndedLaunch", "LaunchTokens", "Launcher", "NewTokens"]
 
 # The most that the event loop waits for the model's thread to take a launch over.
 BEGIN_S = 0.002
@@ -30,7 +27,7 @@ class BatchRunner(Protocol):
     def run(self, batch: Batch) -> LaunchTokens: ...
 
 
-class Landed(NamedTuple):
+class EndedLaunch(NamedTuple):
     """A launch that has ended: its rows' results, or the loss of the device."""
 
     launch: Launch
@@ -40,31 +37,31 @@ class Landed(NamedTuple):
     end_s: float
 
 
-class Harvest(NamedTuple):
-    """Tokens of a launch that the scheduler knows and their callers do not yet."""
+class NewTokens(NamedTuple):
+    """Tokens of an ended launch that the scheduler has taken in and that are still to be delivered to their callers."""
 
-    landed: Landed
+    ended: EndedLaunch
     outputs: tuple[Output, ...]
 
     def logprobs(self) -> dict[SequenceId, TokenLogprobs | None]:
-        results = self.landed.results
-        sampling = (row.sequence_id for row in self.landed.launch.rows if row.samples)
+        results = self.ended.results
+        sampling = (row.sequence_id for row in self.ended.launch.rows if row.samples)
         return dict(zip(sampling, results.logprobs, strict=True)) if results is not None else {}
 
 
 class _Flight:
-    """A launch on its way. `run_start_s` moves with each part of it that is run."""
+    """A launch in flight. `run_start_s` is when the part that runs now began."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.has_begun = threading.Event()
-        self.ended: Future[Landed] = Future()
+        self.ended: Future[EndedLaunch] = Future()
         self.start_s = self.run_start_s = time.monotonic()
 
     def end(self, results: RowResults | None, lost: DeviceLost | None) -> None:
         try:
-            self.ended.set_result(Landed(self.launch, results, lost, self.start_s, time.monotonic()))
-        except InvalidStateError:  # it was given up, and came back nevertheless
+            self.ended.set_result(EndedLaunch(self.launch, results, lost, self.start_s, time.monotonic()))
+        except InvalidStateError:  # it timed out before, and has returned now
             return
 
 
@@ -82,33 +79,33 @@ class Launcher:
         assert self._flight is None, "one launch in flight at most"
         flight = self._flight = _Flight(launch)
         self._thread.submit(self._run, flight)
-        # Block for this moment: otherwise the loop, busy with streams, keeps the interpreter lock and the device idles.
+        # Block for up to BEGIN_S, or the loop, busy with streams, keeps the interpreter lock while the device idles.
         flight.has_begun.wait(BEGIN_S)
 
-    async def flies_until(self, news: asyncio.Event) -> bool:
-        """True when `news` came before the launch in flight has ended; False when it has, or there is none."""
+    async def interrupted_by(self, event: asyncio.Event) -> bool:
+        """Waits for the launch in flight or the event. Returns True when the event was first."""
         flight = self._flight
         if flight is None or flight.ended.done():
             return False
-        told = asyncio.create_task(news.wait())
+        event_set = asyncio.create_task(event.wait())
         try:
-            await self._wait(flight, told)
+            await self._wait_for(flight, event_set)
             return not flight.ended.done()
         finally:
-            told.cancel()
+            event_set.cancel()
 
-    async def land(self) -> Landed | None:
-        """Wait for the launch in flight; None when there is none. It always ends as a value."""
+    async def wait(self) -> EndedLaunch | None:
+        """Waits for the launch in flight and returns how it ended; None when there is none. Never raises."""
         flight = self._flight
         if flight is None:
             return None
-        await self._wait(flight)
+        await self._wait_for(flight)
         self._flight = None
         return flight.ended.result()
 
-    async def _wait(self, flight: _Flight, *others: asyncio.Task[Any]) -> None:
-        """Until the flight or one of the others has ended; a flight that takes too long is ended here."""
-        ended: set[asyncio.Future[Any]] = {asyncio.wrap_future(flight.ended), *others}
+    async def _wait_for(self, flight: _Flight, *others: asyncio.Task[Any]) -> None:
+        """Waits until the flight or one of the others has ended; a flight beyond the timeout is ended here."""
+        waited_for: set[asyncio.Future[Any]] = {asyncio.wrap_future(flight.ended), *others}
         while True:
             left_s = flight.run_start_s + self._timeout_s - time.monotonic() if self._timeout_s else None
             if left_s is not None and left_s <= 0:
@@ -116,12 +113,12 @@ class Launcher:
                 reason = f"launch {flight.launch.number} did not return within {self._timeout_s:g} s"
                 flight.end(None, DeviceLost(reason))
                 return
-            done, _ = await asyncio.wait(ended, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waited_for, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return
 
     def barrier(self) -> Callable[[], None]:
-        """Waits, in another thread, for the launch that is in flight now, however it ends."""
+        """Returns a function that waits, in another thread, for the launch that is in flight now, however it ends."""
         flight = self._flight
 
         def wait() -> None:

@@ -32,7 +32,7 @@ KINDS = tuple(kind.value for kind in Kind)
 # Of the model in the box, over enough questions to tell.
 BOXED = LeastAccuracy(one_fact=0.97, two_facts=0.90)
 ENOUGH_QUESTIONS = 100
-# A sibling needs an elder, and a small pool drops a register only for another one.
+# A sibling needs an earlier request, and a small pool drops a register only for another one.
 LEAST_REGISTERS = 2
 
 

@@ -14,8 +14,8 @@ from importlib.metadata import version
 
 from cli.client import Answer, StemcacheClient
 from cli.cluster import ClusterOptions, start_cluster
-from cli.evaluation.desk import Desk
 from cli.evaluation.result import WayResult
+from cli.evaluation.services import EvalServices
 from cli.evaluation.sheets import Asked, SheetPlan, draw_sheets
 from cli.evaluation.ways import WAYS
 from cli.output import Output
@@ -63,28 +63,30 @@ async def evaluate(
         async with StemcacheClient(cluster.cache, cluster.workers) as client:
             with output.working("drawing registers and questions"):
                 sheets = await draw_sheets(client, cluster.workers[0], plan)
-            desk = Desk(client, supervisor, cluster, options, sheets)
+            services = EvalServices(client, supervisor, cluster, options, sheets)
             try:
-                results = await play_ways(desk, [COLD, *(way for way in WAYS if way in ways and way != COLD)], output)
+                results = await play_ways(
+                    services, [COLD, *(way for way in WAYS if way in ways and way != COLD)], output
+                )
                 expect_accuracy(results[0], least)
                 described = await client.describe(cluster.workers[0])
             finally:
-                await desk.close()
+                await services.close()
     sizes = tuple(len(sheet.prefix) for sheet in sheets)
     return Evaluation(plan, described, sizes, tuple(results), time.perf_counter() - start)
 
 
-async def play_ways(desk: Desk, ways: Sequence[str], output: Output) -> list[WayResult]:
+async def play_ways(services: EvalServices, ways: Sequence[str], output: Output) -> list[WayResult]:
     """One after the other; a way that raises is a failed row, and the next one is tried."""
     results: list[WayResult] = []
     cold: dict[Asked, Answer] = {}
     for name in ways:
         start = time.perf_counter()
         result = WayResult(name, WAYS[name].title)
-        with output.counting(f"{result.title}", sum(len(sheet.asked) for sheet in desk.sheets)) as desk.advance:
+        with output.counting(f"{result.title}", sum(len(sheet.asked) for sheet in services.sheets)) as services.advance:
             try:
                 async with asyncio.timeout(WAY_TIMEOUT_S):
-                    await _play_one(desk, name, result, cold)
+                    await _play_one(services, name, result, cold)
             except Exception as error:
                 result.failures.append(f"{type(error).__name__}: {error}")
         results.append(result)
@@ -92,8 +94,8 @@ async def play_ways(desk: Desk, ways: Sequence[str], output: Output) -> list[Way
     return results
 
 
-async def _play_one(desk: Desk, name: str, result: WayResult, cold: dict[Asked, Answer]) -> None:
-    replies = await WAYS[name].play(desk, result)
+async def _play_one(services: EvalServices, name: str, result: WayResult, cold: dict[Asked, Answer]) -> None:
+    replies = await WAYS[name].play(services, result)
     if not replies:
         result.expect(False, "nothing was asked")
         return

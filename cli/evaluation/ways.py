@@ -1,7 +1,6 @@
-"""The ways in which a request can come by its prefix, each with what proves that it came about like that.
+"""The ways in which a request can get its prefix, each with counters that prove it.
 
-Knows the services through the desk; not how results are summed and shown. Each way has salts of its own, so none finds
-what another one left.
+Each way has salts of its own, so none finds the pages of another one.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from cli.client import Answer, greedy
-from cli.evaluation.desk import SMALL_BUDGET, Desk, SpecialWorker, fresh_salt
 from cli.evaluation.result import LEAST_HIT_SHARE, Reply, WayResult
+from cli.evaluation.services import SMALL_BUDGET, EvalServices, SpecialWorker, fresh_salt
 from cli.evaluation.sheets import Asked, Sheet
 from cli.supervisor import Child
-from cli.whereabouts import wait_restarted, wait_running
+from cli.waiting import wait_restarted, wait_running
 
 RESTART_WAIT_S = 120.0
-# The elder request goes on for longer than its siblings' answers take; it is cancelled when they are there.
-ELDER_TOKENS = 400
+# The earlier request goes on for longer than its siblings' answers take; it is cancelled when they are there.
+EARLIER_TOKENS = 400
 # The neighbour that takes the pages away decodes so many tokens, and reaches its next page after so many of them: one
 # number for each attempt, as how far the asker has come by then is a matter of timing.
 NEIGHBOUR_TOKENS = 24
 NEIGHBOUR_LEADS = (6, 5, 7, 4, 9, 12, 6, 8)
 
-Play = Callable[[Desk, WayResult], Awaitable[list[Reply]]]
+Play = Callable[[EvalServices, WayResult], Awaitable[list[Reply]]]
 
 
 class Way(NamedTuple):
@@ -37,115 +36,115 @@ class Way(NamedTuple):
     play: Play
 
 
-async def cold(desk: Desk, result: WayResult) -> list[Reply]:
+async def cold(services: EvalServices, result: WayResult) -> list[Reply]:
     """Each question under a salt that nobody used."""
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
-        return [await desk.ask(worker, sheet, asked, fresh_salt("cold"), reuses=False) for asked in sheet.asked]
+        return [await services.ask(worker, sheet, asked, fresh_salt("cold"), reuses=False) for asked in sheet.asked]
 
-    replies = await desk.on_both(one_sheet)
+    replies = await services.on_both(one_sheet)
     warm = sum(reply.answer.usage.computed_tokens != len(reply.asked.prompt) for reply in replies)
     result.expect(not warm, f"{warm} cold requests reused something")
     return replies
 
 
-async def device(desk: Desk, result: WayResult) -> list[Reply]:
+async def device(services: EvalServices, result: WayResult) -> list[Reply]:
     """Each register computed beforehand, on the worker that is asked."""
     salt = fresh_salt("device")
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
-        await desk.prime(worker, sheet, salt)
-        return [await desk.ask(worker, sheet, asked, salt) for asked in sheet.asked]
+        await services.prime(worker, sheet, salt)
+        return [await services.ask(worker, sheet, asked, salt) for asked in sheet.asked]
 
-    replies = await desk.on_both(one_sheet)
+    replies = await services.on_both(one_sheet)
     elsewhere = sum(reply.answer.usage.fetched_tokens > 0 for reply in replies)
     result.expect(not elsewhere, f"{elsewhere} requests fetched something")
     return replies
 
 
-async def sibling(desk: Desk, result: WayResult) -> list[Reply]:
-    """All questions about a register at once, while an elder request computes it, and goes on after that."""
+async def sibling(services: EvalServices, result: WayResult) -> list[Reply]:
+    """All questions about a register at once, while an earlier request computes it, and goes on after that."""
     salt = fresh_salt("sibling")
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
-        elder = asyncio.create_task(desk.client.generate(worker, sheet.prefix, greedy(ELDER_TOKENS), salt=salt))
-        await wait_running(desk.client, worker)
-        replies = await asyncio.gather(*(desk.ask(worker, sheet, asked, salt) for asked in sheet.asked))
-        result.expect(not elder.done(), "an elder request ended before its siblings were answered")
-        _add(result, "answered while an elder request ran", 0 if elder.done() else len(replies))
-        elder.cancel()
-        await asyncio.gather(elder, return_exceptions=True)
-        await wait_running(desk.client, worker, idle=True)
+        earlier = asyncio.create_task(services.client.generate(worker, sheet.prefix, greedy(EARLIER_TOKENS), salt=salt))
+        await wait_running(services.client, worker)
+        replies = await asyncio.gather(*(services.ask(worker, sheet, asked, salt) for asked in sheet.asked))
+        result.expect(not earlier.done(), "an earlier request ended before its siblings were answered")
+        _add(result, "answered while an earlier request ran", 0 if earlier.done() else len(replies))
+        earlier.cancel()
+        await asyncio.gather(earlier, return_exceptions=True)
+        await wait_running(services.client, worker, idle=True)
         return replies
 
-    return await desk.on_both(one_sheet)
+    return await services.on_both(one_sheet)
 
 
-async def fetched(desk: Desk, result: WayResult) -> list[Reply]:
+async def fetched(services: EvalServices, result: WayResult) -> list[Reply]:
     """Computed and spilled by one worker, asked about on another, which has to fetch it for every question."""
-    if not _has_shared_tier(desk, result):
+    if not _has_shared_tier(services, result):
         return []
-    salt, reader = fresh_salt("fetched"), await desk.tight_worker()
+    salt, reader = fresh_salt("fetched"), await services.tight_worker()
     replies: list[Reply] = []
-    for sheets in desk.in_turn():
+    for sheets in services.in_turn():
         for sheet in sheets:
-            await desk.spill(sheet, salt)
+            await services.spill(sheet, salt)
         # One question of each register in turn: the small pool has dropped a register when its next question comes.
         for column in zip_longest(*(sheet.asked for sheet in sheets)):
             for sheet, asked in zip(sheets, column, strict=True):
                 if asked is not None:
-                    replies.append(await desk.ask(reader.address, sheet, asked, salt))
+                    replies.append(await services.ask(reader.address, sheet, asked, salt))
     _expect_fetched(result, replies)
     return replies
 
 
-async def chunked(desk: Desk, result: WayResult) -> list[Reply]:
+async def chunked(services: EvalServices, result: WayResult) -> list[Reply]:
     """Computed by a worker with a small token budget; what the first question's chunks left serves the others."""
-    salt, worker = fresh_salt("chunked"), await desk.chunking_worker()
+    salt, worker = fresh_salt("chunked"), await services.chunking_worker()
     replies: list[Reply] = []
-    for sheet in desk.sheets:
+    for sheet in services.sheets:
         before = await worker.num_launches()
         first, *others = sheet.asked
-        elder = await desk.ask(worker.address, sheet, first, salt, reuses=False)
+        earlier = await services.ask(worker.address, sheet, first, salt, reuses=False)
         launches = await worker.num_launches() - before
         # Each launch behind the prompt's last one computed one token of the answer.
-        chunks = launches - (elder.answer.usage.generated_tokens - 1)
+        chunks = launches - (earlier.answer.usage.generated_tokens - 1)
         _add(result, "chunks", chunks)
         least = -(-len(first.prompt) // SMALL_BUDGET)
         result.expect(chunks >= least, f"a prompt of {len(first.prompt)} tokens took {chunks} launches only")
-        computed = elder.answer.usage.computed_tokens
+        computed = earlier.answer.usage.computed_tokens
         result.expect(computed == len(first.prompt), f"the first request computed {computed} tokens only")
-        replies += [elder, *[await desk.ask(worker.address, sheet, asked, salt) for asked in others]]
+        replies += [earlier, *[await services.ask(worker.address, sheet, asked, salt) for asked in others]]
     return replies
 
 
-async def preempted(desk: Desk, result: WayResult) -> list[Reply]:
+async def preempted(services: EvalServices, result: WayResult) -> list[Reply]:
     """Each request loses its pages while it decodes, and takes up again where it was."""
-    salt, worker = fresh_salt("preempted"), await desk.tight_worker()
+    salt, worker = fresh_salt("preempted"), await services.tight_worker()
     replies: list[Reply] = []
-    for sheet in desk.sheets:
-        await desk.prime(worker.address, sheet, salt)
+    for sheet in services.sheets:
+        await services.prime(worker.address, sheet, salt)
         for asked in sheet.asked:
-            replies.append(await _ask_preempted(desk, worker, sheet, asked, salt))
+            replies.append(await _ask_preempted(services, worker, sheet, asked, salt))
     spared = sum(reply.answer.usage.num_preemptions == 0 for reply in replies)
     result.proof["preemptions"] = sum(reply.answer.usage.num_preemptions for reply in replies)
     result.expect(not spared, f"{spared} requests were never preempted")
     return replies
 
 
-async def restarted(desk: Desk, result: WayResult) -> list[Reply]:
+async def restarted(services: EvalServices, result: WayResult) -> list[Reply]:
     """Spilled, then the worker is killed; what came back in its place fetches what it needs."""
-    if not _has_shared_tier(desk, result):
+    if not _has_shared_tier(services, result):
         return []
     salt = fresh_salt("restarted")
-    victim = desk.supervisor.children[desk.cluster.worker_names[0]]
+    victim = services.supervisor.children[services.cluster.worker_names[0]]
     replies: list[Reply] = []
-    for sheets in desk.in_turn():
+    for sheets in services.in_turn():
         for sheet in sheets:
-            await desk.spill(sheet, salt)
-        await _restart(desk, victim, result)
+            await services.spill(sheet, salt)
+        await _restart(services, victim, result)
         for sheet in sheets:
-            mine = [await desk.ask(desk.first, sheet, asked, salt) for asked in sheet.asked]
+            mine = [await services.ask(services.first, sheet, asked, salt) for asked in sheet.asked]
             _expect_fetched(result, mine[:1])
             replies += mine
     return replies
@@ -167,9 +166,9 @@ def _add(result: WayResult, what: str, count: int) -> None:
     result.proof[what] = result.proof.get(what, 0) + count
 
 
-def _has_shared_tier(desk: Desk, result: WayResult) -> bool:
-    result.expect(desk.cluster.shared_tier, "no host tier that the workers share: there is no redis-server")
-    return desk.cluster.shared_tier
+def _has_shared_tier(services: EvalServices, result: WayResult) -> bool:
+    result.expect(services.cluster.shared_tier, "no host tier that the workers share: there is no redis-server")
+    return services.cluster.shared_tier
 
 
 def _expect_fetched(result: WayResult, replies: list[Reply]) -> None:
@@ -179,19 +178,19 @@ def _expect_fetched(result: WayResult, replies: list[Reply]) -> None:
         result.expect(False, f"{len(few)} requests fetched too little of their register, the first one {tokens}")
 
 
-async def _ask_preempted(desk: Desk, worker: SpecialWorker, sheet: Sheet, asked: Asked, salt: str) -> Reply:
+async def _ask_preempted(services: EvalServices, worker: SpecialWorker, sheet: Sheet, asked: Asked, salt: str) -> Reply:
     """The question beside a neighbour of higher priority, for whose next page there is no room but the asker's."""
-    page, prompt_pages = desk.page_tokens, -(-len(asked.prompt) // desk.page_tokens)
+    page, prompt_pages = services.page_tokens, -(-len(asked.prompt) // services.page_tokens)
     own_pages = prompt_pages - len(sheet.prefix) // page
     for lead in NEIGHBOUR_LEADS:
-        length = (desk.tight_pages - own_pages) * page - lead
+        length = (services.tight_pages - own_pages) * page - lead
         # Never shorter than the register itself, whose pages both share.
         beside = (sheet.prefix * 2)[: max(length, len(sheet.prefix) + 1)]
         async with _neighbour(worker, beside, salt):
-            reply = await desk.try_asking(worker.address, sheet, asked, salt)
+            reply = await services.try_asking(worker.address, sheet, asked, salt)
         if reply.answer.usage.num_preemptions:
             break
-    desk.advance()
+    services.advance()
     return reply
 
 
@@ -212,12 +211,12 @@ async def _neighbour(worker: SpecialWorker, prompt: Sequence[int], salt: str) ->
     await neighbour
 
 
-async def _restart(desk: Desk, victim: Child, result: WayResult) -> None:
+async def _restart(services: EvalServices, victim: Child, result: WayResult) -> None:
     """kill -9, and wait until the worker serves again, as another incarnation."""
-    old, restarts = (await desk.client.describe(desk.first)).incarnation, victim.restarts
+    old, restarts = (await services.client.describe(services.first)).incarnation, victim.restarts
     victim.kill()
     async with asyncio.timeout(RESTART_WAIT_S):
-        await wait_restarted(desk.client, desk.first, victim, restarts)
-    new = (await desk.client.describe(desk.first)).incarnation
+        await wait_restarted(services.client, services.first, victim, restarts)
+    new = (await services.client.describe(services.first)).incarnation
     result.expect(new != old, "the worker is still the one that was to be killed")
     _add(result, "restarts", 1)

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from cli.client import Answer
-from cli.evaluation.desk import Desk
 from cli.evaluation.plot import eval_plot
 from cli.evaluation.result import Marks, Reply, WayResult
 from cli.evaluation.run import LeastAccuracy, expect_accuracy, play_ways
+from cli.evaluation.services import EvalServices
 from cli.evaluation.sheets import Asked, Sheet, SheetPlan
 from cli.evaluation.table import eval_table
 from cli.evaluation.ways import WAYS, Way
@@ -65,7 +65,7 @@ def test_a_single_miss_fails_the_row() -> None:
     assert result.failures == ["1 requests reused less than 90% of their register, the first one 89 of 100 tokens"]
 
 
-def test_the_elder_of_siblings_may_compute_but_somebody_must_reuse() -> None:
+def test_the_first_of_siblings_may_compute_but_somebody_must_reuse() -> None:
     assert counted(reply(0, cached=0, reuses=False), reply(1, cached=0, fetched=96)).failures == []
     assert counted(reply(0, cached=0, reuses=False)).failures == ["no request was to reuse anything"]
 
@@ -94,19 +94,19 @@ def test_an_accuracy_below_what_the_model_is_known_for_is_a_failure(right: int, 
 async def test_a_way_that_breaks_off_is_a_failed_row_and_the_next_one_is_played(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def breaking(desk: Desk, result: WayResult) -> list[Reply]:
+    async def breaking(services: EvalServices, result: WayResult) -> list[Reply]:
         raise ConnectionError("nobody [there]")
 
-    async def empty(desk: Desk, result: WayResult) -> list[Reply]:
+    async def empty(services: EvalServices, result: WayResult) -> list[Reply]:
         return []
 
-    async def fine(desk: Desk, result: WayResult) -> list[Reply]:
+    async def fine(services: EvalServices, result: WayResult) -> list[Reply]:
         return [reply(at, reuses=False) for at in range(6)]
 
     for name, play in {"cold": fine, "device": breaking, "sibling": empty}.items():
         monkeypatch.setitem(WAYS, name, Way(name, play))
-    desk = cast(Desk, Desk(*[cast(Any, None)] * 4, [SHEET]))
-    results = await play_ways(desk, ["cold", "device", "sibling"], Output(as_json=True))
+    services = cast(EvalServices, EvalServices(*[cast(Any, None)] * 4, [SHEET]))
+    results = await play_ways(services, ["cold", "device", "sibling"], Output(as_json=True))
     assert [result.failures for result in results] == [
         [],
         ["ConnectionError: nobody [there]"],
@@ -150,7 +150,7 @@ def test_questions_spread_over_the_registers() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8, 20])
 def test_registers_come_in_turn_and_none_comes_twice(count: int) -> None:
-    parts = Desk(*[cast(Any, None)] * 4, [SHEET] * count).in_turn()
+    parts = EvalServices(*[cast(Any, None)] * 4, [SHEET] * count).in_turn()
     assert sum(map(len, parts)) == count
     # Two at least: a small pool drops a register only for another one.
     assert all(2 <= len(part) < 8 for part in parts)

@@ -78,7 +78,7 @@ def test_the_cold_row_computed_everything(ways: dict[str, dict[str, Any]]) -> No
 
 def test_each_row_came_about_as_it_says(report: dict[str, Any], ways: dict[str, dict[str, Any]]) -> None:
     assert ways["device"]["fetched"] == 0
-    assert ways["sibling"]["proof"]["answered while an elder request ran"] == QUESTIONS
+    assert ways["sibling"]["proof"]["answered while an earlier request ran"] == QUESTIONS
     assert ways["fetched"]["fetched"] > LEAST_HIT_SHARE * sum(report["register_tokens"]) * QUESTIONS / REGISTERS
     chunks = sum(-(-tokens // SMALL_BUDGET) for tokens in report["register_tokens"])
     assert ways["chunked"]["proof"]["chunks"] >= chunks

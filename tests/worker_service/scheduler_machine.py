@@ -15,7 +15,7 @@ from session.messages import Ack, SessionLimits, Step, StepReply
 from session.words import GroupKind, GroupSpec, Namespace, SequenceId, TransferStatus
 from tests.worker_service.fake_manager import FakeManager
 from worker_service.core.batch import Batch
-from worker_service.core.inbox import Failed, Fetch
+from worker_service.core.reply_handler import Failed, Fetch
 from worker_service.core.scheduler import Launch, Output, Scheduler, SchedulerConfig
 from worker_service.core.sequence import Request, SamplingParams, Usage
 
@@ -117,7 +117,7 @@ class Machine:
     def turn(self) -> bool:
         """Exchange a step, land, launch; False when nothing happened."""
         happened = self.exchange()
-        happened |= self.land()
+        happened |= self.end_launch()
         happened |= self.move_pages()
         return self.start() or happened
 
@@ -149,7 +149,7 @@ class Machine:
             self.check_budget(self.launch)
         return self.launch is not None
 
-    def land(self, failed_rows: Container[int] = ()) -> bool:
+    def end_launch(self, failed_rows: Container[int] = ()) -> bool:
         """The launch has ended; the requests of `failed_rows` (indices of its rows) are to be forgotten."""
         launch, self.launch = self.launch, None
         if launch is None:
@@ -169,7 +169,7 @@ class Machine:
     def fail(self) -> None:
         """The launch fails as a whole."""
         assert self.launch is not None
-        self.land(range(len(self.launch.rows)))
+        self.end_launch(range(len(self.launch.rows)))
 
     def take(self, output: Output) -> None:
         client = self.clients[output.sequence_id]
@@ -272,7 +272,7 @@ class Machine:
         return readmission.repeat
 
     def restart_manager(self, limits: SessionLimits | None = None) -> None:
-        """It comes back knowing nothing; the mover was drained and the launch has landed."""
+        """It comes back knowing nothing; the mover was drained and the launch has ended."""
         assert self.launch is None
         self.fetches.clear()
         former = self.manager
@@ -292,7 +292,7 @@ class Machine:
         step = self.scheduler.next_step()
         if step is not None and reply_was_lost:
             self.manager.step(step)
-        self.land()
+        self.end_launch()
         assert self.say_hello() is step
         if step is not None:
             self.apply(self.manager.step(step))

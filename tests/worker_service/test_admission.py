@@ -67,7 +67,7 @@ def test_after_a_refusal_the_head_asks_alone() -> None:
     for _ in range(8):
         driven.turn()
     assert driven.manager.num_refusals == 5
-    driven.land()
+    driven.end_launch()
     driven.abort(runs)
     step = driven.scheduler.next_step()
     assert step is not None
@@ -96,7 +96,7 @@ def test_what_the_service_kept_no_longer_is_sent_again_at_once() -> None:
     driven.turn()
     assert driven.manager.kept
     driven.manager.kept.clear()
-    driven.land()
+    driven.end_launch()
     driven.abort(first)
     step = driven.scheduler.next_step()
     assert step is not None
@@ -118,7 +118,7 @@ def test_a_new_state_of_the_service_has_kept_nothing() -> None:
     driven.ask([2] * LONG)
     driven.turn()
     driven.turn()
-    driven.land()
+    driven.end_launch()
     driven.restart_manager()
     steps = steps_of(driven)
     assert all(acquire.kept_tokens == 0 for step in steps[:2] for acquire in step.acquires)

@@ -15,14 +15,14 @@ from tests.examples import examples
 from tests.worker_service.scheduler_machine import full_group, packed, window_group
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
-from worker_service.core.sequence import Rank, Request, SamplingParams, Sequence
+from worker_service.core.sequence import QueueOrder, Request, SamplingParams, Sequence
 
 GROUPS = (full_group(1000),)
 
 
 def sequence(tokens: Seq[int], *tables: Seq[int], sampling: SamplingParams | None = None) -> Sequence:
     request = Request(SequenceId(1), Namespace("m"), packed(list(tokens)), sampling or SamplingParams())
-    made = Sequence(request, Rank(0, 1), len(tables))
+    made = Sequence(request, QueueOrder(0, 1), len(tables))
     for table, page_ids in zip(made.tables, tables, strict=True):
         table.extend(page_ids)
     return made

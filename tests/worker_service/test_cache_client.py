@@ -29,7 +29,7 @@ from session.words import (
     TicketId,
     TransferStatus,
 )
-from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
+from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
 from worker_service.core.ports import SessionLost, SessionRefused
 
 GROUPS = (
@@ -38,7 +38,7 @@ GROUPS = (
     GroupSpec("state", GroupKind.STATE, 6, 32),
 )
 FACTS = WorkerFacts("w", "incarnation-1", b"f" * 32, 4, GROUPS, "model-1")
-WHEREABOUTS = Whereabouts("127.0.0.1:1", HostTierKind.SHARED, "tier-1")
+WHEREABOUTS = CurrentFacts("127.0.0.1:1", HostTierKind.SHARED, "tier-1")
 LIMITS = cache_pb2.SessionLimits(
     max_sequence_tokens=400,
     max_live_sequences=2,
@@ -412,7 +412,7 @@ async def test_orders_of_a_stream_end_with_it() -> None:
         await client.step(Step(1))
         assert (await client.next_order()).ticket == 1
         waiting = asyncio.create_task(client.next_order())
-        await client.hang_up()
+        await client.disconnect()
         await client.connect(9)
         await asyncio.sleep(0.02)
         assert not waiting.done()

@@ -12,7 +12,7 @@ import pytest
 
 from session.messages import Step
 from session.words import TicketId, Transfer, TransferPages
-from tests.worker_service.engine_desk import NAMESPACE, Letters, collect, open_desk, reference
+from tests.worker_service.engine_harness import NAMESPACE, Letters, collect, reference, running_engine
 from worker_service.core.batch import Batch
 from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Usage
 from worker_service.generation import Draining, RequestFailed, Unservable, WorkerStopped
@@ -24,9 +24,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 async def test_many_requests_at_once_each_get_their_own_answer() -> None:
-    async with open_desk(num_pages=40) as desk:
+    async with running_engine(num_pages=40) as harness:
         prompts = [prompt_of(seed % 5, 5 + 3 * seed) for seed in range(12)]
-        pieces = await asyncio.gather(*(collect(desk.ask(prompt, 6)) for prompt in prompts))
+        pieces = await asyncio.gather(*(collect(harness.ask(prompt, 6)) for prompt in prompts))
         for prompt, piece in zip(prompts, pieces, strict=True):
             assert piece.token_ids == reference(prompt, 6)
             assert piece.text == Letters().add(piece.token_ids)
@@ -36,267 +36,267 @@ async def test_many_requests_at_once_each_get_their_own_answer() -> None:
             assert usage.generated_tokens == 6
             if not usage.num_preemptions:
                 assert usage.cached_tokens + usage.fetched_tokens + usage.computed_tokens == len(prompt)
-        await desk.settled()
+        await harness.settled()
 
 
 async def test_a_repeated_prompt_computes_only_what_is_not_cached() -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
         prompt = prompt_of(1, 22)
-        first, second = await collect(desk.ask(prompt)), await collect(desk.ask(prompt))
+        first, second = await collect(harness.ask(prompt)), await collect(harness.ask(prompt))
         assert first.usage == Usage(22, 0, 0, 22, 8, 0, 0, 0, "", 1)
         assert second.usage == Usage(22, 20, 0, 2, 8, 0, 20, 20, "", 1)
         assert second.token_ids == first.token_ids
 
 
 async def test_equal_prompts_at_once_cost_one_prefill() -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
         prompt = prompt_of(2, 41)
-        pieces = await asyncio.gather(*(collect(desk.ask(prompt, 2)) for _ in range(8)))
+        pieces = await asyncio.gather(*(collect(harness.ask(prompt, 2)) for _ in range(8)))
         assert [piece.usage.computed_tokens for piece in pieces if piece.usage] == [41] + [1] * 7
         assert all(piece.token_ids == reference(prompt, 2) for piece in pieces)
 
 
 async def test_the_next_step_is_answered_while_a_launch_runs() -> None:
-    async with open_desk() as desk:
-        desk.runner.gate = threading.Event()
+    async with running_engine() as harness:
+        harness.runner.gate = threading.Event()
         steps_in_flight: list[Step] = []
 
         def on_step(step: Step) -> None:
-            if desk.runner.entered.is_set() and desk.runner.num_launches == 0:
+            if harness.runner.entered.is_set() and harness.runner.num_launches == 0:
                 steps_in_flight.append(step)
 
-        desk.cache.on_step = on_step
-        first = asyncio.create_task(collect(desk.ask(prompt_of(3, 7), 3)))
-        await asyncio.to_thread(desk.runner.entered.wait, 20)
-        second = asyncio.create_task(collect(desk.ask(prompt_of(4, 7), 3)))
+        harness.cache.on_step = on_step
+        first = asyncio.create_task(collect(harness.ask(prompt_of(3, 7), 3)))
+        await asyncio.to_thread(harness.runner.entered.wait, 20)
+        second = asyncio.create_task(collect(harness.ask(prompt_of(4, 7), 3)))
         while not any(step.acquires for step in steps_in_flight):
             await asyncio.sleep(0.001)
-        assert desk.runner.num_launches == 0, "the launch ended before the second request was granted"
-        desk.runner.gate.set()
+        assert harness.runner.num_launches == 0, "the launch ended before the second request was granted"
+        harness.runner.gate.set()
         assert (await first).token_ids == reference(prompt_of(3, 7), 3)
         assert (await second).token_ids == reference(prompt_of(4, 7), 3)
-        assert desk.engine.trace.overlap().hidden_s > 0
+        assert harness.engine.trace.overlap().hidden_s > 0
 
 
 async def test_a_failed_launch_fails_its_requests_only_and_publishes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
         bad = prompt_of(5, 23)
-        desk.runner.fail_when = lambda batch: batch.num_seqs == 1 and list(batch.token_ids) == bad[16:]
-        failing = desk.ask(bad)
+        harness.runner.fail_when = lambda batch: batch.num_seqs == 1 and list(batch.token_ids) == bad[16:]
+        failing = harness.ask(bad)
         with pytest.raises(RequestFailed, match="RuntimeError"):
             await collect(failing)
-        await desk.settled()
-        published = [publish.computed_tokens for step in desk.cache.steps for publish in step.publishes]
+        await harness.settled()
+        published = [publish.computed_tokens for step in harness.cache.steps for publish in step.publishes]
         assert published == [16], "the failed launch was published, or the one before it was not"
-        assert (await collect(desk.ask(prompt_of(6, 23)))).token_ids == reference(prompt_of(6, 23), 8)
-        desk.runner.fail_when = lambda batch: False
-        again = await collect(desk.ask(bad))
+        assert (await collect(harness.ask(prompt_of(6, 23)))).token_ids == reference(prompt_of(6, 23), 8)
+        harness.runner.fail_when = lambda batch: False
+        again = await collect(harness.ask(bad))
         assert again.token_ids == reference(bad, 8)
         assert again.usage is not None and again.usage.cached_tokens == 16
         assert "launch" in caplog.text
 
 
 async def test_a_lost_device_ends_the_engine_and_every_request() -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
 
         def lose(batch: Batch) -> bool:
             raise DeviceLost("unspecified launch failure")
 
-        desk.runner.fail_when = lose
-        generations = [desk.ask(prompt_of(seed, 30)) for seed in range(3)]
+        harness.runner.fail_when = lose
+        generations = [harness.ask(prompt_of(seed, 30)) for seed in range(3)]
         for generation in generations:
             with pytest.raises(WorkerStopped):
                 await collect(generation)
         with pytest.raises(DeviceLost):
-            await desk.task
-        assert isinstance(desk.engine.fault, DeviceLost)
-        assert desk.engine.draining.is_set()
+            await harness.task
+        assert isinstance(harness.engine.fault, DeviceLost)
+        assert harness.engine.draining.is_set()
 
 
 async def test_a_row_that_cannot_be_computed_fails_alone_and_the_others_get_their_tokens(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with open_desk(token_budget=128) as desk:
-        desk.runner.gate = threading.Event()
+    async with running_engine(token_budget=128) as harness:
+        harness.runner.gate = threading.Event()
         bad = prompt_of(5, 12)
-        desk.runner.fail_when = lambda batch: any(entry.sampling.seed == 666 for entry in batch.sampled)
+        harness.runner.fail_when = lambda batch: any(entry.sampling.seed == 666 for entry in batch.sampled)
         prompts = [prompt_of(seed, 9 + seed) for seed in range(20, 26)]
-        bystanders = [desk.ask(prompt, 12) for prompt in prompts[:3]]
-        culprit = desk.ask(bad, 12, seed=666)
-        bystanders += [desk.ask(prompt, 12) for prompt in prompts[3:]]
-        desk.runner.gate.set()
+        bystanders = [harness.ask(prompt, 12) for prompt in prompts[:3]]
+        culprit = harness.ask(bad, 12, seed=666)
+        bystanders += [harness.ask(prompt, 12) for prompt in prompts[3:]]
+        harness.runner.gate.set()
         pieces = await asyncio.gather(*(collect(bystander) for bystander in bystanders))
         with pytest.raises(RequestFailed, match="RuntimeError"):
             await collect(culprit)
         assert [piece.token_ids for piece in pieces] == [reference(prompt, 12) for prompt in prompts]
         assert re.search(r"1 of its [2-7] rows failed", caplog.text)
-        await desk.settled()
+        await harness.settled()
 
 
 async def test_a_launch_that_never_returns_stops_the_worker() -> None:
-    async with open_desk(launch_timeout_s=0.2) as desk:
-        desk.runner.gate = threading.Event()
-        generation = desk.ask(prompt_of(1, 9))
+    async with running_engine(launch_timeout_s=0.2) as harness:
+        harness.runner.gate = threading.Event()
+        generation = harness.ask(prompt_of(1, 9))
         with pytest.raises(WorkerStopped):
             await collect(generation)
         async with asyncio.timeout(10):
             with pytest.raises(DeviceLost, match="did not return"):
-                await desk.task
+                await harness.task
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 async def test_an_abort_frees_everything_at_every_stage(num_tokens: int) -> None:
-    async with open_desk() as desk:
-        generation = desk.ask(prompt_of(7, 30), 100)
+    async with running_engine() as harness:
+        generation = harness.ask(prompt_of(7, 30), 100)
         seen = 0
         while seen < num_tokens:
             seen += len((await generation.next_piece()).token_ids)
-        desk.engine.abort(generation)
-        desk.engine.abort(generation)
-        await desk.settled()
-        assert not desk.engine._generations
-        after = await collect(desk.ask(prompt_of(7, 30), 4))
+        harness.engine.abort(generation)
+        harness.engine.abort(generation)
+        await harness.settled()
+        assert not harness.engine._generations
+        after = await collect(harness.ask(prompt_of(7, 30), 4))
         assert after.token_ids == reference(prompt_of(7, 30), 4)
 
 
 async def test_an_abort_while_the_launch_runs_drops_its_tokens() -> None:
-    async with open_desk() as desk:
-        desk.runner.gate = threading.Event()
-        generation = desk.ask(prompt_of(8, 9), 4)
-        await asyncio.to_thread(desk.runner.entered.wait, 20)
-        desk.engine.abort(generation)
-        desk.runner.gate.set()
-        await desk.settled()
+    async with running_engine() as harness:
+        harness.runner.gate = threading.Event()
+        generation = harness.ask(prompt_of(8, 9), 4)
+        await asyncio.to_thread(harness.runner.entered.wait, 20)
+        harness.engine.abort(generation)
+        harness.runner.gate.set()
+        await harness.settled()
 
 
 async def test_a_stop_string_ends_the_text_before_it_and_frees_the_lease() -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
         prompt = prompt_of(9, 10)
         text = Letters().add(reference(prompt, 30))
         stop = text[11:14]
         cut = text.index(stop)
-        piece = await collect(desk.ask(prompt, 30, stop=("never!", stop)))
+        piece = await collect(harness.ask(prompt, 30, stop=("never!", stop)))
         assert piece.text == text[:cut]
         assert piece.finish_reason is FinishReason.STOP
         assert piece.usage is not None and piece.usage.generated_tokens == cut + 3
         assert len(piece.token_ids) == cut + 3
-        await desk.settled()
+        await harness.settled()
 
 
 async def test_a_stop_token_ends_the_answer() -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
         prompt = prompt_of(10, 10)
         tokens = reference(prompt, 30)
         stop = tokens[5]
-        piece = await collect(desk.ask(prompt, 30, stop_token_ids=frozenset({stop})))
+        piece = await collect(harness.ask(prompt, 30, stop_token_ids=frozenset({stop})))
         assert piece.token_ids == tokens[: tokens.index(stop) + 1]
         assert piece.finish_reason is FinishReason.STOP
 
 
 async def test_a_prompt_that_can_never_fit_is_an_error_and_others_go_on() -> None:
-    async with open_desk(num_pages=10) as desk:
-        too_long, fits = desk.ask(prompt_of(11, 44)), desk.ask(prompt_of(12, 12))
+    async with running_engine(num_pages=10) as harness:
+        too_long, fits = harness.ask(prompt_of(11, 44)), harness.ask(prompt_of(12, 12))
         with pytest.raises(Unservable, match="does not fit"):
             await collect(too_long)
         assert (await collect(fits)).token_ids == reference(prompt_of(12, 12), 8)
 
 
 async def test_bad_or_too_many_requests_are_refused_at_once() -> None:
-    async with open_desk(max_waiting=2) as desk:
-        desk.cache.is_up.clear()
+    async with running_engine(max_waiting=2) as harness:
+        harness.cache.is_up.clear()
         with pytest.raises(InvalidField, match="prompt"):
-            desk.ask([99])
-        waiting = [desk.ask([1, 2, 3]) for _ in range(2)]
+            harness.ask([99])
+        waiting = [harness.ask([1, 2, 3]) for _ in range(2)]
         with pytest.raises(QueueFull):
-            desk.ask([1, 2, 3])
-        desk.cache.is_up.set()
+            harness.ask([1, 2, 3])
+        harness.cache.is_up.set()
         for generation in waiting:
             assert (await collect(generation)).token_ids == reference([1, 2, 3], 8)
 
 
 async def test_tight_pools_preempt_and_everybody_finishes() -> None:
-    async with open_desk(num_pages=12) as desk:
+    async with running_engine(num_pages=12) as harness:
         prompts = [prompt_of(20 + seed, 9) for seed in range(6)]
-        pieces = await asyncio.gather(*(collect(desk.ask(prompt, 20)) for prompt in prompts))
+        pieces = await asyncio.gather(*(collect(harness.ask(prompt, 20)) for prompt in prompts))
         assert [piece.token_ids for piece in pieces] == [reference(prompt, 20) for prompt in prompts]
         assert sum(piece.usage.num_preemptions for piece in pieces if piece.usage) > 0
-        await desk.settled()
+        await harness.settled()
 
 
 async def test_a_spill_order_is_carried_out_and_acknowledged_by_an_idle_engine() -> None:
-    async with open_desk() as desk:
+    async with running_engine() as harness:
         order = Transfer(TicketId(5), (TransferPages(0, array("I", [1]).tobytes(), "key:", bytes(32)),), 0, 1)
-        await desk.engine.connected.wait()
-        await desk.cache.orders.put(order)
+        await harness.engine.connected.wait()
+        await harness.cache.orders.put(order)
         async with asyncio.timeout(20):
-            while not desk.cache.acks:
+            while not harness.cache.acks:
                 await asyncio.sleep(0.001)
-        assert desk.mover.orders == [order]
-        assert desk.cache.acks[0].ticket == 5
+        assert harness.mover.orders == [order]
+        assert harness.cache.acks[0].ticket == 5
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 async def test_a_fetch_that_fails_at_once_is_recomputed_or_forgotten(is_aborted: bool) -> None:
     """The abort comes while the acquire is on its way: its grant and the ack of its fetch both find nobody waiting."""
-    async with open_desk() as desk:
-        manager, prompt = desk.cache.manager, prompt_of(17, 14)
+    async with running_engine() as harness:
+        manager, prompt = harness.cache.manager, prompt_of(17, 14)
         packed = array("i", prompt).tobytes()
         manager.host = {manager.key(NAMESPACE, packed, number): [] for number in range(3)}
         manager.spill = lambda group, page: None
         # A launch in flight keeps the loop from its next step until the ack is there.
-        other = asyncio.create_task(collect(desk.ask(prompt_of(18, 9), 100)))
-        await asyncio.to_thread(desk.runner.entered.wait, 20)
-        generation = desk.ask(prompt)
+        other = asyncio.create_task(collect(harness.ask(prompt_of(18, 9), 100)))
+        await asyncio.to_thread(harness.runner.entered.wait, 20)
+        generation = harness.ask(prompt)
         if is_aborted:
-            desk.cache.on_step = lambda step: desk.engine.abort(generation) if step.acquires else None
+            harness.cache.on_step = lambda step: harness.engine.abort(generation) if step.acquires else None
         else:
             piece = await collect(generation)
             assert piece.token_ids == reference(prompt, 8)
         assert (await other).token_ids == reference(prompt_of(18, 9), 100)
-        await desk.settled()
-        assert len(desk.mover.fetches) == 1
+        await harness.settled()
+        assert len(harness.mover.fetches) == 1
         assert not manager.tickets
 
 
 async def test_drain_waits_for_running_requests_and_takes_no_new_ones() -> None:
-    async with open_desk() as desk:
-        running = asyncio.create_task(collect(desk.ask(prompt_of(13, 9), 20)))
+    async with running_engine() as harness:
+        running = asyncio.create_task(collect(harness.ask(prompt_of(13, 9), 20)))
         await asyncio.sleep(0)
-        draining = asyncio.create_task(desk.engine.drain(20))
+        draining = asyncio.create_task(harness.engine.drain(20))
         await asyncio.sleep(0)
         with pytest.raises(Draining):
-            desk.ask([1, 2])
+            harness.ask([1, 2])
         assert (await draining) == (1, 0)
         assert (await running).token_ids == reference(prompt_of(13, 9), 20)
 
 
 async def test_drain_aborts_what_is_left_after_its_time() -> None:
-    async with open_desk() as desk:
-        desk.runner.gate = threading.Event()
-        generation = desk.ask(prompt_of(14, 9), 20)
-        await asyncio.to_thread(desk.runner.entered.wait, 20)
-        assert await desk.engine.drain(0) == (0, 1)
+    async with running_engine() as harness:
+        harness.runner.gate = threading.Event()
+        generation = harness.ask(prompt_of(14, 9), 20)
+        await asyncio.to_thread(harness.runner.entered.wait, 20)
+        assert await harness.engine.drain(0) == (0, 1)
         with pytest.raises(Draining):
             await collect(generation)
-        desk.runner.gate.set()
-        await desk.settled()
+        harness.runner.gate.set()
+        await harness.settled()
 
 
 async def test_the_end_releases_what_is_held_and_says_goodbye() -> None:
-    async with open_desk() as desk:
-        generation = desk.ask(prompt_of(15, 9), 100)
+    async with running_engine() as harness:
+        generation = harness.ask(prompt_of(15, 9), 100)
         await generation.next_piece()
-        desk.engine.abort(generation)
-        desk.engine.stop()
-        await desk.task
-        assert desk.cache.said_goodbye
-        assert not desk.cache.manager.leases
+        harness.engine.abort(generation)
+        harness.engine.stop()
+        await harness.task
+        assert harness.cache.said_goodbye
+        assert not harness.cache.manager.leases
 
 
 async def test_a_slow_reader_gets_longer_pieces_not_more() -> None:
-    async with open_desk() as desk:
-        generation = desk.ask(prompt_of(16, 9), 12)
-        await desk.settled()
+    async with running_engine() as harness:
+        generation = harness.ask(prompt_of(16, 9), 12)
+        await harness.settled()
         piece = await generation.next_piece()
         assert piece.token_ids == reference(prompt_of(16, 9), 12)
         assert piece.finish_reason is FinishReason.LENGTH
@@ -304,9 +304,9 @@ async def test_a_slow_reader_gets_longer_pieces_not_more() -> None:
 
 async def test_sequence_ids_are_never_used_again() -> None:
     """The lease of an aborted request may still be open when the next one comes."""
-    async with open_desk() as desk:
-        generations = [desk.ask([seed]) for seed in range(4)]
+    async with running_engine() as harness:
+        generations = [harness.ask([seed]) for seed in range(4)]
         for generation in generations:
-            desk.engine.abort(generation)
-        generations += [desk.ask([seed]) for seed in range(4)]
+            harness.engine.abort(generation)
+        generations += [harness.ask([seed]) for seed in range(4)]
         assert len({generation.sequence_id for generation in generations}) == 8

@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.holding import Siblings
 from worker_service.core.scheduler import SchedulerConfig
-from worker_service.core.sequence import Rank, Request, SamplingParams, Sequence, State
+from worker_service.core.sequence import QueueOrder, Request, SamplingParams, Sequence, State
 
 CONFIG = SchedulerConfig(
     page_tokens=4, groups=(full_group(500),), max_model_len=1000, vocab_size=VOCAB, token_budget=64, max_num_seqs=16
@@ -158,7 +158,7 @@ def test_sibling_that_fetches_holds_too() -> None:
 
 def waiting(tokens: list[int], number: int) -> Sequence:
     request = Request(SequenceId(number), Namespace("m"), array("i", tokens).tobytes(), SamplingParams())
-    return Sequence(request, Rank(0, number), 1)
+    return Sequence(request, QueueOrder(0, number), 1)
 
 
 @settings(max_examples=examples(200))

@@ -6,13 +6,13 @@ import threading
 
 from prometheus_client import CollectorRegistry
 
-from tests.worker_service.engine_desk import collect, open_desk
+from tests.worker_service.engine_harness import collect, running_engine
 from tests.worker_service.test_engine import prompt_of
 from worker_service.metrics import OUTCOMES, WorkerMetrics
 
 
 class Seen:
-    """The metrics of one desk."""
+    """The metrics of one harness."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -32,9 +32,9 @@ def test_every_outcome_is_there_from_the_start() -> None:
 
 async def test_a_finished_request() -> None:
     seen = Seen()
-    async with open_desk(observer=seen.observer) as desk:
+    async with running_engine(observer=seen.observer) as harness:
         for _ in range(2):
-            await collect(desk.ask(prompt_of(1, 22), 6))
+            await collect(harness.ask(prompt_of(1, 22), 6))
     assert seen.get("requests_total", outcome="finished") == 2
     assert [seen.get("tokens_total", origin=origin) for origin in ("computed", "cached")] == [24, 20]
     assert seen.get("matched_tokens_total") == 20
@@ -47,14 +47,14 @@ async def test_a_finished_request() -> None:
 
 async def test_tokens_count_while_the_request_runs_and_stay_when_it_is_aborted() -> None:
     seen = Seen()
-    async with open_desk(observer=seen.observer) as desk:
-        generation = desk.ask(prompt_of(2, 9), 150)
+    async with running_engine(observer=seen.observer) as harness:
+        generation = harness.ask(prompt_of(2, 9), 150)
         num_read = 0
         while num_read < 5:
             num_read += len((await generation.next_piece()).token_ids)
         assert seen.get("tokens_total", origin="generated") >= 5
-        desk.engine.abort(generation)
-        await desk.settled()
+        harness.engine.abort(generation)
+        await harness.settled()
     assert seen.get("requests_total", outcome="aborted") == 1
     assert seen.get("tokens_total", origin="computed") == 9
     assert seen.get("aborted_tokens_total") == seen.get("tokens_total", origin="generated") >= 5
@@ -62,18 +62,18 @@ async def test_tokens_count_while_the_request_runs_and_stay_when_it_is_aborted()
 
 async def test_a_failed_request_and_one_that_never_ran() -> None:
     seen = Seen()
-    async with open_desk(observer=seen.observer, token_budget=16) as desk:
-        desk.runner.fail_when = lambda batch: True
+    async with running_engine(observer=seen.observer, token_budget=16) as harness:
+        harness.runner.fail_when = lambda batch: True
         for length in (30, 7):
             try:
-                await collect(desk.ask(prompt_of(3, length), 4))
+                await collect(harness.ask(prompt_of(3, length), 4))
             except Exception as error:
                 assert "forward pass" in str(error)
-        desk.runner.gate = threading.Event()
-        waiting = desk.ask(prompt_of(4, 9), 4)
-        desk.engine.abort(waiting)
-        desk.runner.gate.set()
-        await desk.settled()
+        harness.runner.gate = threading.Event()
+        waiting = harness.ask(prompt_of(4, 9), 4)
+        harness.engine.abort(waiting)
+        harness.runner.gate.set()
+        await harness.settled()
     assert seen.get("requests_total", outcome="failed") == 2
     assert seen.get("requests_total", outcome="aborted") == 1
     assert seen.get("tokens_total", origin="generated") == 0

@@ -13,8 +13,8 @@ from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from rpc.client import open_channel
 from session.messages import Ack
 from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfer, TransferStatus
-from tests.worker_service.engine_desk import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
-from worker_service.cache_client import CacheClient, ClientLimits, Whereabouts, WorkerFacts
+from tests.worker_service.engine_harness import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
+from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
@@ -87,7 +87,7 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
     truth: dict[bytes, tuple[int, ...]] = {}
     async with running(settings) as service:
         facts = WorkerFacts("w", "i0", b"f" * 32, PAGE, GROUPS, NAMESPACE.model)
-        where = Whereabouts("127.0.0.1:1", HostTierKind.SHARED, "tier")
+        where = CurrentFacts("127.0.0.1:1", HostTierKind.SHARED, "tier")
         client = NotingClient(lambda: open_channel(str(service.address)), facts, lambda: where, ClientLimits())
         scheduler = Scheduler(
             SchedulerConfig(PAGE, GROUPS, max_model_len=200, vocab_size=VOCAB, token_budget=64, max_num_seqs=8)

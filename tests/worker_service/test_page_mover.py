@@ -50,7 +50,7 @@ def name(group: int, page: int) -> bytes:
     return f"key:{group}:0:{page:064x}".encode()
 
 
-class Desk:
+class EngineHarness:
     """A mover and the acks that it handed over."""
 
     def __init__(self, pages: KvPages, tier: HostTier, limits: MoverLimits | None = None) -> None:
@@ -101,9 +101,9 @@ async def test_pages_of_all_groups_arrive_on_another_device_bit_for_bit() -> Non
     out = [[1 + i for i in range(11)], [24 - i for i in range(11)]]
     target = [[12 + i for i in range(11)], [2 + i for i in range(11)]]
     holes = [(1, 0), (1, 1)]
-    spilled = await Desk(here, tier).spill(transfer(7, out, holes))
+    spilled = await EngineHarness(here, tier).spill(transfer(7, out, holes))
     before = page(there, 1, target[1][0])
-    fetched = await Desk(there, tier).fetch(transfer(8, target, holes))
+    fetched = await EngineHarness(there, tier).fetch(transfer(8, target, holes))
     moved_bytes = 11 * here.page_bytes(0) + 9 * here.page_bytes(1)
     assert spilled[:4] == (7, 11, TransferStatus.DONE, moved_bytes)
     assert fetched[:4] == (8, 11, TransferStatus.DONE, moved_bytes)
@@ -120,9 +120,9 @@ async def test_a_fetch_stops_at_the_first_page_that_lacks_any_group(missing: int
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1), make_pages(2)
     ids = [list(range(1, 12))] * 2
-    await Desk(here, tier).spill(transfer(1, ids, [(1, missing)]))
+    await EngineHarness(here, tier).spill(transfer(1, ids, [(1, missing)]))
     untouched = [page(there, 0, ids[0][at]) for at in range(missing, 11)]
-    ack = await Desk(there, tier).fetch(transfer(2, ids))
+    ack = await EngineHarness(there, tier).fetch(transfer(2, ids))
     assert ack[:3] == (2, missing, TransferStatus.MISSING)
     assert [page(there, 0, ids[0][at]) for at in range(missing)] == [page(here, 0, ids[0][at]) for at in range(missing)]
     assert [page(there, 0, ids[0][at]) for at in range(missing, 11)] == untouched
@@ -132,12 +132,12 @@ async def test_a_fetch_stops_at_the_first_page_that_lacks_any_group(missing: int
 async def test_a_tampered_value_is_corrupt_and_never_written(offset: int) -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
-    await Desk(here, tier).spill(transfer(1, [[1, 2, 3]]))
+    await EngineHarness(here, tier).spill(transfer(1, [[1, 2, 3]]))
     value = bytearray(tier.get([name(0, 1)], 1 << 20)[0] or b"")
     value[offset] ^= 1
     tier.put([name(0, 1)], [[bytes(value)]])
     before = page(there, 0, 2)
-    ack = await Desk(there, tier).fetch(transfer(2, [[1, 2, 3]]))
+    ack = await EngineHarness(there, tier).fetch(transfer(2, [[1, 2, 3]]))
     assert ack[:3] == (2, 1, TransferStatus.CORRUPT)
     assert page(there, 0, 2) == before
 
@@ -145,9 +145,9 @@ async def test_a_tampered_value_is_corrupt_and_never_written(offset: int) -> Non
 async def test_a_value_under_another_pages_key_is_corrupt() -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
-    await Desk(here, tier).spill(transfer(1, [[1, 2]]))
+    await EngineHarness(here, tier).spill(transfer(1, [[1, 2]]))
     tier.put([name(0, 0)], [[bytes(tier.get([name(0, 1)], 1 << 20)[0] or b"")]])
-    assert (await Desk(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.CORRUPT)
+    assert (await EngineHarness(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.CORRUPT)
 
 
 async def test_a_full_tier_acknowledges_the_leading_pages_only() -> None:
@@ -157,56 +157,56 @@ async def test_a_full_tier_acknowledges_the_leading_pages_only() -> None:
         def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
             return min(len(keys), 3)
 
-    ack = await Desk(here, Full(1 << 20)).spill(transfer(1, [list(range(1, 12))]))
+    ack = await EngineHarness(here, Full(1 << 20)).spill(transfer(1, [list(range(1, 12))]))
     assert ack[:4] == (1, 3, TransferStatus.FAILED, 3 * here.page_bytes(0))
 
 
 async def test_a_broken_tier_fails_every_ticket_and_is_left_alone_for_a_while() -> None:
     tier = BrokenTier()
-    desk = Desk(make_pages(1, (0,)), tier, MoverLimits(threads=1, breaker_failures=2, breaker_s=60.0))
+    harness = EngineHarness(make_pages(1, (0,)), tier, MoverLimits(threads=1, breaker_failures=2, breaker_s=60.0))
     for ticket in range(6):
-        assert (await desk.spill(transfer(ticket, [[1]])))[:3] == (ticket, 0, TransferStatus.FAILED)
-    assert (await desk.fetch(transfer(6, [[1]])))[:3] == (6, 0, TransferStatus.FAILED)
+        assert (await harness.spill(transfer(ticket, [[1]])))[:3] == (ticket, 0, TransferStatus.FAILED)
+    assert (await harness.fetch(transfer(6, [[1]])))[:3] == (6, 0, TransferStatus.FAILED)
     assert tier.num_calls == 2
-    assert len(desk.acks) == 7
+    assert len(harness.acks) == 7
 
 
 async def test_nothing_is_written_before_the_barrier_and_everything_after_it() -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
-    await Desk(here, tier).spill(transfer(1, [[1]]))
-    desk, launch_ended, asked = Desk(there, tier), threading.Event(), threading.Event()
+    await EngineHarness(here, tier).spill(transfer(1, [[1]]))
+    harness, launch_ended, asked = EngineHarness(there, tier), threading.Event(), threading.Event()
     before = page(there, 0, 1)
 
     def barrier() -> None:
         asked.set()
         launch_ended.wait(30)
 
-    desk.mover.fetch(transfer(2, [[1]]), barrier)
+    harness.mover.fetch(transfer(2, [[1]]), barrier)
     await asyncio.to_thread(asked.wait, 30)
     assert page(there, 0, 1) == before
-    assert desk.acks == []
+    assert harness.acks == []
     launch_ended.set()
-    await desk.mover.drain()
-    assert desk.acks[0][:3] == (2, 1, TransferStatus.DONE)
+    await harness.mover.drain()
+    assert harness.acks[0][:3] == (2, 1, TransferStatus.DONE)
     assert page(there, 0, 1) == page(here, 0, 1)
 
 
 async def test_more_transfers_than_may_wait_fail_at_once_and_the_others_go_on() -> None:
     tier = MemoryTier(1 << 20)
     pages, gate = make_pages(1, (0,)), threading.Event()
-    await Desk(pages, tier).spill(transfer(0, [[1]]))
-    desk = Desk(pages, tier, MoverLimits(threads=1, max_queued=2))
+    await EngineHarness(pages, tier).spill(transfer(0, [[1]]))
+    harness = EngineHarness(pages, tier, MoverLimits(threads=1, max_queued=2))
     for ticket in (1, 2, 3):
-        desk.mover.fetch(transfer(ticket, [[1]]), lambda: gate.wait(30))
+        harness.mover.fetch(transfer(ticket, [[1]]), lambda: gate.wait(30))
     await asyncio.sleep(0)
-    assert [ack[:3] for ack in desk.acks] == [(3, 0, TransferStatus.FAILED)]
+    assert [ack[:3] for ack in harness.acks] == [(3, 0, TransferStatus.FAILED)]
     gate.set()
-    await desk.mover.drain()
-    assert sorted(ack.ticket for ack in desk.acks if ack.status is TransferStatus.DONE) == [1, 2]
+    await harness.mover.drain()
+    assert sorted(ack.ticket for ack in harness.acks if ack.status is TransferStatus.DONE) == [1, 2]
 
 
 async def test_an_order_for_a_page_that_does_not_exist_ends_as_a_failed_ack(caplog: pytest.LogCaptureFixture) -> None:
-    ack = await Desk(make_pages(1, (0,)), MemoryTier(1 << 20)).spill(transfer(1, [[NUM_PAGES + 1]]))
+    ack = await EngineHarness(make_pages(1, (0,)), MemoryTier(1 << 20)).spill(transfer(1, [[NUM_PAGES + 1]]))
     assert ack[:3] == (1, 0, TransferStatus.FAILED)
     assert "page id" in caplog.text

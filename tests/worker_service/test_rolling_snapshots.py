@@ -42,14 +42,14 @@ def test_a_launch_in_flight_that_crosses_a_boundary_leaves_none(computed_len: in
     driven.stop(asked)
     release = release_of(driven)
     assert (release.reason, release.rolling_tokens) == (ReleaseReason.FINISHED, rolling_tokens)
-    driven.land()
+    driven.end_launch()
     driven.check_over()
 
 
 def test_a_launch_that_has_landed_since_counts_too() -> None:
     driven, asked = decoding(11)
     driven.stop(asked)
-    driven.land()
+    driven.end_launch()
     assert release_of(driven).rolling_tokens == 0
     driven.check_over()
 
@@ -60,7 +60,7 @@ def test_the_next_turn_never_restores_a_later_state(computed_len: int) -> None:
     driven, asked = decoding(computed_len)
     driven.stop(asked)
     driven.exchange()
-    driven.land()
+    driven.end_launch()
     answer = reference(NAMESPACE, PROMPT, 40)
     driven.ask([*PROMPT, *answer[: computed_len - 4], 49], max_tokens=2)
     driven.run()
@@ -74,8 +74,8 @@ def test_rejected_drafts_beyond_a_boundary_leave_none() -> None:
     driven.turn()
     while driven.launches[-1].rows[0].first_token < 10:
         driven.turn()
-    driven.land()
-    sequence = driven.scheduler._roster.leased[0]
+    driven.end_launch()
+    sequence = driven.scheduler._queues.leased[0]
     assert (sequence.computed_len, sequence.rolling_boundary(4)) == (11, 8)
     sequence.written_len = 12
     driven.stop(asked)

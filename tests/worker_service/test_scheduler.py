@@ -122,7 +122,7 @@ def test_publish_follows_completion_not_the_schedule() -> None:
     driven.turn()
     assert driven.launch is not None
     assert driven.scheduler.next_step() is None  # launched is not computed
-    driven.land()
+    driven.end_launch()
     step = driven.scheduler.next_step()
     assert step is not None
     assert [publish.computed_tokens for publish in step.publishes] == [8]
@@ -143,7 +143,7 @@ def test_finished_request_publishes_before_it_leaves() -> None:
     driven = machine(page_tokens=4)
     driven.ask(distinct(8, 1), max_tokens=1)
     driven.turn()
-    driven.land()
+    driven.end_launch()
     step = driven.scheduler.next_step()
     assert step is not None
     assert [publish.computed_tokens for publish in step.publishes] == [8]
@@ -154,7 +154,7 @@ def test_failed_launch_publishes_nothing_of_its_requests() -> None:
     driven = machine(page_tokens=4, token_budget=8, max_num_seqs=2)
     sequence_id = driven.ask(distinct(16, 1))
     driven.turn()
-    driven.land()
+    driven.end_launch()
     driven.start()
     driven.fail()
     driven.run()
@@ -170,7 +170,7 @@ def test_a_row_that_fails_takes_nobody_along() -> None:
     driven.turn()
     rows = [row.sequence_id for row in driven.launches[-1].rows]
     assert set(rows) == {bad, good}
-    driven.land(failed_rows={rows.index(bad)})
+    driven.end_launch(failed_rows={rows.index(bad)})
     driven.run()
     assert driven.clients[bad].failed and driven.clients[bad].usage is None
     assert len(driven.clients[good].tokens) == 5
@@ -204,7 +204,7 @@ def test_accepting_more_tokens_than_a_page_holds(page_tokens: int) -> None:
     driven.ask([1, 2, 3], max_tokens=20)
     driven.turn()
     driven.exchange()
-    driven.land()
+    driven.end_launch()
     driven.start()
     driven.exchange()
     accept(driven, [5, 6, 7, 8, 9])
@@ -226,7 +226,7 @@ def test_more_tokens_than_were_looked_ahead_are_a_fault() -> None:
     driven.ask([1, 2, 3], max_tokens=20)
     driven.turn()
     driven.exchange()
-    driven.land()
+    driven.end_launch()
     driven.start()
     with pytest.raises(ValueError, match="1 to 2 tokens"):
         accept(driven, [5, 6, 7])

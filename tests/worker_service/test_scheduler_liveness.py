@@ -83,9 +83,9 @@ class Workload:
             self.maybe_abort()
             happened |= machine.exchange()
         if machine.launch is not None and self.chance(0.03):
-            machine.land(failed_rows={row for row in range(len(machine.launch.rows)) if self.rng.random() < 0.5})
+            machine.end_launch(failed_rows={row for row in range(len(machine.launch.rows)) if self.rng.random() < 0.5})
             happened = True
-        happened |= machine.land()
+        happened |= machine.end_launch()
         happened |= machine.move_pages()
         happened |= self.maybe_lose_something()
         return machine.start() or happened

@@ -60,7 +60,7 @@ def test_preempted_request_prefills_prompt_and_what_it_generated() -> None:
     driven = machine(8)
     driven.ask(prompt(12, 1), max_tokens=18)
     younger = driven.ask(prompt(12, 2), max_tokens=18)
-    while not any(sequence.num_preemptions for sequence in driven.scheduler._roster.unfinished.values()):
+    while not any(sequence.num_preemptions for sequence in driven.scheduler._queues.unfinished.values()):
         driven.turn()
     generated = len(driven.clients[younger].tokens)
     assert generated > 0
@@ -181,10 +181,10 @@ def test_token_in_flight_is_kept_when_its_sequence_is_preempted() -> None:
     for _ in range(200):
         before = driven.launch
         driven.exchange()
-        leaving = [d.sequence for d in driven.scheduler._roster.departures.values()]
+        leaving = [d.sequence for d in driven.scheduler._queues.departures.values()]
         in_flight = [row.sequence_id for row in before.rows] if before is not None else []
         count = len(driven.clients[younger].tokens)
-        driven.land()
+        driven.end_launch()
         for sequence in leaving:
             if sequence.sequence_id in in_flight:
                 num_seen += 1
@@ -333,12 +333,12 @@ def test_preempted_request_does_not_wait_for_one_that_left_with_it() -> None:
     driven = machine(8)
     older = driven.ask(prompt(12, 1), max_tokens=18)
     driven.ask(prompt(12, 2), max_tokens=18)
-    while not driven.scheduler._roster.departures:
+    while not driven.scheduler._queues.departures:
         driven.exchange()
-        if not driven.scheduler._roster.departures:
-            driven.land()
+        if not driven.scheduler._queues.departures:
+            driven.end_launch()
             driven.start()
     driven.abort(older)
-    driven.land()
+    driven.end_launch()
     driven.run()
     driven.check_over()

@@ -11,8 +11,8 @@ from session.messages import Adopt, Refusal, Step, StepReply
 from session.words import RefusalReason, SequenceId
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
-from worker_service.core.inbox import UnaskedReply
 from worker_service.core.readmission import LostPlace
+from worker_service.core.reply_handler import UnaskedReply
 from worker_service.core.scheduler import SchedulerConfig
 
 CONFIG = SchedulerConfig(
@@ -40,7 +40,7 @@ def decoding(driven: Machine, count: int) -> list[SequenceId]:
     ids = [driven.ask([number] * 6, max_tokens=10) for number in range(count)]
     for _ in range(4):
         driven.turn()
-    driven.land()
+    driven.end_launch()
     return ids
 
 
@@ -100,7 +100,7 @@ def test_the_same_epoch_is_not_the_same_state(generation_moves: bool) -> None:
     driven = machine()
     in_all_states(driven)
     assert driven.scheduler.next_step() is not None
-    driven.land()
+    driven.end_launch()
     driven.manager.forget()
     if generation_moves:
         driven.manager.generation += 1
@@ -120,7 +120,7 @@ def test_restarted_manager_adopts_what_was_computed() -> None:
     driven = machine()
     decodes, prefills, waits = in_all_states(driven)
     driven.exchange()
-    driven.land()
+    driven.end_launch()
     computed = {i: driven.manager.leases[i].published_pages for i in (decodes, prefills)}
     driven.restart_manager()
     assert driven.scheduler.num_adopting == 2
@@ -149,7 +149,7 @@ def test_unanswered_step_is_void_for_a_new_manager() -> None:
     driven = machine()
     in_all_states(driven)
     assert driven.scheduler.next_step() is not None
-    driven.land()
+    driven.end_launch()
     driven.restart_manager()
     assert driven.scheduler.unanswered is None
     assert adopt_step(driven).step_id == 1
@@ -161,7 +161,7 @@ def test_finished_sequence_is_forgotten_by_a_new_manager() -> None:
     driven = machine()
     driven.ask([1] * 6)
     driven.turn()
-    driven.land()
+    driven.end_launch()
     driven.restart_manager()
     assert driven.scheduler.next_step() is None
     driven.check_over()
@@ -225,7 +225,7 @@ def test_a_lost_reply_to_an_adopt_leaves_no_duplicate_page_in_a_table() -> None:
     driven.exchange()
     for _ in range(2):
         driven.start()
-        driven.land()
+        driven.end_launch()
     driven.restart_manager()
     step = adopt_step(driven)
     assert adopt_ids(step) == [first, second]
@@ -258,7 +258,7 @@ def test_a_manager_that_restarts_between_adopts_gets_all_of_them() -> None:
     driven.restart_manager(LIMITS._replace(max_step_items=1))
     driven.exchange()
     driven.start()  # the first one runs on meanwhile
-    driven.land()
+    driven.end_launch()
     driven.restart_manager()
     driven.adopt_all()
     assert set(driven.manager.leases) == set(ids)
@@ -320,7 +320,7 @@ def test_adopted_window_pages_are_those_that_are_still_read() -> None:
     driven.ask([1] * 50, max_tokens=5)
     for _ in range(3):
         driven.turn()
-    driven.land()
+    driven.end_launch()
     driven.restart_manager()
     (adopt,) = adopt_step(driven).adopts
     assert isinstance(adopt, Adopt)
@@ -339,7 +339,7 @@ def test_a_rejected_step_is_void_and_its_requests_ask_one_by_one() -> None:
     driven = machine()
     decodes = driven.ask([1] * 6, 30)
     driven.turn()
-    driven.land()
+    driven.end_launch()
     culprit, innocent = driven.ask([2] * 5), driven.ask([3] * 5)
     step = driven.scheduler.next_step()
     assert step is not None

@@ -18,7 +18,7 @@ from session.words import GroupKind, GroupSpec, HostTierKind, Transfer, Transfer
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from tests.worker_service.test_scheduler_liveness import MAX_LEN, Workload
-from worker_service.core.inbox import Fetch
+from worker_service.core.reply_handler import Fetch
 from worker_service.core.scheduler import Launch, SchedulerConfig
 
 WORKER = WorkerId("worker")
@@ -163,7 +163,7 @@ class RealMachine(Machine):
         step = self.scheduler.next_step()
         if step is not None and reply_was_lost:
             self.real.step(step)
-        self.land()
+        self.end_launch()
         while self.fetches or self.spills:
             self.move_pages()  # the mover is drained before Hello
         self.real.manager.disconnect(WORKER, "incarnation", self.real.now_ms)

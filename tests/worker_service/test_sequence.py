@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from session.words import GroupPages, Namespace, SequenceId
-from worker_service.core.sequence import InvalidField, Rank, Request, SamplingParams, Sequence, place_pages
+from worker_service.core.sequence import InvalidField, QueueOrder, Request, SamplingParams, Sequence, place_pages
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_place_pages_appends_overwrites_and_leaves_holes() -> None:
 def test_tokens_survive_the_end_of_a_lease() -> None:
     """R34: what comes after a preemption is prompt and generated tokens together."""
     prompt = array("i", [1, 2, 3])
-    sequence = Sequence(Request(SequenceId(1), Namespace("m"), prompt.tobytes(), SamplingParams()), Rank(0, 1), 1)
+    sequence = Sequence(Request(SequenceId(1), Namespace("m"), prompt.tobytes(), SamplingParams()), QueueOrder(0, 1), 1)
     sequence.tokens.extend([7, 8])
     sequence.computed_len = sequence.published_len = 4
     place_pages(sequence.tables, (pages(0, 0, 5),))

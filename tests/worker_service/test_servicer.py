@@ -18,7 +18,7 @@ from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.server import RpcServer, Service
 from session.words import GroupKind, GroupSpec
-from tests.worker_service.engine_desk import PAGE, VOCAB, Desk, Letters, open_desk, reference
+from tests.worker_service.engine_harness import PAGE, VOCAB, EngineHarness, Letters, reference, running_engine
 from worker_service.codec import VocabLimits, WorkerDescription, encode_usage
 from worker_service.core.sequence import Timing, Usage
 from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
@@ -53,7 +53,7 @@ class ToyTokenizer:
 
 @dataclass
 class Place:
-    desk: Desk
+    harness: EngineHarness
     stub: worker_pb2_grpc.ModelWorkerAsyncStub
     admin: worker_pb2_grpc.WorkerAdminAsyncStub
     tokenizer: ToyTokenizer
@@ -66,11 +66,11 @@ class Place:
 
 @asynccontextmanager
 async def serving(*, request_timeout_s: float = 20.0, prefix_caching: bool = True, **config: int):
-    async with open_desk(**config) as desk:
+    async with running_engine(**config) as harness:
         tokenizer = ToyTokenizer()
-        servicer = ModelWorkerServicer(desk.engine, tokenizer, FACTS, prefix_caching=prefix_caching)
+        servicer = ModelWorkerServicer(harness.engine, tokenizer, FACTS, prefix_caching=prefix_caching)
         drained = asyncio.Event()
-        admin = WorkerAdminServicer(desk.engine, 20.0, drained)
+        admin = WorkerAdminServicer(harness.engine, 20.0, drained)
         services = [
             Service("stemcache.v1.ModelWorker", worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer),
             Service("stemcache.v1.WorkerAdmin", worker_pb2_grpc.add_WorkerAdminServicer_to_server, admin),
@@ -80,7 +80,7 @@ async def serving(*, request_timeout_s: float = 20.0, prefix_caching: bool = Tru
         address = await server.start("127.0.0.1:0")
         async with open_channel(str(address)) as channel:
             stubs = (worker_pb2_grpc.ModelWorkerStub(channel), worker_pb2_grpc.WorkerAdminStub(channel))
-            yield Place(desk, *stubs, tokenizer, drained, channel)  # type: ignore[arg-type]
+            yield Place(harness, *stubs, tokenizer, drained, channel)  # type: ignore[arg-type]
         await server.stop(0)
         servicer.close()
 
@@ -177,7 +177,7 @@ async def test_bad_input_is_named_and_changes_nothing(request_: worker_pb2.Gener
             await place.generate(request_)
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert (error.value.details() or "").startswith(f"{named}:")
-        assert place.desk.engine.scheduler.num_unfinished == 0
+        assert place.harness.engine.scheduler.num_unfinished == 0
         assert (await place.generate(worker_pb2.GenerateRequest(text="ab")))[-1].finish_reason
 
 
@@ -185,7 +185,7 @@ async def test_bad_input_is_named_and_changes_nothing(request_: worker_pb2.Gener
 async def test_a_top_k_of_the_vocabulary_or_more_is_off(top_k: int) -> None:
     async with serving() as place:
         seen: list[int] = []
-        place.desk.runner.fail_when = lambda batch: bool(seen.extend(e.sampling.top_k for e in batch.sampled))
+        place.harness.runner.fail_when = lambda batch: bool(seen.extend(e.sampling.top_k for e in batch.sampled))
         await place.generate(worker_pb2.GenerateRequest(text="abc", sampling=sampling(top_k=top_k, temperature=1)))
         assert set(seen) == {0}
 
@@ -204,18 +204,18 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str) ->
 
 async def test_a_full_queue_is_resource_exhausted() -> None:
     async with serving(max_waiting=1) as place:
-        await place.desk.engine.connected.wait()
-        place.desk.runner.gate = threading.Event()
+        await place.harness.engine.connected.wait()
+        place.harness.runner.gate = threading.Event()
         request = worker_pb2.GenerateRequest(token_ids=ids(*range(10)), sampling=sampling(max_tokens=1))
         running = asyncio.create_task(place.generate(request))
-        await asyncio.to_thread(place.desk.runner.entered.wait, 20)
+        await asyncio.to_thread(place.harness.runner.entered.wait, 20)
         held = asyncio.create_task(place.generate(request))  # waits for its sibling's prefix
-        while place.desk.engine.scheduler.num_waiting == 0:
+        while place.harness.engine.scheduler.num_waiting == 0:
             await asyncio.sleep(0.001)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await place.generate(request)
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        place.desk.runner.gate.set()
+        place.harness.runner.gate.set()
         assert (await running)[-1].usage.computed_tokens == 10
         assert (await held)[-1].usage.cached_tokens == 8
 
@@ -225,25 +225,25 @@ async def test_a_cancelled_call_frees_what_it_holds() -> None:
         call = place.stub.Generate(worker_pb2.GenerateRequest(text="abcdefgh", sampling=sampling(max_tokens=150)))
         await call.read()
         call.cancel()
-        await place.desk.settled()
+        await place.harness.settled()
 
 
 @pytest.mark.parametrize("by_client", [True, False])
 async def test_a_deadline_frees_what_the_call_holds(by_client: bool) -> None:
     async with serving(request_timeout_s=20 if by_client else 0.2) as place:
-        await place.desk.engine.connected.wait()
-        place.desk.runner.gate = threading.Event()
+        await place.harness.engine.connected.wait()
+        place.harness.runner.gate = threading.Event()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             request = worker_pb2.GenerateRequest(text="abcdefgh")
             _ = [item async for item in place.stub.Generate(request, timeout=0.2 if by_client else 20)]
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        place.desk.runner.gate.set()
-        await place.desk.settled()
+        place.harness.runner.gate.set()
+        await place.harness.settled()
 
 
 async def test_a_failed_forward_pass_is_internal() -> None:
     async with serving() as place:
-        place.desk.runner.fail_when = lambda batch: True
+        place.harness.runner.fail_when = lambda batch: True
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await place.generate(worker_pb2.GenerateRequest(text="abc"))
         assert error.value.code() == grpc.StatusCode.INTERNAL
@@ -256,7 +256,7 @@ async def test_tokenize_gives_the_namespace_that_generate_uses() -> None:
         assert response.token_ids == ids(0, 1, 2).ids
         assert (response.namespace.model, response.namespace.salt) == ("digest", "tenant")
         seen: list[tuple[str, str]] = []
-        place.desk.cache.on_step = lambda step: seen.extend(
+        place.harness.cache.on_step = lambda step: seen.extend(
             (a.namespace.model, a.namespace.salt) for a in step.acquires
         )
         await place.generate(worker_pb2.GenerateRequest(text="abc", salt="tenant"))
@@ -265,7 +265,7 @@ async def test_tokenize_gives_the_namespace_that_generate_uses() -> None:
 
 async def test_describe_tells_what_the_worker_is_and_does() -> None:
     async with serving() as place:
-        await place.desk.engine.connected.wait()
+        await place.harness.engine.connected.wait()
         response = await place.stub.Describe(worker_pb2.DescribeRequest(), timeout=20)
         assert (response.worker_id, response.model_type, response.namespace.model) == ("w", "Toy", "digest")
         assert (response.page_tokens, response.max_model_len, response.vocab_size) == (PAGE, MAX_MODEL_LEN, VOCAB)
@@ -277,16 +277,16 @@ async def test_describe_tells_what_the_worker_is_and_does() -> None:
 
 async def test_drain_answers_when_everything_has_finished_and_then_nothing_is_taken() -> None:
     async with serving() as place:
-        place.desk.runner.gate = threading.Event()
+        place.harness.runner.gate = threading.Event()
         running = asyncio.create_task(place.generate(worker_pb2.GenerateRequest(text="abc")))
-        await asyncio.to_thread(place.desk.runner.entered.wait, 20)
+        await asyncio.to_thread(place.harness.runner.entered.wait, 20)
         draining = asyncio.ensure_future(place.admin.Drain(worker_pb2.DrainRequest(), timeout=20))
-        while not place.desk.engine.draining.is_set():
+        while not place.harness.engine.draining.is_set():
             await asyncio.sleep(0.001)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await place.generate(worker_pb2.GenerateRequest(text="abc"))
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-        place.desk.runner.gate.set()
+        place.harness.runner.gate.set()
         response = await draining
         assert (response.num_finished, response.num_aborted) == (1, 0)
         assert place.drained.is_set()
@@ -295,15 +295,15 @@ async def test_drain_answers_when_everything_has_finished_and_then_nothing_is_ta
 
 async def test_a_drain_goes_on_without_its_caller() -> None:
     async with serving() as place:
-        place.desk.runner.gate = threading.Event()
+        place.harness.runner.gate = threading.Event()
         running = asyncio.create_task(place.generate(worker_pb2.GenerateRequest(text="abc")))
-        await asyncio.to_thread(place.desk.runner.entered.wait, 20)
+        await asyncio.to_thread(place.harness.runner.entered.wait, 20)
         draining = place.admin.Drain(worker_pb2.DrainRequest(), timeout=20)
-        while not place.desk.engine.draining.is_set():
+        while not place.harness.engine.draining.is_set():
             await asyncio.sleep(0.001)
         draining.cancel()
         assert not place.drained.is_set()
-        place.desk.runner.gate.set()
+        place.harness.runner.gate.set()
         assert (await running)[-1].finish_reason
         await asyncio.wait_for(place.drained.wait(), 20)
 
@@ -351,7 +351,7 @@ async def test_a_text_is_not_read_for_a_request_that_is_refused_anyway() -> None
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await place.generate(request)
             assert error.value.code() == code
-        place.desk.engine.draining.set()
+        place.harness.engine.draining.set()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await place.generate(worker_pb2.GenerateRequest(text="abc"))
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE

@@ -59,7 +59,7 @@ class Life(RealMachine):
 
     def reconnect(self) -> Step | None:
         """As the engine does: the launch lands, the mover is drained, then Hello; each of them may be lost again."""
-        self.land()
+        self.end_launch()
         while self.fetches or self.spills:
             self.move_pages()
         self.real.manager.disconnect(WORKER, "incarnation", self.real.now_ms)

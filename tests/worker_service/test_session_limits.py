@@ -88,7 +88,7 @@ def test_long_prompts_go_out_one_by_one() -> None:
         assert len(session_codec.seal(session_codec.encode_step(step)).SerializeToString()) <= most
         driven.apply(driven.manager.step(step))
         while driven.start():
-            driven.land()
+            driven.end_launch()
     assert num_steps >= 3
     driven.run()
     driven.check_over()
@@ -120,7 +120,7 @@ def test_smaller_limits_fail_the_requests_beyond_them_alone() -> None:
     named = driven.ask([3] * 5, namespace=Namespace("model", salt="x" * 100))
     for _ in range(3):
         driven.turn()
-    driven.land()
+    driven.end_launch()
     waits = driven.ask([4] * 45)
     driven.restart_manager(LIMITS._replace(max_sequence_tokens=50, max_name_chars=64))
     assert "max_sequence_tokens = 50" in driven.clients[beyond].failed
@@ -137,7 +137,7 @@ def test_fewer_live_sequences_queue_the_youngest_again() -> None:
     ids = [driven.ask([number] * 6, max_tokens=10) for number in range(4)]
     for _ in range(4):
         driven.turn()
-    driven.land()
+    driven.end_launch()
     driven.restart_manager(LIMITS._replace(max_live_sequences=2))
     driven.adopt_all()
     assert driven.manager.adopted == ids[:2]
@@ -179,10 +179,10 @@ def test_an_invalid_publish_or_extend_ends_that_lease_alone(kind: str) -> None:
             driven.apply(reply._replace(refusals=(*reply.refusals, invalid(bad, f"step.{kind}[0].tokens"))))
         else:
             driven.apply(driven.manager.step(step))
-        driven.land()
+        driven.end_launch()
         driven.start()
     assert driven.clients[bad].failed
-    driven.land()
+    driven.end_launch()
     driven.clients[bad].tokens.clear()
     driven.run()
     driven.check_over()
@@ -193,7 +193,7 @@ def test_a_refused_release_changes_nothing() -> None:
     driven = machine()
     aborted = driven.ask([1] * 8, max_tokens=9)
     driven.turn()
-    driven.land()
+    driven.end_launch()
     driven.abort(aborted)
     step = next_step(driven)
     reply: StepReply = driven.manager.step(step)

@@ -11,14 +11,14 @@ from session.messages import Acquire
 from worker_service.core.holding import Siblings
 from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms, name_bytes
-from worker_service.core.roster import Roster
+from worker_service.core.queues import Queues
 from worker_service.core.sequence import TOKEN_BYTES, Sequence, State
 
 
 class Admission:
-    def __init__(self, terms: Terms, roster: Roster) -> None:
+    def __init__(self, terms: Terms, queues: Queues) -> None:
         self._terms = terms
-        self._roster = roster
+        self._queues = queues
         self._refused: Sequence | None = None  # the head of the queue waits for pages
         self._most = UNLIMITED  # acquires of one step
         self.num_held = 0
@@ -32,7 +32,7 @@ class Admission:
         """No room for it. Of several the first in the queue counts: it blocks all behind it."""
         self._most = 1
         former = self._refused
-        if former is None or former.state is not State.WAITING or sequence.rank < former.rank:
+        if former is None or former.state is not State.WAITING or sequence.queue_order < former.queue_order:
             self._refused = sequence
 
     def one_by_one(self) -> None:
@@ -49,11 +49,11 @@ class Admission:
 
     def acquires(self, room: MessageRoom) -> list[tuple[Sequence, Acquire]]:
         """Acquires for the head of the queue; their sequences leave it."""
-        config, leased = self._terms.config, self._roster.leased
+        config, leased = self._terms.config, self._queues.leased
         if not self._may_admit():
             return []
         chosen = self._choose(min(config.max_acquires, self._most, config.max_num_seqs - len(leased)), room)
-        self._roster.take(chosen)
+        self._queues.take(chosen)
         return [
             (sequence, self._acquire(sequence, alone=not (leased or number))) for number, sequence in enumerate(chosen)
         ]
@@ -62,7 +62,7 @@ class Admission:
         """Not while a running sequence lacks pages, nor while the prompts that were admitted fill the next launch."""
         threshold = self._terms.config.long_prefill_token_threshold or UNLIMITED
         backlog = 0
-        for sequence in self._roster.leased:
+        for sequence in self._queues.leased:
             if sequence.num_refused_extends:
                 return False
             backlog += min(max(sequence.in_prefill_until - sequence.launched_len, 0), threshold)
@@ -71,11 +71,11 @@ class Admission:
     def _choose(self, limit: int, room: MessageRoom) -> list[Sequence]:
         """From the head on. A held request blocks nobody; a refused one blocks all behind it, or it would starve."""
         siblings = Siblings(self._terms.config.page_tokens)
-        for sequence in self._roster.leased:
+        for sequence in self._queues.leased:
             siblings.admit(sequence)
         chosen: list[Sequence] = []
         num_held = 0
-        for sequence in self._roster.waiting:
+        for sequence in self._queues.waiting:
             if len(chosen) >= limit:
                 break
             if siblings.hold(sequence):

@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from session.messages import Adopt, Grant
 from session.words import NO_PAGE, GroupKind, GroupPages
 from worker_service.core.limits import MessageRoom, Terms, adopt_bytes
-from worker_service.core.roster import Roster
+from worker_service.core.queues import Queues
 from worker_service.core.sequence import Sequence, State, place_pages
 
 
 class Adoptions:
-    def __init__(self, terms: Terms, roster: Roster) -> None:
+    def __init__(self, terms: Terms, queues: Queues) -> None:
         self._terms = terms
-        self._roster = roster
+        self._queues = queues
         self._pending: list[Sequence] = []  # oldest first
 
     @property
@@ -46,8 +46,8 @@ class Adoptions:
             sequence = self._pending[0]
             if sequence.state is State.FINISHED:
                 del self._pending[0]
-                self._roster.departures.pop(sequence.sequence_id, None)
-                self._roster.end_lease(sequence)
+                self._queues.departures.pop(sequence.sequence_id, None)
+                self._queues.end_lease(sequence)
                 continue
             adopt = self._adopt(sequence)
             num_pages = sum(len(sequence.tables[pages.group]) for pages in adopt.tables)

@@ -17,7 +17,7 @@ class CachePort(Protocol):
     """The engine's view of the cache service. One unanswered Step at a time.
 
     A lost stream raises SessionLost from `step`, and once from `next_order`, so that an idle engine hears of it too.
-    The engine then calls `hang_up`, drains the mover, calls `connect` and follows the Welcome.
+    The engine then calls `disconnect`, drains the mover, calls `connect` and follows the Welcome.
     """
 
     async def connect(self, generation: int) -> Welcome:
@@ -33,7 +33,7 @@ class CachePort(Protocol):
         """Returns the next spill order of the present stream; waits for one."""
         ...
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         """End the stream. No order of it is handed out afterwards."""
         ...
 

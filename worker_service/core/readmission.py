@@ -14,12 +14,12 @@ from session.messages import Step, Welcome
 from session.words import ReleaseReason
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
-from worker_service.core.inbox import Failed
 from worker_service.core.limits import Terms
-from worker_service.core.outbox import Ask, Outbox
 from worker_service.core.ports import SessionLost
-from worker_service.core.roster import Roster
+from worker_service.core.queues import Queues
+from worker_service.core.reply_handler import Failed
 from worker_service.core.sequence import Sequence, State
+from worker_service.core.step_builder import Ask, StepBuilder
 
 # Steps with an acquire of one sequence that ended their sessions; it fails alone at the second one.
 MAX_REJECTED = 2
@@ -40,11 +40,11 @@ class Readmitter:
     """`generation` is what the next Hello names: the state to go on from, or 0 for none."""
 
     def __init__(
-        self, terms: Terms, roster: Roster, outbox: Outbox, admission: Admission, adoptions: Adoptions
+        self, terms: Terms, queues: Queues, steps: StepBuilder, admission: Admission, adoptions: Adoptions
     ) -> None:
         self._terms = terms
-        self._roster = roster
-        self._outbox = outbox
+        self._queues = queues
+        self._steps = steps
         self._admission = admission
         self._adoptions = adoptions
         self._epoch = ""
@@ -53,14 +53,14 @@ class Readmitter:
     def readmit(self, welcome: Welcome) -> Readmission:
         """Raises LostPlace when the worker has to say Hello again, with generation 0."""
         is_same = (welcome.epoch, welcome.generation) == (self._epoch, self.generation)
-        if is_same and not self._outbox.stands_at(welcome.last_step_id):
+        if is_same and not self._steps.stands_at(welcome.last_step_id):
             self.generation = 0
             raise LostPlace(f"the cache service stands at step {welcome.last_step_id}, where this worker never was")
         self._epoch, self.generation = welcome.epoch, welcome.generation
         self._terms.take(welcome.limits)
         failed = self._fail_excessive()
         if is_same:
-            return Readmission(self._outbox.unanswered, failed)
+            return Readmission(self._steps.unanswered, failed)
         self._begin_anew(welcome)
         return Readmission(None, failed)
 
@@ -71,7 +71,7 @@ class Readmitter:
         request that was alone already."""
         self.generation = 0
         self._admission.one_by_one()
-        suspects = [asked.sequence for asked in self._outbox.asked.values() if asked.ask in (Ask.ACQUIRE, Ask.ADOPT)]
+        suspects = [asked.sequence for asked in self._steps.asked.values() if asked.ask in (Ask.ACQUIRE, Ask.ADOPT)]
         for sequence in suspects:
             sequence.num_rejected += 1
         if len(suspects) > 1:
@@ -82,32 +82,32 @@ class Readmitter:
     def _fail_excessive(self) -> tuple[Failed, ...]:
         """Requests beyond the limits, which may have become smaller."""
         failed = []
-        for sequence in list(self._roster.unfinished.values()):
+        for sequence in list(self._queues.unfinished.values()):
             if (excess := self._terms.excess(sequence)) is not None:
                 failed.append(self._fail(sequence, excess.field, excess.reason))
         return tuple(failed)
 
     def _fail(self, sequence: Sequence, field: str, reason: str) -> Failed:
-        self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+        self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
         return Failed(sequence.sequence_id, reason, field)
 
     def _begin_anew(self, welcome: Welcome) -> None:
-        waiting = [asked.sequence for asked in self._outbox.asked.values() if asked.ask is Ask.ACQUIRE]
-        self._outbox.reset(welcome.last_step_id)
-        self._roster.departures.clear()
-        self._roster.forgotten.clear()
+        waiting = [asked.sequence for asked in self._steps.asked.values() if asked.ask is Ask.ACQUIRE]
+        self._steps.reset(welcome.last_step_id)
+        self._queues.departures.clear()
+        self._queues.forgotten.clear()
         adopted: list[Sequence] = []
-        for sequence in list(self._roster.leased):
+        for sequence in list(self._queues.leased):
             if self._is_adoptable(sequence) and len(adopted) < self._terms.config.max_num_seqs:
                 adopted.append(sequence)
             else:
-                self._roster.lose_lease(sequence)
+                self._queues.lose_lease(sequence)
                 waiting.append(sequence)
         self._adoptions.begin(adopted)
         for sequence in waiting:
             if sequence.state is not State.FINISHED:
-                self._roster.enqueue(sequence)
-        for sequence in self._roster.unfinished.values():
+                self._queues.enqueue(sequence)
+        for sequence in self._queues.unfinished.values():
             sequence.kept_len = 0
 
     def _is_adoptable(self, sequence: Sequence) -> bool:

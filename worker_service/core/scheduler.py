@@ -20,26 +20,26 @@ from session.words import ReleaseReason, SequenceId, SnapshotSlot
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
-from worker_service.core.inbox import Effects, Failed, Fetch, Inbox, UnaskedReply
 from worker_service.core.launch_plan import Progress, Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
-from worker_service.core.outbox import Outbox
+from worker_service.core.queues import Queues
 from worker_service.core.readmission import LostPlace, Readmission, Readmitter
-from worker_service.core.roster import Roster
+from worker_service.core.reply_handler import Applied, Failed, Fetch, ReplyHandler, UnaskedReply
 from worker_service.core.sequence import (
     TOKEN_BYTES,
     FinishReason,
     InvalidField,
     QueueFull,
-    Rank,
+    QueueOrder,
     Request,
     Sequence,
     State,
     Usage,
 )
+from worker_service.core.step_builder import StepBuilder
 
 __all__ = [
-    "Effects",
+    "Applied",
     "Failed",
     "Fetch",
     "Launch",
@@ -91,12 +91,12 @@ class Scheduler:
         config.validate()
         self.config = config
         self._terms = Terms(config)
-        self._roster = Roster()
-        self._admission = Admission(self._terms, self._roster)
-        self._adoptions = Adoptions(self._terms, self._roster)
-        self._outbox = Outbox(self._terms, self._roster, self._admission, self._adoptions)
-        self._inbox = Inbox(self._roster, self._outbox, self._admission)
-        self._readmitter = Readmitter(self._terms, self._roster, self._outbox, self._admission, self._adoptions)
+        self._queues = Queues()
+        self._admission = Admission(self._terms, self._queues)
+        self._adoptions = Adoptions(self._terms, self._queues)
+        self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions)
+        self._replies = ReplyHandler(self._queues, self._steps, self._admission)
+        self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions)
         self._num_requests = 0
         self._num_launches = 0
         self._in_flight: _Flight | None = None
@@ -107,15 +107,15 @@ class Scheduler:
         """Queue a request; QueueFull when too many wait, InvalidField when it could never be served."""
         if len(request.prompt) % TOKEN_BYTES:
             raise InvalidField("prompt", f"{len(request.prompt)} bytes are not packed int32")
-        sequence = Sequence(request, Rank(-request.priority, self._num_requests + 1), len(self.config.groups))
+        sequence = Sequence(request, QueueOrder(-request.priority, self._num_requests + 1), len(self.config.groups))
         self._check(sequence)
         self.require_room()
         self._num_requests += 1
-        self._roster.enqueue(sequence)
+        self._queues.enqueue(sequence)
 
     def require_room(self) -> None:
         """Raises QueueFull when as many requests wait as may."""
-        if len(self._roster.waiting) >= self.config.max_waiting:
+        if len(self._queues.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{self.config.max_waiting} requests wait already")
 
     def _check(self, sequence: Sequence) -> None:
@@ -131,40 +131,40 @@ class Scheduler:
 
     def _is_in_use(self, sequence_id: SequenceId) -> bool:
         """Whether the cache service may still hold a lease under this id."""
-        if sequence_id in self._roster.unfinished or sequence_id in self._outbox.asked:
+        if sequence_id in self._queues.unfinished or sequence_id in self._steps.asked:
             return True
-        unanswered = self._outbox.unanswered
-        ids = [sequence.sequence_id for sequence in self._roster.leased]
+        unanswered = self._steps.unanswered
+        ids = [sequence.sequence_id for sequence in self._queues.leased]
         ids += [release.sequence_id for release in unanswered.releases] if unanswered is not None else []
         return sequence_id in ids
 
     def abort(self, sequence_id: SequenceId) -> bool:
         """Forget a request; its lease ends with the next step. False when it is unknown, as after it finished."""
-        sequence = self._roster.unfinished.get(sequence_id)
+        sequence = self._queues.unfinished.get(sequence_id)
         if sequence is not None:
-            self._roster.finish(sequence, ReleaseReason.ABORTED)
+            self._queues.finish(sequence, ReleaseReason.ABORTED)
         return sequence is not None
 
     def finish(self, sequence_id: SequenceId) -> Usage | None:
         """End a request as finished, for reasons that only its text shows; None when it is unknown."""
-        sequence = self._roster.unfinished.get(sequence_id)
+        sequence = self._queues.unfinished.get(sequence_id)
         if sequence is None:
             return None
-        self._roster.finish(sequence, ReleaseReason.FINISHED)
+        self._queues.finish(sequence, ReleaseReason.FINISHED)
         return sequence.usage()
 
     def usage(self, sequence_id: SequenceId) -> Usage | None:
         """What an unfinished request has used so far; None when it is unknown."""
-        sequence = self._roster.unfinished.get(sequence_id)
+        sequence = self._queues.unfinished.get(sequence_id)
         return sequence.usage() if sequence is not None else None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._roster.waiting)
+        return len(self._queues.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._roster.leased)
+        return len(self._queues.leased)
 
     @property
     def num_held(self) -> int:
@@ -178,33 +178,33 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._roster.unfinished)
+        return len(self._queues.unfinished)
 
     # -- steps --
 
     def report(self, ack: Ack) -> None:
         """A fetch or a spill ended; the next step says so."""
-        self._outbox.report(ack)
+        self._steps.report(ack)
 
     def report_rates(self, rates: Rates) -> None:
         """Measured rates; they go with the next step that has something else to say."""
-        self._outbox.rates = rates
+        self._steps.rates = rates
 
     @property
     def unanswered(self) -> Step | None:
-        return self._outbox.unanswered
+        return self._steps.unanswered
 
     def next_step(self) -> Step | None:
         """What the engine wants now, in the light of the launch in flight; None when that is nothing."""
-        return self._outbox.next_step()
+        return self._steps.next_step()
 
     def retry_refused(self) -> None:
         """Ask again for the refused head of the queue although nothing was seen to be freed; for an idle engine."""
         self._admission.freed()
 
-    def apply(self, reply: StepReply) -> Effects:
+    def apply(self, reply: StepReply) -> Applied:
         """Take the answer to the unanswered step, before the next launch is made."""
-        return self._inbox.apply(reply)
+        return self._replies.apply(reply)
 
     # -- launches --
 
@@ -212,8 +212,8 @@ class Scheduler:
         """What runs next, of the sequences whose pages are there; None when that is nothing."""
         assert self._in_flight is None, "one launch in flight at most"
         standing = [
-            Progress(sequence, sequence.computed_len, len(sequence.tokens), self._outbox.room(sequence))
-            for sequence in self._roster.leased
+            Progress(sequence, sequence.computed_len, len(sequence.tokens), self._steps.room(sequence))
+            for sequence in self._queues.leased
             if sequence.state is State.RUNNING
         ]
         config = self._terms.config
@@ -235,7 +235,7 @@ class Scheduler:
         What arrives for a sequence that was aborted meanwhile is dropped. The requests of `failed_rows` (indices of
         launch.rows) are forgotten, and nothing of them is published any more.
         """
-        flight = self._landed(launch)
+        flight = self._end_flight(launch)
         if len(accepted) != launch.num_sampled:
             raise ValueError(f"{len(accepted)} runs of tokens for {launch.num_sampled} rows that sample")
         runs = iter(accepted)
@@ -243,12 +243,12 @@ class Scheduler:
         for index, (row, sequence) in enumerate(zip(launch.rows, flight.sequences, strict=True)):
             tokens = next(runs) if row.samples else ()
             if index in failed_rows:
-                self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+                self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
             elif sequence.leased and sequence.lease == row.lease and sequence.state is not State.FINISHED:
                 outputs += self._advance(sequence, row, tokens)
         return tuple(outputs)
 
-    def _landed(self, launch: Launch) -> _Flight:
+    def _end_flight(self, launch: Launch) -> _Flight:
         flight, self._in_flight = self._in_flight, None
         assert flight is not None and flight.launch is launch, "not the launch in flight"
         for sequence in flight.sequences:
@@ -269,7 +269,7 @@ class Scheduler:
         if sequence.leave:
             sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
         if reason is not None:
-            self._roster.finish(sequence, ReleaseReason.FINISHED)
+            self._queues.finish(sequence, ReleaseReason.FINISHED)
             return (Output(row.sequence_id, kept, reason, sequence.usage()),)
         return (Output(row.sequence_id, kept),) if kept else ()
 

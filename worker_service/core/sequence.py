@@ -153,7 +153,7 @@ class Usage(NamedTuple):
     miss_reason: int = 0
 
 
-class Rank(NamedTuple):
+class QueueOrder(NamedTuple):
     """Who comes first: higher priority, then earlier arrival. A preemption does not change it."""
 
     minus_priority: int
@@ -184,7 +184,7 @@ class Sequence:
         "num_rejected",
         "prompt_len",
         "published_len",
-        "rank",
+        "queue_order",
         "request",
         "restore",
         "rolling",
@@ -196,9 +196,9 @@ class Sequence:
         "written_len",
     )
 
-    def __init__(self, request: Request, rank: Rank, num_groups: int) -> None:
+    def __init__(self, request: Request, queue_order: QueueOrder, num_groups: int) -> None:
         self.request = request
-        self.rank = rank
+        self.queue_order = queue_order
         self.state = State.WAITING
         self.tokens = array("i")
         self.tokens.frombytes(request.prompt)

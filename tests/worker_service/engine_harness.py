@@ -167,7 +167,7 @@ class ToyCache:
             raise order
         return order
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         self.is_hung_up = True
         while not self.orders.empty():
             self.orders.get_nowait()
@@ -191,7 +191,7 @@ class Letters:
 
 
 @dataclass
-class Desk:
+class EngineHarness:
     engine: Engine
     cache: ToyCache
     runner: ToyRunner
@@ -223,7 +223,7 @@ async def collect(generation: Generation) -> Piece:
 
 
 @asynccontextmanager
-async def open_desk(
+async def running_engine(
     num_pages: int = 64, observer: Observer | None = None, launch_timeout_s: float = 0.0, **config: int
 ):
     groups = (GroupSpec("full", GroupKind.FULL, num_pages, 0),)
@@ -238,9 +238,9 @@ async def open_desk(
 
     engine = Engine(scheduler, cache, Launcher(runner, launch_timeout_s), make_mover, observer or Observer())
     task = asyncio.create_task(engine.run())
-    desk = Desk(engine, cache, runner, movers[0], task)
+    harness = EngineHarness(engine, cache, runner, movers[0], task)
     try:
-        yield desk
+        yield harness
     finally:
         if runner.gate is not None:
             runner.gate.set()

@@ -1,7 +1,4 @@
-"""Waiting for what happens beside the requests: pages that reach the host tier, a worker that comes back.
-
-Knows the protocol's questions only; why one waits is the caller's business.
-"""
+"""Waits for what happens beside the requests: pages that reach the host tier, a worker that is started again."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ PAUSE_S = 0.05
 async def wait_restarted(client: StemcacheClient, worker: str, child: Child, restarts: int) -> None:
     """Return once the child has come back more than `restarts` times, and this client's own channel finds it serving.
 
-    For ever if it never does, so give it a timeout.
+    Has no timeout of its own.
     """
     while True:
         if child.restarts > restarts and await client.is_serving(worker):
@@ -28,7 +25,7 @@ async def wait_restarted(client: StemcacheClient, worker: str, child: Child, res
 
 
 async def wait_running(client: StemcacheClient, worker: str, *, idle: bool = False) -> None:
-    """Return once the worker holds pages for a request, or with `idle` for none; for ever if that never comes."""
+    """Return once the worker holds pages for a request, or with `idle` for none. Has no timeout."""
     while True:
         if bool((await client.describe(worker)).num_running) != idle:
             return

@@ -16,10 +16,10 @@ from session.messages import Grant, Refusal, Remap, StepReply
 from session.words import RefusalReason, ReleaseReason, SequenceId, Transfer
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
-from worker_service.core.outbox import Ask, Asked, Outbox
 from worker_service.core.ports import StepRejected
-from worker_service.core.roster import Roster
+from worker_service.core.queues import Queues
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
+from worker_service.core.step_builder import Ask, Asked, StepBuilder
 
 # Refusals in a row after which an extend costs somebody their place.
 PATIENCE = 2
@@ -45,21 +45,21 @@ class Failed(NamedTuple):
     field: str = "prompt"
 
 
-class Effects(NamedTuple):
+class Applied(NamedTuple):
     fetches: tuple[Fetch, ...]
     failed: tuple[Failed, ...]
 
 
-class Inbox:
-    def __init__(self, roster: Roster, outbox: Outbox, admission: Admission) -> None:
-        self._roster = roster
-        self._outbox = outbox
+class ReplyHandler:
+    def __init__(self, queues: Queues, steps: StepBuilder, admission: Admission) -> None:
+        self._queues = queues
+        self._steps = steps
         self._admission = admission
 
-    def apply(self, reply: StepReply) -> Effects:
+    def apply(self, reply: StepReply) -> Applied:
         """Remaps first: they concern pages from before, and what they freed may be granted in the same reply."""
         self._check(reply)
-        asked = self._outbox.answered()
+        asked = self._steps.answered()
         fetches: list[Fetch] = []
         failed: list[Failed] = []
         for remap in reply.remaps:
@@ -78,11 +78,11 @@ class Inbox:
             failed += self._refuse(left, Refusal(left.sequence.sequence_id, RefusalReason.NO_ROOM, "unanswered"))
             left.sequence.kept_len = 0
         self._preempt()
-        return Effects(tuple(fetches), tuple(failed))
+        return Applied(tuple(fetches), tuple(failed))
 
     def _check(self, reply: StepReply) -> None:
         """Raise UnaskedReply when it answers another step, or for a sequence for which nothing was asked."""
-        step, asked = self._outbox.unanswered, self._outbox.asked
+        step, asked = self._steps.unanswered, self._steps.asked
         if step is None or step.step_id != reply.step_id:
             raise UnaskedReply(f"step {reply.step_id} is answered, not {step and step.step_id}")
         extended = {sequence_id for sequence_id, entry in asked.items() if entry.ask is Ask.EXTEND}
@@ -94,7 +94,7 @@ class Inbox:
                 raise UnaskedReply(f"sequence {refusal.sequence_id} is refused, for which nothing was asked")
 
     def _remap(self, remap: Remap) -> None:
-        sequence = self._roster.unfinished.get(remap.sequence_id)
+        sequence = self._queues.unfinished.get(remap.sequence_id)
         if sequence is not None and sequence.leased:
             place_pages(sequence.tables, remap.pages)
         self._admission.freed()
@@ -108,15 +108,15 @@ class Inbox:
         if asked.ask is Ask.ACQUIRE:
             self._admission.granted()
         if not sequence.leased:
-            self._roster.admit(sequence)
+            self._queues.admit(sequence)
         take_pages(sequence, grant)
         sequence.granted_len = grant.usable_tokens + asked.length
         if sequence.state is State.FINISHED:
-            self._roster.finish(sequence, ReleaseReason.ABORTED)
+            self._queues.finish(sequence, ReleaseReason.ABORTED)
         else:
             sequence.state = State.FETCHING if grant.fetches else State.RUNNING
         # An aborted sequence's too: its acks must not come before its release, or it would be granted pages anew.
-        self._outbox.tickets.update((fetch.ticket, sequence) for fetch in grant.fetches)
+        self._steps.tickets.update((fetch.ticket, sequence) for fetch in grant.fetches)
         return [Fetch(sequence.sequence_id, fetch) for fetch in grant.fetches]
 
     def _refuse(self, asked: Asked | None, refusal: Refusal) -> Iterable[Failed]:
@@ -124,13 +124,13 @@ class Inbox:
             return self._refuse_running(asked, refusal)
         sequence = asked.sequence
         if sequence.leased:  # a replan or an adopt that is refused leaves no lease
-            self._roster.departures.pop(sequence.sequence_id, None)
-            self._roster.lose_lease(sequence)
+            self._queues.departures.pop(sequence.sequence_id, None)
+            self._queues.lose_lease(sequence)
         if sequence.state is State.FINISHED:
             return ()
         if refusal.reason in _FINAL:
             return (self._fail(sequence, refusal),)
-        self._roster.enqueue(sequence)
+        self._queues.enqueue(sequence)
         if asked.ask is not Ask.ADOPT:
             sequence.kept_len = self._kept(sequence, refusal)
         # A refused replan freed its own pages, and the step's releases came after it.
@@ -140,7 +140,7 @@ class Inbox:
 
     def _refuse_running(self, asked: Asked | None, refusal: Refusal) -> Iterable[Failed]:
         """An extend, or anything that was only said of a sequence; that one fails when it is invalid."""
-        sequence = asked.sequence if asked is not None else self._roster.unfinished.get(refusal.sequence_id)
+        sequence = asked.sequence if asked is not None else self._queues.unfinished.get(refusal.sequence_id)
         if sequence is None or sequence.state is State.FINISHED:
             return ()
         if refusal.reason in _FINAL:
@@ -154,18 +154,18 @@ class Inbox:
 
     def _fail(self, sequence: Sequence, refusal: Refusal) -> Failed:
         """Forget the request; nothing of it is published any more. The field is named as in the request."""
-        self._roster.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+        self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
         field = refusal.field.rpartition("].")[2]
         return Failed(sequence.sequence_id, refusal.detail, field or "prompt")
 
     def _preempt(self) -> None:
         """The youngest: it is younger than every starving one, or starves itself. At most one for each reply, and none
         while the pages of another are on their way."""
-        leased = self._roster.leased
-        if self._roster.departures or len(leased) < 2:
+        leased = self._queues.leased
+        if self._queues.departures or len(leased) < 2:
             return
         if any(sequence.num_refused_extends >= PATIENCE for sequence in leased):
-            self._roster.preempt(leased[-1])
+            self._queues.preempt(leased[-1])
 
 
 def _answers_each_once(field: str, answered: list[SequenceId], asked: Collection[SequenceId]) -> None:

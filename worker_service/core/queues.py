@@ -1,7 +1,4 @@
-"""Who waits, who holds a lease, and whose lease is about to end; each list in the order of rank.
-
-Knows no page, no budget, no step and no sibling.
-"""
+"""Who waits, who holds a lease, and whose lease is about to end; each list in queue order."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from session.words import ReleaseReason, SequenceId
-from worker_service.core.sequence import Rank, Sequence, State
+from worker_service.core.sequence import QueueOrder, Sequence, State
 
 
 class Departure(NamedTuple):
@@ -21,11 +18,11 @@ class Departure(NamedTuple):
     publishes: bool = True
 
 
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
+def _queue_order(sequence: Sequence) -> QueueOrder:
+    return sequence.queue_order
 
 
-class Roster:
+class Queues:
     def __init__(self) -> None:
         self.unfinished: dict[SequenceId, Sequence] = {}
         self.waiting: list[Sequence] = []
@@ -34,10 +31,10 @@ class Roster:
         self.forgotten: list[SequenceId] = []  # ended while they waited; the cache service keeps their tokens
 
     def enqueue(self, sequence: Sequence) -> None:
-        """To its place in the queue, which for a preempted sequence is near the head: its rank is old."""
+        """To its place in the queue, which for a preempted sequence is near the head: it keeps its order."""
         sequence.state = State.WAITING
         self.unfinished[sequence.sequence_id] = sequence
-        insort(self.waiting, sequence, key=_rank)
+        insort(self.waiting, sequence, key=_queue_order)
 
     def take(self, chosen: Iterable[Sequence]) -> None:
         for sequence in chosen:
@@ -48,7 +45,7 @@ class Roster:
     def admit(self, sequence: Sequence) -> None:
         sequence.lease += 1
         sequence.leased = True
-        insort(self.leased, sequence, key=_rank)
+        insort(self.leased, sequence, key=_queue_order)
 
     def end_lease(self, sequence: Sequence) -> None:
         self.leased.remove(sequence)

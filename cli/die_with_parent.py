@@ -1,6 +1,6 @@
-"""`python -m cli.leash PARENT_PID COMMAND...`: become COMMAND, and get SIGTERM when the parent dies, however it dies.
+"""`python -m cli.die_with_parent PARENT_PID COMMAND...`: become COMMAND, with SIGTERM when the parent dies.
 
-Knows nothing of what it runs. Linux only has the means (prctl); elsewhere the command just runs.
+Needs Linux's prctl(PR_SET_PDEATHSIG); elsewhere the command just runs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cli.cluster import Cluster, ClusterOptions, start_worker
 from cli.evaluation.result import Reply
 from cli.evaluation.sheets import Asked, Sheet
 from cli.supervisor import Supervisor
-from cli.whereabouts import wait_for_host_tokens
+from cli.waiting import wait_for_host_tokens
 
 MAX_ANSWER_TOKENS = 48
 # Registers in turn: few enough to be in the host tier together, enough that a small pool has dropped each before its
@@ -43,7 +43,7 @@ class SpecialWorker(NamedTuple):
 
 
 @dataclass(slots=True)
-class Desk:
+class EvalServices:
     """Two ordinary workers, and special ones once they are asked for; `advance` hears of every answer."""
 
     client: StemcacheClient

@@ -1,6 +1,6 @@
 """Composes the next step: acks, publishes, releases, extends for the predicted launch, acquires for the queue's head.
 
-Knows no answer beyond which sequences were asked for; inbox.py applies replies. What does not fit into a step goes with
+reply_handler.py applies replies. What does not fit into a step goes with
 the next one.
 
 When an acquire was refused, the queue waits until something was freed: a lease other than a preempted one ended, a
@@ -20,7 +20,7 @@ from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.launch_plan import UNLIMITED, Plan, Progress, decode_need, first_chunk_limit, plan_launch
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms
-from worker_service.core.roster import Departure, Roster
+from worker_service.core.queues import Departure, Queues
 from worker_service.core.sequence import Sequence, State
 
 
@@ -39,10 +39,10 @@ class Asked(NamedTuple):
     length: int
 
 
-class Outbox:
-    def __init__(self, terms: Terms, roster: Roster, admission: Admission, adoptions: Adoptions) -> None:
+class StepBuilder:
+    def __init__(self, terms: Terms, queues: Queues, admission: Admission, adoptions: Adoptions) -> None:
         self._terms = terms
-        self._roster = roster
+        self._queues = queues
         self._admission = admission
         self._adoptions = adoptions
         self._acks: list[Ack] = []
@@ -85,7 +85,7 @@ class Outbox:
         assert self.unanswered is None, "one unanswered step at a time"
         adopts = self._adopts()
         if adopts:
-            return self._say(Step(0, adopts=adopts))
+            return self._numbered(Step(0, adopts=adopts))
         room = self._terms.room()
         departing = self._departing(room)
         acks = self._take_acks({departure.sequence.sequence_id for departure in departing}, room)
@@ -98,15 +98,15 @@ class Outbox:
         extends = self._extends(room)
         acquires = self._acquires()
         for sequence in preempted:
-            self._roster.enqueue(sequence)
+            self._queues.enqueue(sequence)
             if not frees:
                 self._admission.refused(sequence)
         if not (acks or publishes or releases or extends or acquires):
             return None
         rates, self.rates = self.rates, None
-        return self._say(Step(0, acks, publishes, releases, (), extends, acquires, rates))
+        return self._numbered(Step(0, acks, publishes, releases, (), extends, acquires, rates))
 
-    def _say(self, step: Step) -> Step:
+    def _numbered(self, step: Step) -> Step:
         self._last_step_id += 1
         self.unanswered = step._replace(step_id=self._last_step_id)
         return self.unanswered
@@ -117,7 +117,7 @@ class Outbox:
 
     def _departing(self, room: MessageRoom) -> list[Departure]:
         """Leases to end now. A preempted sequence in flight stays until its launch has ended: no token is lost."""
-        departures = self._roster.departures
+        departures = self._queues.departures
         departing = [
             departure
             for departure in departures.values()
@@ -151,7 +151,7 @@ class Outbox:
         """A departing sequence's first: it has no later step."""
         candidates = [d.sequence for d in departing if d.publishes]
         gone = {d.sequence.sequence_id for d in departing}
-        candidates += [sequence for sequence in self._roster.leased if sequence.sequence_id not in gone]
+        candidates += [sequence for sequence in self._queues.leased if sequence.sequence_id not in gone]
         return tuple(publish for sequence in candidates if (publish := self._publish(sequence, room)) is not None)
 
     def _publish(self, sequence: Sequence, room: MessageRoom) -> Publish | None:
@@ -173,9 +173,9 @@ class Outbox:
 
     def _forget_kept(self, room: MessageRoom) -> tuple[Release, ...]:
         """Of requests that were aborted while they waited: the tokens that are kept for them go."""
-        forgotten = self._roster.forgotten
-        self._roster.forgotten = [sequence_id for sequence_id in forgotten if not room.take(Release)]
-        num_taken = len(forgotten) - len(self._roster.forgotten)
+        forgotten = self._queues.forgotten
+        self._queues.forgotten = [sequence_id for sequence_id in forgotten if not room.take(Release)]
+        num_taken = len(forgotten) - len(self._queues.forgotten)
         return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in forgotten[:num_taken])
 
     def _rolling_tokens(self, departure: Departure) -> int:
@@ -188,7 +188,7 @@ class Outbox:
         for sequence in preempted:
             sequence.kept_len = self._admission.keeps(sequence.known_len)
         for departure in departing:
-            self._roster.end_lease(departure.sequence)
+            self._queues.end_lease(departure.sequence)
             self._forget_tickets(departure.sequence)
         return preempted
 
@@ -214,7 +214,7 @@ class Outbox:
     def predicted(self) -> Iterator[Progress]:
         """Where running sequences stand once the launch in flight has ended."""
         config = self._terms.config
-        for sequence in self._roster.leased:
+        for sequence in self._queues.leased:
             if sequence.state is not State.RUNNING:
                 continue
             computed, length = sequence.launched_len, len(sequence.tokens)
@@ -229,7 +229,7 @@ class Outbox:
         """Oldest first, but those that sat out a launch before all others."""
         plan = plan_launch(self.predicted(), self._terms.config, within_room=False)
         needs = list(self._needs(plan))
-        needs.sort(key=lambda entry: (entry[0].num_refused_extends == 0, entry[0].rank))
+        needs.sort(key=lambda entry: (entry[0].num_refused_extends == 0, entry[0].queue_order))
         needs = [entry for entry in needs if room.take(Extend)]
         for sequence, need in needs:
             self.asked[sequence.sequence_id] = Asked(sequence, Ask.EXTEND, need)
