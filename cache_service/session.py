@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from cache_service.codec import decode, encode
 from cache_service.codec.seal import opened, sealed
-from cache_service.core.base.errors import CacheError, InvalidInput, Superseded, TooMany
+from cache_service.core.base.errors import Superseded
 from cache_service.core.cache_manager import CacheManager
 from cache_service.effects import Effects
 from protos.v1 import cache_pb2
 from rpc.interceptor import Context
+from session.errors import FieldError, InvalidInput, TooMany
 from session.messages import Hello, Welcome
 from session.words import Transfer, WorkerId
 
@@ -32,11 +33,11 @@ Clock = Callable[[], int]
 _log = logging.getLogger("cache_service.session")
 
 
-class PeerTooSlow(CacheError):
+class PeerTooSlow(FieldError):
     """The peer did not say Hello, or did not read, in time."""
 
 
-class ShuttingDown(CacheError):
+class ShuttingDown(FieldError):
     """The service is about to end; connect again."""
 
 
@@ -148,9 +149,9 @@ class Session:
         # gRPC takes one write at a time on a stream; replies and pushed orders share it.
         self._writing = asyncio.Lock()
         self._write_began_s: float | None = None
-        self._ended: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[FieldError] = asyncio.get_running_loop().create_future()
 
-    def end(self, error: CacheError) -> None:
+    def end(self, error: FieldError) -> None:
         if not self._ended.done():
             self._ended.set_result(error)
 

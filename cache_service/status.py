@@ -8,21 +8,21 @@ from __future__ import annotations
 from grpc import StatusCode
 
 from cache_service import session, watchers
-from cache_service.codec import seal
 from cache_service.core.base import errors
+from session.errors import Damaged, InvalidInput, TooMany
 
 CODES: dict[type[Exception], StatusCode] = {
-    errors.InvalidInput: StatusCode.INVALID_ARGUMENT,
+    InvalidInput: StatusCode.INVALID_ARGUMENT,
     errors.UnknownWorker: StatusCode.NOT_FOUND,
     errors.UnknownSequence: StatusCode.INVALID_ARGUMENT,
     errors.DuplicateSequence: StatusCode.ALREADY_EXISTS,
     errors.UnknownTicket: StatusCode.INVALID_ARGUMENT,
     errors.Superseded: StatusCode.ABORTED,
     errors.LeasesInScope: StatusCode.FAILED_PRECONDITION,
-    errors.TooMany: StatusCode.RESOURCE_EXHAUSTED,
+    TooMany: StatusCode.RESOURCE_EXHAUSTED,
     watchers.WatcherTooSlow: StatusCode.RESOURCE_EXHAUSTED,
     watchers.WatchIsOff: StatusCode.FAILED_PRECONDITION,
-    seal.Damaged: StatusCode.DATA_LOSS,
+    Damaged: StatusCode.DATA_LOSS,
     session.PeerTooSlow: StatusCode.DEADLINE_EXCEEDED,
     session.ShuttingDown: StatusCode.UNAVAILABLE,
 }

@@ -13,16 +13,16 @@ from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
 from cache_service.codec import encode
-from cache_service.core.base.errors import CacheError, TooMany
 from cache_service.core.base.types import Event
 from protos.v1 import cache_pb2
+from session.errors import FieldError, TooMany
 
 
-class WatchIsOff(CacheError):
+class WatchIsOff(FieldError):
     """This service was told to make no events."""
 
 
-class WatcherTooSlow(CacheError):
+class WatcherTooSlow(FieldError):
     """The watcher took no message for too long."""
 
 

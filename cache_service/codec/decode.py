@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from cache_service.codec import fields
 from cache_service.codec.version import CAPABILITIES, PROTOCOL_VERSION
-from cache_service.core.base.errors import CacheError, InvalidInput
 from cache_service.core.base.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
 from protos.v1 import cache_pb2, types_pb2
+from session.errors import FieldError, InvalidInput
 from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Rates, Release, SessionLimits, Step
 from session.words import (
     TOKEN_BYTES,
@@ -115,7 +115,7 @@ def _items(
     for item in items:
         try:
             out.append(decoded(item, most_tokens))
-        except CacheError as error:
+        except FieldError as error:
             out.append(BadItem(SequenceId(item.sequence_id), error.field, error.reason))
     return tuple(out)
 

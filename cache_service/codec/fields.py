@@ -14,8 +14,8 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cache_service.core.base.errors import InvalidInput, TooMany
 from cache_service.core.base.limits import MAX_NAME_CHARS
+from session.errors import InvalidInput, TooMany
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
 
 E = TypeVar("E", bound=IntEnum)

@@ -10,12 +10,8 @@ import zlib
 
 from google.protobuf.message import DecodeError
 
-from cache_service.core.base.errors import CacheError, InvalidInput
 from protos.v1 import cache_pb2
-
-
-class Damaged(CacheError):
-    """A message that was changed on its way."""
+from session.errors import Damaged, InvalidInput
 
 
 def opened(envelope: cache_pb2.SessionRequest) -> cache_pb2.WorkerMessage:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar, cast
 
-from cache_service.core.base.errors import InvalidInput, LeasesInScope, Superseded, TooMany, UnknownWorker
+from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWorker
 from cache_service.core.base.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ClearResult, ManagerStats
@@ -21,6 +21,7 @@ from cache_service.core.device.worker import Worker
 from cache_service.core.host.host_tiers import HostTiers
 from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.prompt_match import PromptMatch
+from session.errors import InvalidInput, TooMany
 from session.messages import (
     Acquire,
     Extend,
@@ -146,7 +147,7 @@ class CacheManager:
     def step(self, worker_id: WorkerId, step: Step, now_ms: int) -> StepReply:
         """Items that are wrong are refused in the reply; a repeated step id is answered with the kept reply.
 
-        A CacheError changes nothing. Any other exception is a fault of ours that may have left a step half applied:
+        A FieldError changes nothing. Any other exception is a fault of ours that may have left a step half applied:
         the worker's state is dropped, so that the step cannot be repeated on it, and the worker adopts what it holds.
         """
         worker = self._worker(worker_id)
@@ -167,7 +168,7 @@ class CacheManager:
         """The device cache of a connected worker; for audits, replays and tests."""
         return self._worker(worker_id).cache
 
-    # One verb at a time, for replays and tests. A CacheError changes nothing.
+    # One verb at a time, for replays and tests. A FieldError changes nothing.
 
     def acquire(self, worker_id: WorkerId, acquire: Acquire, now_ms: int) -> Grant | Refusal:
         return stepping.acquire(self._worker(worker_id).cache, acquire)

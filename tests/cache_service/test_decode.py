@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache_service.codec import decode
-from cache_service.core.base.errors import InvalidInput, TooMany
 from protos.v1 import cache_pb2, types_pb2
+from session.errors import InvalidInput, TooMany
 from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release, SessionLimits
 from session.words import (
     GroupKind,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.base.errors import TooMany
 from cache_service.core.base.types import Cleared
 from cache_service.watchers import Watchers, WatcherTooSlow, WatchLimits
+from session.errors import TooMany
 from session.words import WorkerId
 
 

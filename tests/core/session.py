@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache_service.core.base.errors import CacheError
+from session.errors import FieldError
 from session.messages import Acquire, Hello, Rates, Step, StepReply, Welcome
 from session.words import GroupSpec, HostTierKind, RefusalReason, Transfer, WorkerId
 from tests.core.shadow import Value
@@ -104,12 +104,12 @@ class Session(TableKeeper):
         return reply
 
     def raw_step(self, **fields: Any) -> StepReply:
-        """One Step, maybe with bad items; on a CacheError nothing may have changed and the id is used again."""
+        """One Step, maybe with bad items; on a FieldError nothing may have changed and the id is used again."""
         step = self.next_step(**fields)
         before = self.world.snapshot()
         try:
             reply = self.world.manager.step(self.id, step, self.world.now_ms)
-        except CacheError:
+        except FieldError:
             assert self.world.snapshot() == before, "a failed step changed something"
             raise
         if self.loses_reply():

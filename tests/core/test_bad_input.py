@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cache_service.core.base.errors import InvalidInput, UnknownTicket
+from cache_service.core.base.errors import UnknownTicket
+from session.errors import InvalidInput
 from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Refusal, Release
 from session.words import GroupPages, GroupSpec, Namespace, RefusalReason, SequenceId, SnapshotSlot, TicketId, WorkerId
 from tests.core.driver import FakeWorker

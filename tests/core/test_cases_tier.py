@@ -9,8 +9,8 @@ import contextlib
 
 import pytest
 
-from cache_service.core.base.errors import CacheError
 from cache_service.core.base.types import FetchPolicy
+from session.errors import FieldError
 from session.messages import Ack, Acquire, Extend, Publish, Release, Step
 from session.words import HostTierKind, SequenceId, TicketId
 from tests.core.driver import FakeWorker
@@ -74,7 +74,7 @@ def test_a_waiting_sequence_neither_runs_nor_grows() -> None:
         {"acks": [Ack(live.fetch.ticket, -1, FAILED)]},
     ):
         before = worker.world.snapshot()
-        with pytest.raises(CacheError):
+        with pytest.raises(FieldError):
             worker.step(**wrong)
         assert worker.world.snapshot() == before
     worker.fetch_all(live)
@@ -88,12 +88,12 @@ def test_a_ticket_of_another_worker_is_not_ones_own() -> None:
     world.tick()
     ticket = first.spills[0][0].ticket
     before = world.snapshot()
-    with contextlib.suppress(CacheError):
+    with contextlib.suppress(FieldError):
         second.step(acks=[Ack(ticket, 4, DONE)])
     assert world.snapshot() == before
     assert world.manager.stats().host_tier.num_rows == 0
     first.spill_all()
-    with pytest.raises(CacheError):
+    with pytest.raises(FieldError):
         first.step(acks=[Ack(TicketId(2**40), 0, FAILED)])
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.base.errors import InvalidInput
 from cache_service.core.device.eviction import Adaptive, LeafOrder, Lru, Priority, SegmentedLru, make_policy
 from cache_service.core.device.ghost_table import Ghost, GhostKind
 from cache_service.core.device.lifetimes import PROTECT_ALL, Lifetimes
 from cache_service.core.device.radix_node import Node, Root
+from session.errors import InvalidInput
 from session.words import Namespace
 from tests.examples import examples
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_service.core.base.errors import TooMany
+from session.errors import TooMany
 from session.messages import Ack
 from session.words import RefusalReason
 from tests.core.driver import FakeWorker

@@ -10,8 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cache_service.core.base.errors import LeasesInScope, TooMany
+from cache_service.core.base.errors import LeasesInScope
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.errors import TooMany
 from session.messages import Ack
 from session.words import TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, TicketId
 from tests.core.driver import FakeWorker

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cache_service.core import audit
-from cache_service.core.base.errors import CacheError
 from cache_service.core.base.types import Event
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from session.errors import FieldError
 from session.messages import Grant
 from session.words import (
     GroupKind,
@@ -142,12 +142,12 @@ class World:
             if worker.connected:
                 worker.take_orders()
 
-    def unchanged(self, call: Callable[..., object], *args: Any) -> CacheError:
-        """The call must fail with a CacheError and change nothing."""
+    def unchanged(self, call: Callable[..., object], *args: Any) -> FieldError:
+        """The call must fail with a FieldError and change nothing."""
         before = self.snapshot()
         try:
             call(*args)
-        except CacheError as error:
+        except FieldError as error:
             assert self.snapshot() == before, f"a failed call changed something: {error}"
             return error
         raise AssertionError("the call was expected to fail")

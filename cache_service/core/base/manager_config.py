@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_service.core.base.errors import InvalidInput
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.errors import InvalidInput
 
 POLICIES = ("adaptive", "lru", "slru", "priority")
 

@@ -18,10 +18,10 @@ from heapq import merge
 from itertools import chain
 from typing import ClassVar
 
-from cache_service.core.base.errors import InvalidInput
 from cache_service.core.device.ghost_table import Ghost, GhostKind
 from cache_service.core.device.lifetimes import Lifetimes
 from cache_service.core.device.radix_node import Node, Queue
+from session.errors import InvalidInput
 
 # The share of the pool that SLRU keeps for prefixes that were used again.
 PROTECTED_SHARE = 0.8

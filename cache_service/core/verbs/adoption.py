@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache_service.core.base.errors import InvalidInput
 from cache_service.core.base.resume import window_start
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import HeldSlot, Lease, WindowHold
@@ -19,6 +18,7 @@ from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.verbs import leasing, publishing
 from cache_service.core.verbs.step_check import check_sequence, check_tokens
+from session.errors import InvalidInput
 from session.messages import Adopt, Grant, Refusal
 from session.words import (
     PAGE_ID_BYTES,

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_service.core.base.errors import (
-    CacheError,
-    DuplicateSequence,
-    InvalidInput,
-    TooMany,
-    UnknownSequence,
-    UnknownTicket,
-)
+from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, UnknownTicket
 from cache_service.core.base.limits import (
     MAX_GROUPS,
     MAX_NAME_CHARS,
@@ -25,6 +18,7 @@ from cache_service.core.base.limits import (
 )
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
+from session.errors import FieldError, InvalidInput, TooMany
 from session.messages import Ack, Acquire, Extend, Hello, Publish, Release
 from session.words import TOKEN_BYTES, GroupKind, HostTierKind, Namespace, SequenceId
 
@@ -71,7 +65,7 @@ def check_tokens(tokens: bytes, where: str, most: int, kept_tokens: int = 0) -> 
     return count
 
 
-def _not_running(cache: DeviceCache, sequence_id: SequenceId) -> CacheError:
+def _not_running(cache: DeviceCache, sequence_id: SequenceId) -> FieldError:
     if sequence_id not in cache.leases:
         return UnknownSequence("sequence_id", f"{sequence_id} holds no lease")
     return InvalidInput("sequence_id", f"{sequence_id} waits for the acks of its fetches")

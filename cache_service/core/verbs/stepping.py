@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from cache_service.core.base.errors import CacheError, DuplicateSequence, InvalidInput, TooMany
+from cache_service.core.base.errors import DuplicateSequence
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.verbs import adoption, fetching, leasing, publishing, spilling, step_check
 from cache_service.core.verbs.admission import never_fits
+from session.errors import FieldError, InvalidInput, TooMany
 from session.messages import (
     Ack,
     Acquire,
@@ -71,7 +72,7 @@ class _Reply:
                 if sequence_id in ended:
                     continue
                 answer = verb(item)
-            except CacheError as error:
+            except FieldError as error:
                 field = ".".join(filter(None, (f"step.{name}[{number}]", error.field)))
                 self.refusals.append(Refusal(sequence_id, RefusalReason.INVALID, error.reason, field))
                 continue
