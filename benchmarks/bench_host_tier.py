@@ -23,7 +23,8 @@ from pathlib import Path
 import xxhash
 
 from tests.redis_process import RedisProcess, find_redis_binary
-from worker_service.core.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, PageRejected, decode, encode_header
+from worker_service.core.errors import PageRejected
+from worker_service.core.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.redis import VALUES_PER_COMMAND, RedisTier
 

@@ -53,7 +53,8 @@ def check_device(device: str) -> None:
 
 def check_model(model: str) -> None:
     """A folder is looked into; a hub id is only checked for its form. Raises CannotStart, which names the folder."""
-    from worker_service.model.config import ModelError, read_model_config
+    from worker_service.core.errors import ModelError
+    from worker_service.model.config import read_model_config
 
     folder = Path(model)
     if not folder.is_dir():

@@ -10,6 +10,14 @@ from rpc.listener import choose_listener
 from rpc.logs import set_up_logging
 from rpc.settings import SettingsError
 from worker_service.config import load_config
+from worker_service.core.errors import (
+    DeviceLost,
+    InvalidField,
+    RedisUrlError,
+    RequestFailed,
+    SessionRefused,
+    StartError,
+)
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -22,24 +30,17 @@ def main() -> int:
         return _complain(str(error), USAGE_ERROR)
     set_up_logging("worker_service", config.log_level)
     choose_listener(os.environ)
-    # Behind the choice, which gRPC reads when it is imported, and behind the settings, so that --help and a typo are
-    # answered before PyTorch is loaded.
+    # Imported here, after the listener's choice, which gRPC reads when it is imported, and after the settings, so that
+    # --help and a typo do not wait for PyTorch.
     from rpc.server import CannotListen
     from worker_service import bootstrap
-    from worker_service.core.ports import SessionRefused
-    from worker_service.core.sequence import InvalidField
-    from worker_service.generation import RequestFailed
-    from worker_service.gpu.kv_pages import PoolError
-    from worker_service.host_tier.redis_url import RedisUrlError
-    from worker_service.launcher import DeviceLost
-    from worker_service.model.config import ModelError
 
     try:
         compute = bootstrap.prepare(config)
         run(bootstrap.serve(config, compute, _announce))
     except RedisUrlError as error:
         return _complain(f"redis_url: {error}", USAGE_ERROR)
-    except (ModelError, PoolError, InvalidField, CannotListen) as error:
+    except (StartError, InvalidField, CannotListen) as error:
         return _complain(str(error), USAGE_ERROR)
     except DeviceLost as error:
         _complain(str(error), FAILURE)

@@ -39,19 +39,20 @@ from session.messages import Ack
 from worker_service import codec
 from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
 from worker_service.config import WorkerConfig
+from worker_service.core.errors import DeviceLost, PoolError
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
 from worker_service.device_runner import DeviceRunner
 from worker_service.engine import Engine
-from worker_service.gpu.kv_pages import KvPages, KvShape, PoolError, plan_pages, pool_budget
+from worker_service.gpu.kv_pages import KvPages, KvShape, plan_pages, pool_budget
 from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
-from worker_service.launcher import DeviceLost, Launcher
+from worker_service.launcher import Launcher
 from worker_service.metrics import Load, WorkerMetrics
 from worker_service.model.device import numerics, pick_device, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
@@ -137,7 +138,7 @@ def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_m
 def _log_pools(report: PoolReport) -> None:
     groups = [group._asdict() for group in report.groups]
     _log.info("pools made", extra={"groups": groups, "least_hit_tokens": report.least_hit_tokens})
-    if report.warning:
+    if report.warning is not None:
         _log.warning(report.warning)
 
 
@@ -242,7 +243,7 @@ class _Worker:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             held=scheduler.num_held,
-            connected=bool(self.engine.epoch),
+            connected=self.engine.epoch is not None,
             transfers=self.mover.num_running,
         )
 

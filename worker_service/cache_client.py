@@ -22,7 +22,7 @@ from rpc.logs import Outage
 from session.messages import Step, StepReply, Welcome
 from session.words import GroupSpec, HostTierKind, Transfer
 from worker_service import session_codec
-from worker_service.core.ports import SessionLost, SessionRefused, StepRejected
+from worker_service.core.errors import SessionLost, SessionRefused, StepRejected
 from worker_service.session_checks import PoolCheck
 
 PROTOCOL_VERSION = 2

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from protos.v1 import types_pb2, worker_pb2
 from session.words import GroupSpec, Namespace
+from worker_service.core.errors import InvalidField
 from worker_service.core.sequence import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     FinishReason,
-    InvalidField,
     SamplingParams,
     Timing,
     TokenLogprobs,

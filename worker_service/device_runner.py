@@ -7,7 +7,9 @@ import traceback
 import torch
 
 from worker_service.core.batch import Batch
-from worker_service.launcher import BatchRunner, DeviceLost, LaunchTokens
+from worker_service.core.errors import DeviceLost
+from worker_service.launcher import BatchRunner
+from worker_service.row_faults import LaunchTokens
 
 
 class DeviceRunner:

@@ -18,17 +18,12 @@ from typing import NamedTuple
 
 from session.messages import Ack, Welcome
 from session.words import Namespace, SequenceId, TicketId
-from worker_service.core.ports import CachePort, Mover, SessionLost
-from worker_service.core.scheduler import Applied, Failed, Launch, Output, Scheduler
+from worker_service.core.errors import Draining, RequestFailed, SessionLost, Unservable, WorkerStopped
+from worker_service.core.ports import CachePort, Mover
+from worker_service.core.reply_handler import Applied, Failed
+from worker_service.core.scheduler import Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
-from worker_service.generation import (
-    Detokenizer,
-    Draining,
-    Generation,
-    RequestFailed,
-    Unservable,
-    WorkerStopped,
-)
+from worker_service.generation import Detokenizer, Generation
 from worker_service.launcher import EndedLaunch, Launcher, NewTokens
 from worker_service.losses import Losses
 from worker_service.observer import Observer
@@ -80,10 +75,11 @@ class Engine:
         self._stopping = asyncio.Event()
         self._rates = RateMeter()
         self._losses = Losses()
-        self._hello_due = ""
+        # Why the next iteration says Hello again; None when the session is fine.
+        self._hello_due: str | None = None
         self.trace = EngineTrace()
-        # Of the present session; empty while there is none.
-        self.epoch = ""
+        # Of the present session; None while there is none.
+        self.epoch: str | None = None
         self.connected = asyncio.Event()
         self.draining = asyncio.Event()
         # Why `run` ended, if not by `stop`.
@@ -173,7 +169,7 @@ class Engine:
 
     async def _iterate(self) -> None:
         self._wake.clear()
-        if self._hello_due:
+        if self._hello_due is not None:
             await self._reconnect(self._hello_due)
             return
         try:
@@ -270,7 +266,7 @@ class Engine:
                 self._push(generation, output, logprobs[output.sequence_id], new_tokens.ended.end_s)
 
     def _push(self, generation: Generation, output: Output, logprobs: TokenLogprobs | None, now_s: float) -> None:
-        since_last_s = now_s - generation.last_token_s if generation.last_token_s else None
+        since_last_s = now_s - generation.last_token_s if generation.last_token_s is not None else None
         self._observer.generated(len(output.token_ids), since_last_s)
         by_token = output.finish is FinishReason.STOP
         stopped = generation.push(output.token_ids, (logprobs,), now_s, ends_with_stop_token=by_token)
@@ -339,7 +335,7 @@ class Engine:
     async def _reconnect(self, reason: str) -> None:
         """Hello comes after the launch in flight and every transfer have ended: block tables no longer change."""
         _log.warning("the session ends: %s", reason)
-        self.epoch = ""
+        self.epoch = None
         self._observer.session_lost()
         # A spill order that started after the mover was drained would read pages that Hello gives to others.
         await self._cache.disconnect()
@@ -355,7 +351,7 @@ class Engine:
             await self._cache.disconnect()
             await self._mover.drain()
             await self._losses.pause(self._stopping)
-            self._hello_due = ""
+            self._hello_due = None
             welcome = await self._hello()
             if welcome is None:
                 return

@@ -34,22 +34,6 @@ class Piece:
     timing: Timing | None = None
 
 
-class RequestFailed(Exception):
-    """The engine gave up on this request; others go on."""
-
-
-class Unservable(Exception):
-    """The request can never run on this worker's pages, or the cache service takes no such request."""
-
-
-class Draining(Exception):
-    """The worker takes no new requests."""
-
-
-class WorkerStopped(Exception):
-    """This worker serves nothing any more; another one may serve the request."""
-
-
 class Generation:
     """Tokens go in, pieces come out."""
 
@@ -62,21 +46,21 @@ class Generation:
         self._filter = StopFilter(sampling.stop)
         self._shows_stop_token = sampling.include_stop_token_text
         self._arrived_s = now_s
-        self._started_s = 0.0
-        self._first_token_s = 0.0
-        self._last_token_s = 0.0
+        self._started_s: float | None = None
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
         self._piece = Piece()
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
     @property
-    def last_token_s(self) -> float:
-        """When the last token was sampled; 0 before the first."""
+    def last_token_s(self) -> float | None:
+        """When the last token was sampled; None before the first."""
         return self._last_token_s
 
     def started(self, now_s: float) -> None:
         """The first launch with a token of this request went out."""
-        self._started_s = self._started_s or now_s
+        self._started_s = now_s if self._started_s is None else self._started_s
 
     def push(
         self,
@@ -90,7 +74,7 @@ class Generation:
 
         The text of a stop token is left out unless the request wants it.
         """
-        self._first_token_s = self._first_token_s or now_s
+        self._first_token_s = now_s if self._first_token_s is None else self._first_token_s
         self._last_token_s = now_s
         shown = token_ids[:-1] if ends_with_stop_token and not self._shows_stop_token else token_ids
         cut = self._filter.push(self._detokenizer.add(shown))
@@ -107,7 +91,9 @@ class Generation:
         self._piece.finish_reason = reason
         self._piece.usage = usage
         moments = (self._first_token_s, self._started_s, self._last_token_s)
-        self._piece.timing = Timing(*(max(0.0, moment - self._arrived_s) for moment in moments))
+        self._piece.timing = Timing(
+            *(0.0 if moment is None else max(0.0, moment - self._arrived_s) for moment in moments)
+        )
         self.is_finished = True
         self._news.set()
         return self._piece.timing

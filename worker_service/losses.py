@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from worker_service.core.ports import SessionLost, StepRejected
-from worker_service.generation import RequestFailed
+from worker_service.core.errors import RequestFailed, SessionLost, StepRejected
 
 # A step that ended this many sessions is void, and the next Hello begins anew.
 REJECTIONS_OF_A_STEP = 2

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from worker_service.core.batch import Batch
 from worker_service.core.batch_part import part_of
+from worker_service.core.errors import DeviceLost
 from worker_service.core.sequence import TokenLogprobs
 
 # Launches for one batch, the first one included. One bad row of 64 takes 13, two take up to 25.
@@ -25,10 +26,6 @@ class LaunchTokens(Protocol):
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
-
-
-class DeviceLost(Exception):
-    """The device answers no launch any more; only a new process can use it."""
 
 
 class RowResults(NamedTuple):

@@ -17,16 +17,9 @@ from rpc.interceptor import Context
 from rpc.request_id import current_request_id
 from session.words import Namespace
 from worker_service import codec
-from worker_service.core.sequence import InvalidField, QueueFull
+from worker_service.core.errors import Draining, InvalidField, QueueFull, RequestFailed, Unservable, WorkerStopped
 from worker_service.engine import DrainResult, Engine, EngineRequest
-from worker_service.generation import (
-    Detokenizer,
-    Draining,
-    Piece,
-    RequestFailed,
-    Unservable,
-    WorkerStopped,
-)
+from worker_service.generation import Detokenizer, Piece
 from worker_service.session_codec import encode_namespace
 from worker_service.text_encoder import TextEncoder
 
@@ -105,7 +98,7 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             held=scheduler.num_held,
-            epoch=self._engine.epoch,
+            epoch=self._engine.epoch or "",
             draining=self._engine.draining.is_set(),
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from session.messages import Grant, StepReply
 from session.words import NO_PAGE, GroupKind, GroupPages, GroupSpec, SnapshotSlot, Transfer
-from worker_service.core.ports import StepRejected
+from worker_service.core.errors import StepRejected
 
 PAGE_ID_BYTES = 4
 

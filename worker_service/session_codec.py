@@ -45,7 +45,7 @@ from session.words import (
     Transfer,
     TransferPages,
 )
-from worker_service.core.ports import SessionLost
+from worker_service.core.errors import SessionLost
 
 _MISS_REASONS = {int(reason): reason for reason in MissReason}
 MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from session.words import HostTierKind
-from worker_service.core.ports import HostTier, HostTierError
+from worker_service.core.errors import HostTierError
+from worker_service.core.ports import HostTier
 
 PERIOD_S = 2.0
 _log = logging.getLogger(__name__)

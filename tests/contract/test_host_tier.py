@@ -9,7 +9,7 @@ import pytest
 
 from session.words import HostTierKind
 from tests.contract.conftest import Store
-from worker_service.core.ports import HostTierError
+from worker_service.core.errors import HostTierError
 
 MIB = 1 << 20
 LIMIT = 4 * MIB

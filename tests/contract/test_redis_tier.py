@@ -15,7 +15,7 @@ import pytest
 
 from tests.contract.scripted_server import ScriptedServer
 from tests.redis_process import RedisProcess, find_redis_binary, free_port
-from worker_service.core.ports import HostTierError
+from worker_service.core.errors import HostTierError
 from worker_service.host_tier.redis import SENTINEL_KEY, RedisTier, RedisTierConfig
 
 LIMIT = 1 << 20

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker_service.host_tier.redis_url import RedisAddress, RedisUrlError, parse_redis_url
+from worker_service.core.errors import RedisUrlError
+from worker_service.host_tier.redis_url import RedisAddress, parse_redis_url
 
 
 @pytest.mark.parametrize(

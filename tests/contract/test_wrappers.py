@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from worker_service.core.ports import HostTierError
+from worker_service.core.errors import HostTierError
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.faulty import FaultPlan, FaultyTier
 from worker_service.host_tier.memory import MemoryTier

@@ -18,8 +18,8 @@ from session.messages import Ack, Step, StepReply, Welcome
 from session.words import GroupKind, GroupSpec, Namespace, Transfer, TransferStatus
 from tests.worker_service.fake_manager import FakeManager
 from worker_service.core.batch import Batch
+from worker_service.core.errors import SessionLost
 from worker_service.core.launch_plan import SchedulerConfig
-from worker_service.core.ports import SessionLost
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
 from worker_service.engine import Engine, EngineRequest

@@ -30,7 +30,7 @@ from session.words import (
     TransferStatus,
 )
 from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
-from worker_service.core.ports import SessionLost, SessionRefused
+from worker_service.core.errors import SessionLost, SessionRefused
 
 GROUPS = (
     GroupSpec("full", GroupKind.FULL, 13, 64),

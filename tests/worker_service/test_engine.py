@@ -14,9 +14,16 @@ from session.messages import Step
 from session.words import TicketId, Transfer, TransferPages
 from tests.worker_service.engine_harness import NAMESPACE, Letters, collect, reference, running_engine
 from worker_service.core.batch import Batch
-from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Usage
-from worker_service.generation import Draining, RequestFailed, Unservable, WorkerStopped
-from worker_service.launcher import DeviceLost
+from worker_service.core.errors import (
+    DeviceLost,
+    Draining,
+    InvalidField,
+    QueueFull,
+    RequestFailed,
+    Unservable,
+    WorkerStopped,
+)
+from worker_service.core.sequence import FinishReason, Usage
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

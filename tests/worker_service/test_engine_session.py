@@ -13,8 +13,14 @@ import pytest
 from session.messages import Step
 from session.words import TicketId, Transfer
 from tests.worker_service.engine_harness import EngineHarness, collect, reference, running_engine
-from worker_service.core.ports import SessionLost, SessionRefused, StepRejected
-from worker_service.generation import RequestFailed, Unservable, WorkerStopped
+from worker_service.core.errors import (
+    RequestFailed,
+    SessionLost,
+    SessionRefused,
+    StepRejected,
+    Unservable,
+    WorkerStopped,
+)
 from worker_service.losses import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
 from worker_service.servicer import CODES
 
@@ -72,7 +78,7 @@ async def test_requests_wait_while_nobody_answers_and_run_then() -> None:
         running = asyncio.create_task(check_answers(harness))
         await asyncio.sleep(0.05)
         assert not running.done()
-        assert harness.engine.epoch == ""
+        assert harness.engine.epoch is None
         harness.cache.is_up.set()
         await running
         assert harness.engine.epoch == "epoch-2"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from session.words import GroupKind
-from worker_service.gpu.kv_pages import KvPages, KvShape, PoolError, check_pool, plan_pages, pool_budget
+from worker_service.core.errors import PoolError
+from worker_service.gpu.kv_pages import KvPages, KvShape, check_pool, plan_pages, pool_budget
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.model.config import Family, ModelError, RopeKind, parse_model_config, read_model_config
+from worker_service.core.errors import ModelError
+from worker_service.model.config import Family, RopeKind, parse_model_config, read_model_config
 from worker_service.model.load import kv_shape
 
 BASE: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker_service.model_kit import CPU, VOCAB, Bench, FakeSequence, Part, make_reference, random_tokens
-from worker_service.model.config import ModelError
+from worker_service.core.errors import ModelError
 from worker_service.model.device import pick_device, pick_dtype
 from worker_service.model.runner import Runner
 from worker_service.model.staging import Download, HostArray, Upload

@@ -13,7 +13,8 @@ import xxhash
 
 from session.messages import Ack
 from session.words import HostTierKind, TicketId, Transfer, TransferPages, TransferStatus
-from worker_service.core.ports import HostTier, HostTierError
+from worker_service.core.errors import HostTierError
+from worker_service.core.ports import HostTier
 from worker_service.gpu.kv_pages import KvPages, KvShape
 from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
 from worker_service.host_tier.memory import MemoryTier

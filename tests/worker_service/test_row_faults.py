@@ -11,6 +11,7 @@ from tests.worker_service.scheduler_machine import full_group
 from tests.worker_service.test_batch import row, sequence
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.batch_part import part_of
+from worker_service.core.errors import DeviceLost
 from worker_service.core.launch_plan import Row
 from worker_service.core.sequence import (
     MAX_FP32,
@@ -24,7 +25,7 @@ from worker_service.core.sequence import (
 from worker_service.device_runner import DeviceRunner
 from worker_service.model.runner import LaunchResult
 from worker_service.model.sampling_arrays import sampling_arrays
-from worker_service.row_faults import MAX_RUNS, DeviceLost, run_rows
+from worker_service.row_faults import MAX_RUNS, run_rows
 
 GROUPS = (full_group(1000),)
 

@@ -17,8 +17,9 @@ from tests.worker_service.scheduler_machine import (
     reference,
     window_group,
 )
+from worker_service.core.errors import InvalidField, QueueFull
 from worker_service.core.scheduler import Launch
-from worker_service.core.sequence import FinishReason, InvalidField, QueueFull, Request, SamplingParams
+from worker_service.core.sequence import FinishReason, Request, SamplingParams
 
 # -- the cached prefix: cases 15, 18, M10-M13 --
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.worker_service.roomy_scheduler import CONFIG, distinct, launches, machine
+from worker_service.core.errors import InvalidField
 from worker_service.core.launch_plan import chunk_len
 from worker_service.core.scheduler import Scheduler
-from worker_service.core.sequence import InvalidField
 
 
 @pytest.mark.parametrize(

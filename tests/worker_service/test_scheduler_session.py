@@ -11,8 +11,7 @@ from session.messages import Adopt, Refusal, Step, StepReply
 from session.words import RefusalReason, SequenceId
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
-from worker_service.core.readmission import LostPlace
-from worker_service.core.reply_handler import UnaskedReply
+from worker_service.core.errors import LostPlace, UnaskedReply
 from worker_service.core.scheduler import SchedulerConfig
 
 CONFIG = SchedulerConfig(

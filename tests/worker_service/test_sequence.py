@@ -6,7 +6,8 @@ from array import array
 import pytest
 
 from session.words import GroupPages, Namespace, SequenceId
-from worker_service.core.sequence import InvalidField, QueueOrder, Request, SamplingParams, Sequence, place_pages
+from worker_service.core.errors import InvalidField
+from worker_service.core.sequence import QueueOrder, Request, SamplingParams, Sequence, place_pages
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rpc.server import RpcServer, Service
 from session.words import GroupKind, GroupSpec
 from tests.worker_service.engine_harness import PAGE, VOCAB, EngineHarness, Letters, reference, running_engine
 from worker_service.codec import VocabLimits, WorkerDescription, encode_usage
+from worker_service.core import errors
 from worker_service.core.sequence import Timing, Usage
 from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 
@@ -377,3 +378,10 @@ async def test_a_request_that_bypasses_the_cache_reuses_nothing_and_leaves_nothi
         other = worker_pb2.GenerateRequest(text="abcdefghij")
         requests = (bypassing, other, bypassing, other)
         assert [(await place.generate(request))[-1].usage.cached_tokens for request in requests] == [0, 0, 0, 8]
+
+
+def test_every_error_of_a_request_has_the_status_that_the_tree_names() -> None:
+    lines = (errors.__doc__ or "").splitlines()
+    for kind in errors.RequestError.__subclasses__():
+        (line,) = (line for line in lines if f" {kind.__name__} " in line)
+        assert line.split()[-1] == CODES[kind].name

@@ -22,7 +22,7 @@ from session.words import (
     TransferPages,
 )
 from worker_service import session_codec
-from worker_service.core.ports import SessionLost, StepRejected
+from worker_service.core.errors import SessionLost, StepRejected
 from worker_service.session_checks import PoolCheck
 
 GROUPS = (

@@ -16,7 +16,8 @@ from session.words import Namespace, SequenceId
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import STOPPED, VOCAB
 from tests.worker_service.test_scheduler_with_manager import WORKER, RealMachine, full_only, with_state, with_window
-from worker_service.core.scheduler import LostPlace, SchedulerConfig
+from worker_service.core.errors import LostPlace
+from worker_service.core.scheduler import SchedulerConfig
 
 LAYOUTS = (full_only, full_only, with_window, with_state)
 MAX_TURNS = 6_000

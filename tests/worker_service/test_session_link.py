@@ -25,7 +25,7 @@ from tests.worker_service.test_cache_client import (
     welcoming,
 )
 from worker_service.cache_client import CacheClient, ClientLimits
-from worker_service.core.ports import SessionLost, StepRejected
+from worker_service.core.errors import SessionLost, StepRejected
 
 
 async def test_a_damaged_connection_is_left_for_a_new_one() -> None:

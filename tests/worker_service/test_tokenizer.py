@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
-from worker_service.model.config import ModelError
+from worker_service.core.errors import ModelError
 from worker_service.model.demo_model import SPECIAL_TOKENS, make_demo_model
 from worker_service.model.tokenizer import Tokenizer
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker_service.model_kit import CPU
+from worker_service.core.errors import ModelError
 from worker_service.model import digest as digest_module
-from worker_service.model.config import ModelError, read_model_config
+from worker_service.model.config import read_model_config
 from worker_service.model.demo_model import make_demo_model
 from worker_service.model.digest import model_digest
 from worker_service.model.hub import resolve_folder

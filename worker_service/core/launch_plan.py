@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from session.words import GroupKind, GroupSpec
-from worker_service.core.sequence import InvalidField, Sequence
+from worker_service.core.errors import InvalidField
+from worker_service.core.sequence import Sequence
 
 UNLIMITED = 1 << 62
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from session.messages import Adopt, SessionLimits
 from session.words import Namespace
+from worker_service.core.errors import InvalidField
 from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig
-from worker_service.core.sequence import TOKEN_BYTES, InvalidField, Sequence
+from worker_service.core.sequence import TOKEN_BYTES, Sequence
 
 PAGE_ID_BYTES = 4
 MAX_UTF8_BYTES = 4

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+from worker_service.core.errors import PageRejected
+
 MAGIC = b"SCPG"
 VERSION = 1
 HEADER_BYTES = 64
@@ -32,10 +34,6 @@ class PageKind(NamedTuple):
     dtype: int
     group: int
     rank: int
-
-
-class PageRejected(Exception):
-    """These bytes are not the page that was asked for; to the reader it is a miss."""
 
 
 def encode_header(kind: PageKind, key: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:

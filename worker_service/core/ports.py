@@ -42,18 +42,6 @@ class CachePort(Protocol):
         ...
 
 
-class SessionLost(Exception):
-    """The stream to the cache service broke; the state on its other side is known again after `connect`."""
-
-
-class StepRejected(SessionLost):
-    """The stream ended over the content of a step or of its reply: the same step may end the next stream, too."""
-
-
-class SessionRefused(Exception):
-    """The cache service will not take this worker: another one has its name, or the two do not fit together."""
-
-
 class Mover(Protocol):
     """Every transfer ends in exactly one ack, handed over in the event loop."""
 
@@ -89,7 +77,3 @@ class HostTier(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class HostTierError(Exception):
-    """The host tier did not answer in time, answered nonsense, or refused the connection."""

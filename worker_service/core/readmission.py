@@ -14,8 +14,8 @@ from session.messages import Step, Welcome
 from session.words import ReleaseReason
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
+from worker_service.core.errors import LostPlace
 from worker_service.core.limits import Terms
-from worker_service.core.ports import SessionLost
 from worker_service.core.queues import Queues
 from worker_service.core.reply_handler import Failed
 from worker_service.core.sequence import Sequence, State
@@ -23,10 +23,6 @@ from worker_service.core.step_builder import Ask, StepBuilder
 
 # Steps with an acquire of one sequence that ended their sessions; it fails alone at the second one.
 MAX_REJECTED = 2
-
-
-class LostPlace(SessionLost):
-    """The cache service is neither where the worker's last reply left it nor one step further."""
 
 
 class Readmission(NamedTuple):

@@ -16,7 +16,7 @@ from session.messages import Grant, Refusal, Remap, StepReply
 from session.words import RefusalReason, ReleaseReason, SequenceId, Transfer
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
-from worker_service.core.ports import StepRejected
+from worker_service.core.errors import UnaskedReply
 from worker_service.core.queues import Queues
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 from worker_service.core.step_builder import Ask, Asked, StepBuilder
@@ -24,10 +24,6 @@ from worker_service.core.step_builder import Ask, Asked, StepBuilder
 # Refusals in a row after which an extend costs somebody their place.
 PATIENCE = 2
 _FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
-
-
-class UnaskedReply(StepRejected):
-    """The cache service answered something else than the step that it was asked; nothing was applied."""
 
 
 class Fetch(NamedTuple):

@@ -20,37 +20,14 @@ from session.words import ReleaseReason, SequenceId, SnapshotSlot
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
+from worker_service.core.errors import InvalidField, QueueFull
 from worker_service.core.launch_plan import Progress, Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
 from worker_service.core.queues import Queues
-from worker_service.core.readmission import LostPlace, Readmission, Readmitter
-from worker_service.core.reply_handler import Applied, Failed, Fetch, ReplyHandler, UnaskedReply
-from worker_service.core.sequence import (
-    TOKEN_BYTES,
-    FinishReason,
-    InvalidField,
-    QueueFull,
-    QueueOrder,
-    Request,
-    Sequence,
-    State,
-    Usage,
-)
+from worker_service.core.readmission import Readmission, Readmitter
+from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
+from worker_service.core.sequence import TOKEN_BYTES, FinishReason, QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
-
-__all__ = [
-    "Applied",
-    "Failed",
-    "Fetch",
-    "Launch",
-    "LaunchRow",
-    "LostPlace",
-    "Output",
-    "Readmission",
-    "Scheduler",
-    "SchedulerConfig",
-    "UnaskedReply",
-]
 
 
 class LaunchRow(NamedTuple):

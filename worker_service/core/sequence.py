@@ -18,6 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, SnapshotSlot
+from worker_service.core.errors import InvalidField
 
 TOKEN_BYTES = 4
 MAX_STOP_STRINGS = 64
@@ -29,19 +30,6 @@ MAX_FP32 = 3.4028234663852886e38
 # Beyond these a penalised score overflows fp32, or underflows to 0, whatever the logits are.
 MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3
 NO_MATCH = Match(0, 0, 0, "", MissReason.UNSPECIFIED)
-
-
-class InvalidField(ValueError):
-    """A request or a configuration cannot be served as given; `field` names the input, `reason` says what is wrong."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
-
-
-class QueueFull(Exception):
-    """As many requests wait as are allowed to; this one was not taken."""
 
 
 class State(Enum):

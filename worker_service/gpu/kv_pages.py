@@ -21,14 +21,11 @@ import torch
 
 from kernels.copy_pages import pack_pages, unpack_pages
 from session.words import GroupKind, GroupSpec
+from worker_service.core.errors import PoolError
 
 LAYOUT = "NHD"
 # Of a group's tensor; the axes before it, layers and K or V, are what a page gathers its bytes from.
 PAGE_AXIS = 2
-
-
-class PoolError(Exception):
-    """The pools cannot be made: the reason names what does not fit."""
 
 
 class KvShape(NamedTuple):

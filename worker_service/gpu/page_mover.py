@@ -21,8 +21,9 @@ import torch
 from session.messages import Ack
 from session.words import Transfer, TransferPages, TransferStatus
 from worker_service.core import page_codec
-from worker_service.core.page_codec import CODEC_RAW, Digest, PageKind, PageRejected
-from worker_service.core.ports import HostTier, HostTierError
+from worker_service.core.errors import HostTierError, PageRejected
+from worker_service.core.page_codec import CODEC_RAW, Digest, PageKind
+from worker_service.core.ports import HostTier
 
 PAGES_PER_COMMAND = 8
 # Without tensor parallelism a worker is its only rank.

@@ -1,7 +1,4 @@
-"""What a worker says of its pools when it starts: how much they hold, and what they can never do.
-
-Knows no tensor and no log.
-"""
+"""What a worker logs of its pools when it starts: how much they hold, and whether any prompt can reuse a prefix."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ class GroupCapacity(NamedTuple):
 
 
 class PoolReport(NamedTuple):
-    """`least_hit_tokens` is the shortest prompt that can reuse a prefix; `warning` is empty where some can."""
+    """`least_hit_tokens` is the shortest prompt that can reuse a prefix; `warning` is None where some can."""
 
     groups: tuple[GroupCapacity, ...]
     least_hit_tokens: int
-    warning: str
+    warning: str | None
 
 
 def pool_report(specs: Sequence[GroupSpec], page_tokens: int, max_model_len: int) -> PoolReport:
@@ -36,8 +33,8 @@ def pool_report(specs: Sequence[GroupSpec], page_tokens: int, max_model_len: int
     return PoolReport(groups, least_hit_tokens, _obstacle(specs, least_hit_tokens, max_model_len))
 
 
-def _obstacle(specs: Sequence[GroupSpec], least_hit_tokens: int, max_model_len: int) -> str:
-    """Why no prompt can ever reuse a prefix, and what to set; empty where one can."""
+def _obstacle(specs: Sequence[GroupSpec], least_hit_tokens: int, max_model_len: int) -> str | None:
+    """Returns why no prompt can ever reuse a prefix, and what to set; None where one can."""
     if least_hit_tokens >= max_model_len:
         return (
             f"no prompt can reuse a prefix: that takes {least_hit_tokens} tokens (page_tokens + 1), and prompts have "
@@ -49,4 +46,4 @@ def _obstacle(specs: Sequence[GroupSpec], least_hit_tokens: int, max_model_len: 
                 f"no prompt can reuse a prefix: group {spec.name} has {spec.num_pages} slots, and a running sequence "
                 "takes one beside the snapshot that it resumes from; set pool_pages or pool_mb higher"
             )
-    return ""
+    return None

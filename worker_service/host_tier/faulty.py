@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from session.words import HostTierKind
-from worker_service.core.ports import HostTier, HostTierError
+from worker_service.core.errors import HostTierError
+from worker_service.core.ports import HostTier
 
 
 @dataclass(frozen=True, slots=True)

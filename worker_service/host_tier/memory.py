@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from session.words import HostTierKind
-from worker_service.core.ports import HostTierError
+from worker_service.core.errors import HostTierError
 
 
 class MemoryTier:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from session.words import HostTierKind
-from worker_service.core.ports import HostTier, HostTierError
+from worker_service.core.errors import HostTierError
+from worker_service.core.ports import HostTier
 
 Operation = Literal["put", "get"]
 

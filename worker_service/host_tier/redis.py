@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from session.words import HostTierKind
-from worker_service.core.ports import HostTierError
+from worker_service.core.errors import ErrorReply, HostTierError, TooLongReply
 from worker_service.host_tier.redis_url import parse_redis_url
-from worker_service.host_tier.resp import ErrorReply, Part, RespConnection, TooLongReply, encode_command
+from worker_service.host_tier.resp import Part, RespConnection, encode_command
 
 SENTINEL_KEY = b"stemcache:1:sentinel"
 SENTINEL_BYTES = 64

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from worker_service.core.errors import RedisUrlError
+
 DEFAULT_PORT = 6379
 SCHEMES = ("redis", "rediss", "unix")
-
-
-class RedisUrlError(ValueError):
-    """The URL cannot be used; the message says why and never contains the password."""
 
 
 @dataclass(frozen=True, slots=True)

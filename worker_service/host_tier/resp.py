@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from worker_service.core.ports import HostTierError
+from worker_service.core.errors import ErrorReply, HostTierError, TooLongReply
 from worker_service.host_tier.redis_url import RedisAddress
 
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -22,18 +22,6 @@ MAX_PARTS_PER_SEND = 512  # below every system's IOV_MAX
 MIN_TIMEOUT_S = 0.001  # zero would mean not to wait at all, which is another kind of socket
 
 Part = bytes | bytearray | memoryview
-
-
-class ErrorReply(HostTierError):
-    """Redis answered an error. The reply was read whole, so the connection lives on."""
-
-    @property
-    def code(self) -> str:
-        return str(self).partition(" ")[0]
-
-
-class TooLongReply(HostTierError):
-    """The value is longer than the caller's limit. It stays unread, so the connection is closed."""
 
 
 class RespConnection:

@@ -12,16 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from worker_service.core.errors import ModelError
+
 Fields = Mapping[str, Any]
-
-
-class ModelError(Exception):
-    """A model folder cannot be served; `field` names the file, config field or tensor, `reason` says why."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
 
 
 class Family(Enum):

@@ -12,7 +12,7 @@ from importlib.metadata import version
 import torch
 
 from kernels.backend import Backend
-from worker_service.model.config import ModelError
+from worker_service.core.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Raised when a change to the kernels or the model's code changes bits that pages hold.

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from worker_service.model.config import ModelError, read_json
+from worker_service.core.errors import ModelError
+from worker_service.model.config import read_json
 from worker_service.model.tokenizer import TOKENIZER
 from worker_service.model.weights import weight_files
 

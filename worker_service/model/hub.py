@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from worker_service.model.config import ModelError
+from worker_service.core.errors import ModelError
 from worker_service.model.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from worker_service.model.weights import INDEX, WEIGHTS, read_index
 

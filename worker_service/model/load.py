@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from kernels.backend import Backend
+from worker_service.core.errors import ModelError
 from worker_service.gpu.kv_pages import KvShape
-from worker_service.model.config import ModelConfig, ModelError, RopeKind, read_model_config
+from worker_service.model.config import ModelConfig, RopeKind, read_model_config
 from worker_service.model.device import pick_dtype
 from worker_service.model.digest import digesting
 from worker_service.model.hub import resolve_folder

@@ -13,7 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from worker_service.model.config import ModelError, read_json
+from worker_service.core.errors import ModelError
+from worker_service.model.config import read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

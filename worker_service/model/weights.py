@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker_service.model.config import ModelConfig, ModelError, read_json
+from worker_service.core.errors import ModelError
+from worker_service.model.config import ModelConfig, read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Hears how many bytes of how many are loaded.
