@@ -24,7 +24,7 @@ from cache_service import replay
 from cache_service.compiled import CORE_FORM, IS_COMPILED
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager
-from cli.traffic import token_requests
+from cli.replay.traffic import token_requests
 from session.messages import Acquire, Grant, Publish, Release
 from session.words import ReleaseReason, SequenceId
 

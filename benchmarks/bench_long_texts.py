@@ -26,6 +26,7 @@ import grpc
 import grpc.aio
 
 from protos.v1 import worker_pb2, worker_pb2_grpc
+from register_qa import MODEL_FOLDER
 from rpc.client import open_channel
 
 TEXT_CHARS = 520_000
@@ -108,7 +109,9 @@ def main() -> None:
         return
     with (
         service("cache_service") as cache,
-        service("worker_service", "--cache", cache, "--device", "cpu", "--threads", "1") as worker,
+        service(
+            "worker_service", "--model", str(MODEL_FOLDER), "--cache", cache, "--device", "cpu", "--threads", "1"
+        ) as worker,
     ):
         result = asyncio.run(measure(worker, arguments.texts))
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cli import ask, doctor, drain, generate, inspect, replay, serve, watch
+from cli import ask, doctor, drain, generate, inspect, serve, watch
 from cli.app import app
 from cli.evaluation import command as evaluation
+from cli.replay import command as replay
 
 __all__ = ["ask", "doctor", "drain", "evaluation", "generate", "inspect", "main", "replay", "serve", "watch"]
 

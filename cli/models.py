@@ -40,11 +40,11 @@ def _random_folder(seed: int) -> Path:
 
 def _make(folder: Path, seed: int) -> None:
     """Whole or not at all: Ctrl-C may come at any moment, and another process may be making it, too."""
-    from worker_service.model.demo_model import make_demo_model
+    from cli.random_model import make_random_model
 
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}")
     try:
-        make_demo_model(fresh, seed)
+        make_random_model(fresh, seed)
         if not folder.exists():
             fresh.rename(folder)
     finally:

@@ -48,7 +48,7 @@ PRELOADED = (
     "cli.evaluation.command",
     "cli.generate",
     "cli.inspect",
-    "cli.replay",
+    "cli.replay.command",
     "cli.serve",
     "cli.watch",
 )

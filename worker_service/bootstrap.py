@@ -36,30 +36,30 @@ from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
 from session.messages import Ack
-from worker_service import codec
 from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import DeviceLost, PoolError
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
-from worker_service.device_runner import DeviceRunner
 from worker_service.engine import Engine
 from worker_service.gpu.kv_pages import KvPages, KvShape, plan_pages, pool_budget
-from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
-from worker_service.launcher import Launcher
+from worker_service.launch.device_runner import DeviceRunner
+from worker_service.launch.launcher import Launcher
 from worker_service.metrics import Load, WorkerMetrics
 from worker_service.model.device import numerics, pick_device, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.load import LoadedModel, kv_shape, load_model
 from worker_service.model.runner import Runner, RunnerLimits
-from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
+from worker_service.serving import codec
+from worker_service.serving.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 from worker_service.tier_watch import TierWatch
+from worker_service.transfer.page_mover import MoverLimits, PageFrame, PageMover
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
 ADMIN_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerAdmin"].full_name

@@ -1,7 +1,6 @@
 """The worker's settings: one frozen dataclass, filled from flags and STEMCACHE_WORKER_* variables.
 
-Knows where the model in the box is, and no page: what can only be judged once the model is loaded (thresholds against
-its length) is judged there.
+What can only be checked once the model is loaded (thresholds against its length) is checked there.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from register_qa import MODEL_FOLDER
 from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting
@@ -24,7 +22,7 @@ INVARIANCES = ("strict", "batch", "fast")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    model: str = setting(str(MODEL_FOLDER), "Folder of a Hugging Face checkpoint, or its hub id.")
+    model: str = setting("", "Folder of a Hugging Face checkpoint, or its hub id; required.")
     worker_id: str = setting("", "Name of this worker; drawn when empty.")
     cache: str = setting("127.0.0.1:7400", "Address of the cache service.")
     listen: str = setting("127.0.0.1:7500", "Address to serve ModelWorker on; port 0 takes a free one.")

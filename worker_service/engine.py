@@ -24,7 +24,7 @@ from worker_service.core.reply_handler import Applied, Failed
 from worker_service.core.scheduler import Launch, Output, Scheduler
 from worker_service.core.sequence import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 from worker_service.generation import Detokenizer, Generation
-from worker_service.launcher import EndedLaunch, Launcher, NewTokens
+from worker_service.launch.launcher import EndedLaunch, Launcher, NewTokens
 from worker_service.losses import Losses
 from worker_service.observer import Observer
 from worker_service.trace import EngineTrace, RateMeter, Span

@@ -20,7 +20,7 @@ import yaml
 from cache_service.config import CacheConfig
 from cache_service.core.base.manager_config import ManagerConfig
 from cli.cluster import ClusterOptions
-from cli.replay import replay_command
+from cli.replay.command import replay_command
 from cli.serve import up
 from tests.architecture.sources import ROOT
 

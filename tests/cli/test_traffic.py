@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cli.traffic import token_requests
+from cli.replay.traffic import token_requests
 
 
 def test_the_same_seed_gives_the_same_requests() -> None:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.faulty_tier import FaultyTier
 from tests.redis_process import RedisProcess, find_redis_binary
 from worker_service.core.ports import HostTier
-from worker_service.host_tier.faulty import FaultyTier
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import MeteredTier
 from worker_service.host_tier.redis import RedisTier

@@ -7,9 +7,9 @@ import platform
 
 import pytest
 
+from tests.faulty_tier import FaultPlan, FaultyTier
 from worker_service.core.errors import HostTierError
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.host_tier.faulty import FaultPlan, FaultyTier
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 

@@ -6,7 +6,7 @@ import tracemalloc
 from array import array
 
 from cache_service.core import audit
-from cache_service.replay import NAMESPACE, WORKER, make_manager
+from cli.replay.replay import NAMESPACE, WORKER, make_manager
 from session.messages import Acquire, Grant, Publish, Release
 from session.words import ReleaseReason, SequenceId
 

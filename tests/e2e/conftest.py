@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.random_model import make_random_model
 from tests.e2e.client import Client, open_client
 from tests.e2e.processes import ServiceProcess, cache_process, worker_process
 from tests.redis_process import RedisProcess, find_redis_binary
-from worker_service.model.demo_model import make_demo_model
 
 StartCache = Callable[..., ServiceProcess]
 StartWorkers = Callable[..., list[ServiceProcess]]
@@ -30,7 +30,7 @@ class Cluster:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_demo_model(folder, seed=1)
+    make_random_model(folder, seed=1)
     return folder
 
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cli.random_model import make_random_model
 from tests.e2e.client import Answer, Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
 from tests.redis_process import RedisProcess
 from worker_service.model.config import parse_model_config
-from worker_service.model.demo_model import make_demo_model
 from worker_service.model.weights import expected_shapes
 
 pytestmark = [
@@ -67,7 +67,7 @@ class Machine(NamedTuple):
 
 def write_model(folder: Path) -> None:
     """A sharded checkpoint with an index, as large models come."""
-    make_demo_model(folder, seed=1)  # for its tokenizer
+    make_random_model(folder, seed=1)  # for its tokenizer
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator("cuda").manual_seed(1)

@@ -24,7 +24,7 @@ from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
 from worker_service.engine import Engine, EngineRequest
 from worker_service.generation import Generation, Piece
-from worker_service.launcher import Launcher
+from worker_service.launch.launcher import Launcher
 from worker_service.observer import Observer
 
 PAGE = 4

@@ -18,7 +18,7 @@ import torch
 
 from worker_service.__main__ import main
 from worker_service.core.batch import Batch
-from worker_service.device_runner import DeviceRunner
+from worker_service.launch.device_runner import DeviceRunner
 from worker_service.model.runner import LaunchResult, Runner
 
 HOSTILE = (40, 13, 41)

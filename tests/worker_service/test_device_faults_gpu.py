@@ -9,16 +9,16 @@ import grpc
 import pytest
 import torch
 
+from cli.random_model import make_random_model
 from tests.e2e.processes import cache_process
 from tests.worker_service.device_faults import BYSTANDERS, faulty_worker, generate, lose_device
-from worker_service.model.demo_model import make_demo_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
 async def test_a_device_side_assert_ends_the_process_with_code_1(tmp_path: Path, graphs: str) -> None:
-    make_demo_model(tmp_path / "model", seed=1)
+    make_random_model(tmp_path / "model", seed=1)
     cache = cache_process(tmp_path)
     worker = faulty_worker(tmp_path, tmp_path / "model", "", "assert", "cuda", cuda_graphs=graphs)
     try:
@@ -43,7 +43,7 @@ async def test_a_device_side_assert_ends_the_process_with_code_1(tmp_path: Path,
 
 async def test_what_does_not_fit_into_memory_together_runs_apart(tmp_path: Path) -> None:
     """Allocations that fail for real; the tokens are those of each prompt alone, since the bits depend on no mate."""
-    make_demo_model(tmp_path / "model", seed=1)
+    make_random_model(tmp_path / "model", seed=1)
     cache = cache_process(tmp_path)
     worker = faulty_worker(tmp_path, tmp_path / "model", "", "memory", "cuda")
     try:

@@ -22,7 +22,7 @@ from worker_service.core.errors import (
     WorkerStopped,
 )
 from worker_service.losses import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
-from worker_service.servicer import CODES
+from worker_service.serving.servicer import CODES
 
 LENGTHS = (5, 30, 11, 22, 8)
 

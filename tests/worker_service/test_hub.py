@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.random_model import make_random_model
 from tests.worker_service.test_weights import shard
-from worker_service.model.demo_model import make_demo_model
 
 MODEL = "stemcache/demo"
 COMMIT = "0" * 39 + "1"
@@ -78,7 +78,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    make_demo_model(folder, seed=2)
+    make_random_model(folder, seed=2)
     (folder / "training.bin").write_bytes(b"nobody wants this")
     return folder
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cli.random_model import make_random_model
 from kernels.backend import Backend
 from tests.worker_service.model_kit import CPU, NUM_PAGES, PAGE, FakeSequence, Part
 from tests.worker_service.model_kit import Bench as ModelBench
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model import attention, gemm_dispatch, llama
-from worker_service.model.demo_model import make_demo_model
 from worker_service.model.load import kv_shape, load_model
 from worker_service.model.runner import Runner
 
@@ -41,7 +41,7 @@ class Bench(ModelBench):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_demo_model(tmp_path / "model")
+    make_random_model(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, FakeSequence, Part, make_reference, random_tokens
 from worker_service.core.batch import Batch
 from worker_service.model.attention import LaunchInputs
-from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.launch_graphs import GraphLimits, GraphOutput, LaunchGraphs, batch_sizes, buckets
@@ -113,7 +113,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     name, invariance = request.param
     folder = tmp_path_factory.mktemp(name)
     if name == "demo":
-        make_demo_model(folder, seed=3)
+        make_random_model(folder, seed=3)
     else:
         make_reference(name, folder)
     return Twins(folder, invariance)
@@ -224,7 +224,7 @@ def test_prompts_beside_decode_rows_have_the_bits_of_the_launch(twins: Twins, cu
 @needs_gpu
 def test_fast_launches_are_near(tmp_path: Path) -> None:
     """Nothing is promised of their bits: a graph's padding rows may choose another GEMM."""
-    make_demo_model(tmp_path, seed=3)
+    make_random_model(tmp_path, seed=3)
     fast, plain = Twins(tmp_path, Invariance.FAST), Twins(tmp_path, Invariance.BATCH)
     for lengths in ([5], [1, 40], [7] * 5):
         got = fast.captured.runner.logits(fast.decode(lengths)[0])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, Part
-from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import gemm_shape
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder: Path = tmp_path_factory.mktemp("model")
-    make_demo_model(folder, seed=3)
+    make_random_model(folder, seed=3)
     device = torch.device("cuda", 0)
     prepare_process(device, 0)
     return Bench(folder, device, torch.bfloat16)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from cli.random_model import make_random_model
 from kernels.backend import Backend
 from tests.worker_service.model_kit import CPU
 from worker_service import bootstrap
 from worker_service.config import WorkerConfig
 from worker_service.model import device as model_device
-from worker_service.model.demo_model import make_demo_model
 from worker_service.model.device import numerics
 
 CUDA = torch.device("cuda", 0)
@@ -52,7 +52,7 @@ def test_a_patch_release_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_fingerprint_holds_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_demo_model(tmp_path / "model")
+    make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
     first = bootstrap.prepare(WorkerConfig(**settings, pool_pages=8))
     wanted = bootstrap.fingerprint(first)

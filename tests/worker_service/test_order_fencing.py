@@ -19,7 +19,7 @@ from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
 from worker_service.engine import Engine, EngineRequest
-from worker_service.launcher import Launcher
+from worker_service.launch.launcher import Launcher
 from worker_service.observer import Observer
 
 GROUPS = (GroupSpec("full", GroupKind.FULL, 40, 0),)

@@ -12,12 +12,12 @@ import torch
 import xxhash
 
 from session.messages import Ack
-from session.words import HostTierKind, TicketId, Transfer, TransferPages, TransferStatus
-from worker_service.core.errors import HostTierError
+from session.words import TicketId, Transfer, TransferPages, TransferStatus
+from tests.faulty_tier import FaultPlan, FaultyTier
 from worker_service.core.ports import HostTier
 from worker_service.gpu.kv_pages import KvPages, KvShape
-from worker_service.gpu.page_mover import MoverLimits, PageFrame, PageMover
 from worker_service.host_tier.memory import MemoryTier
+from worker_service.transfer.page_mover import MoverLimits, PageFrame, PageMover
 
 NUM_PAGES = 24
 FRAME = PageFrame(dtype=1, digest=lambda data: xxhash.xxh3_128_digest(data))
@@ -51,7 +51,7 @@ def name(group: int, page: int) -> bytes:
     return f"key:{group}:0:{page:064x}".encode()
 
 
-class EngineHarness:
+class MoverHarness:
     """A mover and the acks that it handed over."""
 
     def __init__(self, pages: KvPages, tier: HostTier, limits: MoverLimits | None = None) -> None:
@@ -69,29 +69,6 @@ class EngineHarness:
         return self.acks[-1]
 
 
-class BrokenTier:
-    """Fails every call, and counts them."""
-
-    kind = HostTierKind.SHARED
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def identity(self) -> str:
-        return "broken"
-
-    def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
-        self.num_calls += 1
-        raise HostTierError("does not answer")
-
-    def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
-        self.num_calls += 1
-        raise HostTierError("does not answer")
-
-    def close(self) -> None:
-        pass
-
-
 def page(pages: KvPages, group: int, page_id: int) -> bytes:
     return pages.read_pages(group, [page_id]).numpy().tobytes()
 
@@ -102,9 +79,9 @@ async def test_pages_of_all_groups_arrive_on_another_device_bit_for_bit() -> Non
     out = [[1 + i for i in range(11)], [24 - i for i in range(11)]]
     target = [[12 + i for i in range(11)], [2 + i for i in range(11)]]
     holes = [(1, 0), (1, 1)]
-    spilled = await EngineHarness(here, tier).spill(transfer(7, out, holes))
+    spilled = await MoverHarness(here, tier).spill(transfer(7, out, holes))
     before = page(there, 1, target[1][0])
-    fetched = await EngineHarness(there, tier).fetch(transfer(8, target, holes))
+    fetched = await MoverHarness(there, tier).fetch(transfer(8, target, holes))
     moved_bytes = 11 * here.page_bytes(0) + 9 * here.page_bytes(1)
     assert spilled[:4] == (7, 11, TransferStatus.DONE, moved_bytes)
     assert fetched[:4] == (8, 11, TransferStatus.DONE, moved_bytes)
@@ -121,9 +98,9 @@ async def test_a_fetch_stops_at_the_first_page_that_lacks_any_group(missing: int
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1), make_pages(2)
     ids = [list(range(1, 12))] * 2
-    await EngineHarness(here, tier).spill(transfer(1, ids, [(1, missing)]))
+    await MoverHarness(here, tier).spill(transfer(1, ids, [(1, missing)]))
     untouched = [page(there, 0, ids[0][at]) for at in range(missing, 11)]
-    ack = await EngineHarness(there, tier).fetch(transfer(2, ids))
+    ack = await MoverHarness(there, tier).fetch(transfer(2, ids))
     assert ack[:3] == (2, missing, TransferStatus.MISSING)
     assert [page(there, 0, ids[0][at]) for at in range(missing)] == [page(here, 0, ids[0][at]) for at in range(missing)]
     assert [page(there, 0, ids[0][at]) for at in range(missing, 11)] == untouched
@@ -133,12 +110,12 @@ async def test_a_fetch_stops_at_the_first_page_that_lacks_any_group(missing: int
 async def test_a_tampered_value_is_corrupt_and_never_written(offset: int) -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
-    await EngineHarness(here, tier).spill(transfer(1, [[1, 2, 3]]))
+    await MoverHarness(here, tier).spill(transfer(1, [[1, 2, 3]]))
     value = bytearray(tier.get([name(0, 1)], 1 << 20)[0] or b"")
     value[offset] ^= 1
     tier.put([name(0, 1)], [[bytes(value)]])
     before = page(there, 0, 2)
-    ack = await EngineHarness(there, tier).fetch(transfer(2, [[1, 2, 3]]))
+    ack = await MoverHarness(there, tier).fetch(transfer(2, [[1, 2, 3]]))
     assert ack[:3] == (2, 1, TransferStatus.CORRUPT)
     assert page(there, 0, 2) == before
 
@@ -146,25 +123,21 @@ async def test_a_tampered_value_is_corrupt_and_never_written(offset: int) -> Non
 async def test_a_value_under_another_pages_key_is_corrupt() -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
-    await EngineHarness(here, tier).spill(transfer(1, [[1, 2]]))
+    await MoverHarness(here, tier).spill(transfer(1, [[1, 2]]))
     tier.put([name(0, 0)], [[bytes(tier.get([name(0, 1)], 1 << 20)[0] or b"")]])
-    assert (await EngineHarness(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.CORRUPT)
+    assert (await MoverHarness(there, tier).fetch(transfer(2, [[1, 2]])))[:3] == (2, 0, TransferStatus.CORRUPT)
 
 
 async def test_a_full_tier_acknowledges_the_leading_pages_only() -> None:
     here = make_pages(1, (0,))
-
-    class Full(MemoryTier):
-        def put(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
-            return min(len(keys), 3)
-
-    ack = await EngineHarness(here, Full(1 << 20)).spill(transfer(1, [list(range(1, 12))]))
+    tier = FaultyTier(MemoryTier(1 << 20), FaultPlan(seed=14, partial=1.0))  # stores 3 values of the first 8
+    ack = await MoverHarness(here, tier).spill(transfer(1, [list(range(1, 12))]))
     assert ack[:4] == (1, 3, TransferStatus.FAILED, 3 * here.page_bytes(0))
 
 
 async def test_a_broken_tier_fails_every_ticket_and_is_left_alone_for_a_while() -> None:
-    tier = BrokenTier()
-    harness = EngineHarness(make_pages(1, (0,)), tier, MoverLimits(threads=1, breaker_failures=2, breaker_s=60.0))
+    tier = FaultyTier(MemoryTier(1 << 20), FaultPlan(fail=1.0))
+    harness = MoverHarness(make_pages(1, (0,)), tier, MoverLimits(threads=1, breaker_failures=2, breaker_s=60.0))
     for ticket in range(6):
         assert (await harness.spill(transfer(ticket, [[1]])))[:3] == (ticket, 0, TransferStatus.FAILED)
     assert (await harness.fetch(transfer(6, [[1]])))[:3] == (6, 0, TransferStatus.FAILED)
@@ -175,8 +148,8 @@ async def test_a_broken_tier_fails_every_ticket_and_is_left_alone_for_a_while() 
 async def test_nothing_is_written_before_the_barrier_and_everything_after_it() -> None:
     tier = MemoryTier(1 << 20)
     here, there = make_pages(1, (0,)), make_pages(2, (0,))
-    await EngineHarness(here, tier).spill(transfer(1, [[1]]))
-    harness, launch_ended, asked = EngineHarness(there, tier), threading.Event(), threading.Event()
+    await MoverHarness(here, tier).spill(transfer(1, [[1]]))
+    harness, launch_ended, asked = MoverHarness(there, tier), threading.Event(), threading.Event()
     before = page(there, 0, 1)
 
     def barrier() -> None:
@@ -196,8 +169,8 @@ async def test_nothing_is_written_before_the_barrier_and_everything_after_it() -
 async def test_more_transfers_than_may_wait_fail_at_once_and_the_others_go_on() -> None:
     tier = MemoryTier(1 << 20)
     pages, gate = make_pages(1, (0,)), threading.Event()
-    await EngineHarness(pages, tier).spill(transfer(0, [[1]]))
-    harness = EngineHarness(pages, tier, MoverLimits(threads=1, max_queued=2))
+    await MoverHarness(pages, tier).spill(transfer(0, [[1]]))
+    harness = MoverHarness(pages, tier, MoverLimits(threads=1, max_queued=2))
     for ticket in (1, 2, 3):
         harness.mover.fetch(transfer(ticket, [[1]]), lambda: gate.wait(30))
     await asyncio.sleep(0)
@@ -208,6 +181,6 @@ async def test_more_transfers_than_may_wait_fail_at_once_and_the_others_go_on() 
 
 
 async def test_an_order_for_a_page_that_does_not_exist_ends_as_a_failed_ack(caplog: pytest.LogCaptureFixture) -> None:
-    ack = await EngineHarness(make_pages(1, (0,)), MemoryTier(1 << 20)).spill(transfer(1, [[NUM_PAGES + 1]]))
+    ack = await MoverHarness(make_pages(1, (0,)), MemoryTier(1 << 20)).spill(transfer(1, [[NUM_PAGES + 1]]))
     assert ack[:3] == (1, 0, TransferStatus.FAILED)
     assert "page id" in caplog.text

@@ -22,10 +22,10 @@ from worker_service.core.sequence import (
     SamplingParams,
     TokenLogprobs,
 )
-from worker_service.device_runner import DeviceRunner
+from worker_service.launch.device_runner import DeviceRunner
+from worker_service.launch.row_faults import MAX_RUNS, run_rows
 from worker_service.model.runner import LaunchResult
 from worker_service.model.sampling_arrays import sampling_arrays
-from worker_service.row_faults import MAX_RUNS, run_rows
 
 GROUPS = (full_group(1000),)
 

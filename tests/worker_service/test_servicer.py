@@ -19,10 +19,10 @@ from rpc.errors import errors_to_status
 from rpc.server import RpcServer, Service
 from session.words import GroupKind, GroupSpec
 from tests.worker_service.engine_harness import PAGE, VOCAB, EngineHarness, Letters, reference, running_engine
-from worker_service.codec import VocabLimits, WorkerDescription, encode_usage
 from worker_service.core import errors
 from worker_service.core.sequence import Timing, Usage
-from worker_service.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
+from worker_service.serving.codec import VocabLimits, WorkerDescription, encode_usage
+from worker_service.serving.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 
 MAX_MODEL_LEN = 200
 FACTS = WorkerDescription(

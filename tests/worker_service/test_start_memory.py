@@ -18,7 +18,7 @@ def test_too_little_memory_at_the_start_names_the_settings(
 
     monkeypatch.setattr(bootstrap, "_prepare", too_large)
     monkeypatch.setattr(command, "set_up_logging", lambda *_: None)
-    monkeypatch.setattr("sys.argv", ["worker_service"])
+    monkeypatch.setattr("sys.argv", ["worker_service", "--model", "m"])
     assert command.main() == command.USAGE_ERROR
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("worker_service: error: memory_fraction, pool_mb, token_budget, max_num_seqs:")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_service.codec import VocabLimits
 from worker_service.core.errors import InvalidField, QueueFull
-from worker_service.text_encoder import (
+from worker_service.serving.codec import VocabLimits
+from worker_service.serving.text_encoder import (
     HEAD_CHARS_PER_TOKEN,
     LONG_CHARS_PER_TOKEN,
     MAX_CHARS_PER_TOKEN,

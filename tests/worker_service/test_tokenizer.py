@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
+from cli.random_model import SPECIAL_TOKENS, make_random_model
 from worker_service.core.errors import ModelError
-from worker_service.model.demo_model import SPECIAL_TOKENS, make_demo_model
 from worker_service.model.tokenizer import Tokenizer
 
 TEXT = "naïve café — 東京 🍣👩‍🚀 \n\tend"
 
 
 def byte_level(folder: Path) -> Tokenizer:
-    make_demo_model(folder)
+    make_random_model(folder)
     return Tokenizer(folder / "tokenizer.json")
 
 
@@ -49,7 +49,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_special_tokens_are_left_out_when_the_text_has_them_already(tmp_path: Path) -> None:
-    make_demo_model(tmp_path)
+    make_random_model(tmp_path)
     library = Library.from_file(str(tmp_path / "tokenizer.json"))
     start = SPECIAL_TOKENS[0]
     token_id = library.token_to_id(start)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli.random_model import make_random_model
 from tests.worker_service.model_kit import CPU
 from worker_service.core.errors import ModelError
 from worker_service.model import digest as digest_module
 from worker_service.model.config import read_model_config
-from worker_service.model.demo_model import make_demo_model
 from worker_service.model.digest import model_digest
 from worker_service.model.hub import resolve_folder
 from worker_service.model.load import LoadedModel, load_model
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_demo_model(tmp_path / "model")
+    make_random_model(tmp_path / "model")
     return tmp_path / "model"
 
 

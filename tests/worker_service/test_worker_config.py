@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from register_qa import MODEL_FOLDER
 from rpc.settings import SettingsError, describe
 from worker_service.config import load_config
 
@@ -18,6 +17,7 @@ def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "named"),
     [
+        ([], {}, "model"),
         ([], {"STEMCACHE_WORKER_MODEL": ""}, "model"),
         (["--model", "m", "--no-such", "1"], {}, "--no-such"),
         ([], {"STEMCACHE_WORKER_MODLE": "m"}, "STEMCACHE_WORKER_MODLE"),
@@ -41,21 +41,17 @@ def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, s
     assert named in str(error.value)
 
 
-def test_the_model_in_the_box_is_the_default() -> None:
-    assert load_config([], {}).model == str(MODEL_FOLDER)
-
-
-def test_bits_depend_on_no_mate_unless_speed_is_asked_for() -> None:
+def test_bits_depend_on_no_other_request_unless_speed_is_asked_for() -> None:
     assert load_config(["--model", "m"], {}).invariance == "batch"
     assert load_config(["--model", "m", "--invariance", "fast"], {}).invariance == "fast"
 
 
-def test_the_kernel_backend_is_told_to_whoever_asks() -> None:
+def test_describe_tells_the_kernel_backend() -> None:
     """Describe's config is this mapping."""
-    assert describe(load_config([], {}))["kernel_backend"] == "auto"
-    assert describe(load_config(["--kernel-backend", "reference"], {}))["kernel_backend"] == "reference"
+    assert describe(load_config(["--model", "m"], {}))["kernel_backend"] == "auto"
+    assert describe(load_config(["--model", "m", "--kernel-backend", "reference"], {}))["kernel_backend"] == "reference"
     with pytest.raises(SettingsError, match="kernel-backend"):
-        load_config(["--kernel-backend", "triton"], {})
+        load_config(["--model", "m", "--kernel-backend", "triton"], {})
 
 
 def test_no_secret_is_shown() -> None:

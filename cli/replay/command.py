@@ -1,6 +1,6 @@
 """`stemcache replay`: drives the manager alone with a trace in Mooncake's format, once or for a table.
 
-Knows the command line only; cache_service/replay.py does the work.
+replay.py does the work.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import typer
 from rich.console import RenderableType
 
 from cache_service.config import POLICIES
-from cache_service.replay import Replay, Request, TraceError, make_manager, read_trace, replay
 from cli.app import JsonOption, app, check_choice, fail
 from cli.output import Output, table
+from cli.replay.replay import Replay, Request, TraceError, make_manager, read_trace, replay
 
 UNITS = {"k": 1_000, "m": 1_000_000}
 MAX_RUNS = 64

@@ -14,7 +14,7 @@ from worker_service.core.batch import Batch
 from worker_service.core.errors import DeviceLost
 from worker_service.core.scheduler import Launch, Output
 from worker_service.core.sequence import TokenLogprobs
-from worker_service.row_faults import LaunchTokens, RowResults, run_rows
+from worker_service.launch.row_faults import LaunchTokens, RowResults, run_rows
 
 # The most that the event loop waits for the model's thread to take a launch over.
 BEGIN_S = 0.002

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from worker_service.codec import VocabLimits, check_prompt_tokens, pack_tokens
 from worker_service.core.errors import InvalidField, QueueFull
+from worker_service.serving.codec import VocabLimits, check_prompt_tokens, pack_tokens
 
 # Up to here a text costs the event loop less than handing it over.
 SHORT_TEXT_CHARS = 1024

@@ -55,7 +55,7 @@ EMBEDDING_GAIN = 0.5
 QUERY_KEY_GAIN = 2.0
 
 
-def make_demo_model(folder: Path, seed: int = 0) -> None:
+def make_random_model(folder: Path, seed: int = 0) -> None:
     """Write config.json, tokenizer.json and model.safetensors; the same seed gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")

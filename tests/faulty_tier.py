@@ -1,7 +1,4 @@
-"""A host tier that goes wrong on purpose, by a seeded plan: for tests of everything that stands on a host tier.
-
-Knows nothing of the tier inside. Calls from one thread meet the same faults in every run with the same seed.
-"""
+"""A host tier that fails on purpose, by a seeded plan. Calls from one thread meet the same faults in every run."""
 
 from __future__ import annotations
 
@@ -38,8 +35,9 @@ class FaultyTier:
         self.plan = plan or FaultPlan()
         self._inner = inner
         self._sleep = sleep
-        self._random = random.Random(self.plan.seed)  # noqa: S311 (a replayable plan, not a secret)
+        self._random = random.Random(self.plan.seed)
         self._lock = threading.Lock()
+        self.num_calls = 0
 
     @property
     def kind(self) -> HostTierKind:
@@ -63,6 +61,7 @@ class FaultyTier:
         self._inner.close()
 
     def _disturb(self) -> None:
+        self.num_calls += 1
         if self._happens(self.plan.delay):
             self._sleep(self.plan.delay_s)
         if self._happens(self.plan.fail):

@@ -8,8 +8,8 @@ import torch
 
 from worker_service.core.batch import Batch
 from worker_service.core.errors import DeviceLost
-from worker_service.launcher import BatchRunner
-from worker_service.row_faults import LaunchTokens
+from worker_service.launch.launcher import BatchRunner
+from worker_service.launch.row_faults import LaunchTokens
 
 
 class DeviceRunner:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.random_model import READABLE, make_random_model
 from tests.worker_service.model_kit import CPU, Bench, Part, random_tokens
-from worker_service.model.demo_model import READABLE, make_demo_model
 from worker_service.model.digest import model_digest
 from worker_service.model.load import load_model
 
@@ -16,13 +16,13 @@ from worker_service.model.load import load_model
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    make_demo_model(folder, seed=3)
+    make_random_model(folder, seed=3)
     return folder
 
 
 def test_the_seed_decides_the_bytes(folder: Path, tmp_path: Path) -> None:
-    make_demo_model(tmp_path / "same", seed=3)
-    make_demo_model(tmp_path / "other", seed=4)
+    make_random_model(tmp_path / "same", seed=3)
+    make_random_model(tmp_path / "other", seed=4)
     assert model_digest(tmp_path / "same") == model_digest(folder)
     assert model_digest(tmp_path / "other") != model_digest(folder)
 
