@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.bench_core import machine
-from cache_service.codec import decode, encode
 from cache_service.collector import seldom_collected
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2, types_pb2
 from session.messages import Hello
+from session.wire.reply import encode_reply
+from session.wire.step import decode_step
 from session.words import GroupKind, GroupSpec, WorkerId
 
 PAGE_TOKENS = 16
@@ -68,9 +69,9 @@ def steps(seed: int, num_sequences: int, num_pages: int, pool: int, max_pages: i
 def apply(manager: CacheManager, name: WorkerId, raw: bytes) -> tuple[int, float]:
     """Returns how many sequences were granted, and the CPU seconds of the whole Step."""
     started = time.thread_time()
-    step = decode.step(cache_pb2.Step.FromString(raw), manager.limits)
+    step = decode_step(cache_pb2.Step.FromString(raw), manager.limits)
     reply = manager.step(name, step, 0)
-    encode.step_reply(reply, 1).SerializeToString()
+    encode_reply(reply, 1).SerializeToString()
     took = time.thread_time() - started
     assert not reply.refusals, reply.refusals[0]
     return len(reply.grants), took

@@ -20,14 +20,15 @@ from statistics import median
 from time import thread_time
 
 from benchmarks.bench_core import machine
-from cache_service.codec import decode, encode
-from cache_service.codec.seal import opened, sealed
 from cache_service.core import audit
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.host.host_key import HostKey, build_key
 from protos.v1 import cache_pb2, types_pb2
 from session.messages import Hello
+from session.wire.reply import encode_reply
+from session.wire.seal import open_request, seal_response
+from session.wire.step import decode_step
 from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 
 PAGE_TOKENS = 16
@@ -69,9 +70,9 @@ class FetchBench:
         body = cache_pb2.WorkerMessage(step=step).SerializeToString()
         request = cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body)).SerializeToString()
         started = thread_time()
-        message = opened(cache_pb2.SessionRequest.FromString(request)).step
-        reply = self.manager.step(NAME, decode.step(message, self.manager.limits), self.step_id)
-        response = sealed(encode.step_reply(reply, NUM_GROUPS)).SerializeToString()
+        message = open_request(cache_pb2.SessionRequest.FromString(request)).step
+        reply = self.manager.step(NAME, decode_step(message, self.manager.limits), self.step_id)
+        response = seal_response(encode_reply(reply, NUM_GROUPS)).SerializeToString()
         seconds = thread_time() - started
         answer = cache_pb2.ManagerMessage.FromString(cache_pb2.SessionResponse.FromString(response).body)
         assert not answer.step_reply.refusals, answer.step_reply.refusals

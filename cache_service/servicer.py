@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cache_service.codec import decode, encode
+from cache_service import codec
 from cache_service.core.base.stats import ClearResult
 from cache_service.core.verbs.clearing import Slices
 from cache_service.session import Requests, Sessions
@@ -34,18 +34,20 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
         await self._sessions.serve(request_iterator, context)
 
     async def Match(self, request: cache_pb2.MatchRequest, context: Context) -> cache_pb2.MatchResponse:  # noqa: N802
-        namespace, tokens = decode.prompt(request, self._limits)
-        return encode.match_response(self._manager.match(namespace, tokens, decode.worker_id(request)))
+        namespace, tokens = codec.decode_prompt(request, self._limits)
+        return codec.encode_match_response(self._manager.match(namespace, tokens, codec.decode_worker_id(request)))
 
     async def Explain(  # noqa: N802
         self, request: cache_pb2.ExplainRequest, context: Context
     ) -> cache_pb2.ExplainResponse:
-        namespace, tokens = decode.prompt(request, self._limits)
-        explaining = self._manager.explaining(namespace, tokens, decode.worker_id(request), self._sessions.clock())
-        return encode.explain_response(await in_slices(explaining))
+        namespace, tokens = codec.decode_prompt(request, self._limits)
+        explaining = self._manager.explaining(
+            namespace, tokens, codec.decode_worker_id(request), self._sessions.clock()
+        )
+        return codec.encode_explain_response(await in_slices(explaining))
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
-        return encode.stats_response(self._manager.stats())
+        return codec.encode_stats_response(self._manager.stats())
 
     # Written to rather than iterated over: only so a watcher that reads nothing can be cut off.
     async def Watch(  # type: ignore[override]  # noqa: N802
@@ -66,8 +68,8 @@ class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
         self._clears: set[asyncio.Task[ClearResult]] = set()
 
     async def Pin(self, request: cache_pb2.PinRequest, context: Context) -> cache_pb2.PinResponse:  # noqa: N802
-        namespace, tokens = decode.prompt(request, self._limits)
-        ttl_ms = decode.ttl_ms(request, self._max_pin_ms)
+        namespace, tokens = codec.decode_prompt(request, self._limits)
+        ttl_ms = codec.decode_ttl_ms(request, self._max_pin_ms)
         pinned = self._manager.pin(namespace, tokens, ttl_ms, self._clock())
         self._effects.flush()
         return cache_pb2.PinResponse(pinned_tokens=pinned)
@@ -85,9 +87,9 @@ class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
             self._effects.clear_ends(keep_marks=keep_marks)
 
     async def Clear(self, request: cache_pb2.ClearRequest, context: Context) -> cache_pb2.ClearResponse:  # noqa: N802
-        clearing = self._manager.clearing(decode.scope(request), request.unused_only, request.dry_run)
+        clearing = self._manager.clearing(codec.decode_scope(request), request.unused_only, request.dry_run)
         # Once begun it runs to its end, whatever becomes of the call.
         task = asyncio.create_task(self._clear(clearing, request.dry_run), name="clear")
         self._clears.add(task)
         task.add_done_callback(self._clears.discard)
-        return encode.clear_response(await asyncio.shield(task))
+        return codec.encode_clear_response(await asyncio.shield(task))

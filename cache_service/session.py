@@ -16,8 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from cache_service.codec import decode, encode
-from cache_service.codec.seal import opened, sealed
 from cache_service.core.base.errors import Superseded
 from cache_service.core.cache_manager import CacheManager
 from cache_service.effects import Effects
@@ -25,6 +23,10 @@ from protos.v1 import cache_pb2
 from rpc.interceptor import Context
 from session.errors import FieldError, InvalidInput, TooMany
 from session.messages import Hello, Welcome
+from session.wire.hello import decode_hello, encode_welcome
+from session.wire.reply import encode_order, encode_reply
+from session.wire.seal import open_request, seal_response
+from session.wire.step import decode_step
 from session.words import Transfer, WorkerId
 
 Requests = AsyncIterator[cache_pb2.SessionRequest]
@@ -95,10 +97,10 @@ class Sessions:
         except TimeoutError:
             reason = f"did not say Hello within {self.limits.hello_timeout_s:g} s"
             raise PeerTooSlow("session", reason) from None
-        message = None if first is None else opened(first)
+        message = None if first is None else open_request(first)
         if message is None or message.WhichOneof("message") != "hello":
             raise InvalidInput("session", "the first message must be Hello")
-        return decode.hello(message.hello)
+        return decode_hello(message.hello)
 
     def enter(self, session: Session) -> None:
         """The session now speaks for its worker; an older one ends."""
@@ -190,12 +192,12 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, welcome: Welcome) -> None:
-        await self._answer(encode.welcome(welcome))
+        await self._answer(encode_welcome(welcome))
         async for request in self._requests:
             if self._ended.done():
                 # A newer stream speaks for the worker, maybe of a newer incarnation: this step is not that one's.
                 return None
-            message = opened(request)
+            message = open_request(request)
             kind = message.WhichOneof("message")
             if kind == "step":
                 await self._step(message.step)
@@ -206,12 +208,12 @@ class Session:
         return None
 
     async def _step(self, message: cache_pb2.Step) -> None:
-        step = decode.step(message, self._manager.limits)
+        step = decode_step(message, self._manager.limits)
         started = time.perf_counter()
         reply = self._manager.step(self.worker_id, step, self._sessions.clock())
         self._sessions.observe_step_s(time.perf_counter() - started)
         self._sessions.effects.flush()
-        await self._answer(encode.step_reply(reply, self._num_groups))
+        await self._answer(encode_reply(reply, self._num_groups))
 
     def _goodbye(self) -> None:
         self._sessions.leave(self)
@@ -235,10 +237,10 @@ class Session:
 
     async def _send(self, orders: tuple[Transfer, ...]) -> None:
         for transfer in orders:
-            await self._write(encode.order(transfer))
+            await self._write(encode_order(transfer))
 
     async def _write(self, message: cache_pb2.ManagerMessage) -> None:
         async with self._writing:
             self._write_began_s = time.monotonic()
-            await self._context.write(sealed(message))
+            await self._context.write(seal_response(message))
             self._write_began_s = None

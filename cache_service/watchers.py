@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
-from cache_service.codec import encode
+from cache_service import codec
 from cache_service.core.base.types import Event
 from protos.v1 import cache_pb2
 from session.errors import FieldError, TooMany
@@ -66,7 +66,7 @@ class Watchers:
         for event in events:
             self._seq += 1
             if self._watchers:
-                message = encode.event(event, self._epoch, self._seq)
+                message = codec.encode_event(event, self._epoch, self._seq)
                 num_bytes = message.ByteSize()
                 for watcher in self._watchers:
                     watcher.put(message, num_bytes)
@@ -154,7 +154,7 @@ class _Watcher:
     async def next(self) -> cache_pb2.WatchResponse | None:
         while True:
             if self._num_lost:
-                lost = encode.events_lost(self._num_lost, self._epoch, self._last_lost)
+                lost = codec.encode_events_lost(self._num_lost, self._epoch, self._last_lost)
                 self._num_lost = 0
                 return lost
             if self._queue:

@@ -35,8 +35,9 @@ from rpc.metrics_http import serving_metrics
 from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
-from session.messages import Ack
-from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
+from session.messages import Ack, Hello
+from session.words import WorkerId
+from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import DeviceLost, PoolError
 from worker_service.core.launch_plan import SchedulerConfig
@@ -216,20 +217,22 @@ class _Worker:
         self.server, self.admin = self._servers()
 
     def _cache_client(self) -> CacheClient:
-        facts = WorkerFacts(
-            self.worker_id,
+        hello = Hello(
+            WorkerId(self.worker_id),
+            "",
             self.incarnation,
             fingerprint(self.compute),
             self.config.page_tokens,
             self.compute.pages.specs(),
-            self.compute.loaded.digest.hex(),
+            model=self.compute.loaded.digest.hex(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
-        return CacheClient(lambda: open_channel(self.config.cache), facts, self._current_facts, limits)
+        return CacheClient(lambda: open_channel(self.config.cache), lambda: self._at_present(hello), limits)
 
-    def _current_facts(self) -> CurrentFacts:
-        tier = self.tier_watch.facts
-        return CurrentFacts(self.config.advertise or str(self.address), tier.kind, tier.identity)
+    def _at_present(self, hello: Hello) -> Hello:
+        """Returns the Hello with what may have changed since the start: where this worker serves, and its host tier."""
+        endpoint, tier = self.config.advertise or str(self.address), self.tier_watch.facts
+        return hello._replace(endpoint=endpoint, host_tier=tier.kind, host_tier_id=tier.identity)
 
     def _mover(self, on_ack: Callable[[Ack], None]) -> PageMover:
         frame = PageFrame(DTYPE_CODES[self.compute.shape.dtype], lambda data: xxhash.xxh3_128_digest(data))

@@ -19,13 +19,16 @@ import grpc.aio
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.logs import Outage
-from session.messages import Step, StepReply, Welcome
-from session.words import GroupSpec, HostTierKind, Transfer
-from worker_service import session_codec
+from session.errors import FieldError
+from session.messages import Hello, Step, StepReply, Welcome
+from session.wire.hello import decode_welcome, encode_hello
+from session.wire.reply import decode_order, decode_reply
+from session.wire.seal import CHECKSUM_FIELD, open_response, seal_request
+from session.wire.step import encode_step
+from session.words import Transfer
 from worker_service.core.errors import SessionLost, SessionRefused, StepRejected
 from worker_service.session_checks import PoolCheck
 
-PROTOCOL_VERSION = 2
 _FINAL_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED, grpc.StatusCode.UNIMPLEMENTED}
 # What a repeated step may meet again; the other codes speak of the link, or of a service that ends.
 _STEP_CODES = {
@@ -37,30 +40,9 @@ _STEP_CODES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.INTERNAL,
 }
-# The field that the service names when a message of ours failed its checksum.
-_DAMAGED = "session.crc32"
 _Answer = TypeVar("_Answer")
 _StreamCall = grpc.aio.StreamStreamCall[cache_pb2.SessionRequest, cache_pb2.SessionResponse]
 _log = logging.getLogger(__name__)
-
-
-class WorkerFacts(NamedTuple):
-    """What a Hello says about this worker, except what may change: where it is, its tier and its generation."""
-
-    worker_id: str
-    incarnation: str
-    fingerprint: bytes
-    page_tokens: int
-    groups: tuple[GroupSpec, ...]
-    model: str
-
-
-class CurrentFacts(NamedTuple):
-    """Facts that are known only once this worker listens, or that change while it lives; read for each Hello."""
-
-    endpoint: str
-    host_tier: HostTierKind
-    host_tier_id: str
 
 
 class ClientLimits(NamedTuple):
@@ -71,20 +53,20 @@ class ClientLimits(NamedTuple):
 
 
 class CacheClient:
-    """CachePort over gRPC; each attempt has a fresh channel of `make_channel`, so that no old backoff is inherited."""
+    """CachePort over gRPC; each attempt has a fresh channel of `make_channel`, so that no old backoff is inherited.
+
+    `hello` returns what this worker is at present, except the generation: its endpoint and its tier may change.
+    """
 
     def __init__(
         self,
         make_channel: Callable[[], grpc.aio.Channel],
-        facts: WorkerFacts,
-        current: Callable[[], CurrentFacts],
+        hello: Callable[[], Hello],
         limits: ClientLimits | None = None,
     ) -> None:
         self._make_channel = make_channel
-        self._facts = facts
-        self._current_facts = current
+        self._hello = hello
         self._limits = limits or ClientLimits()
-        self._check = PoolCheck(facts.groups, facts.page_tokens)
         self._orders = _OrderQueue(self._limits.max_orders)
         self._stream: _Stream | None = None
         self._outage = Outage(_log, "no session with the cache service")
@@ -107,13 +89,15 @@ class CacheClient:
             pause_s = min(2 * pause_s, self._limits.backoff_max_s)
 
     async def step(self, step: Step) -> StepReply:
-        message = await self._ask(("step", step.step_id), session_codec.encode_step(step))
+        if self._stream is None:
+            raise SessionLost("there is no session yet")
+        message, check = await self._stream.ask(("step", step.step_id), encode_step(step)), self._stream.check
         try:
-            reply = session_codec.decode_reply(message.step_reply, len(self._facts.groups))
-            self._check.reply(reply)
-        except SessionLost as error:
+            reply = decode_reply(message.step_reply, len(check.groups))
+        except FieldError as error:
             # Its checksum was right, so the service said this, and would say it again.
             raise StepRejected(str(error)) from error
+        check.reply(reply)
         return reply
 
     async def next_order(self) -> Transfer:
@@ -139,35 +123,17 @@ class CacheClient:
         await self.disconnect()
 
     async def _say_hello(self, generation: int) -> Welcome:
-        hello = self._hello(generation)
-        self._stream = _Stream(self._make_channel(), self._orders, self._check, self._limits)
-        message = await self._ask(("welcome", 0), cache_pb2.WorkerMessage(hello=hello))
+        hello = self._hello()._replace(generation=generation)
+        check = PoolCheck(hello.groups, hello.page_tokens)
+        self._stream = _Stream(self._make_channel(), self._orders, check, self._limits)
+        message = await self._stream.ask(("welcome", 0), encode_hello(hello))
         self._outage.ended()
-        welcome = session_codec.decode_welcome(message.welcome)
-        self._check.take_limit(welcome.limits.max_sequence_tokens)
+        try:
+            welcome = decode_welcome(message.welcome)
+        except FieldError as error:
+            raise SessionLost(str(error)) from error
+        check.take_limit(welcome.limits.max_sequence_tokens)
         return welcome
-
-    def _hello(self, generation: int) -> cache_pb2.Hello:
-        facts, current = self._facts, self._current_facts()
-        return cache_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker_id=facts.worker_id,
-            endpoint=current.endpoint,
-            incarnation=facts.incarnation,
-            fingerprint=facts.fingerprint,
-            page_tokens=facts.page_tokens,
-            groups=[session_codec.encode_group(spec) for spec in facts.groups],
-            host_tier=cache_pb2.HostTierKind.ValueType(int(current.host_tier)),
-            host_tier_id=current.host_tier_id,
-            num_ranks=1,
-            model=facts.model,
-            generation=generation,
-        )
-
-    async def _ask(self, key: _Key, message: cache_pb2.WorkerMessage) -> cache_pb2.ManagerMessage:
-        if self._stream is None:
-            raise SessionLost("there is no session yet")
-        return await self._stream.ask(key, message)
 
 
 _Key = tuple[str, int]
@@ -194,7 +160,7 @@ class _Stream:
     def __init__(self, channel: grpc.aio.Channel, orders: _OrderQueue, check: PoolCheck, limits: ClientLimits) -> None:
         self._channel = channel
         self._orders = orders
-        self._check = check
+        self.check = check
         self._limits = limits
         self._waiting: dict[_Key, asyncio.Future[cache_pb2.ManagerMessage]] = {}
         self._lost: Exception | None = None
@@ -212,7 +178,7 @@ class _Stream:
         self._waiting[key] = answer
         try:
             async with asyncio.timeout(self._limits.reply_timeout_s):
-                await self._call.write(session_codec.seal(message))
+                await self._call.write(seal_request(message))
                 return await asyncio.shield(answer)
         except TimeoutError as error:
             lost = SessionLost(f"no reply to {key[0]} within {self._limits.reply_timeout_s} s")
@@ -242,7 +208,7 @@ class _Stream:
             return
         try:
             async with asyncio.timeout(self._limits.reply_timeout_s):
-                await self._call.write(session_codec.seal(cache_pb2.WorkerMessage(goodbye=cache_pb2.Goodbye())))
+                await self._call.write(seal_request(cache_pb2.WorkerMessage(goodbye=cache_pb2.Goodbye())))
                 await self._call.done_writing()
                 await asyncio.wait({self._reader})
         except asyncio.CancelledError:
@@ -261,18 +227,18 @@ class _Stream:
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                self._sort(session_codec.unseal(response))
+                self._sort(open_response(response))
             self._end(SessionLost("the cache service ended the stream"))
         except grpc.aio.AioRpcError as error:
             self._end(self._loss(error))
-        except SessionLost as lost:
-            self._end(lost)
+        except (SessionLost, FieldError) as error:
+            self._end(error if isinstance(error, SessionLost) else SessionLost(str(error)))
             self._call.cancel()
 
     def _loss(self, error: grpc.aio.AioRpcError) -> Exception:
         code, details = error.code(), error.details() or ""
         text = f"{code.name}: {details}"
-        if details.startswith(_DAMAGED):
+        if details.startswith(CHECKSUM_FIELD):
             return SessionLost(text)
         if not self._welcomed and code in _FINAL_CODES:
             return SessionRefused(text)
@@ -297,8 +263,8 @@ class _Stream:
         answer.set_result(message)
 
     def _take_order(self, order: cache_pb2.Order) -> None:
-        transfer = session_codec.decode_transfer("order.spill", order.spill)
-        self._check.order(transfer)
+        transfer = decode_order(order)
+        self.check.order(transfer)
         self._orders.put(transfer)
 
     def _end(self, lost: Exception) -> None:

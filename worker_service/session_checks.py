@@ -11,17 +11,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from session.messages import Grant, StepReply
-from session.words import NO_PAGE, GroupKind, GroupPages, GroupSpec, SnapshotSlot, Transfer
+from session.words import NO_PAGE, PAGE_ID_BYTES, GroupKind, GroupPages, GroupSpec, SnapshotSlot, Transfer
 from worker_service.core.errors import StepRejected
-
-PAGE_ID_BYTES = 4
 
 
 class PoolCheck:
     """`max_pages` bounds a block table, in pages of one sequence."""
 
     def __init__(self, groups: Sequence[GroupSpec], page_tokens: int) -> None:
-        self._groups = groups
+        self.groups = groups
         self._page_tokens = page_tokens
         self._max_pages = 0
 
@@ -74,9 +72,9 @@ class PoolCheck:
             self._ids(field, self._spec(field, moved.group), moved.page_ids)
 
     def _spec(self, field: str, group: int) -> GroupSpec:
-        if group >= len(self._groups):
-            _reject(field, f"group {group} is none of {len(self._groups)}")
-        return self._groups[group]
+        if group >= len(self.groups):
+            _reject(field, f"group {group} is none of {len(self.groups)}")
+        return self.groups[group]
 
     def _ids(self, field: str, spec: GroupSpec, packed: bytes) -> int:
         """Returns the lowest id; that of no page at all is 1."""

@@ -10,7 +10,6 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar, cast
 
 from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWorker
-from cache_service.core.base.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ClearResult, ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
@@ -22,6 +21,7 @@ from cache_service.core.host.host_tiers import HostTiers
 from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.prompt_match import PromptMatch
 from session.errors import InvalidInput, TooMany
+from session.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
 from session.messages import (
     Acquire,
     Extend,
@@ -37,6 +37,7 @@ from session.messages import (
     StepReply,
     Welcome,
 )
+from session.protocol import CAPABILITIES
 from session.words import Namespace, Transfer, WorkerId
 
 __all__ = ["CacheManager", "ManagerConfig"]
@@ -97,7 +98,7 @@ class CacheManager:
         self._last_generation += 1
         self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
         self._prune_tiers()
-        return Welcome(self.epoch, self._last_generation, 0, self.limits)
+        return Welcome(self.epoch, self._last_generation, 0, self.limits, CAPABILITIES)
 
     def _prune_tiers(self) -> None:
         self.tiers.prune({worker.hello.host_tier_id for worker in self.workers.values()})
@@ -111,7 +112,7 @@ class CacheManager:
             renewal.start_refill(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None
         self._prune_tiers()
-        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits)
+        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits, CAPABILITIES)
 
     def _supersede(self, worker: Worker) -> None:
         worker_id = worker.hello.worker_id

@@ -27,7 +27,7 @@ FORBIDDEN_IN_CORES = {
 }
 
 # What a core may see of the session: its values, never the wire format.
-SESSION_VALUES = ("session.words", "session.messages", "session.errors")
+SESSION_VALUES = tuple(f"session.{name}" for name in ("words", "messages", "errors", "limits", "protocol"))
 
 # What ops are made of: jit functions for all of them.
 SHARED_BY_KERNELS = {"addressing", "fp8"}

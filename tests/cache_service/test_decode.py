@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from cache_service.codec import decode
+from cache_service import codec
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput, TooMany
 from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release, SessionLimits
+from session.wire.hello import decode_hello
+from session.wire.step import decode_step
 from session.words import (
     GroupKind,
     GroupPages,
@@ -60,7 +62,7 @@ def test_hello() -> None:
     message = hello()
     message.generation = 7
     message.groups.add(name="swa", kind=types_pb2.GROUP_KIND_WINDOW, num_pages=8, window_tokens=128, page_bytes=7)
-    value = decode.hello(message)
+    value = decode_hello(message)
     assert (value.worker_id, value.endpoint, value.incarnation) == ("w1", "127.0.0.1:7500", "first")
     assert value.fingerprint == bytes(range(32))
     assert value.groups[1] == GroupSpec("swa", GroupKind.WINDOW, 8, 7, 128)
@@ -105,12 +107,12 @@ def test_a_bad_hello_names_its_field(field: str, spoil: Spoil) -> None:
     message = hello()
     spoil(message)
     with pytest.raises(InvalidInput) as caught:
-        decode.hello(message)
+        decode_hello(message)
     assert caught.value.field == field
 
 
 def test_step() -> None:
-    value = decode.step(full_step(), LIMITS)
+    value = decode_step(full_step(), LIMITS)
     assert value.step_id == 1
     assert value.acks == (Ack(1, 1, TransferStatus.DONE, 9, 0.5),)  # type: ignore[arg-type]
     assert value.publishes == (Publish(7, tokens(16), 16),)  # type: ignore[arg-type]
@@ -121,7 +123,7 @@ def test_step() -> None:
 
 
 def test_an_empty_step_is_a_step() -> None:
-    value = decode.step(cache_pb2.Step(step_id=3), LIMITS)
+    value = decode_step(cache_pb2.Step(step_id=3), LIMITS)
     assert (value.acks, value.extends, value.acquires, value.rates) == ((), (), (), None)
 
 
@@ -146,7 +148,7 @@ def test_a_bad_step_names_its_field(field: str, spoil: Spoil) -> None:
     message = full_step()
     spoil(message)
     with pytest.raises(InvalidInput) as caught:
-        decode.step(message, LIMITS)
+        decode_step(message, LIMITS)
     assert caught.value.field == field
 
 
@@ -185,9 +187,9 @@ def test_a_bad_item_keeps_its_place(name: str, field: str, spoil: Spoil) -> None
     """The first of two is bad, the other is as good as before, and so is all else."""
     message = full_step()
     getattr(message, name).append(getattr(message, name)[0])
-    good = decode.step(message, LIMITS)
+    good = decode_step(message, LIMITS)
     spoil(message)
-    value = decode.step(message, LIMITS)
+    value = decode_step(message, LIMITS)
     bad, second = getattr(value, name)
     assert isinstance(bad, BadItem)
     assert (bad.sequence_id, bad.field) == (second.sequence_id, field)
@@ -201,7 +203,7 @@ def test_a_step_of_too_many_items_is_too_much(field: str) -> None:
     items = getattr(message, field)
     items.extend([items[0]] * LIMITS.max_step_items)
     with pytest.raises(TooMany) as caught:
-        decode.step(message, LIMITS)
+        decode_step(message, LIMITS)
     assert caught.value.field == f"step.{field}"
 
 
@@ -209,19 +211,19 @@ def test_too_many_extends_are_too_much() -> None:
     message = full_step()
     message.extends.sequence_ids, message.extends.num_tokens = u64(range(4)), u32(range(4))
     with pytest.raises(TooMany, match=r"step\.extends\.sequence_ids"):
-        decode.step(message, LIMITS)
+        decode_step(message, LIMITS)
 
 
 def test_kept_tokens_stand_for_tokens() -> None:
     message = full_step()
     message.acquires[0].tokens, message.acquires[0].kept_tokens = b"", 40
     message.acquires[0].bypass_cache = True
-    (value,) = decode.step(message, LIMITS).acquires
+    (value,) = decode_step(message, LIMITS).acquires
     assert value == Acquire(10, Namespace(MODEL), b"", 0, 40, 0, 40, True)  # type: ignore[arg-type]
 
 
 def test_adopt() -> None:
-    (value,) = decode.step(full_step(), LIMITS).adopts
+    (value,) = decode_step(full_step(), LIMITS).adopts
     assert value == Adopt(
         5,  # type: ignore[arg-type]
         Namespace(MODEL),
@@ -239,7 +241,7 @@ def test_a_question_about_a_prompt(kind: Any) -> None:
     good = kind(namespace=types_pb2.Namespace(model=MODEL, adapter="a", salt="s"), tokens=tokens(5))
     strange = types_pb2.Namespace(model=MODEL)
     unknown_field()(strange)
-    assert decode.prompt(good, LIMITS) == (Namespace(MODEL, "a", "s"), tokens(5))
+    assert codec.decode_prompt(good, LIMITS) == (Namespace(MODEL, "a", "s"), tokens(5))
     for field, bad in (
         ("request.namespace", kind(tokens=tokens(5))),
         ("request.namespace", kind(namespace=strange, tokens=tokens(5))),
@@ -249,17 +251,17 @@ def test_a_question_about_a_prompt(kind: Any) -> None:
         ("request.tokens", kind(namespace=good.namespace, tokens=tokens(101))),
     ):
         with pytest.raises(InvalidInput) as caught:
-            decode.prompt(bad, LIMITS)
+            codec.decode_prompt(bad, LIMITS)
         assert caught.value.field == field
 
 
 def test_scopes_and_single_fields() -> None:
-    assert decode.scope(cache_pb2.ClearRequest()) is None
-    assert decode.scope(cache_pb2.ClearRequest(namespace=types_pb2.Namespace(model="m"))) == Namespace("m")
+    assert codec.decode_scope(cache_pb2.ClearRequest()) is None
+    assert codec.decode_scope(cache_pb2.ClearRequest(namespace=types_pb2.Namespace(model="m"))) == Namespace("m")
     with pytest.raises(InvalidInput, match=r"request\.namespace\.model"):
-        decode.scope(cache_pb2.ClearRequest(namespace=types_pb2.Namespace()))
-    assert decode.worker_id(cache_pb2.MatchRequest()) is None
-    assert decode.worker_id(cache_pb2.MatchRequest(worker_id="w")) == "w"
-    assert decode.ttl_ms(cache_pb2.PinRequest(ttl_ms=5), 10) == 5
+        codec.decode_scope(cache_pb2.ClearRequest(namespace=types_pb2.Namespace()))
+    assert codec.decode_worker_id(cache_pb2.MatchRequest()) is None
+    assert codec.decode_worker_id(cache_pb2.MatchRequest(worker_id="w")) == "w"
+    assert codec.decode_ttl_ms(cache_pb2.PinRequest(ttl_ms=5), 10) == 5
     with pytest.raises(InvalidInput, match=r"request\.ttl_ms"):
-        decode.ttl_ms(cache_pb2.PinRequest(ttl_ms=11), 10)
+        codec.decode_ttl_ms(cache_pb2.PinRequest(ttl_ms=11), 10)

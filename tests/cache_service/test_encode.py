@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache_service.codec import encode
+from cache_service import codec
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.base.types import (
     Cleared,
@@ -21,6 +21,9 @@ from cache_service.core.base.types import (
 )
 from protos.v1 import cache_pb2, types_pb2
 from session.messages import ExtendGrant, Grant, Refusal, Remap, SessionLimits, StepReply, Welcome
+from session.wire.hello import decode_welcome, encode_welcome
+from session.wire.parts import decode_transfer, encode_match
+from session.wire.reply import decode_reply, encode_order, encode_reply
 from session.words import (
     GroupKind,
     GroupPages,
@@ -41,7 +44,6 @@ from session.words import (
     WorkerId,
 )
 from tests.cache_service.messages import tokens, u32
-from worker_service import session_codec
 
 MATCH = Match(64, 48, 16, "swa", MissReason.EVICTED)
 
@@ -82,7 +84,7 @@ def over_the_wire(message: Any) -> Any:
 def test_welcome() -> None:
     limits = SessionLimits(*range(11, 19))
     said = Welcome("epoch", 2**63, 12, limits)
-    heard = session_codec.decode_welcome(over_the_wire(encode.welcome(said)).welcome)
+    heard = decode_welcome(over_the_wire(encode_welcome(said)).welcome)
     assert (heard.epoch, heard.generation, heard.last_step_id) == ("epoch", 2**63, 12)
     assert heard.limits._asdict() == limits._asdict()
 
@@ -102,23 +104,23 @@ def test_step_reply() -> None:
         refusals=(REFUSAL, INVALID),
         remaps=(Remap(SequenceId(4), (GroupPages(0, 1, u32([20, 21])),)),),
     )
-    heard = session_codec.decode_reply(over_the_wire(encode.step_reply(said, 3)).step_reply, 3)
+    heard = decode_reply(over_the_wire(encode_reply(said, 3)).step_reply, 3)
     assert heard == said
 
 
 def test_an_empty_reply() -> None:
-    heard = session_codec.decode_reply(over_the_wire(encode.step_reply(StepReply(1), 2)).step_reply, 2)
+    heard = decode_reply(over_the_wire(encode_reply(StepReply(1), 2)).step_reply, 2)
     assert heard == StepReply(1)
 
 
 def test_order() -> None:
-    heard = over_the_wire(encode.order(TRANSFER)).order.spill
-    assert session_codec.decode_transfer("order.spill", heard) == TRANSFER
+    heard = over_the_wire(encode_order(TRANSFER)).order.spill
+    assert decode_transfer(heard, "order.spill") == TRANSFER
 
 
 @pytest.mark.parametrize("reason", list(MissReason))
 def test_miss_reasons_have_the_protocols_numbers(reason: MissReason) -> None:
-    message = encode.match_result(MATCH._replace(miss_reason=reason))
+    message = encode_match(MATCH._replace(miss_reason=reason))
     assert types_pb2.MissReason.Name(message.miss_reason) == f"MISS_REASON_{reason.name}"
 
 
@@ -140,14 +142,14 @@ def test_the_cores_words_are_the_protocols(words: Any, enum: Any, prefix: str) -
 
 def test_matches_and_explanations() -> None:
     worker = WorkerId("w1")
-    matches = encode.match_response([WorkerMatch(worker, "here:1", MATCH)])
+    matches = codec.encode_match_response([WorkerMatch(worker, "here:1", MATCH)])
     assert (matches.workers[0].worker_id, matches.workers[0].endpoint) == ("w1", "here:1")
     assert matches.workers[0].match.limiting_group == "swa"
     segments = (
         Segment(0, 48, Residence.DEVICE),
         Segment(48, 16, Residence.MISSING, MissReason.OTHER_SALT),
     )
-    explained = encode.explain_response([Explanation(worker, "here:1", MATCH, segments, ("because",))])
+    explained = codec.encode_explain_response([Explanation(worker, "here:1", MATCH, segments, ("because",))])
     told = explained.workers[0]
     assert [(s.first_token, s.num_tokens, s.residence, s.miss_reason) for s in told.segments] == [
         (0, 48, cache_pb2.RESIDENCE_DEVICE, types_pb2.MISS_REASON_NONE),
@@ -159,7 +161,7 @@ def test_matches_and_explanations() -> None:
 def test_events() -> None:
     worker, hashes = WorkerId("w1"), (PageHash(b"a" * 32), PageHash(b"b" * 32))
     stored = Stored(worker, 1, Namespace("m", "a", "s"), b"p" * 32, hashes, tokens(32))
-    message = encode.event(stored, "epoch", 4)
+    message = codec.encode_event(stored, "epoch", 4)
     assert (message.epoch, message.seq, message.WhichOneof("event")) == ("epoch", 4, "stored")
     assert message.stored == cache_pb2.PagesStored(
         worker_id="w1",
@@ -169,11 +171,11 @@ def test_events() -> None:
         tokens=tokens(32),
         namespace=types_pb2.Namespace(model="m", adapter="a", salt="s"),
     )
-    removed = encode.event(Removed(worker, 2, hashes), "epoch", 5).removed
+    removed = codec.encode_event(Removed(worker, 2, hashes), "epoch", 5).removed
     assert removed == cache_pb2.PagesRemoved(worker_id="w1", group=2, page_hashes=hashes)
-    assert encode.event(Cleared(worker), "epoch", 6).cleared.worker_id == "w1"
-    assert encode.event(Cleared(None), "epoch", 7).cleared.worker_id == ""
-    assert encode.events_lost(3, "epoch", 8).lost.num_events == 3
+    assert codec.encode_event(Cleared(worker), "epoch", 6).cleared.worker_id == "w1"
+    assert codec.encode_event(Cleared(None), "epoch", 7).cleared.worker_id == ""
+    assert codec.encode_events_lost(3, "epoch", 8).lost.num_events == 3
 
 
 def test_every_statistic_arrives() -> None:
@@ -192,7 +194,7 @@ def test_every_statistic_arrives() -> None:
         matched_tokens=34,
     )
     host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, SpillPolicy.WRITE_BACK, FetchPolicy.ALWAYS)
-    message = encode.stats_response(ManagerStats("epoch", "slru", (worker,), host))
+    message = codec.encode_stats_response(ManagerStats("epoch", "slru", (worker,), host))
     assert (message.epoch, message.policy) == ("epoch", "slru")
     told = message.workers[0]
     for field in WorkerStats._fields:
@@ -209,13 +211,13 @@ def test_every_statistic_arrives() -> None:
 def test_each_worker_has_its_own_match_among_equal_ones() -> None:
     other = MATCH._replace(usable_tokens=32, limiting_group="", miss_reason=MissReason.NEVER_SEEN)
     given = [WorkerMatch(WorkerId(f"w{n}"), f"here:{n}", (MATCH, other, MATCH)[n]) for n in range(3)]
-    message = encode.match_response(given)
+    message = codec.encode_match_response(given)
     assert [(w.worker_id, w.endpoint) for w in message.workers] == [
         ("w0", "here:0"),
         ("w1", "here:1"),
         ("w2", "here:2"),
     ]
-    assert [w.match for w in message.workers] == [encode.match_result(value.match) for value in given]
+    assert [w.match for w in message.workers] == [encode_match(value.match) for value in given]
 
 
 def test_extends_of_some_groups_leave_the_others_empty() -> None:
@@ -225,7 +227,7 @@ def test_extends_of_some_groups_leave_the_others_empty() -> None:
         ExtendGrant(SequenceId(2), ()),
         ExtendGrant(SequenceId(3), tuple(GroupPages(g, g, u32([20 + g])) for g in range(3))),
     )
-    extends = encode.step_reply(StepReply(1, extends=grants), 3).step_reply.extends
+    extends = encode_reply(StepReply(1, extends=grants), 3).step_reply.extends
     assert extends.first_pages == u32([0, 4, 0, 0, 0, 0, 0, 1, 2])
     assert extends.num_pages == u32([0, 2, 0, 0, 0, 0, 1, 1, 1])
     assert extends.page_ids == u32([9, 8, 20, 21, 22])

@@ -11,10 +11,10 @@ from cache_service.bootstrap import running
 from cache_service.config import CacheConfig
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from rpc.client import open_channel
-from session.messages import Ack
-from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfer, TransferStatus
+from session.messages import Ack, Hello
+from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfer, TransferStatus, WorkerId
 from tests.worker_service.engine_harness import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
-from worker_service.cache_client import CacheClient, ClientLimits, CurrentFacts, WorkerFacts
+from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.scheduler import Scheduler
 from worker_service.core.sequence import SamplingParams
@@ -86,9 +86,9 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
     settings = CacheConfig(listen="127.0.0.1:0", spill="write_through", transfer_pages=1, fetch="always")
     truth: dict[bytes, tuple[int, ...]] = {}
     async with running(settings) as service:
-        facts = WorkerFacts("w", "i0", b"f" * 32, PAGE, GROUPS, NAMESPACE.model)
-        where = CurrentFacts("127.0.0.1:1", HostTierKind.SHARED, "tier")
-        client = NotingClient(lambda: open_channel(str(service.address)), facts, lambda: where, ClientLimits())
+        tier = (HostTierKind.SHARED, "tier")
+        hello = Hello(WorkerId("w"), "127.0.0.1:1", "i0", b"f" * 32, PAGE, GROUPS, *tier, model=NAMESPACE.model)
+        client = NotingClient(lambda: open_channel(str(service.address)), lambda: hello, ClientLimits())
         scheduler = Scheduler(
             SchedulerConfig(PAGE, GROUPS, max_model_len=200, vocab_size=VOCAB, token_budget=64, max_num_seqs=8)
         )

@@ -9,7 +9,9 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from protos.v1 import cache_pb2, types_pb2
+from session.errors import FieldError
 from session.messages import ExtendGrant, Grant, Remap, StepReply
+from session.wire.seal import open_response
 from session.words import (
     GroupKind,
     GroupPages,
@@ -21,7 +23,6 @@ from session.words import (
     Transfer,
     TransferPages,
 )
-from worker_service import session_codec
 from worker_service.core.errors import SessionLost, StepRejected
 from worker_service.session_checks import PoolCheck
 
@@ -96,10 +97,10 @@ def test_no_flipped_bit_of_a_reply_comes_through() -> None:
     message = cache_pb2.ManagerMessage(step_reply=cache_pb2.StepReply(step_id=3, grants=[granted]))
     body = message.SerializeToString()
     sealed = cache_pb2.SessionResponse(body=body, crc32=zlib.crc32(body))
-    assert session_codec.unseal(sealed) == message
+    assert open_response(sealed) == message
     wire = sealed.SerializeToString()
     for bit in range(8 * len(wire)):
         damaged = bytearray(wire)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises((SessionLost, DecodeError)):
-            session_codec.unseal(cache_pb2.SessionResponse.FromString(bytes(damaged)))
+        with pytest.raises((FieldError, DecodeError)):
+            open_response(cache_pb2.SessionResponse.FromString(bytes(damaged)))

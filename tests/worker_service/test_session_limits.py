@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from session.messages import Refusal, SessionLimits, Step, StepReply
+from session.wire.seal import seal_request
+from session.wire.step import encode_step
 from session.words import Namespace, RefusalReason
 from tests.worker_service.fake_manager import LIMITS
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
-from worker_service import session_codec
 from worker_service.core.errors import InvalidField
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -85,7 +86,7 @@ def test_long_prompts_go_out_one_by_one() -> None:
         step = next_step(driven)
         num_steps += 1
         assert len(step.acquires) <= 2
-        assert len(session_codec.seal(session_codec.encode_step(step)).SerializeToString()) <= most
+        assert len(seal_request(encode_step(step)).SerializeToString()) <= most
         driven.apply(driven.manager.step(step))
         while driven.start():
             driven.end_launch()

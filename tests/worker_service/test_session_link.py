@@ -12,10 +12,9 @@ from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
 from session.messages import Step
 from tests.e2e.proxy import open_proxy
-from tests.worker_service.test_cache_client import (
-    FACTS,
+from tests.worker_service.scripted_manager import (
+    HELLO,
     LIMITS,
-    WHEREABOUTS,
     Script,
     Scripted,
     hear,
@@ -46,7 +45,7 @@ async def test_a_damaged_connection_is_left_for_a_new_one() -> None:
     async with open_proxy(f"127.0.0.1:{port}") as proxy:
         proxy.damage = damage
         limits = ClientLimits(reply_timeout_s=1, backoff_min_s=0.01, backoff_max_s=0.05)
-        client = CacheClient(lambda: open_channel(proxy.address), FACTS, lambda: WHEREABOUTS, limits)
+        client = CacheClient(lambda: open_channel(proxy.address), lambda: HELLO, limits)
         try:
             async with asyncio.timeout(20):
                 welcome = await client.connect(0)

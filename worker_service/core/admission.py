@@ -8,11 +8,12 @@ it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
 from __future__ import annotations
 
 from session.messages import Acquire
+from session.words import TOKEN_BYTES
 from worker_service.core.holding import Siblings
 from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms, name_bytes
 from worker_service.core.queues import Queues
-from worker_service.core.sequence import TOKEN_BYTES, Sequence, State
+from worker_service.core.sequence import Sequence, State
 
 
 class Admission:

@@ -9,8 +9,8 @@ Knows no queue order, no budget and no page id; it compares tokens.
 
 from __future__ import annotations
 
-from session.words import Namespace
-from worker_service.core.sequence import TOKEN_BYTES, Sequence, State
+from session.words import TOKEN_BYTES, Namespace
+from worker_service.core.sequence import Sequence, State
 
 # One page is cheaper to compute again than to wait a launch for.
 MIN_PAGES = 2

@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from session.messages import Adopt, SessionLimits
-from session.words import Namespace
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 from worker_service.core.errors import InvalidField
 from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig
-from worker_service.core.sequence import TOKEN_BYTES, Sequence
+from worker_service.core.sequence import Sequence
 
-PAGE_ID_BYTES = 4
 MAX_UTF8_BYTES = 4
 # More than any item needs beside its names, tokens and page ids.
 ITEM_BYTES = 128

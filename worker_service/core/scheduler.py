@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from session.messages import Ack, Rates, Step, StepReply, Welcome
-from session.words import ReleaseReason, SequenceId, SnapshotSlot
+from session.words import TOKEN_BYTES, ReleaseReason, SequenceId, SnapshotSlot
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
@@ -26,7 +26,7 @@ from worker_service.core.limits import Terms
 from worker_service.core.queues import Queues
 from worker_service.core.readmission import Readmission, Readmitter
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
-from worker_service.core.sequence import TOKEN_BYTES, FinishReason, QueueOrder, Request, Sequence, State, Usage
+from worker_service.core.sequence import FinishReason, QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
 
 

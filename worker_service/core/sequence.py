@@ -20,7 +20,6 @@ from typing import NamedTuple
 from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, SnapshotSlot
 from worker_service.core.errors import InvalidField
 
-TOKEN_BYTES = 4
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 64

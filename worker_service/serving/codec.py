@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from protos.v1 import types_pb2, worker_pb2
+from session.wire.parts import encode_group_spec, encode_namespace
 from session.words import GroupSpec, Namespace
 from worker_service.core.errors import InvalidField
 from worker_service.core.sequence import (
@@ -23,7 +24,6 @@ from worker_service.core.sequence import (
     TokenLogprobs,
     Usage,
 )
-from worker_service.session_codec import encode_group, encode_namespace
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOP_CHARS = 1024
@@ -187,7 +187,7 @@ def encode_description(
         vocab_size=facts.limits.vocab_size,
         device=facts.device,
         dtype=facts.dtype,
-        groups=[encode_group(spec) for spec in facts.groups],
+        groups=[encode_group_spec(spec) for spec in facts.groups],
         num_running=running,
         num_waiting=waiting,
         num_held=held,

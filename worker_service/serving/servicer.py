@@ -15,13 +15,13 @@ import grpc
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.interceptor import Context
 from rpc.request_id import current_request_id
+from session.wire.parts import encode_namespace
 from session.words import Namespace
 from worker_service.core.errors import Draining, InvalidField, QueueFull, RequestFailed, Unservable, WorkerStopped
 from worker_service.engine import DrainResult, Engine, EngineRequest
 from worker_service.generation import Detokenizer, Piece
 from worker_service.serving import codec
 from worker_service.serving.text_encoder import TextEncoder
-from worker_service.session_codec import encode_namespace
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, UnknownTicket
-from cache_service.core.base.limits import (
+from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device.lease_table import Lease
+from session.errors import FieldError, InvalidInput, TooMany
+from session.limits import (
     MAX_GROUPS,
     MAX_NAME_CHARS,
     MAX_PAGE_TOKENS,
@@ -16,9 +19,6 @@ from cache_service.core.base.limits import (
     MAX_RANKS,
     MAX_SEQUENCE_ID,
 )
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.device.lease_table import Lease
-from session.errors import FieldError, InvalidInput, TooMany
 from session.messages import Ack, Acquire, Extend, Hello, Publish, Release
 from session.words import TOKEN_BYTES, GroupKind, HostTierKind, Namespace, SequenceId
 

@@ -1,22 +1,19 @@
-"""Checks of single fields; each failure is an InvalidInput that names the field.
-
-Knows no message of ours.
-"""
+"""Checks of single fields; each failure is an InvalidInput or a TooMany that names the field."""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cache_service.core.base.limits import MAX_NAME_CHARS
 from session.errors import InvalidInput, TooMany
-from session.words import PAGE_ID_BYTES, TOKEN_BYTES, SequenceId
+from session.limits import MAX_NAME_CHARS
+from session.words import TOKEN_BYTES, SequenceId
 
 E = TypeVar("E", bound=IntEnum)
 
@@ -59,9 +56,9 @@ def member(kind: type[E], value: int, field: str) -> E:
         raise InvalidInput(field, f"is {value}; must be one of {known}") from None
 
 
-def at_most(items: Sized, field: str, most: int) -> None:
-    if len(items) > most:
-        raise TooMany(field, f"has {len(items)} items; at most {most}")
+def at_most(num_items: int, field: str, most: int) -> None:
+    if num_items > most:
+        raise TooMany(field, f"has {num_items} items; at most {most}")
 
 
 def unique(values: Iterable[object], field: str) -> None:
@@ -89,14 +86,6 @@ def tokens(value: bytes, field: str, most: int, *, required: bool = False) -> by
     return value
 
 
-def page_ids(value: bytes, field: str) -> bytes:
-    packed(value, field, PAGE_ID_BYTES)
-    return value
-
-
-def sequence_ids(value: bytes, field: str, most: int) -> tuple[SequenceId, ...]:
-    count = packed(value, field, SEQUENCE_ID_BYTES)
-    if count > most:
-        raise TooMany(field, f"has {count} items; at most {most}")
-    ids: tuple[SequenceId, ...] = struct.unpack(f"<{count}Q", value)
+def sequence_ids(value: bytes, field: str) -> tuple[SequenceId, ...]:
+    ids: tuple[SequenceId, ...] = struct.unpack(f"<{packed(value, field, SEQUENCE_ID_BYTES)}Q", value)
     return ids

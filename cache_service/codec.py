@@ -1,0 +1,171 @@
+"""Unary calls and events: what people ask is decoded and checked, what the manager says is encoded as it is.
+
+The session's messages are in session.wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.types import Event, Explanation, Removed, Segment, Stored, WorkerMatch
+from protos.v1 import cache_pb2, types_pb2
+from session.messages import SessionLimits
+from session.wire import fields
+from session.wire.parts import decode_namespace, encode_match, encode_namespace, required_namespace
+from session.words import Namespace, WorkerId
+
+
+def decode_prompt(
+    message: cache_pb2.MatchRequest | cache_pb2.ExplainRequest | cache_pb2.PinRequest, limits: SessionLimits
+) -> tuple[Namespace, bytes]:
+    """Returns the namespace and the tokens that every question about a prompt carries."""
+    named = required_namespace(message, "request.namespace")
+    return named, fields.tokens(message.tokens, "request.tokens", limits.max_sequence_tokens, required=True)
+
+
+def decode_worker_id(message: cache_pb2.MatchRequest | cache_pb2.ExplainRequest) -> WorkerId | None:
+    """None when every worker is meant."""
+    return WorkerId(fields.text(message.worker_id, "request.worker_id")) or None
+
+
+def decode_ttl_ms(message: cache_pb2.PinRequest, most: int) -> int:
+    return fields.in_range(message.ttl_ms, "request.ttl_ms", 0, most)
+
+
+def decode_scope(message: cache_pb2.ClearRequest) -> Namespace | None:
+    """None when every namespace is meant."""
+    return decode_namespace(message.namespace, "request.namespace") if message.HasField("namespace") else None
+
+
+def encode_match_response(values: Iterable[WorkerMatch]) -> cache_pb2.MatchResponse:
+    """Fills each worker in place: a submessage that is passed on is copied, which costs twice as much."""
+    message = cache_pb2.MatchResponse()
+    add, reason_of = message.workers.add, types_pb2.MissReason.ValueType
+    for worker_id, endpoint, (matched, usable, host, limiting_group, miss_reason) in values:
+        match = add(worker_id=worker_id, endpoint=endpoint).match
+        match.miss_reason = reason_of(miss_reason)
+        if matched:
+            match.matched_tokens = matched
+            match.usable_tokens = usable
+        if host:
+            match.host_tokens = host
+        if limiting_group:
+            match.limiting_group = limiting_group
+    return message
+
+
+def encode_explain_response(values: Iterable[Explanation]) -> cache_pb2.ExplainResponse:
+    return cache_pb2.ExplainResponse(workers=[_explanation(value) for value in values])
+
+
+def _explanation(value: Explanation) -> cache_pb2.WorkerExplanation:
+    return cache_pb2.WorkerExplanation(
+        worker_id=value.worker_id,
+        endpoint=value.endpoint,
+        match=encode_match(value.match),
+        segments=[_segment(segment) for segment in value.segments],
+        notes=value.notes,
+        pinned_tokens=value.pinned_tokens,
+        pin_left_ms=value.pin_left_ms,
+    )
+
+
+def _segment(value: Segment) -> cache_pb2.Segment:
+    return cache_pb2.Segment(
+        first_token=value.first_token,
+        num_tokens=value.num_tokens,
+        residence=cache_pb2.Residence.ValueType(value.residence),
+        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
+    )
+
+
+def encode_event(value: Event, epoch: str, seq: int) -> cache_pb2.WatchResponse:
+    if isinstance(value, Stored):
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, stored=_stored(value))
+    if isinstance(value, Removed):
+        removed = cache_pb2.PagesRemoved(worker_id=value.worker_id, group=value.group, page_hashes=value.page_hashes)
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, removed=removed)
+    cleared = cache_pb2.CacheCleared(worker_id=value.worker_id or "")
+    return cache_pb2.WatchResponse(epoch=epoch, seq=seq, cleared=cleared)
+
+
+def _stored(value: Stored) -> cache_pb2.PagesStored:
+    return cache_pb2.PagesStored(
+        worker_id=value.worker_id,
+        group=value.group,
+        parent_hash=value.parent_hash,
+        page_hashes=value.page_hashes,
+        tokens=value.tokens,
+        namespace=encode_namespace(value.namespace),
+    )
+
+
+def encode_events_lost(num_events: int, epoch: str, seq: int) -> cache_pb2.WatchResponse:
+    return cache_pb2.WatchResponse(epoch=epoch, seq=seq, lost=cache_pb2.EventsLost(num_events=num_events))
+
+
+def encode_clear_response(value: ClearResult) -> cache_pb2.ClearResponse:
+    return cache_pb2.ClearResponse(
+        num_pages=value.num_pages, num_host_rows=value.num_host_rows, num_pinned_pages=value.num_pinned_pages
+    )
+
+
+def encode_stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
+    return cache_pb2.StatsResponse(
+        epoch=value.epoch,
+        workers=[_worker_stats(worker) for worker in value.workers],
+        host_tier=_host_tier_stats(value.host_tier),
+        policy=value.policy,
+    )
+
+
+def _worker_stats(value: WorkerStats) -> cache_pb2.WorkerStats:
+    return cache_pb2.WorkerStats(
+        worker_id=value.worker_id,
+        endpoint=value.endpoint,
+        incarnation=value.incarnation,
+        connected=value.connected,
+        groups=[_group_stats(group) for group in value.groups],
+        num_leases=value.num_leases,
+        num_tickets=value.num_tickets,
+        num_requests=value.num_requests,
+        prompt_tokens=value.prompt_tokens,
+        cached_tokens=value.cached_tokens,
+        fetched_tokens=value.fetched_tokens,
+        computed_tokens=value.computed_tokens,
+        num_refusals=value.num_refusals,
+        num_nodes=value.num_nodes,
+        num_ghost_pages=value.num_ghost_pages,
+        kept_bytes=value.kept_bytes,
+        model=value.model,
+        pinned_tokens=value.pinned_tokens,
+        matched_tokens=value.matched_tokens,
+        misses={reason.name.lower(): count for reason, count in value.misses},
+    )
+
+
+def _group_stats(value: GroupStats) -> cache_pb2.GroupStats:
+    return cache_pb2.GroupStats(
+        name=value.name,
+        kind=types_pb2.GroupKind.ValueType(value.kind),
+        num_pages=value.num_pages,
+        num_free=value.num_free,
+        num_evictable=value.num_evictable,
+        num_evicted=value.num_evicted,
+    )
+
+
+def _host_tier_stats(value: HostTierStats) -> cache_pb2.HostTierStats:
+    return cache_pb2.HostTierStats(
+        num_rows=value.num_rows,
+        num_bytes=value.num_bytes,
+        quota_bytes=value.quota_bytes,
+        num_spilled_pages=value.num_spilled_pages,
+        num_fetched_pages=value.num_fetched_pages,
+        num_missing_pages=value.num_missing_pages,
+        num_corrupt_pages=value.num_corrupt_pages,
+        breaker_open=value.breaker_open,
+        spill_policy=value.spill_policy.value,
+        fetch_policy=value.fetch_policy.value,
+    )

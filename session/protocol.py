@@ -1,0 +1,12 @@
+"""What both sides must call by the same name: the protocol's version and the keys of the host tier's store."""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 2
+# Optional parts that are spoken beyond the version's own; a Hello that names another is refused.
+CAPABILITIES: tuple[str, ...] = ()
+
+# All keys in the store start with it; its number changes when keys or values change their form.
+HOST_KEY_PREFIX = b"stemcache:1:"
+# Holds the store's identity, so that a flush, or another store, is noticed.
+SENTINEL_KEY = HOST_KEY_PREFIX + b"sentinel"

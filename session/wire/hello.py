@@ -1,0 +1,90 @@
+"""Hello and Welcome: what a worker and the cache service say of themselves when a stream begins."""
+
+from __future__ import annotations
+
+from protos.v1 import cache_pb2
+from session.errors import InvalidInput
+from session.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_RANKS
+from session.messages import Hello, SessionLimits, Welcome
+from session.protocol import CAPABILITIES, PROTOCOL_VERSION
+from session.wire import fields
+from session.wire.parts import decode_group_spec, encode_group_spec
+from session.words import GroupSpec, HostTierKind, WorkerId
+
+FINGERPRINT_BYTES = 32
+# The other limits are at least 1.
+LIMITS_THAT_MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}
+
+
+def encode_hello(value: Hello) -> cache_pb2.WorkerMessage:
+    hello = cache_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        worker_id=value.worker_id,
+        endpoint=value.endpoint,
+        incarnation=value.incarnation,
+        fingerprint=value.fingerprint,
+        page_tokens=value.page_tokens,
+        groups=[encode_group_spec(spec) for spec in value.groups],
+        host_tier=cache_pb2.HostTierKind.ValueType(value.host_tier),
+        host_tier_id=value.host_tier_id,
+        num_ranks=value.num_ranks,
+        model=value.model,
+        generation=value.generation,
+    )
+    return cache_pb2.WorkerMessage(hello=hello)
+
+
+def decode_hello(message: cache_pb2.Hello) -> Hello:
+    if message.protocol_version != PROTOCOL_VERSION:
+        reason = f"is {message.protocol_version}; this service speaks {PROTOCOL_VERSION}"
+        raise InvalidInput("hello.protocol_version", reason)
+    fields.nothing_unknown(message, "hello")
+    for i, name in enumerate(message.capabilities):
+        if name not in CAPABILITIES:
+            raise InvalidInput(f"hello.capabilities[{i}]", f"{name[:MAX_NAME_CHARS]!r} is none of this service's")
+    if len(message.fingerprint) != FINGERPRINT_BYTES:
+        reason = f"has {len(message.fingerprint)} bytes; must be {FINGERPRINT_BYTES}"
+        raise InvalidInput("hello.fingerprint", reason)
+    tier = fields.member(HostTierKind, message.host_tier, "hello.host_tier")
+    tier_id = fields.text(message.host_tier_id, "hello.host_tier_id", required=tier is HostTierKind.SHARED)
+    return Hello(
+        worker_id=WorkerId(fields.text(message.worker_id, "hello.worker_id", required=True)),
+        endpoint=fields.text(message.endpoint, "hello.endpoint"),
+        incarnation=fields.text(message.incarnation, "hello.incarnation", required=True),
+        fingerprint=message.fingerprint,
+        page_tokens=fields.in_range(message.page_tokens, "hello.page_tokens", 1, MAX_PAGE_TOKENS),
+        groups=_group_specs(message),
+        host_tier=tier,
+        host_tier_id=tier_id,
+        num_ranks=fields.in_range(message.num_ranks, "hello.num_ranks", 1, MAX_RANKS),
+        model=fields.text(message.model, "hello.model", required=True),
+        generation=message.generation,
+    )
+
+
+def _group_specs(message: cache_pb2.Hello) -> tuple[GroupSpec, ...]:
+    fields.in_range(len(message.groups), "hello.groups", 1, MAX_GROUPS)
+    specs = tuple(decode_group_spec(group, f"hello.groups[{i}]") for i, group in enumerate(message.groups))
+    fields.unique((spec.name for spec in specs), "hello.groups")
+    return specs
+
+
+def encode_welcome(value: Welcome) -> cache_pb2.ManagerMessage:
+    message = cache_pb2.Welcome(
+        epoch=value.epoch,
+        generation=value.generation,
+        last_step_id=value.last_step_id,
+        limits=cache_pb2.SessionLimits(**value.limits._asdict()),
+        capabilities=value.capabilities,
+    )
+    return cache_pb2.ManagerMessage(welcome=message)
+
+
+def decode_welcome(message: cache_pb2.Welcome) -> Welcome:
+    limits = SessionLimits(*(getattr(message.limits, field) for field in SessionLimits._fields))
+    for field, limit in limits._asdict().items():
+        if not limit and field not in LIMITS_THAT_MAY_BE_ZERO:
+            raise InvalidInput(f"welcome.limits.{field}", "must be at least 1")
+    if not message.generation:
+        raise InvalidInput("welcome.generation", "must be at least 1")
+    return Welcome(message.epoch, message.generation, message.last_step_id, limits, tuple(message.capabilities))

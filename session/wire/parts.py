@@ -1,0 +1,128 @@
+"""What stands in several messages: namespaces, groups, page tables, snapshot slots, transfers, matches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protos.v1 import cache_pb2, types_pb2
+from session.errors import InvalidInput
+from session.limits import MAX_PAGES
+from session.wire import fields
+from session.words import (
+    HASH_BYTES,
+    PAGE_ID_BYTES,
+    GroupKind,
+    GroupPages,
+    GroupSpec,
+    Match,
+    MissReason,
+    Namespace,
+    PageId,
+    SnapshotSlot,
+    TicketId,
+    Transfer,
+    TransferPages,
+)
+
+_Named = cache_pb2.Acquire | cache_pb2.Adopt | cache_pb2.MatchRequest | cache_pb2.ExplainRequest | cache_pb2.PinRequest
+_MISS_REASONS = {int(reason): reason for reason in MissReason}
+
+
+def encode_namespace(value: Namespace) -> types_pb2.Namespace:
+    return types_pb2.Namespace(model=value.model, adapter=value.adapter, salt=value.salt)
+
+
+def decode_namespace(message: types_pb2.Namespace, field: str) -> Namespace:
+    fields.nothing_unknown(message, field)
+    return Namespace(
+        fields.text(message.model, f"{field}.model", required=True),
+        fields.text(message.adapter, f"{field}.adapter"),
+        fields.text(message.salt, f"{field}.salt"),
+    )
+
+
+def required_namespace(message: _Named, field: str) -> Namespace:
+    if not message.HasField("namespace"):
+        raise InvalidInput(field, "must be set")
+    return decode_namespace(message.namespace, field)
+
+
+def encode_group_spec(value: GroupSpec) -> types_pb2.GroupSpec:
+    return types_pb2.GroupSpec(
+        name=value.name,
+        kind=types_pb2.GroupKind.ValueType(value.kind),
+        window_tokens=value.window_tokens,
+        num_pages=value.num_pages,
+        page_bytes=value.page_bytes,
+    )
+
+
+def decode_group_spec(message: types_pb2.GroupSpec, field: str) -> GroupSpec:
+    fields.nothing_unknown(message, field)
+    kind = fields.member(GroupKind, message.kind, f"{field}.kind")
+    if (kind is GroupKind.WINDOW) != (message.window_tokens > 0):
+        raise InvalidInput(f"{field}.window_tokens", "must be set for a WINDOW group, and for no other")
+    return GroupSpec(
+        name=fields.text(message.name, f"{field}.name", required=True),
+        kind=kind,
+        num_pages=fields.in_range(message.num_pages, f"{field}.num_pages", 1, MAX_PAGES),
+        page_bytes=message.page_bytes,
+        window_tokens=message.window_tokens,
+    )
+
+
+def encode_pages(values: Iterable[GroupPages]) -> list[types_pb2.GroupPages]:
+    return [types_pb2.GroupPages(group=v.group, first_page=v.first_page, page_ids=bytes(v.page_ids)) for v in values]
+
+
+def decode_pages(message: types_pb2.GroupPages, field: str) -> GroupPages:
+    page_ids = message.page_ids
+    fields.packed(page_ids, f"{field}.page_ids", PAGE_ID_BYTES)
+    return GroupPages(message.group, message.first_page, page_ids)
+
+
+def encode_slots(values: Iterable[SnapshotSlot]) -> list[types_pb2.SnapshotSlot]:
+    return [types_pb2.SnapshotSlot(group=v.group, boundary_tokens=v.boundary_tokens, slot=v.slot) for v in values]
+
+
+def decode_slot(message: types_pb2.SnapshotSlot) -> SnapshotSlot:
+    return SnapshotSlot(message.group, message.boundary_tokens, PageId(message.slot))
+
+
+def fill_transfer(message: types_pb2.Transfer, value: Transfer) -> None:
+    message.ticket = value.ticket
+    message.first_page = value.first_page
+    message.num_pages = value.num_pages
+    for group, page_ids, key_prefix, page_hashes in value.groups:
+        message.groups.add(group=group, page_ids=page_ids, key_prefix=key_prefix, page_hashes=page_hashes)
+
+
+def decode_transfer(message: types_pb2.Transfer, field: str) -> Transfer:
+    groups, num_pages = [], message.num_pages
+    for group in message.groups:
+        num_ids = fields.packed(group.page_ids, f"{field}.page_ids", PAGE_ID_BYTES)
+        num_hashes = fields.packed(group.page_hashes, f"{field}.page_hashes", HASH_BYTES)
+        if num_ids != num_pages or num_hashes != num_pages:
+            raise InvalidInput(f"{field}.groups", f"needs one page id and one hash for each of {num_pages} pages")
+        groups.append(TransferPages(group.group, group.page_ids, group.key_prefix, group.page_hashes))
+    return Transfer(TicketId(message.ticket), tuple(groups), message.first_page, num_pages)
+
+
+def encode_match(value: Match) -> types_pb2.MatchResult:
+    return types_pb2.MatchResult(
+        matched_tokens=value.matched_tokens,
+        usable_tokens=value.usable_tokens,
+        host_tokens=value.host_tokens,
+        limiting_group=value.limiting_group,
+        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
+    )
+
+
+def decode_match(message: types_pb2.MatchResult) -> Match:
+    return Match(
+        message.matched_tokens,
+        message.usable_tokens,
+        message.host_tokens,
+        message.limiting_group,
+        _MISS_REASONS.get(message.miss_reason, MissReason.UNSPECIFIED),
+    )
