@@ -12,7 +12,7 @@ from cache_service.core.device.eviction import Lru, SegmentedLru
 from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node
-from cache_service.core.device.radix_tree import RadixTree
+from cache_service.core.device.radix_tree import RadixTree, Walk
 from session.words import Namespace
 from tests.core.forms import python_only
 
@@ -42,7 +42,7 @@ def test_walk_stops_inside_a_node_at_a_page_boundary() -> None:
     leaf = put(tree, tree.root(NS), tokens(1, 2, 3, 4, 5, 6), 1)
     prompt = tokens(1, 2, 3, 4, 5, 9)
     walk = tree.walk(tree.root(NS), prompt, 0, len(prompt))
-    assert walk == (tree.root(NS), leaf, 2)
+    assert walk == Walk(tree.root(NS), leaf, pages=2)
     assert walk.end == 2 and tree.num_nodes == 1
 
 
@@ -75,7 +75,7 @@ def test_a_cut_tail_reads_evicted_and_comes_back() -> None:
     prompt = tokens(1, 2, 3, 4, 5, 6)
     assert unpack(tree.cut(leaf, 1)[0]) == [3]
     assert unpack(tree.cut(leaf, 1)[0]) == [2]
-    assert tree.walk(root, prompt[: 2 * 4], 0, 2 * 4) == (leaf, None, 0)
+    assert tree.walk(root, prompt[: 2 * 4], 0, 2 * 4) == Walk(leaf, None, pages=0)
     assert tree.ghost_at(root, prompt, 1) == Ghost(GhostKind.ONCE, 1, 0)
     assert tree.ghost_at(root, prompt, 0) is None and tree.ghosts.num_pages == 2
     assert tree.take_ghosts(leaf, prompt, 2 * 4, len(prompt)) == 2

@@ -39,7 +39,8 @@ class PagePool:
             taken = free.tobytes() + self._take_fresh(-left)
             del free[:]
         else:
-            taken = free[left:].tobytes()
+            with memoryview(free) as ids:
+                taken = ids[left:].tobytes()  # slicing the array would copy twice
             del free[left:]
         if self._places is not None:
             self._track(taken, None)

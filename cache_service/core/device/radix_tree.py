@@ -11,7 +11,7 @@ ghosts; a node counts its own pins and its pinned children, so a pin walks up on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from cache_service.core.base.page_hash import page_hashes
 from cache_service.core.device.eviction import LeafOrder
@@ -33,7 +33,8 @@ def _tail(packed: Packed, at: int) -> Packed:
     return packed
 
 
-class Walk(NamedTuple):
+@dataclass(slots=True)
+class Walk:
     """How far tokens lead: `node` wholly, then `pages` pages of `child`, of which more do not match."""
 
     node: Node

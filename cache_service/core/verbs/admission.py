@@ -207,7 +207,7 @@ def locate(walk: Walk, base: int) -> Walk:
 
 def evictable_hits(place: Walk) -> int:
     """Pages up to there that nobody pins yet: the commit takes them out of the evictable ones."""
-    node, child, pages = place
+    node, child, pages = place.node, place.child, place.pages
     hits = pages if child is not None and not child.pins else 0
     step: Node | None = node
     while step is not None and not step.pins:

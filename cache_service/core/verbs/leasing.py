@@ -63,7 +63,8 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     tree = cache.tree
     sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass = acquire
-    node, child, pages = plan.place
+    place = plan.place
+    node, child, pages = place.node, place.child, place.pages
     if child is not None and pages:
         node = tree.split(child, pages)
     elif node.parent is None:

@@ -65,8 +65,7 @@ def survey(
     if root is None:
         root = Root(namespace, len(layout.specs))  # a stand-in that hangs on no tree
     walk = tree.walk(root, tokens, 0, limit * layout.page_bytes)
-    node, _, pages = walk
-    matched = node.start + node.resident + pages
+    matched = walk.end
     found = Survey(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
     if layout.sparse:
         _resume_on_device(found, tree, layout)
