@@ -1,7 +1,6 @@
 """Where the services of `stemcache up` listen: options first, then variables, then the usual ports.
 
-Knows no process. A variable that all workers read (STEMCACHE_WORKER_LISTEN) names the first one's port; worker n has
-that port + n - 1.
+A variable that all workers read (STEMCACHE_WORKER_LISTEN) names the first one's port; worker n has that port + n - 1.
 """
 
 from __future__ import annotations

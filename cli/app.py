@@ -1,7 +1,4 @@
-"""What all commands share: the typer app, its common options, and how a refusal is told.
-
-Knows no command.
-"""
+"""What all commands share: the typer app, its common options, and how a refusal is told."""
 
 from __future__ import annotations
 

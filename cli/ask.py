@@ -1,6 +1,6 @@
 """`stemcache ask`: a question about a register of the invented archive, the prefix that its questions share.
 
-Knows the task of the model in the box, and the protocol; another model may answer as well as it can.
+The questions are those of the model in the box; another model may fail them.
 """
 
 from __future__ import annotations

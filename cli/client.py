@@ -1,6 +1,6 @@
 """A client of both services, as a user of Stemcache would write one: generate, retry elsewhere, ask the cache.
 
-Knows the protocol only; formatting is the callers'.
+Formatting is the callers' job.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether two greedy answers to the same prompt are the same.
 
-Knows answers only. Token for token, but for one case: 16-bit models compute a token alone (decode) and among others
-(prefill) with other roundings, unless their worker runs with invariance `strict`. A later turn that reads what decode
-wrote may then part from a cold run where that run itself rated two tokens as good as equal.
+Token for token, but for one case: 16-bit models compute a token alone (decode) and among others (prefill) with other
+roundings, unless their worker runs with invariance `strict`. A later turn that reads what decode wrote may then part
+from a cold run where that run itself rated two tokens as good as equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`stemcache demo`: starts everything, plays the scenes, ends everything.
 
-Knows the order of things only; the scenes know what they expect, scene_table.py shows what came of it.
+scenes.py says what each scene expects, scene_table.py shows the results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which GPU each worker gets, and how much of it: several workers may have to share one.
-
-Knows no service beyond the settings it returns.
-"""
+"""Which GPU each worker gets, and how much of it: several workers may have to share one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`stemcache drain`: a worker finishes what runs, takes nothing new, and ends.
-
-Knows the worker's admin service only.
-"""
+"""`stemcache drain`: a worker finishes what runs, takes nothing new, and ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`stemcache generate`: one request, streamed, and how much of its prompt was cached.
 
-Knows the protocol; routing.py picks the worker.
+routing.py picks the worker.
 """
 
 from __future__ import annotations

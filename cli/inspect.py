@@ -1,6 +1,6 @@
 """The commands about single prefixes: explain, pin, clear.
 
-Knows the protocol's questions; views.py shows the answers.
+views.py formats the responses.
 """
 
 from __future__ import annotations

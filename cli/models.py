@@ -1,7 +1,4 @@
-"""Which model a command serves: what it is told, else the one in the box; `random` is a seeded one of random weights.
-
-Knows no service.
-"""
+"""Which model a command serves: the one it is given, else the one in the box; `random` has seeded random weights."""
 
 from __future__ import annotations
 

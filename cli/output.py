@@ -1,7 +1,4 @@
-"""Where results and progress go: tables on stdout for people, or one JSON object; progress always on stderr.
-
-Knows no service.
-"""
+"""Where results and progress go: tables on stdout for people, or one JSON object; progress always on stderr."""
 
 from __future__ import annotations
 

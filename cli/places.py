@@ -1,7 +1,4 @@
-"""Where the services are: what an option names, else the environment, else what `stemcache up` runs here.
-
-Knows no service.
-"""
+"""Where the services are: what an option names, else the environment, else what `stemcache up` runs here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small seeded Llama in a Hugging Face folder: random weights, byte-level tokenizer, long positions.
 
-Knows nothing of what it will be asked. Its text means nothing, but it varies and is readable: one hidden dimension is a
-constant that the layers never write, and through it the head prefers lower-case letters, spaces and punctuation.
+Its text means nothing, but it varies and is readable: one hidden dimension is a constant that the layers never write,
+and through it the head prefers lower-case letters, spaces and punctuation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What happens per second: the difference between two looks at the cache service's counters.
 
-Knows messages only. Counters start anew with their worker, and with the service (its epoch).
+Counters start anew with their worker, and with the service (its epoch).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Finds a real redis-server and says how to start it on loopback with a random password.
-
-Knows nothing of what is stored in it.
-"""
+"""Finds a real redis-server and says how to start it on loopback with a random password."""
 
 from __future__ import annotations
 

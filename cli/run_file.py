@@ -1,7 +1,7 @@
 """The record of a running `stemcache up`: where its services are. Other commands read it when no address is given.
 
-Knows no service; files in the state folder, readable by their owner only. A lock, which ends with its process, says
-whether the record counts: a process id may belong to somebody else by now.
+Files in the state folder, readable by their owner only. A lock, which ends with its process, says whether the record
+counts: a process id may belong to somebody else by now.
 """
 
 from __future__ import annotations

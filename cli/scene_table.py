@@ -1,6 +1,6 @@
 """The demo's tables: what each scene reused, how soon the first token came, whether answers agree, what they say.
 
-Knows results only. Nothing is cut on a terminal of 80 columns: there the titles move below the numbers.
+Nothing is cut on a terminal of 80 columns: there the titles move below the numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The demo's scenes: each shows one way a prefix is reused, compares with a cold run, and says what it expected.
 
-Knows the stage and the task; not how results are shown. A cold run is the same prompt under a salt that nobody used.
+A cold run is the same prompt under a salt that nobody used.
 """
 
 from __future__ import annotations

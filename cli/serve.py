@@ -1,6 +1,6 @@
 """The commands that start things: up, down, demo.
 
-Knows the order only; cluster.py knows the services.
+cluster.py starts the services.
 """
 
 from __future__ import annotations

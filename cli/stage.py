@@ -1,7 +1,4 @@
-"""What the demo's scenes play on, and what one of them comes to.
-
-Knows the protocol, the supervisor and how a register is asked about; no scene, and not how results are shown.
-"""
+"""What the demo's scenes play on, and what one of them comes to."""
 
 from __future__ import annotations
 

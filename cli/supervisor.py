@@ -1,6 +1,6 @@
 """Starts child processes, waits until they serve, restarts what died, and ends them all, last started first.
 
-Knows nothing of what the children are: a ChildSpec says how to start one and how to tell that it serves.
+A ChildSpec says how to start a child and how to tell that it serves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How answers of the cache service look on a terminal, of 80 columns and more.
-
-Knows messages only; asks nobody.
-"""
+"""How answers of the cache service look on a terminal, of 80 columns and more."""
 
 from __future__ import annotations
 

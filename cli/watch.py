@@ -1,6 +1,6 @@
 """The commands that look at a running system: status once, top again and again.
 
-Knows the protocol's question; views.py shows the answer, rates.py what changed since the last one.
+views.py formats the response, rates.py what changed since the last one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A few turns about one register, joined into prompts that each extend the one before.
-
-Knows no tokenizer and no service.
-"""
+"""A few turns about one register, joined into prompts that each extend the one before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A single fact, and the split that it belongs to: no fact is ever both trained on and asked about.
-
-Knows no sentence and no register.
-"""
+"""A single fact, and the split that it belongs to: no fact is ever both trained on and asked about."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether a generated text answers a question: word for word, or it does not.
-
-Knows no register and no model.
-"""
+"""Whether a generated text answers a question: word for word, or it does not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Draw questions about a register, each with its answer and with where the register tells what it asks for.
 
-Knows no tokenizer and no model: an answer is right by what the register says.
+An answer is right by what the register says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Draw the register of an invented archive: what it holds, as facts and as plain English, one holding to a line.
-
-Knows no question, no tokenizer and no model.
-"""
+"""Draw the register of an invented archive: what it holds, as facts and as plain English, one holding to a line."""
 
 from __future__ import annotations
 

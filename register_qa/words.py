@@ -1,7 +1,4 @@
-"""The words that registers are made of: what a holding can be made of, be, stand in and look like.
-
-Knows no register and no sentence.
-"""
+"""The words that registers are made of: what a holding can be made of, be, stand in and look like."""
 
 from __future__ import annotations
 

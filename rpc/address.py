@@ -1,6 +1,6 @@
 """Addresses as `host:port`.
 
-Knows no socket; resolving is left to whoever connects.
+Names are not resolved here.
 """
 
 from __future__ import annotations

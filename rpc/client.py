@@ -1,6 +1,6 @@
 """Opens client channels whose limits match our servers'.
 
-Knows no stub: callers put theirs on the channel.
+Callers make their stubs on the channel.
 """
 
 from __future__ import annotations

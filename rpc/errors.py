@@ -1,6 +1,6 @@
 """Answers a call that failed with a status: by a table for known errors, INTERNAL without details for all others.
 
-Knows no error of any service; the table is an argument.
+The table is an argument.
 """
 
 from __future__ import annotations

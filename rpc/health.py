@@ -1,6 +1,6 @@
 """The standard health service: which services of this server take calls now.
 
-Knows no reason; whoever owns the server sets the status.
+The server's owner sets the status.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a service's main coroutine and tells it when to stop.
 
-Knows no server; SIGTERM and SIGINT set an event.
+SIGTERM and SIGINT set an event.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Logs as JSON lines, with the request id of the call that is being served, and with secrets struck out.
-
-Knows no logger's name and no configuration.
-"""
+"""Logs as JSON lines, with the request id of the call that is being served, and with secrets struck out."""
 
 from __future__ import annotations
 

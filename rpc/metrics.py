@@ -1,6 +1,6 @@
 """Counts and times the calls of a server, by method and status code.
 
-Knows no service. Unknown methods never get here, so a peer cannot invent label values.
+Unknown methods never get here, so a peer cannot invent label values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serves Prometheus metrics over HTTP on a port of its own.
 
-Knows no metric. It runs on the event loop and not in a thread, so that collectors may read what the loop owns.
+It runs on the event loop and not in a thread, so that collectors may read what the loop owns.
 """
 
 from __future__ import annotations

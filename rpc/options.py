@@ -1,7 +1,4 @@
-"""Channel and server arguments that must agree on both ends of a connection.
-
-Knows no address and no service.
-"""
+"""Channel and server arguments that must agree on both ends of a connection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`python -m rpc.probe HOST:PORT`: exit code 0 when the server there says SERVING. For health checks of containers.
 
-Knows no service by name; asks for the server as a whole.
+Checks the server as a whole, not one service.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gives every call a request id: the caller's, or one drawn here.
 
-Knows no transport beyond the metadata key; logs read the id from the context.
+Logs read the id from the context.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A grpc.aio server with our limits, interceptor, health and reflection, and an orderly end.
 
-Knows no service; it is given servicers with the function that registers each.
+Takes servicers, each with the function that registers it.
 """
 
 from __future__ import annotations

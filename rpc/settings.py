@@ -1,7 +1,7 @@
 """Fills a frozen dataclass of settings from the environment and from flags; flags win.
 
-Knows no setting: the dataclass's fields say name, type, default, range and whether a value is secret. An unknown key
-or a bad value is a SettingsError that names it.
+The dataclass's fields say name, type, default, range and whether a value is secret. An unknown key or a bad value is a
+SettingsError that names it.
 """
 
 from __future__ import annotations

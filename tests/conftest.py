@@ -1,8 +1,8 @@
 """How the tests are dealt out to processes (`make test`: pytest-xdist, --dist loadgroup).
 
-Knows no test. A group runs in one process, in order. Tests that share processes or a module's fixtures are a group, a
-file is one by default, and what depends on nothing (a kernel that is compiled) is dealt out one by one. Groups that
-take longest come first, so that no process is left with one of them at the end.
+A group runs in one process, in order. Tests that share processes or a module's fixtures are a group, a file is one by
+default, and what depends on nothing (a kernel that is compiled) is dealt out one by one. Groups that take longest come
+first, so that no process is left with one of them at the end.
 """
 
 from __future__ import annotations

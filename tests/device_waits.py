@@ -1,7 +1,4 @@
-"""Forbids every wait for the GPU that torch can notice, copies to the host among them.
-
-Knows nothing of what runs inside.
-"""
+"""Forbids every wait for the GPU that torch can notice, copies to the host among them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A real redis-server for tests: on a free loopback port with a random password, started, killed and restarted at will.
-
-Knows nothing of what is stored in it.
-"""
+"""A real redis-server for tests: on a free loopback port with a random password; it can be killed and restarted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Builds a worker from its settings, runs it, and takes it down in order. The only constructor of things.
-
-Knows every part and decides nothing.
-"""
+"""Builds a worker from its settings, runs it, and takes it down in order. The only constructor of things."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One request as its caller sees it: pieces of the answer, until the last or an error.
 
-Knows no scheduler, no page and no protobuf. The engine puts in, one reader takes out; what was not taken yet is merged,
-so a slow reader makes pieces longer, never more.
+The engine puts in, one reader takes out; what was not taken yet is merged, so a slow reader makes pieces longer, never
+more.
 """
 
 from __future__ import annotations

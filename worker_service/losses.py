@@ -1,7 +1,4 @@
-"""Counts sessions that were lost since a step was answered: how long to pause, and when a step is at fault.
-
-Knows no stream and no step.
-"""
+"""Counts sessions that were lost since a step was answered: how long to pause, and when a step is at fault."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The worker's Prometheus metrics: what the engine tells is counted, what it knows is read when somebody asks.
 
-Knows no HTTP. Names and meanings are listed in docs/metrics.md.
+Names and meanings are listed in docs/metrics.md.
 """
 
 from __future__ import annotations

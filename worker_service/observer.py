@@ -1,6 +1,6 @@
 """What the engine tells whoever measures it.
 
-Knows no metric; the default listens to nothing.
+The default does nothing.
 """
 
 from __future__ import annotations

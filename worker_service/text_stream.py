@@ -1,6 +1,6 @@
 """Text as it becomes certain: holds back what may turn out to be the start of a stop string.
 
-Knows no token and no tokenizer; it is given text that is whole in its characters.
+Takes text of whole characters.
 """
 
 from __future__ import annotations

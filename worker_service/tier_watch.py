@@ -1,6 +1,6 @@
-"""Knows which host tier this worker reaches, and notices when it is another one than before.
+"""Learns which host tier this worker reaches, and notices when it becomes another one.
 
-Knows no page and no session. The store is asked in a thread, so that one that is down holds nobody up.
+The store is asked in a thread, so that one that is down holds nobody up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the engine measured of late: when steps and launches ran, and the rates that the cache service is told.
 
-Knows no sequence and decides nothing. Bounded: the oldest spans are forgotten.
+Bounded: the oldest spans are forgotten.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`stemcache eval`: its options, and where its table, its JSON and its plot go.
 
-Knows no way of reuse; run.py plays them.
+run.py runs the ways of reuse.
 """
 
 from __future__ import annotations

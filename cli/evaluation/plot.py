@@ -1,6 +1,6 @@
 """The evaluation as a drawing: for each way two bars of accuracy and one of the time to the first token, as SVG text.
 
-Knows a report's JSON only, and no drawing library.
+Needs a report's JSON only, and no drawing library.
 """
 
 from __future__ import annotations

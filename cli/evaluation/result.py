@@ -1,7 +1,4 @@
-"""What one way of obtaining a prefix came to: marks, token counts, times, and whether all that was promised held.
-
-Knows answers and sheets; not how they were got.
-"""
+"""What one way of obtaining a prefix came to: marks, token counts, times, and whether all that was promised held."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`stemcache eval`: asks the same questions by every way in which a prefix can be obtained, and compares with cold.
 
-Knows the order of things only; the ways know what they do, table.py shows what came of it.
+ways.py says what each way does, table.py shows the results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an evaluation works with: the services, workers with settings of their own, and asking one question.
-
-Knows how to ask and how to prepare; which way a prefix is to be obtained is ways.py's business.
-"""
+"""What an evaluation works with: the services, workers with settings of their own, and asking one question."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an evaluation asks: held-out registers of a wanted length, and questions about each, as tokens.
-
-Knows the task and a worker's tokenizer; not how a prefix comes to be cached.
-"""
+"""What an evaluation asks: held-out registers of a wanted length, and questions about each, as tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The evaluation's table: one row for each way, with accuracy, tokens, hits, time to the first token, same text.
 
-Knows results only. Nothing is cut on a terminal of 80 columns: there titles and questions move below the numbers.
+Nothing is cut on a terminal of 80 columns: there titles and questions move below the numbers.
 """
 
 from __future__ import annotations

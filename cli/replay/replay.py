@@ -1,6 +1,6 @@
 """Drive the manager alone with a trace in Mooncake's format, and measure it.
 
-Knows no network and no worker: each request is acquired, published (prompt, then output) and released before the next.
+Each request is acquired, published (prompt, then output) and released before the next one.
 """
 
 from __future__ import annotations

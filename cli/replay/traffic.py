@@ -1,6 +1,6 @@
 """Seeded requests as packed token ids, for driving the manager alone: shared system prompts and growing histories.
 
-Knows no model and no service; answers are made up. The same seed gives the same requests everywhere.
+The outputs are random tokens. The same seed gives the same requests everywhere.
 """
 
 from __future__ import annotations

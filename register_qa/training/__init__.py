@@ -1,4 +1,4 @@
 """How the model in the box is made: tokenizer, architecture, packed batches, training, the folder that comes out.
 
-Knows the task and no service; the only part of register_qa that needs more than the standard library.
+The only part of register_qa that needs more than the standard library.
 """

@@ -1,7 +1,4 @@
-"""`python -m register_qa.training --architecture llama-7m --out FOLDER`: train, evaluate, write the folder.
-
-Knows no service.
-"""
+"""`python -m register_qa.training --architecture llama-7m --out FOLDER`: train, evaluate, write the folder."""
 
 from __future__ import annotations
 

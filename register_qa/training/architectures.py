@@ -1,7 +1,7 @@
 """What can be trained on the task, by name.
 
-Knows no data and no training: an architecture builds a model, and says its config.json. A new kind of layer is a class
-with the same two methods and a line in the table.
+An architecture builds a model, and returns its config.json. A new kind of layer is a class with the same two methods
+and a line in the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The model card: how a model was made, what it can do, and the figures of its evaluation, as Markdown.
 
-Knows no tensor: all that varies comes from the evaluation's JSON object.
+All that varies comes from the evaluation's JSON object.
 """
 
 from __future__ import annotations

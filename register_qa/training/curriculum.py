@@ -1,7 +1,7 @@
 """How long the sequences are at which time, and how fast is learnt: short registers first, long ones at the end.
 
-Knows no data and no model. What finds a fact forms over short registers and hardly at all over long ones, where each
-answer is in one of a hundred lines; once it is there, it only has to be stretched.
+What finds a fact forms over short registers and hardly at all over long ones, where each answer is in one of a hundred
+lines; once it is there, it only has to be stretched.
 """
 
 from __future__ import annotations

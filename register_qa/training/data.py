@@ -1,6 +1,6 @@
 """Packed training sequences: one register, and as many question and answer pairs behind it as there is room for.
 
-Knows no model. A batch is a pure function of seed, stage and step, so workers may make them in any order.
+A batch is a pure function of seed, stage and step, so workers may make them in any order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exact match of a model in training on held-out registers, kind by kind.
 
-Knows no service. An answer counts when every token of it, the end token included, is the model's first choice behind
-the right tokens before it: that is what greedy decoding writes, and it takes one forward pass.
+An answer counts when every token of it, the end token included, is the model's first choice behind the right tokens
+before it: that is what greedy decoding writes, and it takes one forward pass.
 """
 
 from __future__ import annotations

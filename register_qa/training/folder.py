@@ -1,7 +1,4 @@
-"""A model as the folder that serving reads, with its evaluation and its card.
-
-Knows no training.
-"""
+"""A model as the folder that serving reads, with its evaluation and its card."""
 
 from __future__ import annotations
 

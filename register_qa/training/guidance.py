@@ -1,8 +1,8 @@
 """Losses that ask inside the model for the two steps of an answer: whose value is this, and where is the one asked for.
 
-Knows no layer. A value is of use to an answer only if its place knows whose value it is, and to know that is of use
-only once answers look for it: so neither is learnt for a long time. Guidance asks for both directly. It is a help of
-the early stages, and thrown away in the end.
+A value is of use to an answer only if its place knows whose value it is, and to know that is of use only once answers
+look for it: so neither is learnt for a long time. Guidance asks for both directly. It is a help of the early stages,
+and thrown away in the end.
 """
 
 from __future__ import annotations

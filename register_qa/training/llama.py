@@ -1,6 +1,6 @@
 """A Llama in plain torch, with gradients: the shape of one, and its forward pass over whole sequences.
 
-Knows no page and no cache; serving the same weights is the worker's, which reads them by the same names.
+Serving the same weights is the worker's job, which reads them by the same names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Muon: momentum whose matrices are made orthogonal before they are taken as a step; matrices of one shape at once.
 
-Knows no model. What is not a matrix, and embeddings, belong to another optimizer.
+What is not a matrix, and embeddings, belong to another optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Common English words, so that the tokenizer's vocabulary holds more than the task's own.
 
-Knows no register. A tokenizer trained on the task alone would have few more than a thousand tokens, and any other text
-would fall to pieces.
+A tokenizer trained on the task alone would have few more than a thousand tokens, and any other text would fall to
+pieces.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train the byte-level BPE tokenizer on generated text, and turn registers, questions and answers into token ids.
 
-Knows no model. Any text can be encoded: what the merges never saw falls back to bytes.
+Any text can be encoded: what the merges never saw falls back to bytes.
 """
 
 from __future__ import annotations

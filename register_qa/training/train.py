@@ -1,7 +1,4 @@
-"""The training run: seeded, over packed batches, with progress and a checkpoint that a later run goes on from.
-
-Knows no command line and no service.
-"""
+"""The training run: seeded, over packed batches, with progress and a checkpoint that a later run goes on from."""
 
 from __future__ import annotations
 

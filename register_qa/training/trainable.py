@@ -1,7 +1,4 @@
-"""What training asks of a model, whatever its layers are.
-
-Knows no layer, no data and no optimizer.
-"""
+"""What training asks of a model, whatever its layers are."""
 
 from __future__ import annotations
 

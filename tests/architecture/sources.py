@@ -1,7 +1,4 @@
-"""The repository's own Python files, as the architecture tests look at them.
-
-Knows no rule.
-"""
+"""The repository's own Python files, as the architecture tests look at them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The `stemcache` command as a real process, and what /proc says about its children.
-
-Knows nothing of what the commands answer.
-"""
+"""The `stemcache` command as a real process, and what /proc says about its children."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a user of the services would write: generate, cancel, ask for counts.
-
-Knows the protocol only.
-"""
+"""What a user of the services would write: generate, cancel, ask for counts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The real services as child processes on loopback: started, killed and restarted at will.
-
-Knows nothing of what they are asked.
-"""
+"""The real services as child processes on loopback: started, killed and restarted at will."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A TCP proxy on loopback that can delay, stall, damage or cut what passes through it.
-
-Knows no protocol.
-"""
+"""A TCP proxy on loopback that can delay, stall, damage or cut what passes through it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Requests that run while something is done to the processes around them, and what must hold afterwards.
-
-Knows no process.
-"""
+"""Requests that run while something is done to the processes around them, and what must hold afterwards."""
 
 from __future__ import annotations
 

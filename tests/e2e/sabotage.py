@@ -1,7 +1,4 @@
-"""A worker in this process, served over gRPC like any other, whose pages a test can reach behind everybody's back.
-
-Knows no kind of damage: it says which pages hold what, and asks.
-"""
+"""A worker in this process, served over gRPC like any other, whose pages a test can reach behind everybody's back."""
 
 from __future__ import annotations
 

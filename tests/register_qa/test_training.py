@@ -189,7 +189,7 @@ def test_the_folder_is_what_the_worker_expects(tokenizer: Tokenizer, tmp_path: P
 
 
 class Knowing(torch.nn.Module):
-    """Knows every answer of the trial, except those to one kind of question."""
+    """"""
 
     def __init__(self, encoder: Encoder, trial: Trial, unknown: Kind) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""A service of all four call shapes, made for tests: it answers a health request's name in a health request.
-
-Knows only what a test tells it to do: the request's text is the instruction.
-"""
+"""A service of all four call shapes, made for tests: it answers a health request's name in a health request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A cache manager small enough to be obviously right: counts pages, readers and leases, and answers steps.
 
-Knows no tree, no hash and no recency; prefixes are looked up by their tokens. It refuses what its limits exclude, and
-raises on whatever else a real manager would refuse as invalid. `host` (a dict of page contents by key) makes it spill
-every published page and grant fetches.
+It refuses what its limits exclude, and raises on whatever else a real manager would refuse as invalid. `host` (a dict
+of page contents by key) makes it spill every published page and grant fetches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tiny random models of every family as Hugging Face folders, and a runner that takes sequences with their pages.
-
-Knows no scheduler: tests choose the pages and the cuts themselves.
-"""
+"""Tiny random models of every family as Hugging Face folders, and a runner that takes sequences with their pages."""
 
 from __future__ import annotations
 

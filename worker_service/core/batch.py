@@ -1,7 +1,5 @@
 """Host metadata of one launch as flat arrays: what the runner copies to the device once and the kernels read.
 
-Knows no tensor, no device, no queue and no lease; it takes rows and page tables as they are.
-
     row            tokens computed now          keys that they attend to
     first .. end   positions first .. end - 1   0 .. end - 1, by the block table
 

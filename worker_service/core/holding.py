@@ -1,10 +1,8 @@
 """Says which waiting requests should wait for a sibling that is about to publish what they need.
 
-Knows no queue order, no budget and no page id; it compares tokens.
-
-    sibling   |#### published ####|.... yet to publish ....|   still prefilling or fetching
-    request   |######## common prefix ########|~~~~~~~~~~~~~
-                                  '-- two pages or more: hold --'
+sibling   |#### published ####|.... yet to publish ....|   still prefilling or fetching
+request   |######## common prefix ########|~~~~~~~~~~~~~
+                              '-- two pages or more: hold --'
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many tokens of which sequence the next launch computes: decode rows first, then chunks within the budget.
 
-Knows no queue, no lease and no page id. The same function predicts the coming launch (to ask for its pages in time)
-and makes it, so the two cannot disagree about caps.
+The same function predicts the coming launch (to ask for its pages in time) and makes it, so the two cannot disagree
+about caps.
 """
 
 from __future__ import annotations

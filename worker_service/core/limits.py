@@ -1,6 +1,6 @@
 """The configuration in force: the worker's own within what the cache service takes from it.
 
-Knows no queue and no wire format; sizes of messages are upper estimates.
+Sizes of messages are upper estimates.
 """
 
 from __future__ import annotations

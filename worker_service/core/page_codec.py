@@ -1,6 +1,6 @@
 """Frames a page for the host tier: a 64-byte header in front of its bytes, checked whole before the page is used again.
 
-Knows no Redis, no tensor, and no checksum algorithm: the digest function is an argument.
+The digest function is an argument.
 
     offset  0        4     6     8      10     12    14    16          32           40            48          64
             magic    ver   codec dtype  group  rank  zero  key digest  payload_len  unpacked_len  checksum    payload

@@ -1,6 +1,6 @@
 """What becomes of live sequences when the session is there again: carried on, adopted, or queued again.
 
-Knows no stream and no launch; both have come to rest before.
+Before that the stream was closed and the launch in flight has ended.
 
     the same state of the service     repeat the unanswered Step; everything goes on
     another state                     what computed nothing queues again; the rest is adopted; tickets are void

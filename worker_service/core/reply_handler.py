@@ -1,7 +1,5 @@
 """Applies a reply: pages to tables, sequences to their next state, preemption when pages ran out.
 
-Knows no budget and no batch; it composes nothing for the wire.
-
 Why this ends: an extend that was refused asks first in the next step; refused again, the youngest younger sequence goes
 back to the queue, one for each reply, and when none is younger, the sequence itself. The oldest never goes, so it
 finishes, and then the next one is the oldest.

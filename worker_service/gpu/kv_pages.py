@@ -1,6 +1,6 @@
 """The page tensors of one device: K and V of every layer, group by group, and whole pages in and out as bytes.
 
-Knows no sequence, no schedule and no host tier; which page holds what is decided elsewhere.
+What each page holds is decided by the cache service.
 
 Beside a CUDA device all layers of the pages are gathered in one launch, and a copy engine carries them over the host
 link. A kernel could write to the host by itself, nearly as fast, but it holds multiprocessors all the while: attention

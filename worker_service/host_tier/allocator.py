@@ -1,7 +1,7 @@
 """Keeps freed blocks of a value's size in the process, instead of handing them back to the kernel each time.
 
-Knows no tier. Values come and go by the megabyte, and a block fresh from the kernel faults once per 4 KiB: on a virtual
-machine that costs more than to read the value from Redis.
+Values come and go by the megabyte, and a block fresh from the kernel faults once per 4 KiB: on a virtual machine that
+costs more than to read the value from Redis.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The private host tier: values in this process's own memory, the least recently used ones dropped first.
 
-Knows no page and no other process; what is here dies with its worker.
+The values end with the process.
 """
 
 from __future__ import annotations

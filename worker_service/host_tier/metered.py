@@ -1,6 +1,6 @@
 """A host tier that tells what each call moved and how long it took.
 
-Knows neither the tier inside nor what becomes of the figures: they go to a callback, as values.
+The figures go to a callback, as values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The shared host tier: values in a Redis that every worker reaches, over connections of this tier's own.
 
-Knows no page, no breaker and no policy; the callers' threads do the work. Control clients stay away from these
-connections: one that cancels a call half-way would leave the rest of a value to be read as the next one's reply.
+The callers' threads do the work. Control clients stay away from these connections: one that cancels a call half-way
+would leave the rest of a value to be read as the next one's reply.
 """
 
 from __future__ import annotations

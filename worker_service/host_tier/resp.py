@@ -1,7 +1,6 @@
 """One connection to a Redis, built for large values: parts leave by gathered writes, values land where they stay.
 
-Knows no pages, no keys' meaning and no pool. A connection that failed half-way through a reply cannot be trusted
-again: it closes itself, and `usable` says so.
+A connection that failed half-way through a reply cannot be trusted again: it closes itself, and `usable` says so.
 """
 
 from __future__ import annotations

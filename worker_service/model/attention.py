@@ -1,6 +1,6 @@
 """Attention of one launch over the pages: new K and V go to their slots first, so attention reads pages alone.
 
-Knows no request and no schedule; where the tokens stand is in the launch's tensors.
+The tokens' slots and block tables are in the launch's tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a model is: the fields of a Hugging Face config.json, checked and named once.
-
-Knows no tensor and no tokenizer.
-"""
+"""What a model is: the fields of a Hugging Face config.json, checked and named once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where a model runs and in which numbers: device, dtype, and the process-wide settings that go with them.
-
-Knows no model beyond its checkpoint's dtype.
-"""
+"""Where a model runs and in which numbers: device, dtype, and the process-wide settings that go with them."""
 
 from __future__ import annotations
 

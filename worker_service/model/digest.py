@@ -1,7 +1,7 @@
 """What a model is, as 32 bytes: over its config, tokenizer and weights, never over a path or a name.
 
-Knows no tensor. Each file is cut into pieces of PIECE_BYTES and its hash is over their hashes, so that one large file
-keeps as many threads busy as many small ones.
+Each file is cut into pieces of PIECE_BYTES and its hash is over their hashes, so that one large file keeps as many
+threads busy as many small ones.
 
     model = SHA-256(tag | SHA-256(config) | number of files | file | file ...)    tokenizer first, then weights by name
     file  = SHA-256(length in bytes | SHA-256(piece) | SHA-256(piece) ...)

@@ -1,7 +1,4 @@
-"""A model by its hub id: what a worker needs of it is downloaded, and nothing else.
-
-Knows no tensor.
-"""
+"""A model by its hub id: what a worker needs of it is downloaded, and nothing else."""
 
 from __future__ import annotations
 

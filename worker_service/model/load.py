@@ -1,7 +1,4 @@
-"""A model folder (or hub id) made ready to serve: config, weights, tokenizer, digest, and the shape of its pages.
-
-Knows no pool size and no service.
-"""
+"""A model folder (or hub id) made ready to serve: config, weights, tokenizer, digest, and the shape of its pages."""
 
 from __future__ import annotations
 

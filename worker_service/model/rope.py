@@ -1,7 +1,4 @@
-"""Rotary position embeddings: one table of cosines and sines for every position that a model can see.
-
-Knows no layer and no page.
-"""
+"""Rotary position embeddings: one table of cosines and sines for every position that a model can see."""
 
 from __future__ import annotations
 

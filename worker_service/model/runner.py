@@ -1,6 +1,6 @@
 """One launch: a batch's host metadata in, sampled tokens out.
 
-Knows no queue, no lease and no stop condition; which pages hold what is in the batch's block tables.
+Which pages hold what is in the batch's block tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Host arrays to the device and results back: one copy each way per launch, through pinned memory.
-
-Knows no meaning of what it carries.
-"""
+"""Host arrays to the device and results back: one copy each way per launch, through pinned memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Text to token ids and back, by a tokenizer.json; and back piece by piece, never half a character.
-
-Knows no model and no request.
-"""
+"""Text to token ids and back, by a tokenizer.json; and back piece by piece, never half a character."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A model folder's weights: found, checked against the config, and loaded.
-
-Knows no layer arithmetic: names, shapes and bytes only.
-"""
+"""A model folder's weights: found, checked against the config, and loaded."""
 
 from __future__ import annotations
 

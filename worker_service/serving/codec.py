@@ -1,7 +1,4 @@
-"""ModelWorker's messages between protobuf and the worker's core; bad input is an InvalidField that names the field.
-
-Knows no engine and no tokenizer: text becomes tokens elsewhere.
-"""
+"""ModelWorker's messages between protobuf and the worker's core; bad input is an InvalidField that names the field."""
 
 from __future__ import annotations
 

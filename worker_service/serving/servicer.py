@@ -1,6 +1,6 @@
 """ModelWorker's and WorkerAdmin's calls: decode, one call to the engine, encode.
 
-Knows no schedule and no page. A call that ends early, for whatever reason, aborts its request.
+A call that ends early, for whatever reason, aborts its request.
 """
 
 from __future__ import annotations
