@@ -148,7 +148,7 @@ def connectable(address: str) -> str:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """Returns a loopback port that is free now."""
     return next(_free_ports())
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: the typer app, its common options, and how a refusal is told."""
+"""What all commands share: the typer app, its common options, and how a refusal is shown."""
 
 from __future__ import annotations
 

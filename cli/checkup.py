@@ -85,7 +85,7 @@ async def _cache(client: StemcacheClient) -> list[Finding]:
     tier = stats.host_tier
     findings = [Finding("cache service", True, client.cache), _sessions(stats)]
     if tier.breaker_open:
-        advice = "Redis does not answer; serving goes on without it"
+        advice = "Redis does not reply; serving goes on without it"
         findings.append(Finding("host tier", False, "the breaker is open", advice))
     if tier.num_corrupt_pages:
         seen = f"{tier.num_corrupt_pages:,} pages failed their checks"
@@ -134,7 +134,7 @@ async def _redis(url: str) -> list[Finding]:
     except (RedisError, OSError, ValueError) as error:
         reason = type(error).__name__
         return [
-            Finding("Redis", False, f"{redact_url(url)} gives no answer ({reason})", "pages are not shared meanwhile")
+            Finding("Redis", False, f"{redact_url(url)} gives no reply ({reason})", "pages are not shared meanwhile")
         ]
 
 

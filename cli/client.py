@@ -89,7 +89,7 @@ class StemcacheClient:
                 raise WrongService(f"{address} is {found}, not {NAMES[service]}")
 
     async def _serves(self, address: str, service: str) -> bool | None:
-        """Whether this service is at `address`; None when nothing answers."""
+        """Whether this service is at `address`; None when nothing replies."""
         stub = health_pb2_grpc.HealthStub(self._channels[address])
         try:
             await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
@@ -110,7 +110,10 @@ class StemcacheClient:
         priority: int = 0,
         on_answer: Callable[[Answer], None] = lambda _: None,
     ) -> Answer:
-        """One request on one worker. `on_answer` sees the growing answer after each message; raises grpc.RpcError."""
+        """Returns one worker's answer; calls `on_answer` with the growing answer after each message.
+
+        Raises grpc.RpcError.
+        """
         request = worker_pb2.GenerateRequest(sampling=sampling, salt=salt, priority=priority)
         if isinstance(prompt, str):
             request.text = prompt

@@ -32,7 +32,7 @@ from cli.supervisor import Child, ChildSpec, Supervisor
 from rpc.logs import redact_url
 
 HOST_TIERS = ("auto", "redis", "memory", "none")
-# Below the supervisor's own grace, so that what was drained ends by itself.
+# Below the supervisor's own grace, so that a drained service ends before it is killed.
 DRAIN_TIMEOUT_S = 5
 WORKER_START_S = 300.0
 PROGRESS_S = 10.0

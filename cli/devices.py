@@ -14,7 +14,7 @@ MEMORY_SHARE = 0.9
 
 
 def count_gpus(device: str) -> int:
-    """CUDA devices that workers may use. Without a sign of a driver the answer costs nothing."""
+    """CUDA devices that workers may use. Imports nothing where there is no sign of a driver."""
     if device == "cpu" or (device == "auto" and not _has_driver()):
         return 0
     # In a process of its own, so that the supervisor never holds a CUDA context.

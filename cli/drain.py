@@ -13,7 +13,7 @@ from cli.places import find_worker_admin
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
 
-# The answer comes when the last request has ended.
+# The reply comes when the last request has ended.
 MAX_TIMEOUT_S = 86_400.0
 ANSWER_S = 60.0
 DEFAULT_DRAIN_S = 3600.0

@@ -101,7 +101,7 @@ def stacked(renderables: Sequence[RenderableType]) -> RenderableType:
 
 
 def plain(text: str) -> str:
-    """Text that rich is to print as it stands, square brackets included."""
+    """Returns text that rich prints unchanged, square brackets included."""
     return escape(text)
 
 

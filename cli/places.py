@@ -15,7 +15,7 @@ from rpc.address import parse_address
 
 CACHE_VARIABLE = "STEMCACHE_CACHE"
 ADMIN_VARIABLE = "STEMCACHE_ADMIN"
-# Addresses with commas between; those that do not answer are left out, so that one value does for several deployments.
+# Addresses with commas between; those that do not reply are left out, so that one value serves several deployments.
 WORKERS_VARIABLE = "STEMCACHE_WORKERS"
 
 

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from cli.supervisor import ChildSpec
 
-# A Redis that stands on the C library's allocator would hand each large value's memory back, and fault it in again.
+# With the C library's allocator Redis would return each large value's memory to the kernel, and fault it in again.
 KEEP_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
@@ -33,7 +33,7 @@ class RedisServer:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
     def child(self) -> ChildSpec:
-        """The configuration goes in by stdin, so that the password stands in no argument list and no file."""
+        """The configuration goes in by stdin, so that the password is in no argument list and no file."""
         config = (
             f"bind 127.0.0.1\nport {self.port}\nprotected-mode yes\nrequirepass {self.password}\n"
             f'save ""\nappendonly no\nmaxmemory {self.max_memory_bytes}\nmaxmemory-policy noeviction\n'

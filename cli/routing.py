@@ -15,7 +15,7 @@ from protos.v1 import cache_pb2, worker_pb2
 
 
 class Choice(NamedTuple):
-    """A worker that answers, and what speaks for it. A `known` one has a session with the cache service."""
+    """A worker that replies, and why to pick it. A `known` one has a session with the cache service."""
 
     address: str
     known: bool = False
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 
 async def pick_worker(client: StemcacheClient, prompt: str, salt: str) -> str:
-    """An address of the client's; the first one when none answers, whose error will say what is wrong.
+    """An address of the client's; the first one when none replies, whose error will say what is wrong.
 
     Without a cache service to ask, load alone decides.
     """

@@ -1,6 +1,6 @@
 """The demo's scenes: each shows one way a prefix is reused, compares with a cold run, and says what it expected.
 
-A cold run is the same prompt under a salt that nobody used.
+A cold run is the same prompt under a new salt.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ async def _talk(stage: Stage, register: Register, number: int) -> Talk:
 
 Scene = Callable[[Stage], Awaitable[SceneResult]]
 
-# Counted from 1. Each stands alone: its registers are its own, so any of them may be played without the others.
+# Counted from 1. Each has registers of its own, so any of them can be played without the others.
 SCENES: tuple[Scene, ...] = (
     users_of_one_register,
     mid_flight_sibling,

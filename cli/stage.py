@@ -119,7 +119,7 @@ class Stage:
         return (await self.token_ids(text))[len(await self.token_ids("")) :]
 
     async def cold(self, worker: str, prompt: Sequence[int], sampling: worker_pb2.SamplingParams) -> Answer:
-        """The same under a salt that nobody used."""
+        """Generates under a new salt, so nothing is reused."""
         rated = worker_pb2.SamplingParams()
         rated.CopyFrom(sampling)
         rated.logprobs = NUM_RATED

@@ -124,7 +124,7 @@ class Child:
 
 
 class Supervisor:
-    """Owns the children. Use as an async context: leaving it ends every child, whatever happened inside."""
+    """Owns the children. Use as an async context: leaving it ends every child, also after an error."""
 
     def __init__(self, log_dir: Path, on_event: Callable[[str], None] = lambda _: None) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)

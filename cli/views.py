@@ -1,4 +1,4 @@
-"""How answers of the cache service look on a terminal, of 80 columns and more."""
+"""Formats responses of the cache service for a terminal of 80 columns and more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_WORKER = "no worker is known to the cache service"
 
 
 class Moment(NamedTuple):
-    """One look. `silent_since` is when the cache service at `address` stopped answering: the rest is from before."""
+    """One look. `silent_since` is when the cache service at `address` stopped replying: the rest is from before."""
 
     stats: cache_pb2.StatsResponse
     rates: Mapping[str, Rates] = {}
@@ -46,7 +46,7 @@ def live_view(moment: Moment, console: Console) -> RenderableType:
     ]
     tables += [_host_table(moment.stats.host_tier), _workers_table(workers), *_misses_table(workers)]
     shown: list[RenderableType] = [_heading(moment) if workers else f"{_heading(moment)} · {NO_WORKER}"]
-    # One line is for the heading, two for what stands at the end.
+    # Room for the heading and the note below.
     room = console.height - 4
     for at, one in enumerate(tables):
         room -= len(console.render_lines(one, pad=False)) + 1
@@ -68,7 +68,7 @@ def _heading(moment: Moment) -> str:
     heading = f"workers · policy {plain(moment.stats.policy)} · {time.strftime('%H:%M:%S')}"
     if not moment.silent_since:
         return heading
-    return f"{heading} · [red]{plain(moment.address)} gives no answer since {moment.silent_since}[/red]"
+    return f"{heading} · [red]{plain(moment.address)} gives no reply since {moment.silent_since}[/red]"
 
 
 def _workers_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
@@ -113,7 +113,10 @@ def bar(share: float) -> str:
 
 
 def _remarks(stats: cache_pb2.StatsResponse, workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
-    """What is there at times only: pins, kept prompts, pages that were resident and of no use, or damaged."""
+    """Lines that are shown only when not empty.
+
+    Pins, kept prompts, pages that were resident but not usable, or damaged.
+    """
     lines = []
     for w in workers:
         parts = [f"{w.pinned_tokens:,} tokens are pinned"] if w.pinned_tokens else []

@@ -68,7 +68,7 @@ def top(
 async def moments(client: StemcacheClient, interval_s: float) -> AsyncIterator[Moment]:
     """A look each `interval_s`. While the cache service is away it is the last one, which says since when.
 
-    Raises grpc.aio.AioRpcError when nothing answers the first time, and for any refusal.
+    Raises grpc.aio.AioRpcError when the first call gets no reply, and for any refusal.
     """
     looks = RecentLooks()
     moment = Moment(await client.stats())

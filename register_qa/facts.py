@@ -37,7 +37,7 @@ HELD_OUT_ONE_IN = 8
 
 
 def split_of(fact: Fact) -> Split:
-    """By a hash that is the same in every process and for ever."""
+    """By a hash that is the same in every process and version."""
     line = f"{fact.subject}|{fact.attribute.value}|{fact.value}".encode()
     return Split.TRAIN if hashlib.blake2b(line, digest_size=1).digest()[0] % HELD_OUT_ONE_IN else Split.EVAL
 

@@ -1,4 +1,4 @@
-"""Draw questions about a register, each with its answer and with where the register tells what it asks for.
+"""Draw questions about a register, each with its answer and with the places of its facts in the register.
 
 An answer is right by what the register says.
 """
@@ -58,8 +58,8 @@ class AskedFact:
 class Question:
     """`text` is appended to the register's text as it is; `answer` is the sentence expected, without space around it.
 
-    `facts` are what the answer needs, in the order in which it tells them; `holdings` what is asked about (none for a
-    room's key).
+    `facts` are what the answer needs, in the order in which the answer names them; `holdings` what is asked about (none
+    for a room's key).
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ def draw_questions(
 ) -> tuple[Question, ...]:
     """`count` questions, no two about the same thing in the same kind; the kinds take turns.
 
-    ValueError names `count` or `kinds` when the register has not so many to ask.
+    ValueError names `count` or `kinds` when the register has too few of them.
     """
     if not kinds:
         raise ValueError("kinds: at least one is needed")

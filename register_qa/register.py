@@ -17,8 +17,8 @@ HOLDINGS_PER_ROOM = 5
 MIN_ROOMS = 4
 MAX_ROOMS = 32
 
-# The subject always comes first: whoever reads from left to right knows of what each value is told. Within braces are
-# attributes, and everything else is said as it stands.
+# The subject always comes first, so that a model that reads from left to right knows which subject a value belongs to.
+# Names in braces are attributes; everything else is copied.
 HOLDING_LINES = (
     "The {subject} is kept in the {room} on shelf {shelf}. It was made in {year} and is {condition}.",
     "The {subject}, made in {year}, is kept in the {room} on shelf {shelf} and is {condition}.",
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a register tells a fact: the value's own characters, and the whole line with its line break."""
+    """Where a fact is in the register: the value's own characters, and the whole line with its line break."""
 
     value: Span
     line: Span
@@ -63,7 +63,7 @@ class Holding:
         return f"{self.material} {self.thing}"
 
     def fact(self, attribute: Attribute) -> Fact:
-        """ValueError: a hook is told of a room."""
+        """Raises ValueError for HOOK, which belongs to a room's key."""
         if attribute is Attribute.HOOK:
             raise ValueError("attribute: a holding has no hook, its room's key has")
         return Fact(self.name, attribute, getattr(self, attribute.value))
@@ -136,9 +136,9 @@ def _draw_holdings(rng: random.Random, split: Split, count: int, rooms: list[str
     things = rng.sample(THINGS, len(THINGS))
     names = [(material, thing) for material in materials[:variety] for thing in things[:variety]]
     rng.shuffle(names)
-    # Not every subject has a held-out value among so few rooms: others stand by.
-    others = ((material, thing) for thing in things[variety:] for material in materials)
-    drawn = (_draw_holding(rng, split, *name, rooms) for name in chain(names, others))
+    # Not every subject has a held-out value among so few rooms: spare subjects replace those.
+    spare = ((material, thing) for thing in things[variety:] for material in materials)
+    drawn = (_draw_holding(rng, split, *name, rooms) for name in chain(names, spare))
     return list(islice((holding for holding in drawn if holding is not None), count))
 
 
@@ -187,7 +187,7 @@ def _filled(template: str, subject: str, told: Mapping[str, Fact]) -> tuple[str,
 
 
 def _pieces(template: str) -> Iterator[tuple[str, str]]:
-    """What stands as it is, and the name within the braces behind it; the last name is empty."""
+    """Returns the literal parts, each with the name in the braces behind it; the last name is empty."""
     for part in template.split("{"):
         name, brace, rest = part.partition("}")
         if not brace:

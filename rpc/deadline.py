@@ -1,6 +1,6 @@
 """Ends calls that take longer than their caller, or this server, allows.
 
-Exceptions from the default are an argument. A stream without one lives as long as its peer wants. A stream whose peer
+Exceptions from the default are an argument. A stream without one ends when its peer ends it. A stream whose peer
 does not read is given up: all that it holds is freed, and the status follows when the peer has taken the last message.
 """
 

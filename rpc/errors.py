@@ -1,4 +1,4 @@
-"""Answers a call that failed with a status: by a table for known errors, INTERNAL without details for all others.
+"""Ends a failed call with a status: by a table for known errors, INTERNAL without details for all others.
 
 The table is an argument.
 """
@@ -58,7 +58,7 @@ def errors_to_status(table: ErrorTable) -> Around:
 
 
 def _give_up(call: Call, error: Exception) -> NoReturn:
-    """The peer is gone, and a write to it failed, maybe that of the status: nobody is left to read an answer."""
+    """The peer has left, and a write to it failed, maybe that of the status: no status can be sent."""
     _log.debug("call ended by its peer", extra={"method": call.method})
     raise asyncio.CancelledError from error
 

@@ -20,7 +20,7 @@ SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """One status for each service name; the empty name stands for the whole server."""
+    """One status for each service name; the empty name means the whole server."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._status = dict.fromkeys(("", *services), NOT_SERVING)

@@ -21,7 +21,7 @@ _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusC
 
 
 def code_name(context: Context) -> str:
-    """The name of the code that a finished call was answered with."""
+    """Returns the name of a finished call's status code."""
     code = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name

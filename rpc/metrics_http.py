@@ -23,7 +23,7 @@ _log = logging.getLogger("rpc.metrics_http")
 
 
 class MetricsServer:
-    """Answers GET /metrics, one request a connection."""
+    """Serves GET /metrics, one request per connection."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -26,7 +26,7 @@ def _common(max_message_bytes: int) -> Options:
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # A ping that is not answered ends the connection after this time and no sooner. Its default of 60 s would
+        # A ping without a reply ends the connection after this time and no sooner. Its default of 60 s would
         # count for a frozen peer, whose kernel still acknowledges what we send.
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         # An idle worker still has to notice within seconds that its peer is gone.

@@ -1,4 +1,4 @@
-"""`python -m worker_service`: settings from flags and STEMCACHE_WORKER_*, then serve until told to stop."""
+"""`python -m worker_service`: settings from flags and STEMCACHE_WORKER_*, then serve until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 

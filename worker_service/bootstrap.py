@@ -64,7 +64,7 @@ ADMIN_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerAdmin"].full_name
 CPU_POOL_MB = 512
 CALL_TIMEOUT_S = 30.0
 STOP_GRACE_S = 2.0
-# Enough for the calls' last answers and a Goodbye.
+# Enough for the calls' last responses and a Goodbye.
 LOST_DEVICE_EXIT_S = 10.0
 NUM_RANKS = 1
 # Codes of element types in a page's header; never reused.
@@ -348,7 +348,7 @@ async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str]
         announce(_announcement(service))
         drained = asyncio.ensure_future(service.drained.wait())
         await asyncio.wait({stop, drained, service.running}, return_when=asyncio.FIRST_COMPLETED)
-        _log.info("stopping", extra={"reason": "drained" if drained.done() else "told to, or the engine ended"})
+        _log.info("stopping", extra={"reason": "drained" if drained.done() else "signal, or the engine ended"})
     stop.cancel()
     drained.cancel()
     service.running.result()

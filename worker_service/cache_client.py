@@ -1,7 +1,7 @@
 """The session with the cache service: CachePort over one gRPC stream.
 
 Knows no scheduler. One reader task sorts what arrives: replies to the calls that wait for them, orders to a bounded
-queue. Whatever goes wrong with a stream is one SessionLost; only a Hello that is refused twice for the same reason is
+queue. Every failure of a stream is a SessionLost; only a Hello that is refused twice for the same reason is
 final, a SessionRefused: one refusal may be a message that was damaged on its way.
 """
 
@@ -110,7 +110,7 @@ class CacheClient:
             await self._orders.news.wait()
 
     async def disconnect(self) -> None:
-        """Orders of this stream that nobody took are dropped: a Hello voids their tickets."""
+        """Orders of this stream that were not taken are dropped: a Hello voids their tickets."""
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.close()
@@ -198,7 +198,7 @@ class _Stream:
             _forget(answer)
 
     def tell_loss_once(self) -> None:
-        """Raises what ended this stream after its Welcome, if it has ended and this was not told yet."""
+        """Raises the error that ended this stream after its Welcome, once."""
         if self._lost is not None and self._welcomed and not self._is_loss_told:
             self._is_loss_told = True
             raise self._lost
@@ -259,7 +259,7 @@ class _Stream:
     def _answer(self, key: _Key, message: cache_pb2.ManagerMessage) -> None:
         answer = self._waiting.get(key)
         if answer is None or answer.done():
-            raise SessionLost(f"{key[0]} {key[1]} was answered but not asked")
+            raise SessionLost(f"{key[0]} {key[1]} got a reply but was not asked")
         answer.set_result(message)
 
     def _take_order(self, order: cache_pb2.Order) -> None:
@@ -277,12 +277,12 @@ class _Stream:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody wants the running task to end."""
+    """Whether the running task was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _forget(answer: asyncio.Future[_Answer]) -> None:
-    """Mark a failure as seen, so that an answer nobody waits for any more is not reported as unhandled."""
+    """Mark a failure as seen, so that asyncio does not report it as unhandled."""
     if answer.done() and not answer.cancelled():
         answer.exception()

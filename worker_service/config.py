@@ -55,7 +55,7 @@ class WorkerConfig:
     reserve_pages: int = setting(0, "Pages that stay free or evictable after an admission.", minimum=0)
     invariance: str = setting(
         "batch",
-        "batch: a token's bits depend on no other request; strict: nor on what was decoded before; fast: on whatever.",
+        "batch: a token's bits depend on no other request; strict: nor on what was decoded before; fast: on both.",
         choices=INVARIANCES,
     )
     cuda_graphs: bool = setting(True, "Whether decode steps and small prompts are captured when the worker starts.")

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineRequest(NamedTuple):
-    """What a caller wants, its prompt as packed tokens that were checked against the vocabulary."""
+    """A generate request as the servicer decoded it; the prompt is packed int32 tokens of the model's vocabulary."""
 
     namespace: Namespace
     prompt: bytes
@@ -50,7 +50,7 @@ class DrainResult(NamedTuple):
 
 
 class Engine:
-    """Runs generations until it is stopped. `run` is the only task that speaks with scheduler and session."""
+    """Runs generations until it is stopped. `run` is the only task that uses the scheduler and the session."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Engine:
         self._generations: dict[SequenceId, Generation] = {}
         self._numbers = itertools.count(1)
         self._fetch_tickets: set[TicketId] = set()
-        # Anything wakes an idle engine; what a coming launch could use interrupts the wait for the one in flight, too.
+        # `_wake` ends an idle engine's sleep; `_urgent` (work for the next launch) also interrupts the wait for the one
+        # in flight.
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()
         self._one_ended = asyncio.Event()
@@ -88,7 +89,7 @@ class Engine:
     # -- for callers --
 
     def require_room(self) -> None:
-        """Raises Draining or QueueFull when no request would be taken now, whatever it asks for."""
+        """Raises Draining or QueueFull when no request at all would be taken now."""
         if self.draining.is_set():
             raise Draining("this worker takes no new requests")
         self.scheduler.require_room()
@@ -131,7 +132,7 @@ class Engine:
         return DrainResult(num_before - len(left), len(left))
 
     def say_hello_again(self) -> None:
-        """What Hello said of this worker has changed."""
+        """Facts that Hello reported have changed: connect again."""
         self._ask_for_hello("this worker has news for its Hello")
 
     def _ask_for_hello(self, reason: str) -> None:
@@ -147,7 +148,7 @@ class Engine:
     # -- the loop --
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises when the cache service will never take this worker, or on a fault of our own."""
+        """Serves until `stop`. Raises SessionRefused, DeviceLost, RequestFailed, or an unexpected error."""
         orders = asyncio.create_task(self._pump_orders(), name="spill-orders")
         try:
             await self._connect()
@@ -193,7 +194,7 @@ class Engine:
             await self._sleep()
 
     async def _exchange(self) -> bool:
-        """One step and its reply, if there is anything to say."""
+        """Sends one step and applies its reply. Returns False when there was nothing to send."""
         self._urgent.clear()
         self.scheduler.report_rates(self._rates.rates())
         step = self.scheduler.next_step()
@@ -202,7 +203,7 @@ class Engine:
         start_s = time.monotonic()
         self._follow(self.scheduler.apply(await self._cache.step(step)))
         end_s = time.monotonic()
-        self._losses.answered()
+        self._losses.reset()
         self._observer.stepped(end_s - start_s)
         self.trace.note(Span("step", step.step_id, start_s, end_s))
         return True
@@ -297,7 +298,7 @@ class Engine:
         return self._generations.pop(sequence_id, None)
 
     async def _sleep(self) -> None:
-        """Until there is news; now and then a refused request is asked for again, whatever was seen to be freed."""
+        """Waits for work. After RETRY_S a refused request is asked for again, even if nothing was seen to be freed."""
         try:
             async with asyncio.timeout(RETRY_S if self.scheduler.num_waiting else None):
                 await self._wake.wait()
@@ -312,7 +313,7 @@ class Engine:
             while await self._exchange():
                 await self._mover.drain()
         except SessionLost as lost:
-            _log.info("the last step was not answered: %s", lost)
+            _log.info("the last step got no reply: %s", lost)
 
     # -- transfers and the session --
 
@@ -366,7 +367,7 @@ class Engine:
             return
 
     async def _hello(self) -> Welcome | None:
-        """The cache service's Welcome, or None when this worker stops before there is one."""
+        """Returns the cache service's Welcome, or None when this worker stops before there is one."""
         connecting = asyncio.create_task(self._cache.connect(self.scheduler.generation))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -382,4 +383,4 @@ class Engine:
         self._fail_each(readmission.failed)
         if readmission.repeat is not None:
             self._follow(self.scheduler.apply(await self._cache.step(readmission.repeat)))
-            self._losses.answered()
+            self._losses.reset()

@@ -1,7 +1,6 @@
-"""One request as its caller sees it: pieces of the answer, until the last or an error.
+"""One request as its caller sees it: pieces of the generated text, until the last or an error.
 
-The engine puts in, one reader takes out; what was not taken yet is merged, so a slow reader makes pieces longer, never
-more.
+The engine writes, one reader reads; what was not read yet is merged, so a slow reader gets longer pieces, never more.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Detokenizer(Protocol):
 
 @dataclass(slots=True)
 class Piece:
-    """New tokens and the text that became certain; the last one says why it is the last."""
+    """New tokens and their text as far as it is certain; the last piece has the finish reason."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -72,7 +71,7 @@ class Generation:
     ) -> bool:
         """Add tokens sampled at `now_s`; True when their text completes a stop string.
 
-        The text of a stop token is left out unless the request wants it.
+        The text of a stop token is left out unless the request asks for it.
         """
         self._first_token_s = now_s if self._first_token_s is None else self._first_token_s
         self._last_token_s = now_s
@@ -104,7 +103,10 @@ class Generation:
         self._news.set()
 
     async def next_piece(self) -> Piece:
-        """Everything since the last call; waits for something. Raises what the engine failed with."""
+        """Returns everything since the last call; waits until there is something.
+
+        Raises the error that ended the request.
+        """
         await self._news.wait()
         self._news.clear()
         if self._error is not None:

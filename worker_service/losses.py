@@ -1,4 +1,4 @@
-"""Counts sessions that were lost since a step was answered: how long to pause, and when a step is at fault."""
+"""Counts sessions that were lost since the last reply to a step: how long to pause, and when a step is at fault."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from worker_service.core.errors import RequestFailed, SessionLost, StepRejected
 
 # A step that ended this many sessions is void, and the next Hello begins anew.
 REJECTIONS_OF_A_STEP = 2
-# Beginnings anew without an answer to any step between them, before the worker gives up on itself.
+# New states begun without a reply to any step between them, before the worker ends itself.
 MAX_BEGINNINGS = 4
 # The second loss in a row pauses for the shorter time, each further one for twice as long, up to the longer.
 MIN_PAUSE_S = 0.05
@@ -21,7 +21,7 @@ class Losses:
         self._num_lost = 0
         self._num_rejected = 0
 
-    def answered(self) -> None:
+    def reset(self) -> None:
         self._num_lost = self._num_rejected = 0
 
     def count(self, lost: SessionLost) -> bool:

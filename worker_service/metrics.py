@@ -1,4 +1,4 @@
-"""The worker's Prometheus metrics: what the engine tells is counted, what it knows is read when somebody asks.
+"""The worker's Prometheus metrics: counters that the engine moves, and gauges that are read at scrape time.
 
 Names and meanings are listed in docs/metrics.md.
 """

@@ -1,4 +1,4 @@
-"""What the engine tells whoever measures it.
+"""What the engine reports to its metrics.
 
 The default does nothing.
 """
@@ -18,7 +18,7 @@ class Observer:
     def launch_failed(self) -> None: ...
 
     def generated(self, num_tokens: int, since_last_s: float | None) -> None:
-        """Tokens of one request, of whatever becomes of it later; None for its first ones."""
+        """Tokens of one request, also if it is aborted later; `since_last_s` is None for its first ones."""
 
     def finished(self, usage: Usage, timing: Timing) -> None: ...
 

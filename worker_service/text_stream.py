@@ -1,4 +1,4 @@
-"""Text as it becomes certain: holds back what may turn out to be the start of a stop string.
+"""Streams text, and holds back what may turn out to be the start of a stop string.
 
 Takes text of whole characters.
 """
@@ -30,18 +30,18 @@ class StopFilter:
         first = min((at for at in map(self._held.find, self._stop) if at >= 0), default=-1)
         if first >= 0:
             return Cut(self._take(first), True)
-        return Cut(self._take(len(self._held) - self._num_doubtful()), False)
+        return Cut(self._take(len(self._held) - self._held_len()), False)
 
     def flush(self) -> str:
-        """The text ends here, so nothing is doubtful any more."""
+        """Returns the text that was held back, since the text ends here."""
         return self._take(len(self._held))
 
     def _take(self, end: int) -> str:
         text, self._held = self._held[:end], self._held[end:]
         return text
 
-    def _num_doubtful(self) -> int:
-        """Length of the longest end of the text that some stop string starts with."""
+    def _held_len(self) -> int:
+        """Returns the length of the longest end of the text that some stop string starts with."""
         for length in range(min(self._longest - 1, len(self._held)), 0, -1):
             end = self._held[-length:]
             if any(stop.startswith(end) for stop in self._stop):

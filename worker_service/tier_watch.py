@@ -1,6 +1,6 @@
 """Learns which host tier this worker reaches, and notices when it becomes another one.
 
-The store is asked in a thread, so that one that is down holds nobody up.
+The store is asked in a thread, so that one that is down does not block the event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_TIER = TierFacts(HostTierKind.NONE, "")
 
 
 class TierWatch:
-    """`facts` is NO_TIER until the store has answered once; a store that stops answering keeps its name."""
+    """`facts` is NO_TIER until the store has replied once; a store that stops replying keeps its identity."""
 
     def __init__(self, tier: HostTier | None, period_s: float = PERIOD_S) -> None:
         self._tier = tier

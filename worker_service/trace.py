@@ -1,4 +1,4 @@
-"""What the engine measured of late: when steps and launches ran, and the rates that the cache service is told.
+"""What the engine measured lately: when steps and launches ran, and the rates that it reports to the cache service.
 
 Bounded: the oldest spans are forgotten.
 """

@@ -26,7 +26,7 @@ from cli.supervisor import ChildFailed
 from register_qa import Kind
 
 POOL_MB = 512
-# Fetch whatever is there: an evaluation of fetched pages must not depend on whether that is worth its while.
+# Fetch whatever the tier has: an evaluation of fetched pages must not depend on whether a fetch pays.
 CACHE_ENV = {"STEMCACHE_CACHE_FETCH": "always"}
 KINDS = tuple(kind.value for kind in Kind)
 # Of the model in the box, over enough questions to tell.

@@ -53,7 +53,7 @@ class Evaluation:
 async def evaluate(
     options: ClusterOptions, plan: SheetPlan, ways: Sequence[str], least: LeastAccuracy, output: Output
 ) -> Evaluation:
-    """On services of its own, which are gone on return. The cold run comes first, whatever `ways` names.
+    """On services of its own, which are gone on return. The cold run comes first, also when `ways` leaves it out.
 
     Raises ValueError when the registers cannot hold the plan's questions.
     """

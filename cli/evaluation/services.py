@@ -140,7 +140,7 @@ class EvalServices:
 
 
 def fresh_salt(way: str) -> str:
-    """A namespace of this way's own, which nobody used before."""
+    """Returns a new salt for this way, so that its namespace is empty."""
     return f"eval-{way}-{secrets.token_hex(8)}"
 
 

@@ -39,7 +39,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class SheetPlan:
-    """How many questions over how many registers of about so many tokens each."""
+    """Numbers of questions, registers, and tokens per register (about)."""
 
     questions: int
     registers: int

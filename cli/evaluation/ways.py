@@ -21,8 +21,8 @@ from cli.waiting import wait_restarted, wait_running
 RESTART_WAIT_S = 120.0
 # The earlier request goes on for longer than its siblings' answers take; it is cancelled when they are there.
 EARLIER_TOKENS = 400
-# The neighbour that takes the pages away decodes so many tokens, and reaches its next page after so many of them: one
-# number for each attempt, as how far the asker has come by then is a matter of timing.
+# Tokens that the neighbour decodes, and how many of them fit into its last page before it needs a new one (and takes
+# the asker's): one number per attempt, as how far the asker has decoded by then is a matter of timing.
 NEIGHBOUR_TOKENS = 24
 NEIGHBOUR_LEADS = (6, 5, 7, 4, 9, 12, 6, 8)
 
@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
 
 async def cold(services: EvalServices, result: WayResult) -> list[Reply]:
-    """Each question under a salt that nobody used."""
+    """Each question under a new salt, so nothing is reused."""
 
     async def one_sheet(worker: str, sheet: Sheet) -> list[Reply]:
         return [await services.ask(worker, sheet, asked, fresh_salt("cold"), reuses=False) for asked in sheet.asked]

@@ -21,7 +21,7 @@ from session.messages import Acquire, Extend, Grant, Hello, Publish, Refusal, Re
 from session.words import TOKEN_BYTES, GroupKind, GroupSpec, Namespace, ReleaseReason, SequenceId, WorkerId
 
 READ_AHEAD = 128  # requests, of about 60 KB each
-BLOCK_TOKENS = 512  # what one hash id of the trace stands for
+BLOCK_TOKENS = 512  # tokens per hash id of the trace
 VOCABULARY = 151_000
 MAX_OUTPUT_TOKENS = 1 << 20
 UNLIMITED_PAGES = 2**31 - 1
@@ -149,7 +149,7 @@ def _read_ahead(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def one_request(manager: CacheManager, sequence: SequenceId, prompt: bytes, output: bytes) -> int:
-    """Answers the cached tokens. The last output token is never fed back, so it has no KV."""
+    """Returns the cached tokens. The last output token is never fed back, so it has no KV."""
     grant = manager.acquire(WORKER, Acquire(sequence, NAMESPACE, prompt), 0)
     if isinstance(grant, Refusal):
         return 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class TokenRequest(NamedTuple):
-    """A request as packed int32 token ids; `output` is what the model is supposed to have answered."""
+    """A request as packed int32 token ids; `output` stands in for what a model would have generated."""
 
     prompt: bytes
     output: bytes

@@ -53,7 +53,7 @@ rounds otherwise and gives other weights, and a run with `--seconds` stops when 
 
 - Prompts as `register_qa` writes them: registers up to about 3,500 tokens, a few turns; 4,096 positions.
 - Other wordings, other languages, chat: no. What it answers to those means nothing.
-- Registers are made up. Names of objects and rooms stand for no real ones.
+- Registers are made up. Names of objects and rooms refer to no real ones.
 
 Licence: Apache-2.0.
 """

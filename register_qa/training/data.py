@@ -32,9 +32,9 @@ class Batch(NamedTuple):
     """Int64 [sequences, length] each: the tokens, and labels, NO_LABEL where there is none.
 
     `register` and `answers` are what follows a token, within the register or within an answer. An answer's last label
-    is the end token, which never stands in `tokens`: as in a conversation, the next question follows the full stop.
-    `first_words` and `last_words` are the two words of the subject that a token tells of. `sources` is the place in the
-    register of the token that must be copied next.
+    is the end token, which is never in `tokens`: as in a conversation, the next question follows the full stop.
+    `first_words` and `last_words` are the two words of the subject that a token belongs to. `sources` is the place in
+    the register of the token that must be copied next.
     """
 
     tokens: torch.Tensor
@@ -64,12 +64,13 @@ class PackedBatches(torch.utils.data.Dataset[Batch]):
         return Batch(*(torch.tensor(column) for column in zip(*rows, strict=True)))
 
 
-# From which character on which subject is told of; the last word of the subject's name is the first token that knows.
+# From which character on a text is about which subject; the last word of the subject's name is the first token that
+# knows.
 Subjects = Sequence[tuple[int, str | None]]
 
 
 class Copied(NamedTuple):
-    """The value that stands at `start` of an answer is copied from `source`, a span of the register."""
+    """The value at `start` of an answer is copied from `source`, a span of the register."""
 
     start: int
     source: Span
@@ -183,7 +184,7 @@ def _subjects_of_lines(register: Register) -> Subjects:
 
 def _pairs(register: Register, rng: random.Random, count: int, recited: float) -> Iterator[Pair]:
     """Questions and answers, and among them lines of the register: a line's subject asks for the rest of it."""
-    # A holding's line is there once for each of its facts: what tells more is recited more often.
+    # A holding's line is there once for each of its facts: lines with more facts are recited more often.
     lines = rng.sample([(fact.subject, place.line) for fact, place in register.places.items()], len(register.places))
     values: dict[Span, list[Span]] = {}
     for place in register.places.values():
@@ -200,7 +201,7 @@ def _pairs(register: Register, rng: random.Random, count: int, recited: float) -
 
 
 def _pair_of(question: Question) -> Pair:
-    """The answer tells of the first fact's subject; behind the name of the room, of the room."""
+    """The answer is about the first fact's subject; behind the name of the room, about the room."""
     answer = f" {question.answer}"
     subject = question.facts[0].fact.subject
     known: Subjects = [(question.text.index(subject) + len(subject), subject)]

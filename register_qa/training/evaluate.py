@@ -24,7 +24,7 @@ TOKENS_PER_FORWARD = 65536
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Held-out registers of so many holdings, each with its own seed, and so many questions of every kind in each."""
+    """What to ask: `registers` held-out registers of `holdings` each, and `questions_per_kind` about each."""
 
     registers: int
     holdings: int

@@ -45,7 +45,7 @@ def read_weights(folder: Path, model: nn.Module) -> None:
 
 
 def write_evaluation(folder: Path, figures: Mapping[str, Any]) -> None:
-    """The figures, and the model card that tells them."""
+    """Writes the figures, and the model card that shows them."""
     _write_json(folder / EVALUATION, figures)
     (folder / CARD).write_text(card(figures), encoding="utf-8")
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from register_qa.training.data import NO_LABEL, Batch
 
-# Of a sequence's places so many are asked where to look; those beyond are left out.
+# One place in this many of a sequence gets guidance at most; those beyond are left out.
 ASKING_SHARE = 8
 
 

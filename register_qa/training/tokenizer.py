@@ -19,7 +19,7 @@ VOCABULARY = 2048
 BEGIN = "<|begin|>"
 END = "<|end|>"
 TOKENIZER = "tokenizer.json"
-# A word with the space before it, a number in pairs of digits, signs, and each line break by itself: so a line break
+# A word with the space before it, a number in pairs of digits, signs, and each line break alone: so a line break
 # never joins its neighbours, and the tokens of a register do not depend on what is appended.
 PIECES = r" ?\p{L}+| ?\p{N}{1,2}|\n| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 TRAINING_REGISTERS = 200

@@ -178,11 +178,11 @@ def test_top_looks_again_and_again_until_interrupted(service: Service, tmp_path:
                 break
         service.running.child("cache_service").kill()
         for _ in pauses("the silence to be told"):
-            if f"{service.cache} gives no answer since" in top.out.read_text():
+            if f"{service.cache} gives no reply since" in top.out.read_text():
                 break
         told = top.out.read_text()
         for _ in pauses("an answer again"):
-            if "gives no answer" not in top.out.read_text()[len(told) :].rpartition("workers ·")[2].partition("\n")[0]:
+            if "gives no reply" not in top.out.read_text()[len(told) :].rpartition("workers ·")[2].partition("\n")[0]:
                 break
         assert "gone" not in told
         assert top.interrupt() == 130

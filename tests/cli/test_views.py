@@ -115,7 +115,7 @@ def test_the_live_view_fits_the_terminal_and_says_what_does_not(height: int) -> 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_silent_cache_service_is_no_gone_worker(width: int) -> None:
     text = drawn(stats_view(moment()._replace(silent_since="10:07:14", address="127.0.0.1:7400")), width)
-    assert "127.0.0.1:7400 gives no answer since 10:07:14" in " ".join(text.split())
+    assert "127.0.0.1:7400 gives no reply since 10:07:14" in " ".join(text.split())
     assert "connected" in text
 
 

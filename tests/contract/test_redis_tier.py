@@ -131,7 +131,7 @@ def test_a_stalled_server_is_an_error_in_time(redis_server: RedisProcess) -> Non
     tier.put([b"k"], [[b"v"]])
     os.kill(redis_server.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(HostTierError, match="no answer in time"):
+        with pytest.raises(HostTierError, match="no reply in time"):
             tier.get([b"k"], LIMIT)
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
@@ -144,7 +144,7 @@ def test_a_half_read_connection_is_never_used_again() -> None:
     scripts = [[b"$10\r\nabcde"], [b"$2\r\nok\r\n"]]
     with ScriptedServer(scripts) as server:
         tier = RedisTier(f"redis://{server.address}", QUICK)
-        with pytest.raises(HostTierError, match="no answer in time"):
+        with pytest.raises(HostTierError, match="no reply in time"):
             tier.get([b"k"], LIMIT)
         assert tier.get([b"k"], LIMIT) == [b"ok"]
         assert server.num_connections == 2

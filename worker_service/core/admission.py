@@ -1,7 +1,7 @@
 """Which waiting requests the next step asks pages for.
 
-After a refusal for want of room the queue waits until something was freed. Then its head asks alone, and each grant
-doubles how many ask at once: all that stand behind a refused request are refused with it. The cache service keeps what
+After a refusal for lack of room the queue waits until something was freed. Then its head asks alone, and each grant
+doubles how many ask at once: all requests behind a refused one are refused with it. The cache service keeps what
 it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
 """
 
@@ -20,7 +20,7 @@ class Admission:
     def __init__(self, terms: Terms, queues: Queues) -> None:
         self._terms = terms
         self._queues = queues
-        self._refused: Sequence | None = None  # the head of the queue waits for pages
+        self._refused: Sequence | None = None  # the request that waits for pages; it blocks those behind it
         self._most = UNLIMITED  # acquires of one step
         self.num_held = 0
 
@@ -30,7 +30,7 @@ class Admission:
         self._most = min(2 * self._most, UNLIMITED)
 
     def refused(self, sequence: Sequence) -> None:
-        """No room for it. Of several the first in the queue counts: it blocks all behind it."""
+        """There was no room for it. Of several the first in the queue is remembered: it blocks all behind it."""
         self._most = 1
         former = self._refused
         if former is None or former.state is not State.WAITING or sequence.queue_order < former.queue_order:
@@ -70,7 +70,10 @@ class Admission:
         return backlog < self._terms.config.token_budget
 
     def _choose(self, limit: int, room: MessageRoom) -> list[Sequence]:
-        """From the head on. A held request blocks nobody; a refused one blocks all behind it, or it would starve."""
+        """Returns requests from the head on.
+
+        A held one is passed over; a refused one blocks all behind it, or it would starve.
+        """
         siblings = Siblings(self._terms.config.page_tokens)
         for sequence in self._queues.leased:
             siblings.admit(sequence)
@@ -90,7 +93,7 @@ class Admission:
         return chosen
 
     def _acquire(self, sequence: Sequence, *, alone: bool) -> Acquire:
-        """A sequence alone needs no reserve: kept free for nobody, it would refuse the longest prompt for ever."""
+        """A sequence that runs alone asks for no reserve: with one, the longest prompt would never be admitted."""
         config = self._terms.config
         return Acquire(
             sequence.sequence_id,

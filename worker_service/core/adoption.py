@@ -1,4 +1,4 @@
-"""Leases that a new state of the cache service is to take over: which wait for it, and their words.
+"""Leases that a new state of the cache service is to take over: which ones wait, and the Adopt of each.
 
 While any waits, a step carries adopts only: an acquire or an extend could be granted pages that are yet to be adopted.
 
@@ -29,7 +29,7 @@ class Adoptions:
         return len(self._pending)
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Adopt these anew. The cache service learns all their tokens, and publishes what is computed as it stands."""
+        """Adopt these anew. The cache service learns all their tokens, and publishes what is computed."""
         self._pending = list(sequences)
         for sequence in self._pending:
             sequence.state = State.ADOPTING

@@ -1,4 +1,4 @@
-"""Says which waiting requests should wait for a sibling that is about to publish what they need.
+"""Decides which waiting requests should wait for a sibling that is about to publish what they need.
 
 sibling   |#### published ####|.... yet to publish ....|   still prefilling or fetching
 request   |######## common prefix ########|~~~~~~~~~~~~~
@@ -30,7 +30,10 @@ class Siblings:
             self._by_start.setdefault(self._start(sequence), []).append(sequence)
 
     def hold(self, request: Sequence) -> bool:
-        """Whether to hold it. What was compared with its holder is kept, so a held request costs no compare."""
+        """Returns whether to hold the request.
+
+        The comparison with its holder is kept, so a held request is compared once.
+        """
         if request.request.bypass_cache:
             return False
         holder = request.held_by

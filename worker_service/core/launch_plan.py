@@ -19,7 +19,7 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of the scheduler. `page_tokens` is the one in force, after whatever the model asked for.
+    """Limits of the scheduler. `page_tokens` is the one in force.
 
     token_budget                  the most tokens of a launch, decode rows included
     long_prefill_token_threshold  the most tokens of one sequence's chunk; 0 is off; idle without chunked_prefill
@@ -79,7 +79,7 @@ def _require(field: str, holds: bool, reason: str) -> None:
 
 
 class Progress(NamedTuple):
-    """Where a sequence stands, or is predicted to stand. `room` is the length that its pages hold."""
+    """A sequence's present or predicted state. `room` is the length in tokens that its pages hold."""
 
     sequence: Sequence
     computed: int
@@ -159,7 +159,7 @@ def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_
         if chunk > 0:
             rows.append(Row(sequence, computed, chunk))
             budget -= chunk
-        # What an older prompt could not use is not for younger ones, or it might wait for ever.
+        # Younger prompts do not get the budget that an older one could not use, or the older one could starve.
         if is_cut:
             break
     return Plan(rows, num_decode)

@@ -31,7 +31,7 @@ class Queues:
         self.forgotten: list[SequenceId] = []  # ended while they waited; the cache service keeps their tokens
 
     def enqueue(self, sequence: Sequence) -> None:
-        """To its place in the queue, which for a preempted sequence is near the head: it keeps its order."""
+        """Puts it at its place in the queue; a preempted sequence keeps its order, so it is near the head."""
         sequence.state = State.WAITING
         self.unfinished[sequence.sequence_id] = sequence
         insort(self.waiting, sequence, key=_queue_order)
@@ -52,7 +52,10 @@ class Queues:
         sequence.forget_lease()
 
     def lose_lease(self, sequence: Sequence) -> None:
-        """To its client a lease that is lost with computed tokens is a preemption: they count on top."""
+        """Ends a lease without the cache service's consent.
+
+        Computed tokens are lost, which the usage counts as a preemption.
+        """
         if sequence.state in (State.RUNNING, State.ADOPTING) and sequence.has_computed:
             sequence.num_preemptions += 1
         self.end_lease(sequence)

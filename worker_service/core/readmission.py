@@ -49,9 +49,9 @@ class Readmitter:
     def readmit(self, welcome: Welcome) -> Readmission:
         """Raises LostPlace when the worker has to say Hello again, with generation 0."""
         is_same = (welcome.epoch, welcome.generation) == (self._epoch, self.generation)
-        if is_same and not self._steps.stands_at(welcome.last_step_id):
+        if is_same and not self._steps.is_at(welcome.last_step_id):
             self.generation = 0
-            raise LostPlace(f"the cache service stands at step {welcome.last_step_id}, where this worker never was")
+            raise LostPlace(f"the cache service is at step {welcome.last_step_id}, which this worker did not send last")
         self._epoch, self.generation = welcome.epoch, welcome.generation
         self._terms.take(welcome.limits)
         failed = self._fail_excessive()

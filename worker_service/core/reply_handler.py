@@ -25,7 +25,7 @@ _FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
 
 
 class Fetch(NamedTuple):
-    """Start this transfer and report its ack, whatever becomes of the sequence: the ticket pins pages until then."""
+    """Start this transfer and report its ack, also when the sequence ends: the ticket pins pages until then."""
 
     sequence_id: SequenceId
     transfer: Transfer
@@ -53,7 +53,7 @@ class ReplyHandler:
     def apply(self, reply: StepReply) -> Applied:
         """Remaps first: they concern pages from before, and what they freed may be granted in the same reply."""
         self._check(reply)
-        asked = self._steps.answered()
+        asked = self._steps.take_asked()
         fetches: list[Fetch] = []
         failed: list[Failed] = []
         for remap in reply.remaps:
@@ -68,21 +68,21 @@ class ReplyHandler:
             fetches += self._grant(grant, asked.pop(grant.sequence_id))
         for refusal in reply.refusals:
             failed += self._refuse(asked.pop(refusal.sequence_id, None), refusal)
-        for left in asked.values():  # an answer that is missing grants nothing
+        for left in asked.values():  # what the reply left out is refused
             failed += self._refuse(left, Refusal(left.sequence.sequence_id, RefusalReason.NO_ROOM, "unanswered"))
             left.sequence.kept_len = 0
         self._preempt()
         return Applied(tuple(fetches), tuple(failed))
 
     def _check(self, reply: StepReply) -> None:
-        """Raise UnaskedReply when it answers another step, or for a sequence for which nothing was asked."""
+        """Raises UnaskedReply when it is to another step, or names a sequence for which nothing was asked."""
         step, asked = self._steps.unanswered, self._steps.asked
         if step is None or step.step_id != reply.step_id:
-            raise UnaskedReply(f"step {reply.step_id} is answered, not {step and step.step_id}")
+            raise UnaskedReply(f"the reply is to step {reply.step_id}, not {step and step.step_id}")
         extended = {sequence_id for sequence_id, entry in asked.items() if entry.ask is Ask.EXTEND}
         named = {item.sequence_id for items in (step.publishes, step.releases) for item in items} | asked.keys()
-        _answers_each_once("extends", [extend.sequence_id for extend in reply.extends], extended)
-        _answers_each_once("grants", [grant.sequence_id for grant in reply.grants], asked.keys() - extended)
+        _require_each_once("extends", [extend.sequence_id for extend in reply.extends], extended)
+        _require_each_once("grants", [grant.sequence_id for grant in reply.grants], asked.keys() - extended)
         for refusal in reply.refusals:
             if refusal.sequence_id not in (named if refusal.reason is RefusalReason.INVALID else asked):
                 raise UnaskedReply(f"sequence {refusal.sequence_id} is refused, for which nothing was asked")
@@ -94,7 +94,7 @@ class ReplyHandler:
         self._admission.freed()
 
     def _grant(self, grant: Grant, asked: Asked) -> Iterable[Fetch]:
-        """After an abort the lease exists nevertheless: it ends with the next step, and its ticket wants an ack."""
+        """After an abort the lease exists too: it ends with the next step, and its ticket needs an ack."""
         sequence = asked.sequence
         if asked.ask is Ask.ADOPT:
             take_over(sequence, grant)
@@ -162,12 +162,12 @@ class ReplyHandler:
             self._queues.preempt(leased[-1])
 
 
-def _answers_each_once(field: str, answered: list[SequenceId], asked: Collection[SequenceId]) -> None:
+def _require_each_once(field: str, answered: list[SequenceId], asked: Collection[SequenceId]) -> None:
     if len(set(answered)) != len(answered):
-        raise UnaskedReply(f"{field}: a sequence is answered twice")
+        raise UnaskedReply(f"{field}: a sequence is named twice")
     for sequence_id in answered:
         if sequence_id not in asked:
-            raise UnaskedReply(f"{field}: the reply answers for sequence {sequence_id}, for which nothing was asked")
+            raise UnaskedReply(f"{field}: the reply names sequence {sequence_id}, for which nothing was asked")
 
 
 def take_pages(sequence: Sequence, grant: Grant) -> None:

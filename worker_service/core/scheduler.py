@@ -150,7 +150,7 @@ class Scheduler:
 
     @property
     def num_adopting(self) -> int:
-        """Sequences whose adopts are still to be sent; none of them runs until it is answered."""
+        """Sequences whose adopts are still to be sent; none of them runs before its reply."""
         return self._adoptions.num_pending
 
     @property
@@ -172,7 +172,7 @@ class Scheduler:
         return self._steps.unanswered
 
     def next_step(self) -> Step | None:
-        """What the engine wants now, in the light of the launch in flight; None when that is nothing."""
+        """Returns what to ask of the cache service now, given the launch in flight; None when that is nothing."""
         return self._steps.next_step()
 
     def retry_refused(self) -> None:
@@ -180,7 +180,7 @@ class Scheduler:
         self._admission.freed()
 
     def apply(self, reply: StepReply) -> Applied:
-        """Take the answer to the unanswered step, before the next launch is made."""
+        """Applies the reply to the unanswered step, before the next launch is made."""
         return self._replies.apply(reply)
 
     # -- launches --

@@ -1,4 +1,4 @@
-"""What a request asks for and where it stands: its tokens, how far they are computed and published, its pages.
+"""A request and its progress: its tokens, how far they are computed and published, its pages.
 
 Knows no queue, no budget, no other sequence and no clock; the scheduler moves it from state to state.
 
@@ -26,7 +26,7 @@ MAX_LOGPROBS = 64
 # What fits into an int32 and into an fp32 number: a launch carries the values of all its rows in arrays of these.
 MAX_INT32 = (1 << 31) - 1
 MAX_FP32 = 3.4028234663852886e38
-# Beyond these a penalised score overflows fp32, or underflows to 0, whatever the logits are.
+# Beyond these a penalised score overflows fp32, or underflows to 0, for any logits.
 MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3
 NO_MATCH = Match(0, 0, 0, "", MissReason.UNSPECIFIED)
 
@@ -92,7 +92,7 @@ class SamplingParams:
 
 
 class Request(NamedTuple):
-    """What the caller wants. `prompt` is packed int32; `arrival` is the caller's clock and only reported back.
+    """A generate request. `prompt` is packed int32; `arrival` is the caller's clock and only reported back.
 
     `bypass_cache`: reuse nothing of other requests, and leave nothing for them.
     """

@@ -61,19 +61,19 @@ class StepBuilder:
     def report(self, ack: Ack) -> None:
         self._acks.append(ack)
 
-    def answered(self) -> dict[SequenceId, Asked]:
+    def take_asked(self) -> dict[SequenceId, Asked]:
         asked, self.asked = self.asked, {}
         self.unanswered = None
         return asked
 
-    def stands_at(self, last_step_id: int) -> bool:
-        """Whether the cache service stands where its last reply left it, or one step further: that reply was lost."""
+    def is_at(self, last_step_id: int) -> bool:
+        """Whether the cache service is at the last step that got a reply, or one further: then that reply was lost."""
         step = self.unanswered
         return last_step_id in ((self._last_step_id,) if step is None else (step.step_id - 1, step.step_id))
 
     def reset(self, last_step_id: int) -> None:
         """The cache service has a new state for this worker: tickets, acks and the unanswered step are void."""
-        self.answered()
+        self.take_asked()
         self._acks.clear()
         self.tickets.clear()
         self._last_step_id = last_step_id
@@ -140,7 +140,7 @@ class StepBuilder:
             now.append(ack)
             if sequence is not None:
                 del self.tickets[ack.ticket]
-                if sequence not in self.tickets.values():  # the last ack is answered with a new plan
+                if sequence not in self.tickets.values():  # the reply to the last ack is a new plan
                     self.asked[sequence.sequence_id] = Asked(
                         sequence, Ask.REPLAN, first_chunk_limit(len(sequence.tokens), self._terms.config)
                     )
@@ -212,7 +212,7 @@ class StepBuilder:
         return pages * page_tokens
 
     def predicted(self) -> Iterator[Progress]:
-        """Where running sequences stand once the launch in flight has ended."""
+        """Yields the state of running sequences once the launch in flight has ended."""
         config = self._terms.config
         for sequence in self._queues.leased:
             if sequence.state is not State.RUNNING:

@@ -3,8 +3,8 @@
 What each page holds is decided by the cache service.
 
 Beside a CUDA device all layers of the pages are gathered in one launch, and a copy engine carries them over the host
-link. A kernel could write to the host by itself, nearly as fast, but it holds multiprocessors all the while: attention
-that wanted all of them took 1.3 to 1.5 times as long beside it, and 1.01 times beside a copy engine.
+link. A kernel could write to the host directly, nearly as fast, but it occupies multiprocessors meanwhile: attention
+that needs all of them took 1.3 to 1.5 times as long beside it, and 1.01 times beside a copy engine.
 
 One group's tensor is [layers of the group, 2 (K, V), num_pages + 1, page_tokens, kv_heads, head_dim]. Page 0 is
 reserved: zero from the start, never written, so that a hole in a block table addresses valid memory. A page as bytes is
@@ -139,7 +139,7 @@ class KvPages:
     def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """The pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device), once all are there.
 
-        Works on the current stream and waits for it alone, so a mover's thread with its own stream disturbs nobody.
+        Works on the current stream and waits for it alone, so a mover's thread uses a stream of its own.
         """
         ids = self._checked_ids(group, page_ids)
         host = (
@@ -163,7 +163,7 @@ class KvPages:
             torch.cuda.current_stream(self.device).synchronize()
 
     def host_buffer(self, group: int, num_pages: int) -> torch.Tensor:
-        """Room for so many pages' bytes, pinned beside a CUDA device; movers keep theirs."""
+        """Returns an uninitialized buffer, uint8 [num_pages, page_bytes], pinned beside a CUDA device."""
         pin = self.device.type == "cuda"
         return torch.empty((num_pages, self.page_bytes(group)), dtype=torch.uint8, pin_memory=pin)
 

@@ -24,7 +24,7 @@ class PoolReport(NamedTuple):
 
 
 def pool_report(specs: Sequence[GroupSpec], page_tokens: int, max_model_len: int) -> PoolReport:
-    """A prompt hits by whole pages, must compute one token, and must leave room for one token of an answer."""
+    """A prompt hits by whole pages, must compute one token, and must leave room for one generated token."""
     groups = tuple(
         GroupCapacity(spec.name, spec.num_pages, spec.num_pages * page_tokens, spec.num_pages * spec.page_bytes >> 20)
         for spec in specs

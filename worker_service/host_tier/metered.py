@@ -1,4 +1,4 @@
-"""A host tier that tells what each call moved and how long it took.
+"""A host tier that measures what each call moved and how long it took.
 
 The figures go to a callback, as values.
 """

@@ -31,7 +31,7 @@ class RedisTierConfig:
     timeout_s: float = 2.0
     """For one command of up to eight values, the wait for a connection included."""
     ttl_ms: int = 24 * 3600 * 1000
-    """Values that nobody deletes any more end by themselves."""
+    """Values that are never deleted expire."""
 
     def __post_init__(self) -> None:
         if self.num_connections < 1:
@@ -163,7 +163,10 @@ def _ask(connection: RespConnection, keys: Sequence[bytes]) -> None:
 
 
 def _read_stored(connection: RespConnection) -> bool:
-    """Whether the value was kept. A full store is an answer; any other error reply is raised once it was read."""
+    """Returns whether the value was stored: False when the store is full.
+
+    Any other error reply is raised once it was read.
+    """
     try:
         connection.read_value(SENTINEL_BYTES)
     except ErrorReply as error:

@@ -56,7 +56,7 @@ class RespConnection:
         self._socket.close()
 
     def is_clean(self) -> bool:
-        """Whether the idle connection still stands and holds no unread bytes."""
+        """Whether the idle connection is open and holds no unread bytes."""
         if not self.usable or self._start != self._end:
             return False
         if self._tls:
@@ -172,10 +172,10 @@ class RespConnection:
         return count
 
     def _set_timeout(self, option: int) -> None:
-        """The time left, told to the kernel: a blocking socket with its own timeout needs no poll before each call."""
+        """Sets the time left as the socket's timeout in the kernel, which needs no poll before each call."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("no answer in time")
+            raise TimeoutError("no reply in time")
         if self._tls:
             self._socket.settimeout(left)
         else:
@@ -183,7 +183,7 @@ class RespConnection:
 
     def _broken(self, doing: str, error: Exception) -> HostTierError:
         self.close()
-        reason = "no answer in time" if isinstance(error, BlockingIOError | TimeoutError) else str(error)
+        reason = "no reply in time" if isinstance(error, BlockingIOError | TimeoutError) else str(error)
         return HostTierError(f"{doing}: {reason}")
 
 
@@ -213,6 +213,6 @@ def _connect(address: RedisAddress, timeout_s: float) -> socket.socket:
 
 
 def _timeval(seconds: float) -> bytes:
-    # At least a microsecond: zero would mean to wait for ever.
+    # At least a microsecond: zero would mean no timeout.
     micros = max(1, int(seconds * 1e6))
     return struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)

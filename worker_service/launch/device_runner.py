@@ -1,4 +1,4 @@
-"""A runner that tells one launch's error from the loss of the device, after which CUDA fails every later call."""
+"""A runner that distinguishes one launch's error from the loss of the device, after which every CUDA call fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_service.launch.row_faults import LaunchTokens
 
 
 class DeviceRunner:
-    """Runs batches on `device`. After an error on CUDA it asks the device whether it still answers."""
+    """Runs batches on `device`. After an error on CUDA it checks whether the device still works."""
 
     def __init__(self, runner: BatchRunner, device: torch.device) -> None:
         self._runner = runner

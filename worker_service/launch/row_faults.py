@@ -62,7 +62,7 @@ def run_rows(run: Callable[[Batch], LaunchTokens], batch: Batch, *, may_repeat: 
             result = run(part)
         except DeviceLost:
             raise
-        except Exception as error:  # whatever a forward pass raises concerns its own rows only
+        except Exception as error:  # any error of a forward pass concerns its own rows only
             first_error = first_error or error
             if end - first > 1 and may_repeat and num_runs + len(parts) + 2 <= MAX_RUNS:
                 middle = (first + end) // 2

@@ -108,7 +108,7 @@ class PagedAttention:
     def attended(self, layer: int, queries: RotatedQueries) -> torch.Tensor:
         """What the launch's queries see in this layer's pages: [num_tokens, q_heads, head_dim].
 
-        Padding rows are left as they are: whatever they hold stays in its row, and nobody reads it.
+        Padding rows are not written; their content stays in their row and is never read.
         """
         num_decode = self._launch.num_decode
         out = torch.empty_like(queries.unpacked)

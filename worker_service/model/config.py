@@ -226,7 +226,7 @@ def _sliding_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _rope(fields: Fields, max_tokens: int) -> RopeConfig:
-    """Both spellings: `rope_parameters` holds all of it, `rope_scaling` stands beside a top-level `rope_theta`."""
+    """Both spellings: `rope_parameters` holds all of it, `rope_scaling` is beside a top-level `rope_theta`."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ModelError("rope_parameters", f"must be an object, not {rope!r}")

@@ -29,7 +29,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """`auto`: fp32 on a CPU, the checkpoint's 16-bit type on CUDA (whose kernels know no fp32: bf16 stands for it)."""
+    """`auto`: fp32 on a CPU, the checkpoint's 16-bit type on CUDA, bf16 for fp32 ones: its kernels have no fp32."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else "float16" if checkpoint == "float16" else "bfloat16"
     if name not in DTYPES:

@@ -151,7 +151,7 @@ class LaunchGraphs:
         _log.info("launches captured", extra=taken)
 
     def bucket_for(self, batch: Batch) -> Bucket | None:
-        """The smallest graph that can stand in for the launch."""
+        """Returns the smallest bucket that holds the launch; None when none does."""
         num_decode = self._num_decode(batch)
         return (
             next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode)), None)
@@ -178,7 +178,7 @@ class LaunchGraphs:
         return 0 if self._limits.one_phase else batch.num_decode_seqs
 
     def _fixed(self, rows: _Rows, num_decode: int, decode_rows: int) -> list[HostArray]:
-        """Of one size whatever the launch, so that the upload puts each where the graphs look for it.
+        """Arrays of the same sizes for every launch, so that the upload puts each where the graphs read it.
 
         Prompts begin behind `decode_rows` rows, of which the launch fills the first num_decode.
         """

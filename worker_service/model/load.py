@@ -27,7 +27,7 @@ _log = logging.getLogger("worker_service")
 
 
 class LoadedModel(NamedTuple):
-    """`digest` is what the model is (32 bytes), whatever its folder is called."""
+    """`digest` identifies the model (32 bytes) by its content, not by its folder's name."""
 
     config: ModelConfig
     model: Llama
@@ -44,7 +44,10 @@ def load_model(
     max_model_len: int = 0,
     backend: Backend = Backend.AUTO,
 ) -> LoadedModel:
-    """Cheap checks first, so that a bad folder is told before gigabytes are read. max_model_len 0 = the config's."""
+    """Cheap checks first, so that a bad folder is reported before gigabytes are read.
+
+    max_model_len 0 means the config's.
+    """
     folder = resolve_folder(model, revision)
     config = _limited(read_model_config(folder), max_model_len)
     tokenizer = _tokenizer(folder, config)

@@ -41,7 +41,7 @@ class Flags(NamedTuple):
     any_random: bool
     any_filter: bool
     any_penalty: bool
-    num_logprobs: int  # most that any row asks for: -1 = none wants any, 0 = only the sampled token's
+    num_logprobs: int  # most that any row asks for: -1 = no row asks, 0 = only the sampled token's
 
 
 class Sampled(NamedTuple):
@@ -75,7 +75,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, flags: Flags) -> Sampl
 
 
 def row_key(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit words that stand for (seed, position); any bit of either changes about half of theirs."""
+    """Two 32-bit words hashed from (seed, position): flipping any input bit flips about half of theirs."""
     mixed = _mix64(_mix64(seed + _ODD & _LONG_WORD) + (position + 1) * _ODD & _LONG_WORD)
     return mixed & _WORD, mixed >> 32
 

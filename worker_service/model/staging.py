@@ -27,7 +27,7 @@ class Upload:
     def send(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
         offsets, end = _layout(arrays)
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still be queued behind a launch that nobody waited for
+            self._copied.synchronize()  # the last copy may still be queued behind a launch that was not waited for
         if end > self._host.numel():
             self._make_buffers(1 << (end - 1).bit_length())
         for values, offset in zip(arrays, offsets, strict=True):
@@ -51,7 +51,7 @@ class Upload:
 
 
 class Download:
-    """Brings one int32 tensor to the host; waiting for it is waiting for everything that was launched before it."""
+    """Copies one int32 tensor to the host; waiting for it is waiting for everything that was launched before it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +78,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def packed_bytes(sizes: Sequence[int]) -> int:
-    """What arrays of so many bytes take in an upload."""
+    """Returns the bytes that arrays of these sizes take in an upload, padding included."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
@@ -89,7 +89,7 @@ def padded(values: array[int], size: int, value: int) -> array[int]:
 
 
 def _layout(arrays: Sequence[HostArray]) -> tuple[list[int], int]:
-    """Where each array starts, aligned for every dtype, and where the last one ends."""
+    """Returns each array's offset in bytes, aligned for every dtype, and where the last one ends."""
     offsets, end = [], 0
     for values in arrays:
         offsets.append(end)

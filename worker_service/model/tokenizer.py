@@ -42,7 +42,7 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """With the special tokens that the tokenizer puts before (and behind) a prompt, unless told not to."""
+        """Token ids; `special_tokens` adds those that the tokenizer puts before and behind a prompt."""
         # Of the library's calls only the batch ones let other threads run: beside `encode` of 0.5 MB the event loop
         # stood still for up to 400 ms at a time.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
@@ -127,7 +127,7 @@ def _byte_level_bytes(piece: str, alphabet: dict[str, int]) -> bytes:
 
 
 def _sentence_piece_bytes(piece: str) -> bytes:
-    """A lower-one-eighth block stands for a space, <0xE2> for the byte itself."""
+    """U+2581 means a space, <0xE2> the byte itself."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return bytes.fromhex(piece[3:5])
     return piece.replace("\u2581", " ").encode()

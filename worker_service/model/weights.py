@@ -64,7 +64,7 @@ class Checkpoint:
         self._file_of = _files_by_tensor(folder)
 
     def check(self, shapes: Shapes, tied_embeddings: bool) -> None:
-        """Every tensor there, each of the wanted shape, and none that nobody would use."""
+        """Raises ModelError unless every tensor is there, has the expected shape, and is used by the model."""
         for name in shapes:
             if name not in self._file_of:
                 raise ModelError(name, "is missing from the weights")

@@ -157,7 +157,7 @@ def encode_usage(usage: Usage, timing: Timing) -> worker_pb2.Usage:
 
 
 class WorkerDescription(NamedTuple):
-    """What Describe tells that does not change while the worker lives."""
+    """The fields of Describe that do not change while the worker runs."""
 
     worker_id: str
     incarnation: str

@@ -1,6 +1,6 @@
 """ModelWorker's and WorkerAdmin's calls: decode, one call to the engine, encode.
 
-A call that ends early, for whatever reason, aborts its request.
+A call that ends early aborts its request.
 """
 
 from __future__ import annotations

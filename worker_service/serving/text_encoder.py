@@ -32,7 +32,7 @@ class Encode(Protocol):
 
 
 class TextEncoder:
-    """One tokenizer; a thread for texts of usual length, and one for longer ones, which hold up nobody else."""
+    """One tokenizer, with a thread for texts of usual length and one for longer ones, so that these delay no others."""
 
     def __init__(self, tokenizer: Encode, limits: VocabLimits, max_queued: int = MAX_QUEUED) -> None:
         self._tokenizer = tokenizer

@@ -243,7 +243,7 @@ class PageMover:
 
 
 def _pages_per_command(transfer: Transfer) -> int:
-    """So many pages that a command holds at most PAGES_PER_COMMAND values."""
+    """Returns how many pages one command may hold, so that it has at most PAGES_PER_COMMAND values."""
     return max(1, PAGES_PER_COMMAND // max(1, len(transfer.groups)))
 
 
