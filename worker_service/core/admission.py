@@ -21,23 +21,23 @@ class Admission:
         self._terms = terms
         self._queues = queues
         self._refused: Sequence | None = None  # the request that waits for pages; it blocks those behind it
-        self._most = UNLIMITED  # acquires of one step
+        self._max_acquires = UNLIMITED  # of one step
         self.num_held = 0
 
     # -- what became of earlier acquires --
 
     def granted(self) -> None:
-        self._most = min(2 * self._most, UNLIMITED)
+        self._max_acquires = min(2 * self._max_acquires, UNLIMITED)
 
     def refused(self, sequence: Sequence) -> None:
         """There was no room for it. Of several the first in the queue is remembered: it blocks all behind it."""
-        self._most = 1
+        self._max_acquires = 1
         former = self._refused
         if former is None or former.state is not State.WAITING or sequence.queue_order < former.queue_order:
             self._refused = sequence
 
     def one_by_one(self) -> None:
-        self._most = 1
+        self._max_acquires = 1
 
     def freed(self) -> None:
         self._refused = None
@@ -53,7 +53,7 @@ class Admission:
         config, leased = self._terms.config, self._queues.leased
         if not self._may_admit():
             return []
-        chosen = self._choose(min(config.max_acquires, self._most, config.max_num_seqs - len(leased)), room)
+        chosen = self._choose(min(config.max_acquires, self._max_acquires, config.max_num_seqs - len(leased)), room)
         self._queues.take(chosen)
         return [
             (sequence, self._acquire(sequence, alone=not (leased or number))) for number, sequence in enumerate(chosen)

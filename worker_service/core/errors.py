@@ -27,6 +27,8 @@ WorkerError
 
 from __future__ import annotations
 
+from session.errors import FieldError
+
 
 class WorkerError(Exception):
     """Base of all."""
@@ -36,13 +38,8 @@ class RequestError(WorkerError):
     """One request is not served; the others go on."""
 
 
-class InvalidField(RequestError):
+class InvalidField(RequestError, FieldError):
     """A request or a configuration cannot be served as given; `field` names the input, `reason` says what is wrong."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
 
 
 class Unservable(RequestError):
@@ -69,13 +66,8 @@ class StartError(WorkerError):
     """The worker cannot start as it is set up; the text names the setting or the file."""
 
 
-class ModelError(StartError):
+class ModelError(StartError, FieldError):
     """A model folder cannot be served; `field` names the file, config field or tensor, `reason` says why."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
 
 
 class PoolError(StartError):

@@ -19,7 +19,7 @@ from worker_service.core.queues import Queues
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 from worker_service.core.step_builder import Ask, Asked, StepBuilder
 
-# Refusals in a row after which an extend costs somebody their place.
+# An extend that was refused this often in a row preempts the youngest sequence.
 PATIENCE = 2
 _FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
 

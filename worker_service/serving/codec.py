@@ -42,7 +42,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def check_prompt_tokens(field: str, packed: bytes, limits: VocabLimits) -> bytes:
-    """The packed token ids as they are, once they are known to be tokens of this model."""
+    """Returns `packed` unchanged. Raises InvalidField unless it holds at least one token, all within the vocabulary."""
     if len(packed) % 4:
         raise InvalidField(field, f"length {len(packed)} is no multiple of 4")
     if not packed:
@@ -58,20 +58,58 @@ def check_prompt_tokens(field: str, packed: bytes, limits: VocabLimits) -> bytes
     return packed
 
 
-def check_name(field: str, text: str) -> str:
+def _checked_name(field: str, text: str) -> str:
     if len(text) > MAX_NAME_CHARS:
         raise InvalidField(field, f"must have at most {MAX_NAME_CHARS} characters")
     return text
 
 
-def check_priority(priority: int) -> int:
-    """The priority itself. The range is narrow enough that a client's overflowing or made-up number is noticed."""
+def _checked_priority(priority: int) -> int:
+    """The range is narrow enough that a client's overflowing or made-up number is noticed."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidField("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}")
     return priority
 
 
-def decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) -> SamplingParams:
+class GenerateCall(NamedTuple):
+    """A Generate message after all checks that need no tokenizer; `prompt` is packed tokens, or text to be encoded."""
+
+    request_id: str
+    namespace: Namespace
+    sampling: SamplingParams
+    priority: int
+    prompt: bytes | str
+
+
+def decode_generate(message: worker_pb2.GenerateRequest, facts: WorkerDescription) -> GenerateCall:
+    """Raises InvalidField for the first field that is out of its range or missing."""
+    return GenerateCall(
+        _checked_name("request_id", message.request_id),
+        decode_namespace(message.salt, message.adapter, facts.model),
+        _decode_sampling(message.sampling, facts.limits),
+        _checked_priority(message.priority),
+        _decode_prompt(message, facts.limits),
+    )
+
+
+def decode_namespace(salt: str, adapter: str, model: str) -> Namespace:
+    """Raises InvalidField for a salt that is too long, and for any adapter."""
+    _checked_name("salt", salt)
+    if adapter:
+        raise InvalidField("adapter", f"{adapter[:64]!r} is not loaded; this worker serves the bare model")
+    return Namespace(model, "", salt)
+
+
+def _decode_prompt(message: worker_pb2.GenerateRequest, limits: VocabLimits) -> bytes | str:
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return check_prompt_tokens("token_ids", message.token_ids.ids, limits)
+        case "text":
+            return message.text
+    raise InvalidField("prompt", "needs text or token_ids")
+
+
+def _decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) -> SamplingParams:
     """Zero means the default that the protocol names, except where a field knows whether it was set.
 
     A top_k of the vocabulary's size or more keeps every token, so it is off; some clients send 2^32 - 1 for that.

@@ -16,7 +16,6 @@ from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.interceptor import Context
 from rpc.request_id import current_request_id
 from session.wire.parts import encode_namespace
-from session.words import Namespace
 from worker_service.core.errors import Draining, InvalidField, QueueFull, RequestFailed, Unservable, WorkerStopped
 from worker_service.engine import DrainResult, Engine, EngineRequest
 from worker_service.generation import Detokenizer, Piece
@@ -61,14 +60,14 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         # What costs nothing is checked first: a text is tokenized only for a request that is taken otherwise.
         self._engine.require_room()
-        request_id = codec.check_name("request_id", request.request_id) or current_request_id()
-        namespace = self._namespace(request.salt, request.adapter)
-        sampling = codec.decode_sampling(request.sampling, self._facts.limits)
-        priority = codec.check_priority(request.priority)
-        prompt = await self._prompt(request)
+        call = codec.decode_generate(request, self._facts)
+        request_id = call.request_id or current_request_id()
+        prompt = call.prompt
+        if isinstance(prompt, str):
+            prompt = await self._texts.prompt(prompt, special_tokens=not request.no_special_tokens)
         bypass_cache = request.bypass_cache or not self._prefix_caching
-        wish = EngineRequest(namespace, prompt, sampling, priority, bypass_cache)
-        generation = self._engine.submit(wish, self._tokenizer.detokenizer())
+        engine_request = EngineRequest(call.namespace, prompt, call.sampling, call.priority, bypass_cache)
+        generation = self._engine.submit(engine_request, self._tokenizer.detokenizer())
         try:
             while True:
                 piece = await generation.next_piece()
@@ -85,7 +84,7 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
     async def Tokenize(  # noqa: N802
         self, request: worker_pb2.TokenizeRequest, context: Context
     ) -> worker_pb2.TokenizeResponse:
-        namespace = self._namespace(request.salt, request.adapter)
+        namespace = codec.decode_namespace(request.salt, request.adapter, self._facts.model)
         token_ids = await self._texts.tokens(request.text, special_tokens=not request.no_special_tokens)
         return worker_pb2.TokenizeResponse(token_ids=token_ids, namespace=encode_namespace(namespace))
 
@@ -101,21 +100,6 @@ class ModelWorkerServicer(worker_pb2_grpc.ModelWorkerServicer):
             epoch=self._engine.epoch or "",
             draining=self._engine.draining.is_set(),
         )
-
-    def _namespace(self, salt: str, adapter: str) -> Namespace:
-        codec.check_name("salt", salt)
-        if adapter:
-            raise InvalidField("adapter", f"{adapter[:64]!r} is not loaded; this worker serves the bare model")
-        return Namespace(self._facts.model, "", salt)
-
-    async def _prompt(self, request: worker_pb2.GenerateRequest) -> bytes:
-        limits = self._facts.limits
-        kind = request.WhichOneof("prompt")
-        if kind == "token_ids":
-            return codec.check_prompt_tokens("token_ids", request.token_ids.ids, limits)
-        if kind == "text":
-            return await self._texts.prompt(request.text, special_tokens=not request.no_special_tokens)
-        raise InvalidField("prompt", "needs text or token_ids")
 
     def close(self) -> None:
         self._texts.close()
