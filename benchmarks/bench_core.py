@@ -20,10 +20,10 @@ from statistics import median
 from time import perf_counter, process_time
 
 from benchmarks.baseline_manager import BaselineManager
-from cache_service import replay
 from cache_service.compiled import CORE_FORM, IS_COMPILED
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager
+from cli.replay import replay
 from cli.replay.traffic import token_requests
 from session.messages import Acquire, Grant, Publish, Release
 from session.words import ReleaseReason, SequenceId

@@ -14,8 +14,8 @@ from array import array
 from pathlib import Path
 from time import process_time
 
-from cache_service import replay
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
+from cli.replay import replay
 from session.messages import Acquire, Grant, Hello, Publish, Release
 from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
 
