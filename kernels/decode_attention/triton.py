@@ -14,13 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import softmax
 from kernels.addressing import layout_code
 from kernels.addressing.triton import key_offset, value_offset
 from kernels.attention import AttentionSpec
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
+from kernels.softmax.triton import LN_2, LOG2_E, MASKED, NO_KEYS
 
-LOG2_E = 1.4426950408889634
 SPLIT = 256
 # The smallest tile that tensor cores take. More rows take more programs: a larger tile would be multiplied by other
 # instructions, whose sums have other bits.
@@ -84,8 +85,6 @@ def attend_split(
     SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    NOTHING: tl.constexpr = -1.0e20
-    HIDDEN: tl.constexpr = -1.0e30
     BLOCKS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
     kv_head = tl.program_id(0) // BLOCKS
     split = tl.program_id(1)
@@ -108,7 +107,7 @@ def attend_split(
     q_at = (start + row // GROUP)[:, None] * stride_q_token + head[:, None] * stride_q_head + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     table_ptr = tables_ptr + seq * stride_tables_seq
-    peak = tl.full([ROWS], NOTHING, tl.float32)
+    peak = tl.full([ROWS], NO_KEYS, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     first = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
@@ -143,7 +142,7 @@ def attend_split(
         visible = ok[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, HIDDEN)
+        scores = tl.where(visible, scores, MASKED)
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
@@ -186,9 +185,6 @@ def merge_splits(
     WANTS_LSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    NOTHING: tl.constexpr = -1.0e20
-    LN_2: tl.constexpr = 0.6931471805599453
-    LOG2_E: tl.constexpr = 1.4426950408889634
     head = tl.program_id(0)
     token = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -199,7 +195,7 @@ def merge_splits(
     if WINDOW > 0:
         lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
     d = tl.arange(0, BLOCK_D)
-    peak = NOTHING
+    peak = tl.full([], NO_KEYS, tl.float32)
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for split in tl.range(lowest // SPLIT, tl.cdiv(length, SPLIT)):
@@ -276,8 +272,8 @@ def launch(
             block_tables,
             seqlens_k,
             spans,
-            2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * LOG2_E,
-            spec.softcap * LOG2_E,
+            2.0 * softmax.LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * softmax.LOG2_E,
+            spec.softcap * softmax.LOG2_E,
             splits,
             q.stride(0),
             q.stride(1),

@@ -1,1 +1,1 @@
-"""Items of work handed from the warp that finds them to those that compute them, in a Hopper kernel; see `kernel`."""
+"""What the Gluon kernels for Hopper share: work queues, barriers, opaque registers, cleared tails."""

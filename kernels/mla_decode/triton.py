@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import softmax
 from kernels.mla_decode.plan import tree_of
+from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
-LOG2_E = 1.4426950408889634
 LATENT = 512
 ROPE = 64
 
@@ -68,7 +69,7 @@ def attend_leaf(
     q_rope = tl.load(q_ptr + q_at[:, None] + r[None, :], mask=live[:, None], other=0.0)
     table_ptr = tables_ptr + seq * stride_tables_seq
     # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-    peak = tl.full([ROWS], -1.0e20, tl.float32)
+    peak = tl.full([ROWS], NO_KEYS, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     for start in tl.range(leaf * LEAF, tl.minimum(length, (leaf + 1) * LEAF), BLOCK_N):
@@ -79,7 +80,7 @@ def attend_leaf(
         latent = tl.load(pages_ptr + at[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         rope = tl.load(pages_ptr + at[:, None] + r[None, :], mask=ok[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(latent)) + tl.dot(q_rope, tl.trans(rope))
-        scores = tl.where(key[None, :] <= last_seen[:, None], scores, -1.0e30)
+        scores = tl.where(key[None, :] <= last_seen[:, None], scores, MASKED)
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
@@ -132,7 +133,6 @@ def fold_leaves(
     LATENT: tl.constexpr,
     WANTS_LSE: tl.constexpr,
 ):
-    LN_2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + seq)
@@ -148,7 +148,7 @@ def fold_leaves(
     first = (seq * TILES + tile) * max_leaves
     d = tl.arange(0, LATENT)
     at = d // 8 * (ROWS * 8) + d % 8 + row % ROWS * 8
-    peak = -1.0e20
+    peak = tl.full([], NO_KEYS, tl.float32)
     total = 0.0
     acc = tl.zeros([LATENT], tl.float32)
     partials = (acc_ptr, peak_ptr, total_ptr)
@@ -157,7 +157,7 @@ def fold_leaves(
             acc, peak, total = joined(acc, peak, total, partials, first + part, at, row % ROWS, ROWS, LATENT)
     else:
         for start in tl.range(0, parts, GROUP):
-            group_acc, group_peak, group_total = tl.zeros([LATENT], tl.float32), -1.0e20, 0.0
+            group_acc, group_peak, group_total = tl.zeros([LATENT], tl.float32), tl.full([], NO_KEYS, tl.float32), 0.0
             for part in tl.range(start, tl.minimum(start + GROUP, parts)):
                 group_acc, group_peak, group_total = joined(
                     group_acc, group_peak, group_total, partials, first + part, at, row % ROWS, ROWS, LATENT
@@ -203,7 +203,7 @@ def launch(
             block_tables,
             seqlens_k,
             sums,
-            scale * LOG2_E,
+            scale * softmax.LOG2_E,
             leaves,
             pages.stride(0),
             block_tables.stride(0),

@@ -8,6 +8,7 @@ import math
 import torch
 
 from kernels.mla_prefill.call import PrefillCall
+from kernels.softmax import NO_KEYS
 
 EMPTY = float("-inf")
 
@@ -37,7 +38,7 @@ def mla_prefill(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) 
             peak, total, acc = _add(scores, call.v[keys].float(), peak, total, acc)
         if state is not None and call.suspends:
             state.acc[rows], state.total[:, rows] = acc, total
-            state.peak[:, rows] = torch.where(total == 0.0, -1e20, peak / math.log(2.0))
+            state.peak[:, rows] = torch.where(total == 0.0, NO_KEYS, peak / math.log(2.0))
             continue
         out[rows] = (acc / torch.where(total == 0.0, 1.0, total).T.unsqueeze(-1)).to(out.dtype)
         if lse is not None:

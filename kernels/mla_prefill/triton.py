@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import softmax
 from kernels.mla_prefill.call import PrefillCall
+from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
-LOG2_E = 1.4426950408889634
 BLOCK_M = 64
 BLOCK_N = 128  # cutting the keys at multiples of this changes no bit
 
@@ -50,7 +51,6 @@ def attend_tile(
 ):
     NOPE: tl.constexpr = 128
     ROPE: tl.constexpr = 64
-    LN_2: tl.constexpr = 0.6931471805599453
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first: the card's last wave is then a short one
     seq = tl.program_id(2)
@@ -78,11 +78,11 @@ def attend_tile(
     stat_at = head.to(tl.int64) * num_tokens + token
     out_at = ((token * HEADS + head) * NOPE)[:, None] + nope[None, :]
     # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-    peak = tl.full([BLOCK_M], -1.0e20, tl.float32)
+    peak = tl.full([BLOCK_M], NO_KEYS, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, NOPE], tl.float32)
     if RESUMES:
-        peak = tl.load(peak_ptr + stat_at, mask=live, other=-1.0e20)
+        peak = tl.load(peak_ptr + stat_at, mask=live, other=NO_KEYS)
         total = tl.load(total_ptr + stat_at, mask=live, other=0.0)
         acc = tl.load(acc_ptr + out_at, mask=live[:, None], other=0.0)
     last_seen = tl.minimum(offset + query, k_len - 1)
@@ -107,7 +107,7 @@ def attend_tile(
             other=0.0,
         )
         scores = tl.dot(q_rope, tl.trans(k_rope), tl.dot(q, tl.trans(k)))
-        scores = tl.where(key[None, :] <= last_seen[:, None], scores, -1.0e30)
+        scores = tl.where(key[None, :] <= last_seen[:, None], scores, MASKED)
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
@@ -145,7 +145,7 @@ def launch(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> No
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.offsets_or_any,
-            call.scale * LOG2_E,
+            call.scale * softmax.LOG2_E,
             tokens,
             q.stride(0),
             q.stride(1),

@@ -19,12 +19,11 @@ from kernels.attention import LEAST_EXPONENT, AttentionSpec, visible_start
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import ScaleKind
 from kernels.layout import read_span
+from kernels.softmax import MASKED
 
 ROWS = 32
 WIDE = 1024
 NARROW = 256
-# A peak below any score, yet finite: no difference of peaks is NaN.
-NO_PEAK = -1e30
 
 
 def prefill_attention(
@@ -150,7 +149,7 @@ class _State:
         self._queries = queries
         self._softcap = softcap
         rows = (*queries.shape[:2], 1)
-        self._peak = queries.new_full(rows, NO_PEAK)
+        self._peak = queries.new_full(rows, MASKED)
         self._total = queries.new_zeros(rows)
         self._acc = torch.zeros_like(queries)
 
@@ -160,7 +159,7 @@ class _State:
             scores.div_(self._softcap).tanh_().mul_(self._softcap)
         by_row = scores.view(-1, ROWS, scores.shape[2])
         if hidden is not None:
-            by_row.masked_fill_(hidden, NO_PEAK)
+            by_row.masked_fill_(hidden, MASKED)
         self._raise(torch.maximum(self._peak, scores.amax(dim=-1, keepdim=True)))
         weights = scores.sub_(self._peak).clamp_(min=LEAST_EXPONENT).exp_()
         if hidden is not None:

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import softmax
 from kernels.addressing import layout_code
 from kernels.addressing.triton import key_offset, value_offset
 from kernels.attention import AttentionSpec
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
-
-LOG2_E = 1.4426950408889634
+from kernels.softmax.triton import LN_2, LOG2_E
 
 
 def tile_shape(dim: int, wide: bool) -> tuple[int, int]:
@@ -78,8 +78,6 @@ def attend_tile(
     SCALES: tl.constexpr,
 ):
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    LN_2: tl.constexpr = 0.6931471805599453
-    LOG2_E: tl.constexpr = 1.4426950408889634
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first: the card's last wave is then a short one
     seq = tl.program_id(2)
@@ -210,8 +208,8 @@ def launch(
             block_tables,
             cu_seqlens_q,
             cu_seqlens_k,
-            (spec.softcap or spec.scale) * LOG2_E,
-            2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
+            (spec.softcap or spec.scale) * softmax.LOG2_E,
+            2.0 * softmax.LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
             out.shape[0],
             *strides,
             k_pages.stride(0),

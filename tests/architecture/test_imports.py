@@ -30,7 +30,7 @@ FORBIDDEN_IN_CORES = {
 SESSION_VALUES = tuple(f"session.{name}" for name in ("words", "messages", "errors", "limits", "protocol"))
 
 # What ops are made of: jit functions for all of them.
-SHARED_BY_KERNELS = {"addressing", "fp8"}
+SHARED_BY_KERNELS = {"addressing", "fp8", "softmax"}
 
 
 def is_of(name: str, package: str) -> bool:

@@ -9,8 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.decode_attention.hopper.codes import query_numbers, value_dims
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
-from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk, take_chunk
-from kernels.decode_attention.hopper.tree import BARRIER, add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
+from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk
+from kernels.decode_attention.hopper.tree import add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.work_queue import take_index
 
 
 @gluon.jit
@@ -131,14 +133,14 @@ def attend(
                 q = load_queries(
                     q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT
                 )
-            BARRIER()
+            thread_barrier()
             unit_scores = scale  # of codes alone
             if CODES:
                 q, unit_scores = query_numbers(q)
                 unit_scores = gl.convert_layout(unit_scores, gl.SliceLayout(0, LAYOUT))
             q_smem.index(0).store(q)
             fence_async_shared()
-            BARRIER()
+            thread_barrier()
             # The next pair's length and queries are on their way while this one is summed.
             seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
             length_next = gl.load(seqlens_ptr + seq_next)
@@ -196,7 +198,7 @@ def attend(
                 )  # fmt: skip
             if (whole == 0) & (end > skipped):
                 programs = (first + units - 1) // per - (first + skipped) // per
-                BARRIER()
+                thread_barrier()
                 arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
                 if arrived == programs:  # the last of this pair's chunks
                     gl.store(arrivals_ptr + seq * HEADS + head, 0)
@@ -213,7 +215,7 @@ def attend(
             tokens = tokens_next
             count = count_next
         if more:  # noqa: SIM108 - both sides of a conditional expression would run
-            chunk = take_chunk(board, board_full, board_empty, turn, 4)
+            chunk = take_index(board, board_full, board_empty, turn, 4)
         else:
             chunk = num_chunks
         turn += 1

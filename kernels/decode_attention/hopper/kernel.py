@@ -20,7 +20,6 @@ arrives last merges them. Counters return to zero, so that a captured graph can 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention import AttentionSpec
@@ -28,23 +27,16 @@ from kernels.decode_attention.hopper import TILE, row_elements
 from kernels.decode_attention.hopper.attend import attend
 from kernels.decode_attention.hopper.stream import stream_pages
 from kernels.decode_attention.plan import GROUP, LEAF, DecodePlan
+from kernels.hopper.barriers import make_barriers
 from kernels.layout import KvLayout
+from kernels.softmax import LOG2_E
 
-LOG2_E = 1.4426950408889634
 # Bytes of a program's ring, by the number of programs on a multiprocessor. With more in flight the queue to memory only
 # gets longer; one program alone is fastest with less than two together.
 RING_BYTES = {1: 96 << 10, 2: 64 << 10}
 MAX_REGISTERS = {1: 248, 2: 128}
 # What one program may take of a multiprocessor's shared memory, less a reserve for barriers.
 SHARED_BYTES = (227 << 10) - 1024
-
-
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "token_first", "num_seqs", "stride_tables_seq"])

@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.decode_attention.hopper.codes import value_dims
-from kernels.decode_attention.hopper.tree import NOTHING, add_sink, fold, store_rows
+from kernels.decode_attention.hopper.tree import add_sink, fold, store_rows
+from kernels.softmax.triton import NO_KEYS
 
 
 @gluon.jit
@@ -29,7 +30,7 @@ def load_partial(partials, unit, row, ok, at, ROWS: gl.constexpr, D: gl.constexp
     """The state of a unit, past the first cache: another program has written it. Nothing where it is not `ok`."""
     acc_ptr, peak_ptr, total_ptr = partials
     slot = unit.to(gl.int64) * ROWS
-    peak = gl.load(peak_ptr + slot + row, mask=ok, other=NOTHING, cache_modifier=".cg")
+    peak = gl.load(peak_ptr + slot + row, mask=ok, other=NO_KEYS, cache_modifier=".cg")
     total = gl.load(total_ptr + slot + row, mask=ok, other=0.0, cache_modifier=".cg")
     acc = gl.load(acc_ptr + slot * D + at, mask=ok[:, None], other=0.0, cache_modifier=".cg")
     return peak, total, acc
@@ -63,7 +64,7 @@ def merge_rows(
     BLOCK: gl.constexpr = row.shape[0]
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     at = (row * D)[:, None] + d[None, :]
-    peak = gl.full([BLOCK], NOTHING, gl.float32, gl.SliceLayout(1, LAYOUT))
+    peak = gl.full([BLOCK], NO_KEYS, gl.float32, gl.SliceLayout(1, LAYOUT))
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.zeros([BLOCK, D], gl.float32, LAYOUT)
     for unit in range(skipped // 8 * 8, units, 8):

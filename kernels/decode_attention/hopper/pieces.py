@@ -6,9 +6,6 @@ pair that lies in one chunk is a piece. Streams and consumers walk the same chun
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from kernels.decode_attention.hopper.tree import BARRIER
 
 
 @gluon.jit
@@ -49,26 +46,3 @@ def lowest_key(first_position, length, WINDOW: gl.constexpr):
     if WINDOW > 0:
         low = gl.maximum(gl.minimum(first_position - WINDOW + 1, length - 1), 0)
     return low
-
-
-@gluon.jit
-def publish_chunk(work_ptr, board, board_full, board_empty, turn):
-    """Draws the next chunk from the counter and tells the other partitions."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    drawn = gl.atomic_add(work_ptr, 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
-    mbarrier.wait(board_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    board.index(turn % 2).store(gl.full([1], 0, gl.int32, LAYOUT) + drawn)
-    mbarrier.arrive(board_full.index(turn % 2), count=1)
-    return drawn
-
-
-@gluon.jit
-def take_chunk(board, board_full, board_empty, turn, WARPS: gl.constexpr):
-    """The chunk that was published for this turn."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(board_full.index(turn % 2), (turn // 2) & 1)
-    taken = gl.max(board.index(turn % 2).load(LAYOUT), 0)
-    if WARPS > 1:
-        BARRIER()  # one thread arrives for all
-    mbarrier.arrive(board_empty.index(turn % 2), count=1)
-    return taken

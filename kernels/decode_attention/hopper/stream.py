@@ -11,11 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from kernels.decode_attention.hopper.pieces import (
     lowest_key,
     next_pair,
-    publish_chunk,
     query_span,
     read_chunk,
-    take_chunk,
 )
+from kernels.hopper.work_queue import draw, leave, publish_index, take_index
 
 
 @gluon.jit
@@ -117,7 +116,8 @@ def stream_pages(
                 tile += 1
                 if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
                     if more & (fetched == 0):
-                        drawn = publish_chunk(work_ptr, board, board_full, board_empty, turn)
+                        drawn = draw(work_ptr, gl.num_programs(0))
+                        publish_index(board, board_full, board_empty, turn, drawn)
                         fetched = 1
             rest -= count
             seq = seq_next
@@ -127,17 +127,15 @@ def stream_pages(
         if more:
             if DRAWS:
                 if fetched == 0:
-                    drawn = publish_chunk(work_ptr, board, board_full, board_empty, turn)
+                    drawn = draw(work_ptr, gl.num_programs(0))
+                    publish_index(board, board_full, board_empty, turn, drawn)
                 chunk = drawn
             else:
-                chunk = take_chunk(board, board_full, board_empty, turn, 1)
+                chunk = take_index(board, board_full, board_empty, turn, 1)
         else:
             chunk = num_chunks
         turn += 1
         own, common = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
     if DRAWS:  # noqa: SIM102 - as above
         if more:
-            done = gl.atomic_add(work_ptr + 1, 1, sem="acq_rel", scope="gpu")
-            if done == gl.num_programs(0) - 1:  # ready for the next launch
-                gl.store(work_ptr, 0)
-                gl.store(work_ptr + 1, 0)
+            leave(work_ptr, gl.num_programs(0))

@@ -1,8 +1,8 @@
 """The arithmetic of the summation tree: a leaf of tiles, the fold of two softmax states, and what a row ends as.
 
 Knows no chunk and no counter. A state is (peak, total, acc) of some keys: the largest score in log2 units, the sum of
-2^(score - peak), and the values weighted so. NOTHING is the peak of a state without keys, HIDDEN the score of a key
-that is not seen: a weight of 2^(HIDDEN - NOTHING) is 0, so a state without keys leaves the other one as it was, bit for
+2^(score - peak), and the values weighted so. NO_KEYS is the peak of a state without keys, MASKED the score of a key
+that is not seen: a weight of 2^(MASKED - NO_KEYS) is 0, so a state without keys leaves the other one as it was, bit for
 bit, and a leaf that is skipped gives what a leaf that is masked gives.
 """
 
@@ -16,12 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.decode_attention.hopper.codes import dims_at_once, key_numbers, value_numbers
-
-BARRIER = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
-NOTHING = gl.constexpr(-1.0e20)
-HIDDEN = gl.constexpr(-1.0e30)
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque_zero_of
+from kernels.hopper.tails import clear_rows_outside
+from kernels.softmax.triton import LN_2, LOG2_E, MASKED, NO_KEYS
 
 
 @gluon.jit
@@ -40,7 +38,7 @@ def fold(peak, total, acc, other_peak, other_total, other_acc, AXIS: gl.constexp
 def nothing(D: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """A state without keys, acc [D, COLUMNS]."""
     vector: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    peak = gl.full([COLUMNS], NOTHING, gl.float32, vector)
+    peak = gl.full([COLUMNS], NO_KEYS, gl.float32, vector)
     return peak, gl.zeros([COLUMNS], gl.float32, vector), gl.zeros([D, COLUMNS], gl.float32, LAYOUT)
 
 
@@ -60,7 +58,7 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
         # cap * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1); the scale holds the 2.
         scored = cap - (cap + cap) / (gl.exp2(scored * scale) + 1.0)
     if masked:
-        scored = gl.where(visible, scored, HIDDEN)
+        scored = gl.where(visible, scored, MASKED)
     if SOFTCAP:
         top = gl.maximum(peak, gl.max(scored, 0))
         weights = gl.exp2(scored - top[None, :])
@@ -68,30 +66,6 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
         top = gl.maximum(peak, gl.max(scored, 0) * scale)
         weights = gl.exp2(gl.fma(scored, wide + scale, wide - top[None, :]))
     return top, weights
-
-
-@gluon.jit
-def clear_rows(values, first, start, stop):
-    """Zeros in the rows of a tile whose keys, counted from `first`, are outside start..stop; a few rows at a time."""
-    ROWS: gl.constexpr = 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for part in gl.static_range(values.shape[0] // ROWS):
-        lowest = first + part * ROWS
-        # A branch of its own keeps the compiler from loading all parts before it stores the first.
-        if (lowest < start) | (lowest + ROWS > stop):
-            key = lowest + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            some = values.slice(part * ROWS, ROWS, 0)
-            some.store(gl.where(((key >= start) & (key < stop))[:, None], some.load(LAYOUT), 0.0))
-
-
-@gluon.jit
-def fresh_zero(changing):
-    """0, which the compiler takes for another number in each round of a loop.
-
-    It would work out the addresses of what stays in one place before the loop, two registers for each step of a
-    product; of what has this for an index it works them out where they are used.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [changing], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -120,9 +94,9 @@ def gather_values(p_smem, v_smem, acc, first, start, stop, LAYOUT: gl.constexpr)
     TILE: gl.constexpr = v_smem.shape[0]
     if v_smem.dtype == p_smem.dtype:
         if (first < start) | (first + TILE > stop):
-            clear_rows(v_smem, first, start, stop)
+            clear_rows_outside(v_smem, first, start, stop, 8)
             fence_async_shared()
-            BARRIER()
+            thread_barrier()
         acc = warpgroup_mma(v_smem.permute((1, 0)), p_smem, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     else:
@@ -177,7 +151,7 @@ def sum_leaf(
         at = tile % STAGES
         phase = (tile // STAGES) & 1
         mbarrier.wait(k_full.index(at), phase)
-        queries = q_smem.index(fresh_zero(first) if SHORT else 0)
+        queries = q_smem.index(opaque_zero_of(first) if SHORT else 0)
         product = start_scores(queries, k_ring.index(at), LAYOUT)
         if EARLY:
             mbarrier.wait(v_full.index(at), phase)
@@ -201,7 +175,7 @@ def sum_leaf(
         acc = acc * keep[None, :]
         p_smem.store(weights.to(p_smem.dtype))
         fence_async_shared()
-        BARRIER()
+        thread_barrier()
         if CODES:
             # By now all warps have what they read: their products took it.
             mbarrier.arrive(k_empty.index(at), count=1)
@@ -212,7 +186,7 @@ def sum_leaf(
             mbarrier.wait(v_full.index(at), phase)
             acc = gather_values(p_smem, v_ring.index(at), acc, first, key_start, key_stop, LAYOUT)
         if CODES:
-            BARRIER()
+            thread_barrier()
         mbarrier.arrive(v_empty.index(at), count=1)
         first += TILE
         tile += 1

@@ -11,10 +11,10 @@ from kernels.mla_decode.hopper.few_kernel import attend_latents_few
 from kernels.mla_decode.hopper.fold import fold
 from kernels.mla_decode.hopper.kernel import attend_latents
 from kernels.mla_decode.plan import MlaDecodePlan
+from kernels.softmax import LOG2_E
 
 __all__ = ["attend", "can_attend"]
 
-LOG2_E = 1.4426950408889634
 WIDTH = 576
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 TILE, STAGES = 64, 2

@@ -14,8 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.work_queue import take, thread_barrier
-from kernels.mla_decode.hopper.pieces import afresh, clear_tail, fold
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque
+from kernels.hopper.work_queue import take
+from kernels.mla_decode.hopper.pieces import clear_tail, fold
+from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 
 @gluon.jit
@@ -35,8 +38,8 @@ def scores_of(q, latents, s, phase, full, TILE: gl.constexpr, LAYOUT: gl.constex
 @gluon.jit
 def places(dim, row):
     """As `pieces.part_at`, for a result whose rows are the values' dimensions."""
-    dim = afresh(dim)
-    return (dim // 8 * 128 + dim % 8)[:, None] + (afresh(row) * 8)[None, :]
+    dim = opaque(dim)
+    return (dim // 8 * 128 + dim % 8)[:, None] + (opaque(row) * 8)[None, :]
 
 
 @gluon.jit
@@ -48,7 +51,7 @@ def settle(group, sums, to, dim, row, factors, ends, live):
     if is_later:
         group = fold(sums, at, group, keep, weight, live[None, :])
     if is_last:
-        here = (afresh(row) * 512)[None, :] + afresh(dim)[:, None]
+        here = (opaque(row) * 512)[None, :] + opaque(dim)[:, None]
         gl.store(to + here, (group * share).to(gl.bfloat16), mask=live[None, :])
     else:
         gl.store(sums + at, group, mask=live[None, :])
@@ -76,7 +79,6 @@ def attend_few(
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
     ACROSS: gl.constexpr = gl.SliceLayout(0, L)
     DOWN: gl.constexpr = gl.SliceLayout(1, L)
-    LN_2: gl.constexpr = 0.6931471805599453
     row = gl.arange(0, 16, ACROSS)
     live = row < HEADS
     key = gl.arange(0, TILE, DOWN)
@@ -87,17 +89,17 @@ def attend_few(
     seq, _q_len, _tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turn)
     while leaves >= 0:
         mbarrier.wait(q_full, turn & 1)
-        sum_peak = gl.full([16], -1.0e20, gl.float32, ACROSS)
+        sum_peak = gl.full([16], NO_KEYS, gl.float32, ACROSS)
         sum_total = gl.full([16], 0.0, gl.float32, ACROSS)
         for first in range(0, leaves, GROUP):
-            group_peak = gl.full([16], -1.0e20, gl.float32, ACROSS)
+            group_peak = gl.full([16], NO_KEYS, gl.float32, ACROSS)
             group_total = gl.full([16], 0.0, gl.float32, ACROSS)
             group_low = gl.zeros([256, 16], gl.float32, L)
             group_high = gl.zeros([256, 16], gl.float32, L)
             for n in range(first, gl.minimum(first + GROUP, leaves)):
                 start = (leaf + n) * LEAF
                 # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-                peak = gl.full([16], -1.0e20, gl.float32, ACROSS)
+                peak = gl.full([16], NO_KEYS, gl.float32, ACROSS)
                 totals = gl.zeros([TILE, 16], gl.float32, L)
                 low = gl.zeros([256, 16], gl.float32, L)
                 high = gl.zeros([256, 16], gl.float32, L)
@@ -107,7 +109,7 @@ def attend_few(
                         q, (left, right, rope), s, (step // STAGES) & 1, (left_full, right_full), TILE, L
                     )
                     if at + TILE > length:
-                        scores = gl.where((at + key < length)[:, None], scores, -1.0e30)
+                        scores = gl.where((at + key < length)[:, None], scores, MASKED)
                     new_peak = gl.maximum(peak, gl.max(scores, 0) * scale_log2)
                     weights = gl.exp2(scores * scale_log2 - new_peak[None, :])
                     decay = gl.exp2(peak - new_peak)[None, :]
@@ -137,12 +139,12 @@ def attend_few(
             if first + GROUP >= leaves:
                 mbarrier.arrive(q_empty, count=1)
             if slot >= 0:
-                at_row = afresh(slot).to(gl.int64) * 16
+                at_row = opaque(slot).to(gl.int64) * 16
                 to = acc_ptr + at_row * 512 + places(dim, row)
                 gl.store(to, group_low, mask=live[None, :])
                 gl.store(to + 256 * 16, group_high, mask=live[None, :])
-                gl.store(peak_ptr + at_row + afresh(row), group_peak, mask=live)
-                gl.store(total_ptr + at_row + afresh(row), group_total, mask=live)
+                gl.store(peak_ptr + at_row + opaque(row), group_peak, mask=live)
+                gl.store(total_ptr + at_row + opaque(row), group_total, mask=live)
             else:
                 new_peak = gl.maximum(sum_peak, group_peak)
                 keep = gl.exp2(sum_peak - new_peak)
@@ -152,12 +154,12 @@ def attend_few(
                 share = 1.0 / gl.where(sum_total == 0.0, 1.0, sum_total)
                 ends = (first > 0, first + GROUP >= leaves)
                 factors = (keep[None, :], weight[None, :], share[None, :])
-                sums = sum_ptr + afresh(gl.program_id(0)) * (16 * 512)
-                answer = out_ptr + afresh(seq).to(gl.int64) * (HEADS * 512)
+                sums = sum_ptr + opaque(gl.program_id(0)) * (16 * 512)
+                answer = out_ptr + opaque(seq).to(gl.int64) * (HEADS * 512)
                 settle(group_low, sums, answer, dim, row, factors, ends, live)
                 settle(group_high, sums, answer, 256 + dim, row, factors, ends, live)
                 if WANTS_LSE:
                     lse = gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
-                    gl.store(lse_ptr + afresh(row).to(gl.int64) * num_tokens + seq, lse, mask=live & ends[1])
+                    gl.store(lse_ptr + opaque(row).to(gl.int64) * num_tokens + seq, lse, mask=live & ends[1])
         turn += 1
         seq, _q_len, _tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turn)

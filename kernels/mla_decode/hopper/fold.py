@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.mla_decode.plan import MlaDecodePlan
+from kernels.softmax.triton import LN_2, NO_KEYS
 
 LATENT = 512
 # More programs take longer to find that there is nothing to fold than fewer take to fold.
@@ -50,14 +51,14 @@ def load_part(partials, slot, ok, at, row, ROWS: tl.constexpr, LATENT: tl.conste
     """A part, or what changes no sum."""
     acc_ptr, peak_ptr, total_ptr = partials
     acc = tl.load(acc_ptr + slot * (ROWS * LATENT) + at, mask=ok, other=0.0)
-    peak = tl.load(peak_ptr + slot * ROWS + row, mask=ok, other=-1.0e20)
+    peak = tl.load(peak_ptr + slot * ROWS + row, mask=ok, other=NO_KEYS)
     return acc, peak, tl.load(total_ptr + slot * ROWS + row, mask=ok, other=0.0)
 
 
 @triton.jit
 def fold_parts(partials, first, count, at, row, GROUP: tl.constexpr, ROWS: tl.constexpr, LATENT: tl.constexpr):
     """The sum of so many parts, four of them on their way at a time."""
-    peak = -1.0e20
+    peak = tl.full([], NO_KEYS, tl.float32)
     total = 0.0
     acc = tl.zeros([LATENT], tl.float32)
     for part in tl.range(0, count, 4):
@@ -89,7 +90,6 @@ def fold_shared(
     LATENT: tl.constexpr,
     WANTS_LSE: tl.constexpr,
 ):
-    LN_2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0)
     per_group = GROUP // tl.load(counts_ptr + 1)
     sequences = tl.load(counts_ptr + 2)
@@ -108,7 +108,7 @@ def fold_shared(
             if (GROUP == 1) | (per_group == 1):
                 acc, peak, total = fold_parts(partials, first, parts, at, row % ROWS, GROUP, SLOT_ROWS, LATENT)
             else:
-                peak = -1.0e20
+                peak = tl.full([], NO_KEYS, tl.float32)
                 total = 0.0
                 acc = tl.zeros([LATENT], tl.float32)
                 for start in tl.range(0, parts, per_group):

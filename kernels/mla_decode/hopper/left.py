@@ -7,8 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.hopper.work_queue import take, thread_barrier
-from kernels.mla_decode.hopper.pieces import afresh, clear_tail, has_moved, join, part_at
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque
+from kernels.hopper.work_queue import take
+from kernels.mla_decode.hopper.pieces import clear_tail, has_moved, join, part_at
+from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 
 @gluon.jit
@@ -38,7 +41,6 @@ def attend_left(
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
     # A power of two that no fp32 sum is too large to be multiplied by.
     FAR: gl.constexpr = 64.0
-    LN_2: gl.constexpr = 0.6931471805599453
     column = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
     dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([64, TILE], gl.float32, SCORES)
@@ -54,13 +56,13 @@ def attend_left(
         if MULTI:
             last_seen += gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
         mbarrier.wait(q_full, turns & 1)
-        sum_peak = gl.full([64], -1.0e20, gl.float32, SR)
+        sum_peak = gl.full([64], NO_KEYS, gl.float32, SR)
         sum_total = gl.full([64], 0.0, gl.float32, SR)
         for n in range(leaves):
             start = (leaf + n) * LEAF
             count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-            peak = gl.full([64], -1.0e20, gl.float32, SR)
+            peak = gl.full([64], NO_KEYS, gl.float32, SR)
             total = gl.full([64], 0.0, gl.float32, SR)
             acc = gl.zeros([64, 256], gl.float32, VALUES)
             for i in range(count):
@@ -74,7 +76,7 @@ def attend_left(
                 scores = warpgroup_mma_wait(0, deps=[part])
                 first = start + i * TILE
                 if first + TILE > length - q_len + 1:
-                    scores = gl.where((first + column)[None, :] <= (row * 0 + last_seen)[:, None], scores, -1.0e30)
+                    scores = gl.where((first + column)[None, :] <= (row * 0 + last_seen)[:, None], scores, MASKED)
                 new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
                 weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
                 decay = gl.exp2(peak - new_peak)
@@ -96,8 +98,8 @@ def attend_left(
             if n == leaves - 1:
                 mbarrier.arrive(q_empty, count=1)
             # What follows from an item's numbers is made here once more: kept, it would cost registers in the loop.
-            row = afresh(gl.arange(0, 64, SR))
-            out_row = afresh(gl.arange(0, 64, OR))
+            row = opaque(gl.arange(0, 64, SR))
+            out_row = opaque(gl.arange(0, 64, OR))
             live = row < q_len * HEADS - tile * 64
             out_live = (out_row < q_len * HEADS - tile * 64)[:, None]
             if slot >= 0:
@@ -125,7 +127,7 @@ def attend_left(
                 mbarrier.arrive(fold_full, count=1)
                 turns ^= 65536
                 factors = (gl.convert_layout(keep, OR), gl.convert_layout(weight, OR))
-                sums = sum_ptr + afresh(gl.program_id(0)) * (64 * 512)
+                sums = sum_ptr + opaque(gl.program_id(0)) * (64 * 512)
                 acc = join(sums, acc, n, leaves, factors, has_moved(folds.index(0)), out_row, dim, out_live, 0)
                 if n == leaves - 1:
                     at = (q_start * HEADS + tile * 64).to(gl.int64)

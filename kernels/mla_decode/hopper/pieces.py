@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.hopper.work_queue import thread_barrier
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque
 
 
 @gluon.jit
@@ -16,12 +17,6 @@ def planned_item(items_ptr, index):
     at = items_ptr + index * 8
     seq, q_start, q_len, tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     return seq, q_start, q_len, tile, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
-
-
-@gluon.jit
-def afresh(x):
-    """The same numbers, made here as far as the compiler knows: what follows from them costs no registers before."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -35,7 +30,7 @@ def clear_tail(values, live, TILE: gl.constexpr):
         # that it does not keep from the kernel's start.
         if first + 16 > live:
             part = pairs.slice(first, 16, 0)
-            row = first + afresh(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)))
+            row = first + opaque(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)))
             part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0))
     fence_async_shared()
     thread_barrier()
@@ -44,7 +39,7 @@ def clear_tail(values, live, TILE: gl.constexpr):
 @gluon.jit
 def part_at(row, dim, ROWS: gl.constexpr):
     """Where a number of a partial result lies: eight of a row, then the next row's, so that a warp's stores touch."""
-    row = afresh(row).to(gl.int64)
+    row = opaque(row).to(gl.int64)
     return (row * 8)[:, None] + (dim // 8 * (ROWS * 8) + dim % 8).to(gl.int64)[None, :]
 
 
@@ -80,7 +75,7 @@ def rescale(sum_ptr, keep, FIRST: gl.constexpr):
     row = gl.arange(0, 64, gl.SliceLayout(1, SOME))
     dim = gl.arange(0, 16, gl.SliceLayout(0, SOME))
     factor = gl.convert_layout(keep, gl.SliceLayout(1, SOME))[:, None]
-    begin = afresh(gl.program_id(0) * 0 + FIRST)
+    begin = opaque(gl.program_id(0) * 0 + FIRST)
     for first in range(begin, begin + 256, 16):
         to = sum_ptr + part_at(row, first + dim, 64)
         gl.store(to, scaled(gl.load(to, cache_modifier=".cg"), factor + gl.zeros([64, 16], gl.float32, SOME)))

@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.hopper.work_queue import take, thread_barrier
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.work_queue import take
 from kernels.mla_decode.hopper.pieces import clear_tail, has_moved, join, part_at
 
 

@@ -10,10 +10,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.mla_prefill.call import PrefillCall
 from kernels.mla_prefill.hopper.kernel import attend_ragged
 from kernels.mla_prefill.plan import BLOCK, MlaPrefillPlan
+from kernels.softmax import LOG2_E
 
 __all__ = ["attend", "can_attend"]
 
-LOG2_E = 1.4426950408889634
 STAGES = 2
 # A section's keys and values should stay in the L2 cache while its tiles are worked on.
 SECTION_BYTES = 8 << 20

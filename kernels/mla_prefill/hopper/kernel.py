@@ -18,7 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.work_queue import publish, take, thread_barrier
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque
+from kernels.hopper.work_queue import draw, leave, publish, take
+from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 BLOCK = 128
 
@@ -113,12 +116,9 @@ def _produce(
             mbarrier.expect(v_full.index(s), BLOCK * 128 * 2)
             tma.async_copy_global_to_shared(v_desc, [row, head * stride_v_head], v_full.index(s), v.index(s))
             step += 1
-        item = gl.atomic_add(counts_ptr + 1, 1, sem="relaxed", scope="gpu") + programs
+        item = draw(counts_ptr + 1, programs)
     publish(mail, mail_full, mail_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
-    # The last program leaves both counters at zero for the next launch, or replay.
-    if gl.atomic_add(counts_ptr + 2, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        gl.store(counts_ptr + 1, 0)
-        gl.store(counts_ptr + 2, 0)
+    leave(counts_ptr + 1, programs)
 
 
 @gluon.jit
@@ -141,12 +141,6 @@ def _clear_tail(v, live, BLOCK: gl.constexpr):
         part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0.0))
     fence_async_shared()
     thread_barrier()
-
-
-@gluon.jit
-def _afresh(x):
-    """The same number, made here as far as the compiler knows: what follows from it costs no registers before."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -194,8 +188,6 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
     SR: gl.constexpr = gl.SliceLayout(1, SCORES)
     OR: gl.constexpr = gl.SliceLayout(1, VALUES)
-    LN_2: gl.constexpr = 0.6931471805599453
-    MASKED: gl.constexpr = -1.0e30
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     turn = 0
@@ -206,14 +198,14 @@ def _consume(
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
         if RESUMES:
             stat_at, live, out_at, out_live = _places(
-                q_start, q_len, head, tile * BLOCK + PART * ROWS, _afresh(num_tokens), HEADS, ROWS, SR, VALUES
+                q_start, q_len, head, tile * BLOCK + PART * ROWS, opaque(num_tokens), HEADS, ROWS, SR, VALUES
             )
-            peak = gl.load(peak_ptr + stat_at, mask=live, other=-1.0e20)
+            peak = gl.load(peak_ptr + stat_at, mask=live, other=NO_KEYS)
             total = gl.load(total_ptr + stat_at, mask=live, other=0.0)
             acc = gl.load(acc_ptr + out_at, mask=out_live, other=0.0)
         else:
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-            peak = gl.full([ROWS], -1.0e20, gl.float32, SR)
+            peak = gl.full([ROWS], NO_KEYS, gl.float32, SR)
             total = gl.full([ROWS], 0.0, gl.float32, SR)
             acc = gl.zeros([ROWS, 128], gl.float32, VALUES)
         # Tiles before this one have no key that a row does not see.
@@ -273,11 +265,11 @@ def _consume(
         head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
         # Not kept over the loop, which needs the registers.
         stat_at, live, out_at, out_live = _places(
-            _afresh(done_start),
+            opaque(done_start),
             done_len,
-            _afresh(done_head),
-            _afresh(done_tile) * BLOCK + PART * ROWS,
-            _afresh(num_tokens),
+            opaque(done_head),
+            opaque(done_tile) * BLOCK + PART * ROWS,
+            opaque(num_tokens),
             HEADS,
             ROWS,
             SR,

@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.prefill_attention.hopper.turns import key_tiles, read_board
-
-# Renamed between Triton 3.6 and 3.7.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.registers import opaque_zero
+from kernels.hopper.tails import clear_rows_outside
+from kernels.prefill_attention.hopper.turns import key_tiles, read_tile
+from kernels.softmax.triton import LN_2, LOG2_E, MASKED, NO_KEYS
 
 
 @gluon.jit
@@ -27,7 +28,7 @@ def _zero(D: gl.constexpr):
     """
     if D <= 64:
         return 0
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return opaque_zero()
 
 
 @gluon.jit
@@ -38,16 +39,16 @@ def _widened_here(stride, D: gl.constexpr):
 
 @gluon.jit
 def _visible(scores, tile, position, nfull, last_low, WINDOW: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):
-    """Scores with what a row does not see at -1e30; tiles that all rows see wholly pass as they are."""
+    """Scores with what a row does not see MASKED; tiles that all rows see wholly pass as they are."""
     if WINDOW > 0:
         if (tile >= nfull) | (tile * BN < last_low):
             key = (tile * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)))[None, :]
             seen = (key <= position[:, None]) & (key > position[:, None] - WINDOW)
-            scores = gl.where(seen, scores, -1.0e30)
+            scores = gl.where(seen, scores, MASKED)
     else:
         if tile >= nfull:
             key = (tile * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)))[None, :]
-            scores = gl.where(key <= position[:, None], scores, -1.0e30)
+            scores = gl.where(key <= position[:, None], scores, MASKED)
     return scores
 
 
@@ -80,18 +81,10 @@ def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.const
     own product; they write the same numbers.
     """
     if ((tile + 1) * BN > kv_len) | (tile * BN < lowest):
-        # A few rows at a time, in branches that keep the compiler from loading them all: they would fill the registers.
-        ROWS: gl.constexpr = 8 if D > 128 else 16
-        CL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         mbarrier.wait(full, phase)
-        for part in gl.static_range(BN // ROWS):
-            first = tile * BN + part * ROWS
-            if (first + ROWS > kv_len) | (first < lowest):
-                key = first + gl.arange(0, ROWS, gl.SliceLayout(1, CL))
-                some = values.slice(part * ROWS, ROWS, 0)
-                some.store(gl.where(((key >= lowest) & (key < kv_len))[:, None], some.load(CL), 0.0))
+        clear_rows_outside(values, tile * BN, lowest, kv_len, 8 if D > 128 else 16)
         fence_async_shared()
-        _barrier()
+        thread_barrier()
 
 
 @gluon.jit
@@ -107,7 +100,7 @@ def _narrow(queries, D: gl.constexpr):
     narrow = queries._reinterpret(gl.float16, queries.shape, queries.layout)
     narrow.store((numbers * gl.expand_dims(power, 1)).to(gl.float16))
     fence_async_shared()
-    _barrier()
+    thread_barrier()
     return narrow, ((127 + exponent) << 23).to(gl.float32, bitcast=True)
 
 
@@ -123,8 +116,6 @@ def consume(
     """Half of a tile's rows: 64 of them in one warpgroup."""
     ROWS: gl.constexpr = 64
     QUERIES: gl.constexpr = 128 // GROUP
-    LOG2_E: gl.constexpr = 1.4426950408889634
-    LN_2: gl.constexpr = 0.6931471805599453
     DTYPE: gl.constexpr = qs.dtype
     NARROWS: gl.constexpr = ks.dtype != DTYPE
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -143,14 +134,14 @@ def consume(
     step = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
-    head, first, token, q_len, kv_len = read_board(board)
+    head, first, token, q_len, kv_len = read_tile(board)
     while head >= 0:
         cached = kv_len - q_len
         lowest, start, stop = key_tiles(first, q_len, kv_len, QUERIES, WINDOW, BN)
         nfull = (cached + first + 1) // BN
         last_low = cached + first + QUERIES - WINDOW
         position = cached + first + (PART * ROWS + gl.arange(0, ROWS, RS) + _zero(D)) // GROUP
-        peak = gl.full([ROWS], -1.0e20, gl.float32, RS)
+        peak = gl.full([ROWS], NO_KEYS, gl.float32, RS)
         base = gl.zeros([ROWS], gl.float32, RS)
         sums = gl.full([ROWS], 0.0, gl.float32, RS)
         acc = gl.zeros([ROWS, D], gl.float32, OL)
@@ -238,4 +229,4 @@ def consume(
             gl.store(lse_ptr + at_s, (base + gl.log2(sums)) * LN_2, mask=live_s)
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
-        head, first, token, q_len, kv_len = read_board(board)
+        head, first, token, q_len, kv_len = read_tile(board)

@@ -15,24 +15,15 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention import AttentionSpec
+from kernels.hopper.barriers import make_barriers
 from kernels.layout import KvLayout
 from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim, row_elements
 from kernels.prefill_attention.hopper.consumer import consume
 from kernels.prefill_attention.hopper.producer import produce, widen
-
-LOG2_E = 1.4426950408889634
-
-
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
+from kernels.softmax import LOG2_E
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])

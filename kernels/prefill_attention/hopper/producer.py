@@ -7,10 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels.prefill_attention.hopper.turns import draw, key_tiles, leave, read_board, record, write_board
-
-# Renamed between Triton 3.6 and 3.7.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.work_queue import draw, leave, write_item
+from kernels.prefill_attention.hopper.turns import key_tiles, read_tile, record
 
 
 @gluon.jit
@@ -52,7 +51,7 @@ def produce(
     while place < total:
         lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-        write_board(board, head, first, token, q_len, kv_len)
+        write_item(board, 0, (head, first, token, q_len, kv_len))
         mbarrier.arrive(q_full.index(0), count=1)
         mbarrier.expect(q_full.index(0), 128 * D * 2)
         for part in gl.static_range(2):
@@ -64,7 +63,7 @@ def produce(
                 where = [token + first + part * (64 // GROUP), head * GROUP, 0]
                 tma.async_copy_global_to_shared(q_desc, where, q_full.index(0), target)
         # The next tile's record is on its way while this one's keys are.
-        place = draw(count_ptr)
+        place = draw(count_ptr + 1, gl.num_programs(0))
         nhead, nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, place, total, HEADS)
         table_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         low = lowest // PAGE
@@ -88,9 +87,9 @@ def produce(
         turn += 1
         head, seq, first, token, q_len, kv_len = nhead, nseq, nfirst, ntoken, nq_len, nkv_len
     mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-    write_board(board, head * 0 - 1, first, token, q_len, kv_len)
+    write_item(board, 0, (head * 0 - 1, first, token, q_len, kv_len))
     mbarrier.arrive(q_full.index(0), count=2)
-    leave(count_ptr)
+    leave(count_ptr + 1, gl.num_programs(0))
 
 
 @gluon.jit
@@ -107,7 +106,7 @@ def _widen_tile(
         tile = codes.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).load(CL)
         numbers.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).store(tile.to(numbers.dtype))
     fence_async_shared()
-    _barrier()
+    thread_barrier()
     mbarrier.arrive(code_empty.index(slot), count=1)
     mbarrier.arrive(full.index(slot), count=1)
 
@@ -123,8 +122,8 @@ def widen(
     step = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
-    head, first, _token, q_len, kv_len = read_board(board)
-    _barrier()
+    head, first, _token, q_len, kv_len = read_tile(board)
+    thread_barrier()
     mbarrier.arrive(q_empty.index(0), count=1)
     while head >= 0:
         _lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
@@ -136,6 +135,6 @@ def widen(
             step += 1
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
-        head, first, _token, q_len, kv_len = read_board(board)
-        _barrier()
+        head, first, _token, q_len, kv_len = read_tile(board)
+        thread_barrier()
         mbarrier.arrive(q_empty.index(0), count=1)

@@ -9,6 +9,8 @@ writes the tile's record on a board in shared memory, where the others read it. 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.hopper.work_queue import read_number
+
 
 @gluon.jit
 def record(records_ptr, place, total, HEADS: gl.constexpr):
@@ -27,40 +29,12 @@ def record(records_ptr, place, total, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def draw(count_ptr):
-    """A place of the list that nobody else computes."""
-    return gl.atomic_add(count_ptr + 1, 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
-
-
-@gluon.jit
-def leave(count_ptr):
-    """Counts this program as done; the last one makes the counters ready for the next launch."""
-    done = gl.atomic_add(count_ptr + 2, 1, sem="acq_rel", scope="gpu")
-    if done == gl.num_programs(0) - 1:
-        gl.store(count_ptr + 1, 0)
-        gl.store(count_ptr + 2, 0)
-
-
-@gluon.jit
-def write_board(board, head, first, token, q_len, kv_len):
-    """From one warp."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    zero = gl.full([1], 0, gl.int32, LAYOUT)
-    board.index(0).store(zero + head)
-    board.index(1).store(zero + first)
-    board.index(2).store(zero + token)
-    board.index(3).store(zero + q_len)
-    board.index(4).store(zero + kv_len)
-
-
-@gluon.jit
-def read_board(board):
+def read_tile(board):
     """(kv head, first query, first token, queries of the sequence, keys of the sequence), in four warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    head = gl.max(board.index(0).load(LAYOUT), 0)
-    first = gl.max(board.index(1).load(LAYOUT), 0)
-    token = gl.max(board.index(2).load(LAYOUT), 0)
-    return head, first, token, gl.max(board.index(3).load(LAYOUT), 0), gl.max(board.index(4).load(LAYOUT), 0)
+    head = read_number(board, 0, 4)
+    first = read_number(board, 1, 4)
+    token = read_number(board, 2, 4)
+    return head, first, token, read_number(board, 3, 4), read_number(board, 4, 4)
 
 
 @gluon.jit
