@@ -4,14 +4,13 @@ Knows neither phase, and nothing of Triton.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
 from kernels._checks import (
     KV_DTYPES,
     PAGE_DTYPES,
-    check_block_tables,
     check_contiguous,
     check_disjoint,
     check_page_pair,
@@ -19,6 +18,7 @@ from kernels._checks import (
     check_rows,
     check_tensor,
 )
+from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3, Scales, check_scales
 from kernels.layout import KvLayout, PageShape
@@ -51,23 +51,39 @@ class AttentionSpec(NamedTuple):
         return self.q_heads // self.shape.heads
 
 
-def check_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    num_seqs: int,
-    layout: KvLayout,
-    scale: float | None,
-    window: int,
-    sinks: torch.Tensor | None,
-    softcap: float = 0.0,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    packed: bool = False,
-) -> AttentionSpec:
+class PagedArguments(NamedTuple):
+    """What an attention over pages is called with, unchecked; q is [num_tokens, q_heads, dim] or packed."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    layout: KvLayout = KvLayout.NHD
+    scale: float | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments that both attentions over pages take; the ops' docstrings say what they mean."""
+
+    scale: float | None
+    window: int
+    softcap: float
+    sinks: torch.Tensor | None
+    layout: KvLayout
+    k_scales: torch.Tensor | None
+    v_scales: torch.Tensor | None
+    out: torch.Tensor | None
+    backend: Backend
+
+
+def check_attention(given: PagedArguments, *, packed: bool = False) -> AttentionSpec:
     """Refuses what no attention op can work with; a packed q is [kv_heads, num_tokens, group, dim]."""
-    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
+    q, k_pages, v_pages = given.q, given.k_pages, given.v_pages
+    shape = check_pages(k_pages, v_pages, given.layout, PAGE_DTYPES)
     check_page_pair(k_pages, v_pages)
     dtypes = KV_DTYPES if k_pages.dtype is E4M3 else (k_pages.dtype,)
     axes = (shape.heads, None, None, shape.dim) if packed else (None, None, shape.dim)
@@ -75,22 +91,27 @@ def check_attention(
     check_rows("q", q)
     if packed:
         check_contiguous("q", q)
-    scales = check_scales(k_scales, v_scales, k_pages, q.dtype, shape)
+    scales = check_scales(given.k_scales, given.v_scales, k_pages, q.dtype, shape)
     heads = query_shape(q)[1]
     if heads == 0 or shape.heads == 0 or heads % shape.heads:
         raise KernelArgumentError(f"q: {heads} heads are not a multiple of the pages' {shape.heads} heads")
-    check_block_tables(block_tables, num_seqs, k_pages.device)
+    scale = shape.dim**-0.5 if given.scale is None else float(given.scale)
+    _check_softmax(scale, given.window, given.softcap, given.sinks, heads, k_pages.device)
+    return AttentionSpec(shape, given.layout, heads, scale, given.window, float(given.softcap), scales)
+
+
+def _check_softmax(
+    scale: float, window: int, softcap: float, sinks: torch.Tensor | None, heads: int, device: torch.device
+) -> None:
     if window < 0:
         raise KernelArgumentError(f"window: must be 0 (unlimited) or positive, got {window}")
-    if scale is not None and not math.isfinite(scale):
+    if not math.isfinite(scale):
         raise KernelArgumentError(f"scale: must be finite, got {scale}")
     if not (math.isfinite(softcap) and softcap >= 0.0):
         raise KernelArgumentError(f"softcap: must be 0 (none) or positive and finite, got {softcap}")
     if sinks is not None:
-        check_tensor("sinks", sinks, (heads,), SINK_DTYPES, k_pages.device)
+        check_tensor("sinks", sinks, (heads,), SINK_DTYPES, device)
         check_contiguous("sinks", sinks)
-    own_scale = shape.dim**-0.5 if scale is None else float(scale)
-    return AttentionSpec(shape, layout, heads, own_scale, window, float(softcap), scales)
 
 
 def query_shape(q: torch.Tensor) -> tuple[int, int, int]:
@@ -111,6 +132,11 @@ def check_triton_attention(q: torch.Tensor, spec: AttentionSpec) -> None:
         )
     if group > TRITON_MAX_GROUP:
         raise KernelArgumentError(f"q: at most {TRITON_MAX_GROUP} query heads share a kv head, got {group}")
+    check_tensor_core_dtype(q)
+
+
+def check_tensor_core_dtype(q: torch.Tensor) -> None:
+    """Refuses on CUDA what tensor cores do not multiply."""
     if q.is_cuda and q.dtype not in KV_DTYPES[:2]:
         raise KernelArgumentError(f"q: dtype must be one of {[str(d) for d in KV_DTYPES[:2]]} on CUDA, got {q.dtype}")
 
@@ -127,10 +153,18 @@ def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor 
     return out
 
 
-def empty_lse(q: torch.Tensor) -> torch.Tensor:
-    """Log-sum-exps of queries that have seen no key yet: fp32 [q_heads, num_tokens]."""
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    """Returns memory for the log-sum-exps of queries: fp32 [q_heads, num_tokens], not initialised."""
     tokens, heads, _ = query_shape(q)
-    return torch.full((heads, tokens), float("-inf"), dtype=torch.float32, device=q.device)
+    return torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
+
+
+def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Refuses a log-sum-exp output that is not contiguous fp32 [q_heads, num_tokens]."""
+    if lse is not None:
+        tokens, heads, _ = query_shape(q)
+        check_tensor("lse", lse, (heads, tokens), (torch.float32,), q.device)
+        check_contiguous("lse", lse)
 
 
 def visible_start(position: int, window: int) -> int:

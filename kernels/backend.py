@@ -3,7 +3,9 @@
 Knows no op. Triton is imported only when it is chosen, so a machine without it can serve with the references.
 """
 
+import functools
 import os
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -34,3 +36,27 @@ def uses_triton(backend: Backend, tensor: torch.Tensor) -> bool:
             f"backend TRITON needs a CUDA tensor or TRITON_INTERPRET=1; the tensor is on {tensor.device}"
         )
     return True
+
+
+def choose_backend(backend: Backend, tensor: torch.Tensor, reason_against: Callable[[], str | None]) -> Backend:
+    """Returns the implementation that an op with a Gluon kernel launches: GLUON, TRITON or REFERENCE.
+
+    `reason_against` says why the Gluon kernel cannot take the case (None: it can); a refused GLUON raises with it.
+    """
+    if backend in (Backend.AUTO, Backend.GLUON):
+        reason = reason_against()
+        if reason is None:
+            return Backend.GLUON
+        if backend is Backend.GLUON:
+            raise KernelArgumentError(f"backend GLUON: {reason}")
+    return Backend.TRITON if uses_triton(backend, tensor) else Backend.REFERENCE
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the Gluon kernels can run there: on a CUDA device of compute capability 9.0."""
+    return device.type == "cuda" and _capability(device) == (9, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -3,72 +3,40 @@
 Does not know the batch: how a sequence is split is a function of its own length, so its bits never depend on its mates.
 """
 
-from typing import Literal, NamedTuple, overload
+from typing import Unpack
 
 import torch
 
-from kernels._checks import check_lengths, num_sequences
-from kernels.attention import AttentionSpec, check_attention, check_triton_attention, output_for
-from kernels.backend import Backend, uses_triton
+from kernels._checks import check_block_tables, check_lengths, num_sequences
+from kernels.attention import (
+    AttentionOptions,
+    PagedArguments,
+    check_attention,
+    check_lse,
+    check_triton_attention,
+    new_lse,
+    output_for,
+)
+from kernels.backend import Backend, choose_backend
 from kernels.decode_attention import reference
+from kernels.decode_attention.call import DecodeCall
 from kernels.decode_attention.hopper import reason_against
 from kernels.decode_attention.plan import DecodePlan
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 
-__all__ = ["MAX_Q_TOKENS", "DecodePlan", "decode_attention", "decode_route"]
+__all__ = ["MAX_Q_TOKENS", "DecodePlan", "decode_attention", "decode_attention_lse", "decode_route"]
 
 MAX_Q_TOKENS = 8
 
 
-@overload
-def decode_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    *,
-    max_seqlen_k: int | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_q_tokens: int = 1,
-    plan: DecodePlan | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    layout: KvLayout = KvLayout.NHD,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    backend: Backend = Backend.AUTO,
-) -> torch.Tensor: ...
+class DecodeOptions(AttentionOptions, total=False):
+    """Keyword arguments of decode_attention."""
 
-
-@overload
-def decode_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    *,
-    max_seqlen_k: int | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_q_tokens: int = 1,
-    plan: DecodePlan | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    layout: KvLayout = KvLayout.NHD,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    backend: Backend = Backend.AUTO,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    max_seqlen_k: int | None
+    cu_seqlens_q: torch.Tensor | None
+    max_q_tokens: int
+    plan: DecodePlan | None
 
 
 def decode_attention(
@@ -90,9 +58,9 @@ def decode_attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
+    lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Attention of q [num_tokens, q_heads, dim], the newest tokens of each sequence, over its seqlens_k keys.
 
     Without cu_seqlens_q each sequence has one token; with it, int32 [num_seqs + 1], up to max_q_tokens, causal among
@@ -102,22 +70,39 @@ def decode_attention(
     softcap c turns a scaled score s into c tanh(s / c). sinks fp32 or bf16 [q_heads] are logits that take part in each
     row's softmax, once, and have no value. fp8 pages need k_scales and v_scales. plan is this step's, prepared with
     the same seqlens_k; without one the op makes its own.
-    Returns out like q, and with return_lse also the natural log-sum-exp, sink included, fp32 [q_heads, num_tokens].
+    Returns out like q. lse, fp32 [q_heads, num_tokens], is filled with the natural log-sum-exp, sink included.
     """
     num_seqs = q.shape[0] if cu_seqlens_q is None else num_sequences(cu_seqlens_q, "cu_seqlens_q")
     spec = check_attention(
-        q, k_pages, v_pages, block_tables, num_seqs, layout, scale, window, sinks, softcap, k_scales, v_scales
+        PagedArguments(q, k_pages, v_pages, layout, scale, k_scales, v_scales, window, softcap, sinks)
     )
-    lengths = _check_step(seqlens_k, max_seqlen_k, cu_seqlens_q, max_q_tokens, num_seqs, block_tables, spec, q.device)
+    check_block_tables(block_tables, num_seqs, q.device)
+    bound = block_tables.shape[1] * spec.shape.page_tokens if max_seqlen_k is None else max_seqlen_k
+    call = DecodeCall(q, k_pages, v_pages, block_tables, seqlens_k, bound, cu_seqlens_q, max_q_tokens, sinks, spec)
+    _check_lengths(call, num_seqs)
+    check_lse(lse, q)
     if plan is not None:
-        sizes = {"num_seqs": num_seqs, "max_seqlen_k": lengths.max_seqlen_k, "max_q_tokens": max_q_tokens}
+        sizes = {"num_seqs": num_seqs, "max_seqlen_k": bound, "max_q_tokens": max_q_tokens}
         plan.check(sizes, (spec.q_heads, spec.shape.heads, spec.shape.dim), q.device)
-    result = _result(q, out, k_pages, v_pages, sinks, every_row=cu_seqlens_q is None)
-    lse = _lse(q, every_row=cu_seqlens_q is None) if return_lse else None
+    result = _result(call, out)
+    if lse is not None and cu_seqlens_q is not None:
+        lse.fill_(float("-inf"))  # rows of no sequence
     if q.shape[0] and num_seqs:
-        route = _route(backend, q, k_pages, v_pages, spec)
-        _compute(route, q, k_pages, v_pages, block_tables, lengths, plan, spec, sinks, result, lse)
-    return result if lse is None else (result, lse)
+        _compute(call, backend, plan, result, lse)
+    return result
+
+
+def decode_attention_lse(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    **options: Unpack[DecodeOptions],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns decode_attention's out and log-sum-exp, fp32 [q_heads, num_tokens]."""
+    lse = new_lse(q)
+    return decode_attention(q, k_pages, v_pages, block_tables, seqlens_k, **options, lse=lse), lse
 
 
 def decode_route(
@@ -131,102 +116,46 @@ def decode_route(
     v_scales: torch.Tensor | None = None,
 ) -> Backend:
     """Which implementation takes such a case; lengths and numbers of sequences and tokens never matter."""
-    tables = torch.empty(0, 0, dtype=torch.int32, device=q.device)
-    spec = check_attention(q, k_pages, v_pages, tables, 0, layout, scale, 0, None, 0.0, k_scales, v_scales)
-    return _route(Backend.AUTO, q, k_pages, v_pages, spec)
+    spec = check_attention(PagedArguments(q, k_pages, v_pages, layout, scale, k_scales, v_scales))
+    return choose_backend(Backend.AUTO, q, lambda: reason_against(q, k_pages, v_pages, spec))
 
 
-class StepLengths(NamedTuple):
-    """How long what is: on the device, and as bounds that the host knows."""
-
-    seqlens_k: torch.Tensor
-    max_seqlen_k: int
-    cu_seqlens_q: torch.Tensor | None
-    max_q_tokens: int
-
-
-def _check_step(
-    seqlens_k: torch.Tensor,
-    max_seqlen_k: int | None,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_tokens: int,
-    num_seqs: int,
-    block_tables: torch.Tensor,
-    spec: AttentionSpec,
-    device: torch.device,
-) -> StepLengths:
-    check_lengths("seqlens_k", seqlens_k, num_seqs, device)
-    room = block_tables.shape[1] * spec.shape.page_tokens
-    bound = room if max_seqlen_k is None else max_seqlen_k
-    if not 0 <= bound <= room:
-        raise KernelArgumentError(f"max_seqlen_k: must be in 0..{room}, what the block table holds, got {bound}")
-    if not 1 <= max_q_tokens <= MAX_Q_TOKENS:
-        raise KernelArgumentError(f"max_q_tokens: must be in 1..{MAX_Q_TOKENS}, got {max_q_tokens}")
-    if cu_seqlens_q is not None:
-        check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1, device)
-    elif max_q_tokens != 1:
-        raise KernelArgumentError(f"max_q_tokens: {max_q_tokens} need cu_seqlens_q, got None")
-    return StepLengths(seqlens_k, bound, cu_seqlens_q, max_q_tokens)
+def _check_lengths(call: DecodeCall, num_seqs: int) -> None:
+    check_lengths("seqlens_k", call.seqlens_k, num_seqs, call.q.device)
+    room = call.block_tables.shape[1] * call.spec.shape.page_tokens
+    if not 0 <= call.max_seqlen_k <= room:
+        raise KernelArgumentError(
+            f"max_seqlen_k: must be in 0..{room}, what the block table holds, got {call.max_seqlen_k}"
+        )
+    if not 1 <= call.max_q_tokens <= MAX_Q_TOKENS:
+        raise KernelArgumentError(f"max_q_tokens: must be in 1..{MAX_Q_TOKENS}, got {call.max_q_tokens}")
+    if call.cu_seqlens_q is not None:
+        check_lengths("cu_seqlens_q", call.cu_seqlens_q, num_seqs + 1, call.q.device)
+    elif call.max_q_tokens != 1:
+        raise KernelArgumentError(f"max_q_tokens: {call.max_q_tokens} need cu_seqlens_q, got None")
 
 
-def _result(
-    q: torch.Tensor,
-    out: torch.Tensor | None,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    sinks: torch.Tensor | None,
-    every_row: bool,
-) -> torch.Tensor:
+def _result(call: DecodeCall, out: torch.Tensor | None) -> torch.Tensor:
     """Where to write to. A launch is saved where each row is some sequence's and needs no zero before."""
-    if out is None and every_row:
+    q = call.q
+    if out is None and call.cu_seqlens_q is None:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return output_for(q, out, k_pages, v_pages, sinks)
-
-
-def _lse(q: torch.Tensor, every_row: bool) -> torch.Tensor:
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    return lse if every_row else lse.fill_(float("-inf"))
-
-
-def _route(
-    backend: Backend, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec
-) -> Backend:
-    if backend in (Backend.AUTO, Backend.GLUON):
-        reason = reason_against(q, k_pages, v_pages, spec)
-        if reason is None:
-            return Backend.GLUON
-        if backend is Backend.GLUON:
-            raise KernelArgumentError(f"backend GLUON: {reason}")
-    return Backend.TRITON if uses_triton(backend, q) else Backend.REFERENCE
+    return output_for(q, out, call.k_pages, call.v_pages, call.sinks)
 
 
 def _compute(
-    route: Backend,
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: StepLengths,
-    plan: DecodePlan | None,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    call: DecodeCall, backend: Backend, plan: DecodePlan | None, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    seqlens_k, max_seqlen_k, cu_seqlens_q, max_q_tokens = lengths
-    inputs = (q, k_pages, v_pages, block_tables, seqlens_k)
+    q, k_pages, v_pages, spec = call.q, call.k_pages, call.v_pages, call.spec
+    route = choose_backend(backend, q, lambda: reason_against(q, k_pages, v_pages, spec))
     if route is Backend.GLUON:
-        from kernels.decode_attention.hopper.kernel import launch as launch_gluon
+        from kernels.decode_attention.hopper.launch import launch as launch_gluon
 
-        if plan is None:
-            sizes = (seqlens_k.shape[0], max_seqlen_k, spec.q_heads, spec.shape.heads, spec.shape.dim)
-            plan = DecodePlan(*sizes, max_q_tokens=max_q_tokens, device=q.device)
-            plan.prepare(seqlens_k)
-        launch_gluon(*inputs, cu_seqlens_q, max_q_tokens, plan, spec, sinks, out, lse)
+        launch_gluon(call, plan, out, lse)
     elif route is Backend.TRITON:
         check_triton_attention(q, spec)
         from kernels.decode_attention.triton import launch
 
-        launch(*inputs, cu_seqlens_q, max_seqlen_k, max_q_tokens, spec, sinks, out, lse)
+        launch(call, out, lse)
     else:
-        reference.decode_attention(*inputs, cu_seqlens_q, max_seqlen_k, max_q_tokens, spec, sinks, out, lse)
+        reference.decode_attention(call, out, lse)

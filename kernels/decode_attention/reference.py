@@ -6,35 +6,26 @@ Knows nothing of batches: a token's result depends on its sequence alone, and so
 import torch
 
 from kernels.attention import LEAST_EXPONENT, AttentionSpec, visible_start
+from kernels.decode_attention.call import DecodeCall
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import ScaleKind
 from kernels.layout import read_span
 
 
-def decode_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_k: int,
-    max_q_tokens: int,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def decode_attention(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fills out, and lse where one is wanted; a token without keys gives 0 and a lse of minus infinity."""
+    q, spec, sinks, cu_seqlens_q = call.q, call.spec, call.sinks, call.cu_seqlens_q
     columns = None if sinks is None else sinks.float().view(spec.shape.heads, -1, 1)
-    starts = list(range(len(seqlens_k) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
-    for seq, length in enumerate(seqlens_k.tolist()):
+    starts = list(range(call.num_seqs + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    for seq, length in enumerate(call.seqlens_k.tolist()):
         tokens = starts[seq + 1] - starts[seq]
-        if not 0 <= length <= max_seqlen_k:
-            raise KernelArgumentError(f"seqlens_k: sequence {seq} has {length} keys, max_seqlen_k is {max_seqlen_k}")
-        if not 0 <= tokens <= max_q_tokens:
+        if not 0 <= length <= call.max_seqlen_k:
             raise KernelArgumentError(
-                f"cu_seqlens_q: sequence {seq} has {tokens} tokens, max_q_tokens is {max_q_tokens}"
+                f"seqlens_k: sequence {seq} has {length} keys, max_seqlen_k is {call.max_seqlen_k}"
+            )
+        if not 0 <= tokens <= call.max_q_tokens:
+            raise KernelArgumentError(
+                f"cu_seqlens_q: sequence {seq} has {tokens} tokens, max_q_tokens is {call.max_q_tokens}"
             )
         for token in range(tokens):
             row, keys_seen = starts[seq] + token, length - tokens + token + 1
@@ -44,15 +35,14 @@ def decode_attention(
                     lse[:, row] = float("-inf")
                 continue
             low = visible_start(keys_seen - 1, spec.window)
-            keys, values = _numbers(k_pages, v_pages, block_tables[seq], low, keys_seen, spec)
+            keys, values = _dequantized(call, seq, low, keys_seen)
             out[row] = _attend(q[row].float(), keys, values, spec, columns, None if lse is None else lse[:, row])
 
 
-def _numbers(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values at one sequence's positions, fp32 [stop - start, kv_heads, dim]; codes times their scales."""
-    keys, values = (part.float() for part in read_span(k_pages, v_pages, table, start, stop, spec.layout))
+def _dequantized(call: DecodeCall, seq: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values at one sequence's positions, fp32 [stop - start, kv_heads, dim], times their scales if any."""
+    spec, table = call.spec, call.block_tables[seq]
+    keys, values = (part.float() for part in read_span(call.k_pages, call.v_pages, table, start, stop, spec.layout))
     if spec.scales is None:
         return keys, values
     k_scales, v_scales, kind = spec.scales

@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels import softmax
 from kernels.addressing import layout_code
 from kernels.addressing.triton import key_offset, value_offset
-from kernels.attention import AttentionSpec
+from kernels.decode_attention.call import DecodeCall
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
 from kernels.softmax.triton import LN_2, LOG2_E, MASKED, NO_KEYS
@@ -225,23 +225,11 @@ def merge_splits(
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + row, lse)
 
 
-def launch(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_k: int,
-    max_q_tokens: int,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked arguments; there is at least one sequence."""
-    shape, num_seqs, group = spec.shape, seqlens_k.shape[0], spec.group
-    splits = max(1, triton.cdiv(max_seqlen_k, SPLIT))
+    q, k_pages, v_pages, spec, num_seqs = call.q, call.k_pages, call.v_pages, call.spec, call.num_seqs
+    shape, group, max_q_tokens = spec.shape, spec.group, call.max_q_tokens
+    splits = max(1, triton.cdiv(call.max_seqlen_k, SPLIT))
     parts = (num_seqs, splits, spec.q_heads * max_q_tokens)
     acc = torch.empty((*parts, shape.dim), dtype=torch.float32, device=q.device)
     peak, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -255,9 +243,8 @@ def launch(
         "WINDOW": spec.window,
         "SPLIT": SPLIT,
         "BLOCK_D": triton.next_power_of_2(shape.dim),
-        "HAS_SPANS": cu_seqlens_q is not None,
+        "HAS_SPANS": call.cu_seqlens_q is not None,
     }
-    spans = seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     row_blocks = triton.cdiv(max_q_tokens * group, ROWS)
     with torch.cuda.device_of(q):
         attend_split[(shape.heads * row_blocks, splits, num_seqs)](
@@ -269,9 +256,9 @@ def launch(
             acc,
             peak,
             total,
-            block_tables,
-            seqlens_k,
-            spans,
+            call.block_tables,
+            call.seqlens_k,
+            call.spans_or_any,
             2.0 * softmax.LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * softmax.LOG2_E,
             spec.softcap * softmax.LOG2_E,
             splits,
@@ -281,7 +268,7 @@ def launch(
             v_pages.stride(0),
             k_scales.stride(0) if by_token else 0,
             v_scales.stride(0) if by_token else 0,
-            block_tables.stride(0),
+            call.block_tables.stride(0),
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
             LAYOUT=layout_code(spec.layout),
@@ -292,21 +279,29 @@ def launch(
             num_warps=4,
             **sizes,
         )
-        merge_splits[(spec.q_heads, max_q_tokens, num_seqs)](
-            out,
-            lse if lse is not None else out,
-            sinks if sinks is not None else out,
-            acc,
-            peak,
-            total,
-            seqlens_k,
-            spans,
-            q.shape[0],
-            splits,
-            out.stride(0),
-            out.stride(1),
-            WANTS_LSE=lse is not None,
-            HAS_SINKS=sinks is not None,
-            num_warps=1,
-            **sizes,
-        )
+        _merge(call, (acc, peak, total), splits, sizes, out, lse)
+
+
+def _merge(
+    call: DecodeCall,
+    partials: tuple[torch.Tensor, ...],
+    splits: int,
+    sizes: dict[str, int],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    merge_splits[(call.spec.q_heads, call.max_q_tokens, call.num_seqs)](
+        out,
+        lse if lse is not None else out,
+        call.sinks if call.sinks is not None else out,
+        *partials,
+        call.seqlens_k,
+        call.spans_or_any,
+        call.q.shape[0],
+        splits,
+        *out.stride()[:2],
+        WANTS_LSE=lse is not None,
+        HAS_SINKS=call.sinks is not None,
+        num_warps=1,
+        **sizes,
+    )

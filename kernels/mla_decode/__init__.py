@@ -5,7 +5,7 @@ cut is a function of positions alone, so its bits never depend on its mates, nor
 many queries they have. Without it, up to 16 heads take a kernel of their own, whose last bits are its own as well.
 """
 
-from typing import Literal, overload
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -18,51 +18,29 @@ from kernels._checks import (
     check_lengths,
     check_tensor,
 )
-from kernels.backend import Backend, uses_triton
+from kernels.attention import check_lse, check_tensor_core_dtype, new_lse
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import reference
+from kernels.mla_decode.call import MlaDecodeCall
+from kernels.mla_decode.hopper import reason_against
 from kernels.mla_decode.plan import MlaDecodePlan, Tree, tree_of
 
-__all__ = ["LATENT", "WIDTH", "MlaDecodePlan", "Tree", "mla_decode", "tree_of"]
+__all__ = ["LATENT", "WIDTH", "MlaDecodePlan", "Tree", "mla_decode", "mla_decode_lse", "tree_of"]
 
 LATENT = 512
 WIDTH = 576
 
 
-@overload
-def mla_decode(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    *,
-    scale: float,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_q_tokens: int = 1,
-    max_seqlen_k: int | None = None,
-    plan: MlaDecodePlan | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    backend: Backend = Backend.AUTO,
-) -> torch.Tensor: ...
+class MlaDecodeOptions(TypedDict, total=False):
+    """Keyword arguments of mla_decode that have a default."""
 
-
-@overload
-def mla_decode(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    *,
-    scale: float,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_q_tokens: int = 1,
-    max_seqlen_k: int | None = None,
-    plan: MlaDecodePlan | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    backend: Backend = Backend.AUTO,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    cu_seqlens_q: torch.Tensor | None
+    max_q_tokens: int
+    max_seqlen_k: int | None
+    plan: MlaDecodePlan | None
+    out: torch.Tensor | None
+    backend: Backend
 
 
 def mla_decode(
@@ -77,9 +55,9 @@ def mla_decode(
     max_seqlen_k: int | None = None,
     plan: MlaDecodePlan | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
+    lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Attention of q [num_tokens, heads, 512 + 64] over pages [num_pages, page_tokens, 576], read as keys and values.
 
     seqlens_k int32 [num_seqs] counts the new tokens, whose latents were appended before; 0 marks a padding row (out 0,
@@ -88,13 +66,15 @@ def mla_decode(
     before it one less. max_seqlen_k is a bound (None: what a row of the block table holds); it sizes the launch, never
     the result. `scale` belongs to the unabsorbed head, so it has no default. plan is this step's, prepared with the
     same seqlens_k and cu_seqlens_q, whose numbers are then read there; without one the op makes its own.
-    Returns out [num_tokens, heads, 512], still latent, and with return_lse also the natural log-sum-exp, fp32
-    [heads, num_tokens].
+    Returns out [num_tokens, heads, 512], still latent; lse, fp32 [heads, num_tokens], is filled with the natural
+    log-sum-exp.
     """
-    _check(q, pages, block_tables, seqlens_k, cu_seqlens_q, max_q_tokens)
-    tokens, heads, _ = q.shape
-    room = block_tables.shape[1] * pages.shape[1]
+    room = block_tables.shape[1] * pages.shape[1] if block_tables.dim() == 2 and pages.dim() == 3 else 0
     bound = room if max_seqlen_k is None else max_seqlen_k
+    call = MlaDecodeCall(q, pages, block_tables, seqlens_k, bound, cu_seqlens_q, max_q_tokens, scale)
+    _check(call)
+    check_lse(lse, q)
+    tokens, heads, _ = q.shape
     if not 0 <= bound <= room:
         raise KernelArgumentError(f"max_seqlen_k: must be in 0..{room}, what the block table holds, got {bound}")
     if out is None:
@@ -104,59 +84,48 @@ def mla_decode(
         check_contiguous("out", out)
         check_disjoint("out", out, "q", q)
         check_disjoint("out", out, "pages", pages)
-    lse = torch.full((heads, tokens), float("-inf"), device=q.device) if return_lse else None
-    if tokens and heads and seqlens_k.shape[0]:
-        where = (block_tables, seqlens_k, cu_seqlens_q)
-        if uses_triton(backend, q):
-            _launch(q, pages, *where, max_q_tokens, bound, scale, plan, out, lse)
-        else:
-            reference.mla_decode(q, pages, *where, max_q_tokens, bound, scale, out, lse)
-    return out if lse is None else (out, lse)
+    if lse is not None:
+        lse.fill_(float("-inf"))  # rows of no sequence
+    if tokens and heads and call.num_seqs:
+        _compute(call, backend, plan, out, lse)
+    return out
 
 
-def _launch(
+def mla_decode_lse(
     q: torch.Tensor,
     pages: torch.Tensor,
     block_tables: torch.Tensor,
     seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_tokens: int,
-    bound: int,
+    *,
     scale: float,
-    plan: MlaDecodePlan | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    **options: Unpack[MlaDecodeOptions],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns mla_decode's out and log-sum-exp, fp32 [heads, num_tokens]."""
+    lse = new_lse(q)
+    return mla_decode(q, pages, block_tables, seqlens_k, scale=scale, **options, lse=lse), lse
+
+
+def _compute(
+    call: MlaDecodeCall, backend: Backend, plan: MlaDecodePlan | None, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Gluon where it can, by a plan; Triton elsewhere."""
-    from kernels.mla_decode.triton import launch
+    route = choose_backend(backend, call.q, lambda: reason_against(call))
+    if route is not Backend.REFERENCE:
+        check_tensor_core_dtype(call.q)
+    if route is Backend.GLUON:
+        from kernels.mla_decode.hopper.launch import launch as launch_gluon
 
-    where = (block_tables, seqlens_k, cu_seqlens_q)
-    if q.is_cuda:
-        if q.dtype not in KV_DTYPES[:2]:
-            raise KernelArgumentError(f"q: dtype must be one of {[str(d) for d in KV_DTYPES[:2]]}, got {q.dtype}")
-        from kernels.mla_decode import hopper
+        launch_gluon(call, plan, out, lse)
+    elif route is Backend.TRITON:
+        from kernels.mla_decode.triton import launch
 
-        if hopper.can_attend(q, pages):
-            num_seqs, heads = seqlens_k.shape[0], q.shape[1]
-            most = None if cu_seqlens_q is None else max_q_tokens
-            if plan is None:
-                plan = MlaDecodePlan(num_seqs, bound, heads, max_q_tokens=most, device=q.device)
-                plan.prepare(seqlens_k, cu_seqlens_q)
-            plan.check(num_seqs, bound, heads, most)
-            hopper.attend(q, pages, block_tables, cu_seqlens_q is not None, plan, scale, out, lse)
-            return
-    launch(q, pages, *where, max_q_tokens, bound, scale, out, lse)
+        launch(call, out, lse)
+    else:
+        reference.mla_decode(call, out, lse)
 
 
-def _check(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_tokens: int,
-) -> None:
+def _check(call: MlaDecodeCall) -> None:
     """Refuses what no implementation can work with."""
+    q, pages, seqlens_k, cu_seqlens_q = call.q, call.pages, call.seqlens_k, call.cu_seqlens_q
     check_tensor("pages", pages, (None, None, WIDTH), KV_DTYPES, pages.device)
     check_dense_pages("pages", pages)
     if pages.shape[1] == 0 or pages.shape[1] & (pages.shape[1] - 1):
@@ -165,12 +134,12 @@ def _check(
     check_contiguous("q", q)
     num_seqs = seqlens_k.shape[0] if seqlens_k.dim() == 1 else 0
     check_lengths("seqlens_k", seqlens_k, num_seqs, q.device)
-    check_block_tables(block_tables, num_seqs, q.device)
+    check_block_tables(call.block_tables, num_seqs, q.device)
     if cu_seqlens_q is not None:
         check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1, q.device)
-    elif q.shape[0] != num_seqs or max_q_tokens != 1:
+    elif q.shape[0] != num_seqs or call.max_q_tokens != 1:
         raise KernelArgumentError(
-            f"q: {q.shape[0]} tokens (max_q_tokens {max_q_tokens}) of {num_seqs} sequences need cu_seqlens_q"
+            f"q: {q.shape[0]} tokens (max_q_tokens {call.max_q_tokens}) of {num_seqs} sequences need cu_seqlens_q"
         )
-    if max_q_tokens < 1:
-        raise KernelArgumentError(f"max_q_tokens: must be positive, got {max_q_tokens}")
+    if call.max_q_tokens < 1:
+        raise KernelArgumentError(f"max_q_tokens: must be positive, got {call.max_q_tokens}")

@@ -6,37 +6,28 @@ Knows nothing of batches: a sequence's result depends on that sequence alone, an
 import torch
 
 from kernels.errors import KernelArgumentError
+from kernels.mla_decode.call import MlaDecodeCall
 
 LATENT = 512
 
 
-def mla_decode(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_tokens: int,
-    max_seqlen_k: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def mla_decode(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fills out, and lse where one is wanted; a sequence without latents gives 0 and leaves its lse alone."""
-    lengths = seqlens_k.tolist()
+    q, cu_seqlens_q = call.q, call.cu_seqlens_q
+    lengths = call.seqlens_k.tolist()
     bounds = list(range(len(lengths) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     for seq, length in enumerate(lengths):
         first, stop = bounds[seq], bounds[seq + 1]
-        if not 0 <= length <= max_seqlen_k or not 0 <= stop - first <= max_q_tokens:
+        if not 0 <= length <= call.max_seqlen_k or not 0 <= stop - first <= call.max_q_tokens:
             raise KernelArgumentError(
-                f"sequence {seq}: {stop - first} queries (max_q_tokens {max_q_tokens}) and {length} latents "
-                f"(max_seqlen_k {max_seqlen_k})"
+                f"sequence {seq}: {stop - first} queries (max_q_tokens {call.max_q_tokens}) and {length} latents "
+                f"(max_seqlen_k {call.max_seqlen_k})"
             )
         if length == 0:
             out[first:stop] = 0.0
             continue
-        latents = read_latents(pages, block_tables[seq], length).float()
-        scores = torch.einsum("qhd,kd->hqk", q[first:stop].float() * scale, latents)
+        latents = read_latents(call.pages, call.block_tables[seq], length).float()
+        scores = torch.einsum("qhd,kd->hqk", q[first:stop].float() * call.scale, latents)
         position = length - (stop - first) + torch.arange(stop - first, device=q.device)
         hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
         scores = scores.masked_fill(hidden, float("-inf"))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels import softmax
+from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.plan import tree_of
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
@@ -170,29 +171,17 @@ def fold_leaves(
         tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
 
 
-def launch(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_tokens: int,
-    max_seqlen_k: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked, non-empty arguments."""
-    (tokens, heads, _), num_seqs = q.shape, seqlens_k.shape[0]
+    q, pages, block_tables = call.q, call.pages, call.block_tables
+    (tokens, heads, _), num_seqs, multi = q.shape, call.num_seqs, call.cu_seqlens_q is not None
     rows = 16
-    tiles = triton.cdiv(heads * max_q_tokens, rows)
-    tree = tree_of(heads, cu_seqlens_q is None)
-    leaves = max(triton.cdiv(max_seqlen_k, tree.leaf), 1)
+    tiles = triton.cdiv(heads * call.max_q_tokens, rows)
+    tree = tree_of(heads, not multi)
+    leaves = max(triton.cdiv(call.max_seqlen_k, tree.leaf), 1)
     slots = num_seqs * tiles * leaves
     acc = torch.empty((slots, rows, LATENT), dtype=torch.float32, device=q.device)
     peak, total = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
-    multi = cu_seqlens_q is not None
-    sums = cu_seqlens_q if cu_seqlens_q is not None else seqlens_k
     with torch.cuda.device_of(q):
         attend_leaf[(tiles, leaves, num_seqs)](
             q,
@@ -201,9 +190,9 @@ def launch(
             peak,
             total,
             block_tables,
-            seqlens_k,
-            sums,
-            scale * softmax.LOG2_E,
+            call.seqlens_k,
+            call.spans_or_any,
+            call.scale * softmax.LOG2_E,
             leaves,
             pages.stride(0),
             block_tables.stride(0),
@@ -218,14 +207,14 @@ def launch(
             ROPE=ROPE,
             num_warps=8,
         )
-        fold_leaves[(heads * max_q_tokens, num_seqs)](
+        fold_leaves[(heads * call.max_q_tokens, num_seqs)](
             out,
             lse if lse is not None else peak,
             acc,
             peak,
             total,
-            seqlens_k,
-            sums,
+            call.seqlens_k,
+            call.spans_or_any,
             tokens,
             leaves,
             HEADS=heads,

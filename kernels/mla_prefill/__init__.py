@@ -5,7 +5,7 @@ call may store where it stands, and the next one goes on from there.
 """
 
 import math
-from typing import Literal, overload
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -18,59 +18,40 @@ from kernels._checks import (
     check_tensor,
     num_sequences,
 )
-from kernels.backend import Backend, uses_triton
+from kernels.attention import check_lse, check_tensor_core_dtype, new_lse
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_prefill import reference
-from kernels.mla_prefill.call import PrefillCall
+from kernels.mla_prefill.call import MlaPrefillCall
+from kernels.mla_prefill.hopper import reason_against
 from kernels.mla_prefill.plan import BLOCK, MlaPrefillPlan
 from kernels.mla_prefill.state import AttentionState
 
-__all__ = ["BLOCK", "NOPE", "ROPE", "AttentionState", "MlaPrefillPlan", "mla_prefill", "mla_prefill_part"]
+__all__ = [
+    "BLOCK",
+    "NOPE",
+    "ROPE",
+    "AttentionState",
+    "MlaPrefillPlan",
+    "mla_prefill",
+    "mla_prefill_lse",
+    "mla_prefill_part",
+]
 
 NOPE = 128
 ROPE = 64
 
 
-@overload
-def mla_prefill(
-    q: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    *,
-    q_offsets: torch.Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    state: AttentionState | None = None,
-    plan: MlaPrefillPlan | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    backend: Backend = Backend.AUTO,
-) -> torch.Tensor: ...
+class MlaPrefillOptions(TypedDict, total=False):
+    """Keyword arguments of mla_prefill."""
 
-
-@overload
-def mla_prefill(
-    q: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    *,
-    q_offsets: torch.Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    state: AttentionState | None = None,
-    plan: MlaPrefillPlan | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    backend: Backend = Backend.AUTO,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    q_offsets: torch.Tensor | None
+    causal: bool
+    scale: float | None
+    state: AttentionState | None
+    plan: MlaPrefillPlan | None
+    out: torch.Tensor | None
+    backend: Backend
 
 
 def mla_prefill(
@@ -88,9 +69,9 @@ def mla_prefill(
     state: AttentionState | None = None,
     plan: MlaPrefillPlan | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
+    lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Attention of q [num_tokens, heads, 128 + 64] over keys k_nope [num_keys, heads, 128] | k_rope, and values v.
 
     k_rope is [num_keys, 64], one for all heads, or [num_keys, heads, 64]; v is [num_keys, heads, 128]. cu_seqlens_q and
@@ -98,12 +79,13 @@ def mla_prefill(
     [num_seqs]; None: keys less queries, so that the last query sees all); every key is, if not `causal`. A query that
     sees no key gets 0, and lse -inf. With `state`, goes on from what mla_prefill_part stored for the same queries. A
     prepared plan is shared by all layers; without one the op makes its own. Returns out [num_tokens, heads, 128] like
-    q, and with return_lse also the natural log-sum-exp, fp32 [heads, num_tokens].
+    q; lse, fp32 [heads, num_tokens], is filled with the natural log-sum-exp.
     """
     factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, q_offsets, causal)
-    call = PrefillCall(q, k_nope, k_rope, v, *bounds, factor, state, state is not None, False)
+    call = MlaPrefillCall(q, k_nope, k_rope, v, *bounds, factor, state, state is not None, False)
     _check(call, plan)
+    check_lse(lse, q)
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_zeros((tokens, heads, NOPE))
@@ -112,9 +94,25 @@ def mla_prefill(
         check_contiguous("out", out)
         for name, source in (("q", q), ("k_nope", k_nope), ("k_rope", k_rope), ("v", v)):
             check_disjoint("out", out, name, source)
-    lse = torch.full((heads, tokens), float("-inf"), device=q.device) if return_lse else None
-    _attend(call, plan, out, lse, backend)
-    return out if lse is None else (out, lse)
+    if lse is not None:
+        lse.fill_(float("-inf"))  # rows of no sequence
+    _compute(call, backend, plan, out, lse)
+    return out
+
+
+def mla_prefill_lse(
+    q: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    **options: Unpack[MlaPrefillOptions],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns mla_prefill's out and log-sum-exp, fp32 [heads, num_tokens]."""
+    lse = new_lse(q)
+    return mla_prefill(q, k_nope, k_rope, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **options, lse=lse), lse
 
 
 def mla_prefill_part(
@@ -141,38 +139,32 @@ def mla_prefill_part(
     """
     factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, q_offsets, causal)
-    call = PrefillCall(q, k_nope, k_rope, v, *bounds, factor, state, resumes, True)
+    call = MlaPrefillCall(q, k_nope, k_rope, v, *bounds, factor, state, resumes, True)
     _check(call, plan)
-    _attend(call, plan, state.acc, None, backend)
+    _compute(call, backend, plan, state.acc, None)
 
 
-def _attend(
-    call: PrefillCall, plan: MlaPrefillPlan | None, out: torch.Tensor, lse: torch.Tensor | None, backend: Backend
+def _compute(
+    call: MlaPrefillCall, backend: Backend, plan: MlaPrefillPlan | None, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Chooses who computes."""
-    q, num_seqs = call.q, call.cu_seqlens_q.shape[0] - 1
-    if q.shape[0] == 0 or q.shape[1] == 0 or num_seqs == 0 or call.max_seqlen_q == 0:
+    if call.q.shape[0] == 0 or call.q.shape[1] == 0 or call.num_seqs == 0 or call.max_seqlen_q == 0:
         return
-    if not uses_triton(backend, q):
+    route = choose_backend(backend, call.q, lambda: reason_against(call))
+    if route is not Backend.REFERENCE:
+        check_tensor_core_dtype(call.q)
+    if route is Backend.GLUON:
+        from kernels.mla_prefill.hopper.launch import launch as launch_gluon
+
+        launch_gluon(call, plan, out, lse)
+    elif route is Backend.TRITON:
+        from kernels.mla_prefill.triton import launch
+
+        launch(call, out, lse)
+    else:
         reference.mla_prefill(call, out, lse)
-        return
-    if q.is_cuda:
-        if q.dtype not in KV_DTYPES[:2]:
-            raise KernelArgumentError(f"q: dtype must be one of {[str(d) for d in KV_DTYPES[:2]]}, got {q.dtype}")
-        from kernels.mla_prefill import hopper
-
-        if hopper.can_attend(call):
-            if plan is None:
-                plan = MlaPrefillPlan(num_seqs, q.shape[0], device=q.device)
-                plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k, call.q_offsets, causal=call.causal)
-            hopper.attend(call, plan, out, lse)
-            return
-    from kernels.mla_prefill.triton import launch
-
-    launch(call, out, lse)
 
 
-def _check(call: PrefillCall, plan: MlaPrefillPlan | None) -> None:
+def _check(call: MlaPrefillCall, plan: MlaPrefillPlan | None) -> None:
     """Refuses what no implementation can work with."""
     q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
     check_tensor("q", q, (None, None, NOPE + ROPE), KV_DTYPES, q.device)

@@ -1,7 +1,4 @@
-"""The checked arguments of one mla_prefill call.
-
-Knows no implementation.
-"""
+"""The checked arguments of one mla_prefill call."""
 
 from typing import NamedTuple
 
@@ -9,10 +6,10 @@ import torch
 
 from kernels.mla_prefill.state import AttentionState
 
-__all__ = ["PrefillCall"]
+__all__ = ["MlaPrefillCall"]
 
 
-class PrefillCall(NamedTuple):
+class MlaPrefillCall(NamedTuple):
     """Queries, keys and values with their bounds, and the state that the call goes on from or leaves behind."""
 
     q: torch.Tensor
@@ -28,6 +25,10 @@ class PrefillCall(NamedTuple):
     state: AttentionState | None
     resumes: bool
     suspends: bool
+
+    @property
+    def num_seqs(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def mask_mode(self) -> int:

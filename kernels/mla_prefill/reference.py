@@ -7,13 +7,13 @@ import math
 
 import torch
 
-from kernels.mla_prefill.call import PrefillCall
+from kernels.mla_prefill.call import MlaPrefillCall
 from kernels.softmax import NO_KEYS
 
 EMPTY = float("-inf")
 
 
-def mla_prefill(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def mla_prefill(call: MlaPrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fills out, and lse where one is wanted; or the state, where the keys are not all here."""
     q, state = call.q, call.state
     q_bounds, k_bounds = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()

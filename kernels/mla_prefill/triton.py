@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import softmax
-from kernels.mla_prefill.call import PrefillCall
+from kernels.mla_prefill.call import MlaPrefillCall
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 BLOCK_M = 64
@@ -126,13 +126,13 @@ def attend_tile(
             tl.store(lse_ptr + stat_at, lse, mask=live)
 
 
-def launch(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def launch(call: MlaPrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked, non-empty arguments."""
     q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
     tokens, heads, _ = q.shape
     acc, peak, total = call.state if call.state is not None else (out, out, out)
     with torch.cuda.device_of(q):
-        attend_tile[(heads, triton.cdiv(call.max_seqlen_q, BLOCK_M), call.cu_seqlens_q.shape[0] - 1)](
+        attend_tile[(heads, triton.cdiv(call.max_seqlen_q, BLOCK_M), call.num_seqs)](
             q,
             k_nope,
             k_rope,

@@ -3,75 +3,36 @@
 Does not know which tokens were cached, fetched or just computed: their keys and values were appended before.
 """
 
-from typing import Literal, overload
+from typing import Unpack
 
 import torch
 
-from kernels._checks import check_lengths, num_sequences
+from kernels._checks import check_block_tables, check_lengths, num_sequences
 from kernels.attention import (
-    AttentionSpec,
+    AttentionOptions,
+    PagedArguments,
     check_attention,
+    check_lse,
     check_triton_attention,
-    empty_lse,
+    new_lse,
     output_for,
     query_shape,
 )
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 from kernels.prefill_attention import reference
+from kernels.prefill_attention.call import PrefillCall
 from kernels.prefill_attention.hopper import reason_against
 from kernels.prefill_attention.plan import PrefillPlan
 
-__all__ = ["PrefillPlan", "prefill_attention", "prefill_route"]
+__all__ = ["PrefillPlan", "prefill_attention", "prefill_attention_lse", "prefill_route"]
 
 
-@overload
-def prefill_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    *,
-    plan: PrefillPlan | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    layout: KvLayout = KvLayout.NHD,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    backend: Backend = Backend.AUTO,
-) -> torch.Tensor: ...
+class PrefillOptions(AttentionOptions, total=False):
+    """Keyword arguments of prefill_attention."""
 
-
-@overload
-def prefill_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    *,
-    plan: PrefillPlan | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    layout: KvLayout = KvLayout.NHD,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    backend: Backend = Backend.AUTO,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    plan: PrefillPlan | None
 
 
 def prefill_attention(
@@ -92,9 +53,9 @@ def prefill_attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    return_lse: bool = False,
+    lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Causal attention, bottom-right aligned: query i of a sequence with c cached tokens stands at position c + i.
 
     q [num_tokens, q_heads, dim], or packed [kv_heads, num_tokens, group, dim]; cu_seqlens_q, cu_seqlens_k int32
@@ -103,57 +64,44 @@ def prefill_attention(
     the batch sees are never read. softcap c turns a scaled score s into c tanh(s / c). sinks fp32 or bf16 [q_heads]
     are logits that take part in each row's softmax, once and whatever the window, and have no value. fp8 pages need
     k_scales and v_scales. plan is this step's, prepared with the same lengths; without one the op makes its own.
-    Returns out [num_tokens, q_heads, dim], and with return_lse also the natural log-sum-exp, sink included, fp32
-    [q_heads, num_tokens]. A token's result has the same bits however its prompt was cut.
+    Returns out [num_tokens, q_heads, dim]; lse, fp32 [q_heads, num_tokens], is filled with the natural log-sum-exp,
+    sink included. A token's result has the same bits however its prompt was cut.
     """
     num_seqs = num_sequences(cu_seqlens_q, "cu_seqlens_q")
-    spec = check_attention(
-        q, k_pages, v_pages, block_tables, num_seqs, layout, scale, window, sinks, softcap, k_scales, v_scales,
-        packed=q.dim() == 4,
-    )  # fmt: skip
+    given = PagedArguments(q, k_pages, v_pages, layout, scale, k_scales, v_scales, window, softcap, sinks)
+    spec = check_attention(given, packed=q.dim() == 4)
+    check_block_tables(block_tables, num_seqs, q.device)
     check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1, q.device)
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, q.device)
     if max_seqlen_q < 0:
         raise KernelArgumentError(f"max_seqlen_q: must not be negative, got {max_seqlen_q}")
+    check_lse(lse, q)
     num_tokens, q_heads, dim = query_shape(q)
     if plan is not None:
         plan.check(num_seqs, num_tokens, (q_heads, spec.shape.heads, dim), q.device)
     result = output_for(q, out, k_pages, v_pages, sinks)
-    lse = empty_lse(q) if return_lse else None
-    if not (num_tokens and num_seqs and max_seqlen_q):
-        return result if lse is None else (result, lse)
-    where = (q, k_pages, v_pages, block_tables)
-    route = _route(backend, q, k_pages, v_pages, spec)
-    if route is Backend.GLUON:
-        _launch_gluon(where, plan, cu_seqlens_q, cu_seqlens_k, spec, sinks, result, lse)
-    elif route is Backend.TRITON:
-        check_triton_attention(q, spec)
-        from kernels.prefill_attention.triton import launch
-
-        launch(*where, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, sinks, result, lse)
-    else:
-        reference.prefill_attention(*where, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, spec, sinks, result, lse)
-    return result if lse is None else (result, lse)
+    if lse is not None:
+        lse.fill_(float("-inf"))  # rows of no sequence
+    if num_tokens and num_seqs and max_seqlen_q:
+        call = PrefillCall(q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, sinks, spec)
+        _compute(call, backend, plan, result, lse)
+    return result
 
 
-def _launch_gluon(
-    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    plan: PrefillPlan | None,
+def prefill_attention_lse(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Over queries, pages and tables, with the caller's plan or one of its own."""
-    from kernels.prefill_attention.hopper.kernel import launch
-
-    if plan is None:
-        num_tokens, q_heads, dim = out.shape
-        plan = PrefillPlan(cu_seqlens_q.shape[0] - 1, num_tokens, q_heads, spec.shape.heads, dim, device=out.device)
-        plan.prepare(cu_seqlens_q, cu_seqlens_k)
-    launch(*where, plan.records, plan.count, spec, sinks, out, lse)
+    max_seqlen_q: int,
+    **options: Unpack[PrefillOptions],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns prefill_attention's out and log-sum-exp, fp32 [q_heads, num_tokens]."""
+    lse = new_lse(q)
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
+    return prefill_attention(q, k_pages, v_pages, block_tables, *bounds, **options, lse=lse), lse
 
 
 def prefill_route(
@@ -167,20 +115,24 @@ def prefill_route(
     v_scales: torch.Tensor | None = None,
 ) -> Backend:
     """Which implementation takes such a case; the lengths of a batch never matter."""
-    tables = torch.empty(0, 0, dtype=torch.int32, device=q.device)
-    spec = check_attention(
-        q, k_pages, v_pages, tables, 0, layout, scale, 0, None, 0.0, k_scales, v_scales, packed=q.dim() == 4
-    )
-    return _route(Backend.AUTO, q, k_pages, v_pages, spec)
+    given = PagedArguments(q, k_pages, v_pages, layout, scale, k_scales, v_scales)
+    spec = check_attention(given, packed=q.dim() == 4)
+    return choose_backend(Backend.AUTO, q, lambda: reason_against(q, k_pages, v_pages, spec))
 
 
-def _route(
-    backend: Backend, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec
-) -> Backend:
-    if backend in (Backend.AUTO, Backend.GLUON):
-        reason = reason_against(q, k_pages, v_pages, spec)
-        if reason is None:
-            return Backend.GLUON
-        if backend is Backend.GLUON:
-            raise KernelArgumentError(f"backend GLUON: {reason}")
-    return Backend.TRITON if uses_triton(backend, q) else Backend.REFERENCE
+def _compute(
+    call: PrefillCall, backend: Backend, plan: PrefillPlan | None, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    q, k_pages, v_pages, spec = call.q, call.k_pages, call.v_pages, call.spec
+    route = choose_backend(backend, q, lambda: reason_against(q, k_pages, v_pages, spec))
+    if route is Backend.GLUON:
+        from kernels.prefill_attention.hopper.launch import launch as launch_gluon
+
+        launch_gluon(call, plan, out, lse)
+    elif route is Backend.TRITON:
+        check_triton_attention(q, spec)
+        from kernels.prefill_attention.triton import launch
+
+        launch(call, out, lse)
+    else:
+        reference.prefill_attention(call, out, lse)

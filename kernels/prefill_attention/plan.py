@@ -5,8 +5,9 @@ Knows no layer and no page. Its buffers never move, so a captured graph that hol
 
 import torch
 
+from kernels.backend import is_hopper
 from kernels.errors import KernelArgumentError
-from kernels.prefill_attention.hopper import TILE_ROWS, is_hopper, key_block
+from kernels.prefill_attention.hopper import TILE_ROWS, key_block
 
 __all__ = ["COUNTERS", "RECORD", "PrefillPlan"]
 
@@ -68,4 +69,4 @@ class PrefillPlan:
             raise KernelArgumentError(f"plan: must be on {device}, is on {self.count.device}")
 
     def _is_used(self) -> bool:
-        return self.device.type == "cuda" and is_hopper(self.device)
+        return is_hopper(self.device)

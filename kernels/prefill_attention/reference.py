@@ -19,6 +19,7 @@ from kernels.attention import LEAST_EXPONENT, AttentionSpec, visible_start
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import ScaleKind
 from kernels.layout import read_span
+from kernels.prefill_attention.call import PrefillCall
 from kernels.softmax import MASKED
 
 ROWS = 32
@@ -26,44 +27,34 @@ WIDE = 1024
 NARROW = 256
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def prefill_attention(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fills out, and lse where one is wanted."""
-    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    q, spec = call.q, call.spec
+    q_bounds, k_bounds = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     if q.dim() == 4:
         q = q.transpose(0, 1).flatten(1, 2)
     for seq in range(len(q_bounds) - 1):
         start, new = q_bounds[seq], q_bounds[seq + 1] - q_bounds[seq]
         length = k_bounds[seq + 1] - k_bounds[seq]
-        if not 0 <= new <= max_seqlen_q or length < new:
-            raise KernelArgumentError(f"sequence {seq}: {new} queries (max_seqlen_q {max_seqlen_q}) and {length} keys")
+        if not 0 <= new <= call.max_seqlen_q or length < new:
+            raise KernelArgumentError(
+                f"sequence {seq}: {new} queries (max_seqlen_q {call.max_seqlen_q}) and {length} keys"
+            )
         if new == 0:
             continue
         low = visible_start(length - new, spec.window)
-        span = _Span(*_numbers(k_pages, v_pages, block_tables[seq], low, length, spec), low, length)
+        span = _Span(*_dequantized(call, seq, low, length), low, length)
         for first, stop in _blocks(length - new, length):
             rows = slice(start + first - (length - new), start + stop - (length - new))
-            out[rows], row_lse = _attend(q[rows], span, first, spec, sinks)
+            out[rows], row_lse = _attend(q[rows], span, first, spec, call.sinks)
             if lse is not None:
                 lse[:, rows] = row_lse
 
 
-def _numbers(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [stop - start, kv_heads, dim] in fp32; codes times their scales."""
-    keys, values = (rows.float() for rows in read_span(k_pages, v_pages, table, start, stop, spec.layout))
+def _dequantized(call: PrefillCall, seq: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values at one sequence's positions, fp32 [stop - start, kv_heads, dim], times their scales if any."""
+    spec, table = call.spec, call.block_tables[seq]
+    keys, values = (part.float() for part in read_span(call.k_pages, call.v_pages, table, start, stop, spec.layout))
     if spec.scales is None:
         return keys, values
     where = (spec.scales.kind, table, start, stop)

@@ -17,9 +17,9 @@ import triton.language as tl
 from kernels import softmax
 from kernels.addressing import layout_code
 from kernels.addressing.triton import key_offset, value_offset
-from kernels.attention import AttentionSpec
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
+from kernels.prefill_attention.call import PrefillCall
 from kernels.softmax.triton import LN_2, LOG2_E
 
 
@@ -174,24 +174,13 @@ def attend_tile(
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=live)
 
 
-def launch(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def launch(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked, non-empty arguments."""
+    q, k_pages, v_pages, spec, sinks = call.q, call.k_pages, call.v_pages, call.spec, call.sinks
     shape, group, scales = spec.shape, spec.group, spec.scales
     by_token = scales is not None and scales.kind is ScaleKind.PER_TOKEN
     rows, keys = tile_shape(shape.dim, q.dtype is torch.float32 or by_token)
-    grid = (shape.heads, triton.cdiv(max_seqlen_q, rows // group), block_tables.shape[0])
+    grid = (shape.heads, triton.cdiv(call.max_seqlen_q, rows // group), call.num_seqs)
     strides = (
         (q.stride(1), q.stride(0), q.stride(2)) if q.dim() == 4 else (q.stride(0), group * q.stride(1), q.stride(1))
     )
@@ -205,9 +194,9 @@ def launch(
             sinks if sinks is not None else out,
             scales.k if scales else out,
             scales.v if scales else out,
-            block_tables,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            call.block_tables,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
             (spec.softcap or spec.scale) * softmax.LOG2_E,
             2.0 * softmax.LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
             out.shape[0],
@@ -218,7 +207,7 @@ def launch(
             scales.v.stride(0) if scales else 0,
             out.stride(0),
             out.stride(1),
-            block_tables.stride(0),
+            call.block_tables.stride(0),
             HEADS=shape.heads,
             GROUP=group,
             D=shape.dim,

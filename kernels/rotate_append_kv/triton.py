@@ -271,9 +271,8 @@ def launch(
     per_program = max(1, ELEMENTS // elements)
     blocks = triton.cdiv(q_heads, block_h) + 2 * triton.cdiv(shape.heads, block_h)
     half = rotary.dim // 2
-    programs = triton.cdiv(tokens, per_program) * blocks
     with torch.cuda.device_of(qkv):
-        rotate_rows[(programs,)](
+        rotate_rows[(triton.cdiv(tokens, per_program) * blocks,)](
             qkv,
             positions,
             rotary.cos_sin,
@@ -289,12 +288,10 @@ def launch(
             tokens,
             num_unpacked,
             0.0 if norms is None else norms.eps,
-            qkv.stride(0),
-            qkv.stride(1),
+            *qkv.stride()[:2],
             k_pages.stride(0),
             v_pages.stride(0),
-            0 if scales is None else scales.k.stride(0),
-            0 if scales is None else scales.v.stride(0),
+            *((0, 0) if scales is None else (scales.k.stride(0), scales.v.stride(0))),
             Q_HEADS=q_heads,
             HEADS=shape.heads,
             D=shape.dim,

@@ -27,8 +27,8 @@ def test_functions() -> None:
         for path in modules(*PRODUCT)
         for node in ast.walk(parse(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION_LINES
-        # A Triton kernel is one function by nature, and so is each role of a Gluon one; a launcher names its arguments.
-        if not is_jit(node) and node.name != "launch"
+        # A Triton kernel is one function by nature, and so is each role of a Gluon one.
+        if not is_jit(node)
     ]
     assert not long, long
 

@@ -24,7 +24,7 @@ class Case(dict[str, object]):
 
     def __init__(self, programs: int = 2, **changed: object) -> None:
         """`programs` of them share a multiprocessor."""
-        from kernels.decode_attention.hopper.kernel import MAX_REGISTERS, RING_BYTES, num_stages, parked_levels
+        from kernels.decode_attention.hopper.launch import MAX_REGISTERS, RING_BYTES, num_stages, parked_levels
 
         given: dict[str, object] = {
             "HEADS": 8, "GROUP": 4, "TOKENS": 1, "HAS_SPANS": False, "D": 128, "PAGE": 16, "BY_HEAD": False, "TILE": 64,

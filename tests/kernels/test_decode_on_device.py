@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.backend import Backend
-from kernels.decode_attention import DecodePlan, decode_attention, decode_route, plan
+from kernels.decode_attention import DecodePlan, decode_attention, decode_attention_lse, decode_route, plan
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -45,7 +45,7 @@ def run(case: PagedCase, **options: object) -> Result:
     rows[alive] = case.q
     given = {"window": case.window, "layout": case.layout, "backend": Backend.GLUON} | options
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    out, lse = decode_attention(rows, *pages, case.seqlens_k, return_lse=True, **given)  # type: ignore[call-overload]
+    out, lse = decode_attention_lse(rows, *pages, case.seqlens_k, **given)  # type: ignore[call-overload]
     assert not out[~alive].any() and bool((lse[:, ~alive] == float("-inf")).all())
     return out[alive], lse[:, alive]
 
@@ -164,14 +164,14 @@ def test_tokens_computed_together_have_the_bits_of_tokens_alone(heads: int, wind
     spans = [(0, 1), (0, 8), (508, 8), (2044, 8), (600, 3), (9000, 2), (63, 1)]
     case = make_case(spans, CaseShape(dim=128, q_heads=heads, kv_heads=2, window=window, device="cuda"))
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    options = {"window": window, "return_lse": True, "backend": Backend.GLUON}
+    options = {"window": window, "backend": Backend.GLUON}
     spanned = {"cu_seqlens_q": case.cu_seqlens_q, "max_q_tokens": 8}
-    out, lse = decode_attention(case.q, *pages, case.seqlens_k, **spanned, **options)  # type: ignore[call-overload]
+    out, lse = decode_attention_lse(case.q, *pages, case.seqlens_k, **spanned, **options)  # type: ignore[call-overload]
     wanted, wanted_lse = dense_attention(case)
     assert_output(out, wanted)
     assert_lse(lse, wanted_lse)
     last = case.cu_seqlens_q[1:].long() - 1
-    single, single_lse = decode_attention(case.q[last], *pages, case.seqlens_k, **options)  # type: ignore[call-overload]
+    single, single_lse = decode_attention_lse(case.q[last], *pages, case.seqlens_k, **options)  # type: ignore[call-overload]
     assert_same_bits(single, out[last])
     assert_same_bits(single_lse, lse[:, last].contiguous())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.backend import Backend
-from kernels.decode_attention import MAX_Q_TOKENS, decode_attention, decode_route
+from kernels.decode_attention import MAX_Q_TOKENS, decode_attention, decode_attention_lse, decode_route
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -28,7 +28,7 @@ def run(case: PagedCase, target: Target, **options: object) -> tuple[torch.Tenso
         "backend": target.backend,
     }
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    return decode_attention(case.q, *pages, case.seqlens_k, return_lse=True, **(given | options))  # type: ignore[call-overload, no-any-return]
+    return decode_attention_lse(case.q, *pages, case.seqlens_k, **(given | options))  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize("window", [0, 3, 100])
@@ -55,7 +55,7 @@ def test_a_token_alone_has_the_same_bits(target: Target, window: int) -> None:
     together, lse = run(case, target, sinks=sinks)
     last = [end - 1 for end, (_, new) in zip(case.cu_seqlens_q.tolist()[1:], case.lengths, strict=True) if new]
     kept = [seq for seq, (_, new) in enumerate(case.lengths) if new]
-    alone, alone_lse = decode_attention(
+    alone, alone_lse = decode_attention_lse(
         case.q[last],
         case.k_pages,
         case.v_pages,
@@ -63,7 +63,6 @@ def test_a_token_alone_has_the_same_bits(target: Target, window: int) -> None:
         case.seqlens_k[kept],
         window=window,
         sinks=sinks,
-        return_lse=True,
         backend=target.backend,
     )
     assert_same_bits(alone, together[last])
@@ -142,14 +141,13 @@ def shifted(device: str, dim: int = 64) -> tuple[PagedCase, torch.Tensor, torch.
 def check_shifted(case: PagedCase, queries: torch.Tensor, guarded: torch.Tensor, backend: Backend) -> None:
     """Rows are where cu_seqlens_q says, have the bits of a call without it, and nothing behind `out` is written."""
     pages = (case.k_pages, case.v_pages)
-    options = {"return_lse": True, "backend": backend}
-    _, lse = decode_attention(
+    _, lse = decode_attention_lse(
         queries[:2], *pages, case.block_tables, case.seqlens_k,
-        cu_seqlens_q=case.cu_seqlens_q, max_q_tokens=1, out=guarded[:2], **options,
-    )  # type: ignore[call-overload]  # fmt: skip
-    alone, alone_lse = decode_attention(
-        queries[:2], *pages, case.block_tables[1::2].contiguous(), case.seqlens_k[1::2].contiguous(), **options
-    )  # type: ignore[call-overload]
+        cu_seqlens_q=case.cu_seqlens_q, max_q_tokens=1, out=guarded[:2], backend=backend,
+    )  # fmt: skip
+    alone, alone_lse = decode_attention_lse(
+        queries[:2], *pages, case.block_tables[1::2].contiguous(), case.seqlens_k[1::2].contiguous(), backend=backend
+    )
     assert_same_bits(guarded[:2].clone(), alone)
     assert_same_bits(lse, alone_lse)
     assert bool((guarded[2:] == 7.0).all())

@@ -83,8 +83,8 @@ def test_decode(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEWS)
 def test_decode_of_few_heads(name: str) -> None:
-    from kernels.mla_decode.hopper import ENTRY_REGISTERS
     from kernels.mla_decode.hopper.few_kernel import attend_latents_few
+    from kernels.mla_decode.hopper.launch import ENTRY_REGISTERS
 
     constants = FEW | FEWS[name]
     height = min(int(constants["PAGE"]), int(constants["TILE"]))

@@ -5,7 +5,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode import MlaDecodePlan, mla_decode, tree_of
+from kernels.mla_decode import MlaDecodePlan, mla_decode, mla_decode_lse, tree_of
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums
@@ -33,7 +33,7 @@ def run(
     case: LatentCase, q: torch.Tensor, target: Target, plan: MlaDecodePlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     single = case.new == [1] * len(case.new)
-    return mla_decode(
+    return mla_decode_lse(
         q,
         case.pages,
         case.block_tables,
@@ -42,7 +42,6 @@ def run(
         cu_seqlens_q=None if single else case.cu_q,
         max_q_tokens=max(case.new),
         plan=plan,
-        return_lse=True,
         backend=target.backend,
     )
 
@@ -86,9 +85,7 @@ def test_a_padding_row_gives_zero(target: Target) -> None:
     case = make([(9, 1), (12, 1)], target)
     lengths = case.seqlens_k * torch.tensor([1, 0], dtype=torch.int32, device=target.device)
     q = latent_queries(case)
-    out, lse = mla_decode(
-        q, case.pages, case.block_tables, lengths, scale=SCALE, return_lse=True, backend=target.backend
-    )
+    out, lse = mla_decode_lse(q, case.pages, case.block_tables, lengths, scale=SCALE, backend=target.backend)
     assert_same_bits(out[0], run(case, q, target)[0][0])
     assert not out[1].any() and bool((lse[:, 1] == float("-inf")).all())
 
@@ -106,14 +103,13 @@ def test_bits_do_not_depend_on_mates_pages_or_the_number_of_queries(target: Targ
         for token in range(new):
             row = case.rows(seq).start + token
             length = torch.tensor([cached + token + 1], dtype=torch.int32, device=target.device)
-            one = mla_decode(
+            one = mla_decode_lse(
                 q[row : row + 1],
                 case.pages,
                 case.block_tables[seq : seq + 1],
                 length,
                 scale=SCALE,
                 cu_seqlens_q=running_sums([1], target.device),
-                return_lse=True,
                 backend=target.backend,
             )
             assert_same_bits(one[0][0], out[row])
@@ -130,7 +126,7 @@ def test_bits_of_a_decode_step_do_not_depend_on_mates(target: Target, heads: int
     for seq in range(3):
         rows = slice(seq, seq + 1)
         where = (case.pages, case.block_tables[rows], case.seqlens_k[rows])
-        one = mla_decode(q[rows], *where, scale=SCALE, return_lse=True, backend=target.backend)
+        one = mla_decode_lse(q[rows], *where, scale=SCALE, backend=target.backend)
         assert_same_bits(one[0], out[rows])
         assert_same_bits(one[1], lse[:, rows].contiguous())
 

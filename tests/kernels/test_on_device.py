@@ -8,12 +8,12 @@ import torch
 from kernels.append_kv import append_kv, rotate_append_kv
 from kernels.append_latent import append_latent
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
-from kernels.decode_attention import decode_attention
+from kernels.decode_attention import decode_attention_lse
 from kernels.fp8 import E4M3
 from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.merge_attention_states import merge_attention_states
-from kernels.prefill_attention import prefill_attention
+from kernels.prefill_attention import prefill_attention_lse
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.device_waits import no_device_waits
@@ -66,8 +66,8 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: scatter_pages(k, v, *codes, *where, **scales) or scales["v_scales"],
         lambda: pack_pages(case.k_pages, ids, packed) or packed,
         lambda: unpack_pages(packed, own[0], ids) or own[0],
-        lambda: prefill_attention(case.q, *args, *sums, case.max_seqlen_q, sinks=sinks, return_lse=True)[0],
-        lambda: decode_attention(case.q[:2], *args, lengths, sinks=sinks, return_lse=True)[0],
+        lambda: prefill_attention_lse(case.q, *args, *sums, case.max_seqlen_q, sinks=sinks)[0],
+        lambda: decode_attention_lse(case.q[:2], *args, lengths, sinks=sinks)[0],
         lambda: merge_attention_states(case.q, lse, case.q, lse)[0],
     ]
 

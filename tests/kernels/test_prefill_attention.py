@@ -8,7 +8,7 @@ import torch
 
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
-from kernels.prefill_attention import prefill_attention
+from kernels.prefill_attention import prefill_attention, prefill_attention_lse
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums, spread_pages
@@ -19,7 +19,7 @@ RAGGED = [(0, 33), (16, 5), (48, 16), (37, 70), (0, 1), (130, 1), (16, 0)]
 
 
 def run(case: PagedCase, target: Target, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return prefill_attention(
+    return prefill_attention_lse(
         case.q,
         case.k_pages,
         case.v_pages,
@@ -30,7 +30,6 @@ def run(case: PagedCase, target: Target, scale: float | None = None) -> tuple[to
         scale=scale,
         window=case.window,
         layout=case.layout,
-        return_lse=True,
         backend=target.backend,
     )
 

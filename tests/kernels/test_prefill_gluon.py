@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention import check_attention
-from kernels.backend import Backend
+from kernels.attention import PagedArguments, check_attention
+from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 from kernels.prefill_attention import PrefillPlan, prefill_attention, prefill_route
-from kernels.prefill_attention.hopper import is_hopper, reason_against_case
+from kernels.prefill_attention.hopper import reason_against_case
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
@@ -244,7 +244,7 @@ def test_which_cases_the_kernel_takes(change: dict[str, object], reason: str | N
     """Written down, so that a case cannot fall back to the plain kernel unseen."""
     case = make_case([(4, 5)], replace(SHAPE, device="cpu", **change))  # type: ignore[arg-type]
     pages = (case.k_pages, case.v_pages)
-    spec = check_attention(case.q, *pages, case.block_tables, 1, case.layout, None, 0, None)
+    spec = check_attention(PagedArguments(case.q, *pages, case.layout))
     got = reason_against_case(case.q, *pages, spec)
     assert got is None if reason is None else reason in str(got)
     assert prefill_route(case.q, *pages, layout=case.layout) is Backend.REFERENCE
@@ -255,20 +255,8 @@ def test_which_fp8_pages_the_kernel_takes(per_token: bool, reason: str | None) -
     case = make_case([(4, 5)], replace(SHAPE, device="cpu"))
     case, options = coded(case, per_token, Target("cpu", Backend.REFERENCE))
     k_pages, v_pages, k_scales, v_scales = (options[name] for name in ("k_pages", "v_pages", "k_scales", "v_scales"))
-    spec = check_attention(
-        case.q,
-        k_pages,
-        v_pages,
-        case.block_tables,
-        1,
-        case.layout,
-        None,
-        0,
-        None,
-        0.0,
-        k_scales,
-        v_scales,  # type: ignore[arg-type]
-    )
+    given = PagedArguments(case.q, k_pages, v_pages, case.layout, None, k_scales, v_scales)  # type: ignore[arg-type]
+    spec = check_attention(given)
     got = reason_against_case(case.q, k_pages, v_pages, spec)  # type: ignore[arg-type]
     assert got is None if reason is None else reason in str(got)
 
@@ -276,7 +264,7 @@ def test_which_fp8_pages_the_kernel_takes(per_token: bool, reason: str | None) -
 def test_odd_groups_are_taken_when_packed() -> None:
     case = make_case([(4, 5)], replace(SHAPE, device="cpu", q_heads=10))
     q, pages = packed(case.q, 2), (case.k_pages, case.v_pages)
-    spec = check_attention(q, *pages, case.block_tables, 1, case.layout, None, 0, None, packed=True)
+    spec = check_attention(PagedArguments(q, *pages, case.layout), packed=True)
     assert reason_against_case(q, *pages, spec) is None
 
 
@@ -284,13 +272,13 @@ def test_odd_groups_are_taken_when_packed() -> None:
 def test_unusual_scales_go_to_the_plain_kernel(scale: float) -> None:
     case = make_case([(4, 5)], replace(SHAPE, device="cpu"))
     pages = (case.k_pages, case.v_pages)
-    spec = check_attention(case.q, *pages, case.block_tables, 1, case.layout, scale, 0, None)
+    spec = check_attention(PagedArguments(case.q, *pages, case.layout, scale))
     assert "scale" in str(reason_against_case(case.q, *pages, spec))
 
 
 def test_asking_for_the_kernel_where_it_cannot_run_is_refused() -> None:
     case = make_case([(4, 5)], replace(SHAPE, device="cpu"))
-    with pytest.raises(KernelArgumentError, match=r"backend GLUON: needs a GPU of compute capability 9\.0"):
+    with pytest.raises(KernelArgumentError, match="backend GLUON: needs a Hopper GPU"):
         run(case, Target("cpu", Backend.GLUON))
     sums = running_sums([5])
     assert prefill_attention(case.q, case.k_pages, case.v_pages, case.block_tables, sums, sums, 5).shape == (5, 8, 128)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.decode_attention import decode_attention
-from kernels.prefill_attention import prefill_attention
+from kernels.decode_attention import decode_attention_lse
+from kernels.prefill_attention import prefill_attention_lse
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
@@ -24,7 +24,7 @@ def sinks_for(target: Target, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def prefill(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    return prefill_attention(
+    return prefill_attention_lse(
         case.q,
         *pages,
         case.cu_seqlens_q,
@@ -33,13 +33,12 @@ def prefill(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tupl
         window=case.window,
         sinks=sinks,
         layout=case.layout,
-        return_lse=True,
         backend=target.backend,
     )
 
 
 def decode(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_attention(
+    return decode_attention_lse(
         case.q,
         case.k_pages,
         case.v_pages,
@@ -48,7 +47,6 @@ def decode(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tuple
         window=case.window,
         sinks=sinks,
         layout=case.layout,
-        return_lse=True,
         backend=target.backend,
     )
 

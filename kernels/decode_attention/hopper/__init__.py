@@ -6,6 +6,7 @@ Knows no length and no batch: what decides is what stays the same for as long as
 import torch
 
 from kernels.attention import AttentionSpec
+from kernels.backend import is_hopper
 from kernels.fp8 import E4M3, ScaleKind
 from kernels.layout import KvLayout
 
@@ -26,8 +27,8 @@ def row_elements(spec: AttentionSpec) -> int:
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
     """Why a case is not for the Gluon kernel, None if it is."""
     shape = spec.shape
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return "needs a Hopper GPU"
+    if not is_hopper(q.device):
+        return f"needs a Hopper GPU, the tensors are on {q.device}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"needs queries of bfloat16 or float16, got {q.dtype}"
     if spec.layout is KvLayout.SHUFFLE:

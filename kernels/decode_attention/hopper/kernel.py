@@ -17,26 +17,12 @@ within one chunk is finished in registers; otherwise each unit leaves its partia
 arrives last merges them. Counters return to zero, so that a captured graph can replay.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.attention import AttentionSpec
-from kernels.decode_attention.hopper import TILE, row_elements
 from kernels.decode_attention.hopper.attend import attend
 from kernels.decode_attention.hopper.stream import stream_pages
-from kernels.decode_attention.plan import GROUP, LEAF, DecodePlan
 from kernels.hopper.barriers import make_barriers
-from kernels.layout import KvLayout
-from kernels.softmax import LOG2_E
-
-# Bytes of a program's ring, by the number of programs on a multiprocessor. With more in flight the queue to memory only
-# gets longer; one program alone is fastest with less than two together.
-RING_BYTES = {1: 96 << 10, 2: 64 << 10}
-MAX_REGISTERS = {1: 248, 2: 128}
-# What one program may take of a multiprocessor's shared memory, less a reserve for barriers.
-SHARED_BYTES = (227 << 10) - 1024
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "token_first", "num_seqs", "stride_tables_seq"])
@@ -156,103 +142,3 @@ def decode_pages(
         # Boxes of wider rows take more addresses.
         [56, 56] if D > 128 else [40, 40],
     )  # fmt: skip
-
-
-def parked_levels(columns: int, dim: int) -> int:
-    """How many upper levels of the tree registers have no room for."""
-    return 0 if columns <= 16 or dim <= 64 else 1 if dim <= 128 else 2
-
-
-def num_stages(ring_bytes: int, columns: int, dim: int, element_size: int) -> int:
-    """Tiles of K and of V on their way at once: a ring's worth, or what the rest leaves of shared memory."""
-    rest = 4 * parked_levels(columns, dim) * columns * dim + 2 * columns * (dim + TILE)
-    return max(2, min(ring_bytes, SHARED_BYTES - rest) // (2 * TILE * dim * element_size))
-
-
-def launch(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_tokens: int,
-    plan: DecodePlan,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Launches over checked arguments and a prepared plan; more rows than a product's columns take several launches."""
-    shape, group, num_seqs = spec.shape, spec.group, seqlens_k.shape[0]
-    tokens = min(max_q_tokens, plan.tokens)
-    per_multiprocessor = plan.programs_per_multiprocessor(num_seqs)
-    columns = max(16, 1 << (tokens * group - 1).bit_length())
-    scales = spec.scales
-    by_head = spec.layout is KvLayout.HND
-    with torch.cuda.device_of(q):
-        for token_first in range(0, max_q_tokens, tokens):
-            decode_pages[(plan.programs(num_seqs),)](
-                _page_descriptor(k_pages, spec),
-                _page_descriptor(v_pages, spec),
-                k_pages.stride(0) // row_elements(spec),
-                v_pages.stride(0) // row_elements(spec),
-                q,
-                q.stride(0),
-                q.stride(1),
-                out,
-                out.stride(0),
-                out.stride(1),
-                lse if lse is not None else out,
-                out.shape[0],
-                sinks if sinks is not None else out,
-                scales.k if scales is not None else out,
-                scales.v if scales is not None else out,
-                plan.acc,
-                plan.peak,
-                plan.total,
-                plan.bases,
-                plan.chunks,
-                plan.arrivals,
-                plan.work,
-                seqlens_k,
-                cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
-                block_tables,
-                block_tables.stride(0),
-                token_first,
-                num_seqs,
-                2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * LOG2_E,
-                spec.softcap * LOG2_E,
-                HEADS=shape.heads,
-                GROUP=group,
-                TOKENS=tokens,
-                HAS_SPANS=cu_seqlens_q is not None,
-                COLUMNS=columns,
-                ROWS=plan.rows,
-                D=shape.dim,
-                PAGE=shape.page_tokens,
-                BY_HEAD=by_head,
-                TILE=TILE,
-                LEAF=LEAF,
-                LEAVES=GROUP,
-                STAGES=num_stages(RING_BYTES[per_multiprocessor], columns, shape.dim, k_pages.element_size()),
-                PARKED=parked_levels(columns, shape.dim),
-                WINDOW=spec.window,
-                SOFTCAP=spec.softcap > 0.0,
-                HAS_SINKS=sinks is not None,
-                HAS_SCALES=scales is not None,
-                WANTS_LSE=lse is not None,
-                num_warps=4,
-                maxnreg=MAX_REGISTERS[per_multiprocessor],
-            )
-
-
-def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec) -> TensorDescriptor:
-    """A pool as a matrix of slots; a box is a page's slots of one head, or a tile of a larger page."""
-    width, dim = row_elements(spec), spec.shape.dim
-    slots = spec.shape.page_tokens * (1 if spec.layout is KvLayout.NHD else spec.shape.heads)
-    rows = (pages.shape[0] - 1) * (pages.stride(0) // width) + slots
-    dtype = gl.float8e4nv if pages.element_size() == 1 else gl.bfloat16
-    box = [min(spec.shape.page_tokens, TILE), dim]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor(pages, [rows, width], [width, 1], box, layout)

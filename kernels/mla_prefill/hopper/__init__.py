@@ -1,87 +1,20 @@
-"""mla_prefill for sm_90: asynchronous copies and wgmma, written in Gluon, behind a launcher that says what it can do.
-
-Knows no op but its own; Gluon has no interpreter, so its twin in `mla_prefill.triton` is what a CPU tests.
-"""
+"""mla_prefill for Hopper: which cases its Gluon kernel takes."""
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.mla_prefill.call import PrefillCall
-from kernels.mla_prefill.hopper.kernel import attend_ragged
-from kernels.mla_prefill.plan import BLOCK, MlaPrefillPlan
-from kernels.softmax import LOG2_E
+from kernels.backend import is_hopper
+from kernels.mla_prefill.call import MlaPrefillCall
 
-__all__ = ["attend", "can_attend"]
-
-STAGES = 2
-# A section's keys and values should stay in the L2 cache while its tiles are worked on.
-SECTION_BYTES = 8 << 20
+__all__ = ["reason_against"]
 
 
-def can_attend(call: PrefillCall) -> bool:
-    """Whether boxes can be copied from these rows: bf16, 16-byte aligned, on a Hopper card."""
-    rows = (call.q, call.k_nope, call.k_rope, call.v)
-    return (
-        call.q.is_cuda
-        and torch.cuda.get_device_capability(call.q.device) == (9, 0)
-        and call.q.dtype is torch.bfloat16
-        and all(t.numel() > 0 and t.data_ptr() % 16 == 0 for t in rows)
-        and all(stride % 8 == 0 for t in rows for stride in t.stride()[:-1])
-    )
-
-
-def section_heads(heads: int, keys: int) -> int:
-    """How many heads are worked on side by side."""
-    section = 1
-    while heads % (2 * section) == 0 and 2 * section * keys * 512 <= SECTION_BYTES:
-        section *= 2
-    return section
-
-
-def attend(call: PrefillCall, plan: MlaPrefillPlan, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Attends over checked, non-empty arguments, by a prepared plan."""
-    q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
-    tokens, heads, _ = q.shape
-    acc, peak, total = call.state if call.state is not None else (plan.order, plan.order, plan.order)
-    with torch.cuda.device(q.device):
-        programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-        attend_ragged[(programs,)](
-            _boxes(q, BLOCK // 2, 128),
-            _boxes(q, BLOCK // 2, 64),
-            _boxes(k_nope, BLOCK, 128),
-            _boxes(k_rope, BLOCK, 64),
-            _boxes(v, BLOCK, 128),
-            out,
-            lse if lse is not None else plan.order,
-            acc,
-            peak,
-            total,
-            plan.order,
-            plan.counts,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.offsets_or_any,
-            call.scale * LOG2_E,
-            tokens,
-            section_heads(heads, k_nope.shape[0]),
-            q.stride(1),
-            k_nope.stride(1),
-            call.rope_head_stride,
-            v.stride(1),
-            HEADS=heads,
-            BLOCK=BLOCK,
-            STAGES=STAGES,
-            MODE=call.mask_mode,
-            RESUMES=call.resumes,
-            SUSPENDS=call.suspends,
-            WANTS_LSE=lse is not None,
-            num_warps=4,
-        )
-
-
-def _boxes(rows: torch.Tensor, box: int, width: int) -> TensorDescriptor:
-    """Copies of `box` rows by `width` numbers, whose column says the head."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape[1:], rows.stride()[1:], strict=True))
-    return TensorDescriptor(rows, [rows.shape[0], reach], [rows.stride(0), 1], [box, width], layout)
+def reason_against(call: MlaPrefillCall) -> str | None:
+    """Returns why the Gluon kernel cannot take a checked case, None if it can."""
+    if not is_hopper(call.q.device):
+        return f"needs a Hopper GPU, the tensors are on {call.q.device}"
+    if call.q.dtype is not torch.bfloat16:
+        return f"needs queries of bfloat16, got {call.q.dtype}"
+    for name, rows in (("q", call.q), ("k_nope", call.k_nope), ("k_rope", call.k_rope), ("v", call.v)):
+        if rows.numel() == 0 or rows.data_ptr() % 16 or any(stride % 8 for stride in rows.stride()[:-1]):
+            return f"{name}: needs rows aligned to 16 bytes, has shape {list(rows.shape)} and strides {rows.stride()}"
+    return None

@@ -3,18 +3,16 @@
 Knows no lengths: the choice depends on what is fixed for a model and its pool, so it never changes from batch to batch.
 """
 
-import functools
-
 import torch
 
 from kernels.attention import AttentionSpec
+from kernels.backend import is_hopper
 from kernels.fp8 import ScaleKind
 from kernels.layout import KvLayout
 
 __all__ = [
     "TILE_ROWS",
     "holds_queries",
-    "is_hopper",
     "key_block",
     "num_stages",
     "padded_dim",
@@ -60,8 +58,8 @@ def row_elements(spec: AttentionSpec) -> int:
 
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
     """Why the Gluon kernel cannot take a checked case, or None when it can."""
-    if not (q.is_cuda and is_hopper(q.device)):
-        return f"needs a GPU of compute capability 9.0, the tensors are on {q.device}"
+    if not is_hopper(q.device):
+        return f"needs a Hopper GPU, the tensors are on {q.device}"
     return reason_against_case(q, k_pages, v_pages, spec)
 
 
@@ -99,8 +97,3 @@ def _reason_against_strides(q: torch.Tensor, pages: tuple[torch.Tensor, ...], wi
         if tensor.shape[0] * tensor.stride(0) // width >= 2**31:
             return f"{tensor.shape[0]} pages of stride {tensor.stride(0)} have more than 2^31 rows"
     return None
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,0 +1,70 @@
+"""Launches mla_decode's Gluon kernels: descriptors of queries and pages, the attention, and the fold behind it."""
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.mla_decode.call import MlaDecodeCall
+from kernels.mla_decode.hopper import WIDTH
+from kernels.mla_decode.hopper.few_kernel import attend_latents_few
+from kernels.mla_decode.hopper.fold import fold
+from kernels.mla_decode.hopper.kernel import attend_latents
+from kernels.mla_decode.plan import MlaDecodePlan
+from kernels.softmax import LOG2_E
+
+TILE, STAGES = 64, 2
+# With two groups of warps the compiler would give a thread 256 at entry, one more than there are.
+ENTRY_REGISTERS = 168
+
+
+def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Launches over checked, non-empty arguments and a prepared plan (None: one of its own is made)."""
+    q, pages, block_tables = call.q, call.pages, call.block_tables
+    tokens, heads, _ = q.shape
+    several = call.cu_seqlens_q is not None
+    max_q_tokens = call.max_q_tokens if several else None
+    if plan is None:
+        plan = MlaDecodePlan(call.num_seqs, call.max_seqlen_k, heads, max_q_tokens=max_q_tokens, device=q.device)
+        plan.prepare(call.seqlens_k, call.cu_seqlens_q)
+    plan.check(call.num_seqs, call.max_seqlen_k, heads, max_q_tokens)
+    page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
+    box = min(page_tokens, TILE)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows = (pages.shape[0] - 1) * page_rows + page_tokens
+
+    def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
+        return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
+
+    if plan.few:
+        kernel, options = attend_latents_few, {"GROUP": plan.tree.group, "maxnreg": ENTRY_REGISTERS}
+    else:
+        kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows}
+    with torch.cuda.device(q.device):
+        kernel[(plan.programs,)](
+            boxes(q, tokens * heads, plan.rows, 256),
+            boxes(q, tokens * heads, plan.rows, 64),
+            boxes(pages, rows, box, 256),
+            boxes(pages, rows, box, 64),
+            out,
+            lse if lse is not None else plan.peak,
+            plan.acc,
+            plan.peak,
+            plan.total,
+            plan.sums,
+            plan.items,
+            plan.counts,
+            block_tables,
+            call.scale * LOG2_E,
+            tokens,
+            page_rows,
+            block_tables.stride(0),
+            HEADS=heads,
+            PAGE=page_tokens,
+            LEAF=plan.tree.leaf,
+            TILE=TILE,
+            STAGES=STAGES,
+            WANTS_LSE=lse is not None,
+            num_warps=4,
+            **options,
+        )
+        fold(plan, block_tables.shape[0], out, lse)

@@ -1,0 +1,100 @@
+"""Launches prefill_attention's Gluon kernel: descriptors of queries and pages, and compile-time constants."""
+
+import functools
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention import AttentionSpec
+from kernels.layout import KvLayout
+from kernels.prefill_attention.call import PrefillCall
+from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim, row_elements
+from kernels.prefill_attention.hopper.kernel import attend_tiles
+from kernels.prefill_attention.plan import PrefillPlan
+from kernels.softmax import LOG2_E
+
+
+def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Launches over checked, non-empty arguments and a prepared plan (None: one of its own is made)."""
+    q, k_pages, v_pages, spec, sinks = call.q, call.k_pages, call.v_pages, call.spec, call.sinks
+    shape, group = spec.shape, spec.group
+    if plan is None:
+        plan = PrefillPlan(call.num_seqs, out.shape[0], spec.q_heads, shape.heads, shape.dim, device=out.device)
+        plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k)
+    block = key_block(shape.dim)
+    num_programs = min(_num_multiprocessors(q.device), plan.records.shape[0] * shape.heads)
+    scale = spec.softcap if spec.softcap else spec.scale
+    with torch.cuda.device_of(q):
+        attend_tiles[(num_programs,)](
+            _query_descriptor(q, group),
+            _page_descriptor(k_pages, spec, block),
+            _page_descriptor(v_pages, spec, block),
+            out,
+            lse if lse is not None else out,
+            sinks if sinks is not None else out,
+            spec.scales.k if spec.scales else out,
+            spec.scales.v if spec.scales else out,
+            call.block_tables,
+            plan.records,
+            plan.count,
+            scale * LOG2_E,
+            2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
+            out.shape[0],
+            call.block_tables.stride(0),
+            out.stride(0),
+            out.stride(1),
+            k_pages.stride(0) // row_elements(spec),
+            v_pages.stride(0) // row_elements(spec),
+            HEADS=shape.heads,
+            GROUP=group,
+            DIM=shape.dim,
+            D=padded_dim(shape.dim),
+            PAGE=shape.page_tokens,
+            HND=spec.layout is KvLayout.HND,
+            PACKED=q.dim() == 4,
+            WINDOW=spec.window,
+            CAP=spec.softcap > 0.0,
+            BN=block,
+            STAGES=num_stages(spec),
+            Q_REGISTERS=holds_queries(spec),
+            WANTS_LSE=lse is not None,
+            HAS_SINKS=sinks is not None,
+            SCALES=spec.scales is not None,
+            num_warps=4,
+            # Only what is written as fma is one: copies of the loop's arithmetic round alike.
+            enable_fp_fusion=False,
+        )
+
+
+def _query_descriptor(q: torch.Tensor, group: int) -> TensorDescriptor:
+    """Boxes of 64 rows: of packed queries as they lie, else of 64 / group tokens with one kv head's query heads.
+
+    Here and below, what a box has beyond the head dim is filled with zeros.
+    """
+    dim = padded_dim(q.shape[-1])
+    if q.dim() == 4:
+        rows = q.view(-1, q.shape[3])
+        return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [TILE_ROWS // 2, dim], _shared(2))
+    box = [TILE_ROWS // 2 // group, group, dim]
+    return TensorDescriptor(q, list(q.shape), list(q.stride()), box, _shared(3))
+
+
+def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec, block: int) -> TensorDescriptor:
+    """Pages as rows: of a slot's heads (NHD), or of one head, the slots of a page's first, of its second, ... (HND)."""
+    width, shape = row_elements(spec), spec.shape
+    rows = ((shape.num_pages - 1) * pages.stride(0) + pages[0].numel()) // width
+    slots, dim, bits = min(shape.page_tokens, block), padded_dim(shape.dim), 8 * pages.element_size()
+    if dim == shape.dim:
+        return TensorDescriptor(pages, [rows, width], [width, 1], [slots, dim], _shared(2, bits))
+    sizes, strides = [rows, width // shape.dim, shape.dim], [width, shape.dim, 1]
+    return TensorDescriptor(pages, sizes, strides, [slots, 1, dim], _shared(3, bits))
+
+
+def _shared(rank: int, element_bits: int = 16) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=element_bits, rank=rank)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
