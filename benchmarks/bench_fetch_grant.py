@@ -56,7 +56,7 @@ class FetchBench:
         self.manager.hello(hello, 0)
         digest = namespace_digest(Namespace(MODEL))
         self.hashes = page_hashes(digest, b"", self.tokens[: num_pages * PAGE_BYTES], PAGE_BYTES)
-        keys = [build_key(self.config.key_prefix, HostKey(FINGERPRINT, 0, 0, PageHash(one))) for one in self._each()]
+        keys = [build_key(HostKey(FINGERPRINT, 0, 0, PageHash(one))) for one in self._each()]
         assert self.manager.host_adopted(TIER, FINGERPRINT, keys, 0) == num_pages
         self.step_id = 0
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from session.protocol import HOST_KEY_PREFIX
+
 FAILURES = (RedisError, OSError, TimeoutError)
 
 log = logging.getLogger(__name__)
@@ -20,9 +22,8 @@ log = logging.getLogger(__name__)
 class ClearMarks:
     """One key for each fingerprint, with the time to live of the rows: no cleared key outlives it."""
 
-    def __init__(self, client: Any, key_prefix: bytes, ttl_ms: int) -> None:
+    def __init__(self, client: Any, ttl_ms: int) -> None:
         self._client, self._ttl_ms = client, ttl_ms
-        self._prefix = key_prefix + b"clearing:"
         self._marked: set[bytes] = set()
         self._kept: set[bytes] = set()  # marked by this process for good
         self._left: set[bytes] = set()  # marked by an earlier process
@@ -68,4 +69,4 @@ class ClearMarks:
         self._left.discard(fingerprint)
 
     def _key(self, fingerprint: bytes) -> bytes:
-        return self._prefix + fingerprint.hex().encode()
+        return HOST_KEY_PREFIX + b"clearing:" + fingerprint.hex().encode()

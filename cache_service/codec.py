@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.base.types import Event, Explanation, Removed, Segment, Stored, WorkerMatch
 from protos.v1 import cache_pb2, types_pb2
-from session.messages import SessionLimits
+from session.limits import SessionLimits
 from session.wire import fields
 from session.wire.parts import decode_namespace, encode_match, encode_namespace, required_namespace
 from session.words import Namespace, WorkerId

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from cache_service.core.device.eviction import POLICIES
 from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting
 
 ENV_PREFIX = "STEMCACHE_CACHE_"
-POLICIES = ("adaptive", "lru", "slru", "priority")
 SPILLS = tuple(policy.value for policy in SpillPolicy)
 FETCHES = tuple(policy.value for policy in FetchPolicy)
+# Where the manager has a default, it is the setting's, too.
+MANAGER = ManagerConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,47 +32,69 @@ class CacheConfig:
     redis_url: str = setting(
         "", "redis://user:password@host:port/db of the shared host tier, for its keys.", secret=True
     )
-    policy: str = setting("adaptive", "Which pages are evicted first.", choices=POLICIES)
-    spill: str = setting("selective", "Which pages go to the host tier, and when.", choices=SPILLS)
-    fetch: str = setting("auto", "When host copies are fetched instead of recomputed.", choices=FETCHES)
-    host_quota_mb: int = setting(8192, "Bytes that the host tier may hold, in MiB.", minimum=1)
-    host_ttl_s: int = setting(86_400, "Life of a value in Redis after its last use.", minimum=1)
-    grace_ms: int = setting(
-        60_000, "How long a worker may be gone before its leases and pages are forgotten.", minimum=0
+    policy: str = setting(MANAGER.policy, "Which pages are evicted first.", choices=tuple(POLICIES))
+    spill: str = setting(MANAGER.spill.value, "Which pages go to the host tier, and when.", choices=SPILLS)
+    fetch: str = setting(MANAGER.fetch.value, "When host copies are fetched instead of recomputed.", choices=FETCHES)
+    host_quota_mb: int = setting(
+        MANAGER.host_quota_bytes >> 20, "Bytes that the host tier may hold, in MiB.", minimum=1
     )
-    max_live_sequences: int = setting(4096, "Leases of one worker.", minimum=1)
+    host_ttl_s: int = setting(MANAGER.host_ttl_ms // 1000, "Life of a value in Redis after its last use.", minimum=1)
+    grace_ms: int = setting(
+        MANAGER.grace_ms, "How long a worker may be gone before its leases and pages are forgotten.", minimum=0
+    )
+    max_live_sequences: int = setting(MANAGER.max_live_sequences, "Leases of one worker.", minimum=1)
     max_sequence_tokens: int = setting(
-        1_048_576, "Tokens of one sequence, prompt and answer together.", minimum=1, maximum=16_000_000
+        MANAGER.max_sequence_tokens,
+        "Tokens of one sequence, prompt and answer together.",
+        minimum=1,
+        maximum=16_000_000,
     )
     max_adopt_pages: int = setting(
-        2048, "Pages that one Step may adopt: 2 us of the loop each, 5 while somebody watches.", minimum=1
+        MANAGER.max_adopt_pages,
+        "Pages that one Step may adopt: 2 us of the loop each, 5 while somebody watches.",
+        minimum=1,
     )
     max_kept_mb: int = setting(
-        32, "Tokens of one worker's waiting prompts that are kept, in MiB; 0: none.", minimum=0, maximum=4096
+        MANAGER.max_kept_bytes >> 20,
+        "Tokens of one worker's waiting prompts that are kept, in MiB; 0: none.",
+        minimum=0,
+        maximum=4096,
     )
-    max_open_tickets: int = setting(64, "Transfers of one worker that may be under way.", minimum=1)
-    transfer_pages: int = setting(64, "Pages of one spill order.", minimum=1)
-    ghost_factor: int = setting(4, "Evicted pages remembered, in sizes of the pool.", minimum=0, maximum=4)
+    max_open_tickets: int = setting(
+        MANAGER.max_open_tickets, "Transfers of one worker that may be under way.", minimum=1
+    )
+    transfer_pages: int = setting(MANAGER.transfer_pages, "Pages of one spill order.", minimum=1)
+    ghost_factor: int = setting(
+        MANAGER.ghost_factor, "Evicted pages remembered, in sizes of the pool.", minimum=0, maximum=4
+    )
     write_back_low_water: float = setting(
-        0.1, "Free share of a pool below which write_back spills.", minimum=0, maximum=1
+        MANAGER.write_back_low_water, "Free share of a pool below which write_back spills.", minimum=0, maximum=1
     )
     max_pinned_share: float = setting(
-        0.5, "Share of a worker's pages that Pin calls may rank last.", minimum=0, maximum=1
+        MANAGER.max_pinned_share, "Share of a worker's pages that Pin calls may rank last.", minimum=0, maximum=1
     )
-    max_spill_s: int = setting(120, "Time after which a transfer that is not acknowledged has failed.", minimum=1)
-    max_lease_mb: int = setting(256, "Tokens that one worker's sequences may hold, in MiB.", minimum=1)
-    breaker_failures: int = setting(3, "Failed transfers in a row that stop fetches.", minimum=1)
-    breaker_ms: int = setting(5_000, "How long they stay stopped.", minimum=1)
+    max_spill_s: int = setting(
+        MANAGER.max_spill_ms // 1000, "Time after which a transfer that is not acknowledged has failed.", minimum=1
+    )
+    max_lease_mb: int = setting(
+        MANAGER.max_lease_bytes >> 20, "Tokens that one worker's sequences may hold, in MiB.", minimum=1
+    )
+    breaker_failures: int = setting(MANAGER.breaker_failures, "Failed transfers in a row that stop fetches.", minimum=1)
+    breaker_ms: int = setting(MANAGER.breaker_ms, "How long they stay stopped.", minimum=1)
     watch: bool = setting(True, "Whether Watch is served.")
     max_watchers: int = setting(64, "Watch streams at once.", minimum=0)
     watch_queue: int = setting(4096, "Events that one watcher may lag behind.", minimum=1)
     watch_queue_mb: int = setting(16, "Size of those events together, in MiB.", minimum=1)
-    max_workers: int = setting(1024, "Workers known at once, connected or in their grace period.", minimum=1)
-    max_sessions: int = setting(1024, "Session streams at once.", minimum=1)
+    max_workers: int = setting(
+        MANAGER.max_workers, "Workers known at once, connected or in their grace period.", minimum=1
+    )
+    max_sessions: int = setting(MANAGER.max_workers, "Session streams at once.", minimum=1)
     hello_timeout_s: float = setting(10.0, "Silence of a new stream that ends it.", minimum=0.01)
     write_timeout_s: float = setting(30.0, "Time after which a peer that reads nothing is cut off.", minimum=0.01)
     call_timeout_s: float = setting(10.0, "The most time that a unary call may take.", minimum=0.01)
-    max_message_mb: int = setting(64, "Size of one message, in MiB.", minimum=1, maximum=64)
+    max_message_mb: int = setting(
+        MANAGER.max_message_bytes >> 20, "Size of one message, in MiB.", minimum=1, maximum=64
+    )
     max_pin_ms: int = setting(86_400_000, "The longest that Pin may ask for.", minimum=1)
     tick_ms: int = setting(100, "Time between two ticks of the manager.", minimum=1)
     drain_timeout_s: float = setting(5.0, "Time that calls get to finish at the end.", minimum=0.0)

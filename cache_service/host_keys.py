@@ -21,8 +21,8 @@ from redis.exceptions import RedisError
 
 from cache_service.clear_marks import ClearMarks
 from cache_service.core.host.host_key import scan_prefix
+from session.protocol import SENTINEL_KEY
 
-SENTINEL_KEY = b"stemcache:1:sentinel"
 ADOPTED_AT_ONCE = 512
 ASKED_AT_ONCE = 64
 
@@ -52,7 +52,6 @@ class HostRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostKeysConfig:
-    key_prefix: bytes = b"stemcache:1:"
     ttl_ms: int = 86_400_000
     watch_interval_s: float = 0.2
     timeout_s: float = 0.3
@@ -101,7 +100,7 @@ class HostKeys:
         self._scanned: set[tuple[str, bytes]] = set()
         self._foreign: set[str] = set()
         self._last_end_ms = 0
-        self._marks = ClearMarks(client, self._config.key_prefix, self._config.ttl_ms)
+        self._marks = ClearMarks(client, self._config.ttl_ms)
         self._seen = ""
         self._failing = False
         self._closing = False
@@ -262,7 +261,7 @@ class HostKeys:
             if await self._marks.is_left(fingerprint):
                 await self._delete_rows(fingerprint)
                 return
-            async for keys in self._find(scan_prefix(self._config.key_prefix, fingerprint)):
+            async for keys in self._find(scan_prefix(fingerprint)):
                 found += await self._with_ends_ms(keys)
         except FAILURES:
             self._scanned.discard((tier, fingerprint))
@@ -279,7 +278,7 @@ class HostKeys:
 
     async def _delete_rows(self, fingerprint: bytes) -> None:
         """An earlier service ended before it had deleted all that was cleared."""
-        async for keys in self._find(scan_prefix(self._config.key_prefix, fingerprint)):
+        async for keys in self._find(scan_prefix(fingerprint)):
             await self._client.unlink(*keys)
         await self._marks.drop(fingerprint)
         log.info("rows of an unfinished Clear call deleted")

@@ -44,9 +44,9 @@ class ShuttingDown(FieldError):
 
 
 class StreamLimits(NamedTuple):
-    max_sessions: int = 256
-    hello_timeout_s: float = 10.0
-    write_timeout_s: float = 30.0
+    max_sessions: int
+    hello_timeout_s: float
+    write_timeout_s: float
 
 
 class Sessions:

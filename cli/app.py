@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -121,7 +121,7 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(option: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise typer.BadParameter(f"must be one of {', '.join(choices)}, not {value!r}", param_hint=option)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from session.limits import SessionLimits
 from session.words import (
     GroupPages,
     GroupSpec,
@@ -38,19 +39,6 @@ class Hello(NamedTuple):
     num_ranks: int = 1
     model: str = ""  # of every namespace that the worker names; empty: of any
     generation: int = 0
-
-
-class SessionLimits(NamedTuple):
-    """What the cache service takes from one worker."""
-
-    max_sequence_tokens: int = 1_048_576
-    max_live_sequences: int = 4_096
-    max_step_items: int = 8_192
-    max_message_bytes: int = 64 << 20
-    max_name_chars: int = 256
-    max_adopt_pages: int = 2_048
-    max_kept_bytes: int = 32 << 20
-    grace_ms: int = 10_000
 
 
 class Welcome(NamedTuple):

@@ -15,13 +15,15 @@ from cache_service.core.base.stats import ClearResult, ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.event_log import EventLog
+from cache_service.core.device.eviction import make_policy
 from cache_service.core.device.transfer_table import TicketIds
 from cache_service.core.device.worker import Worker
 from cache_service.core.host.host_tiers import HostTiers
 from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.prompt_match import PromptMatch
 from session.errors import InvalidInput, TooMany
-from session.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS
+from session.hello_check import check_hello
+from session.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS, SessionLimits
 from session.messages import (
     Acquire,
     Extend,
@@ -32,7 +34,6 @@ from session.messages import (
     Refusal,
     Release,
     Remap,
-    SessionLimits,
     Step,
     StepReply,
     Welcome,
@@ -52,6 +53,7 @@ class CacheManager:
     """Owned by one event loop; every method is synchronous."""
 
     def __init__(self, config: ManagerConfig, epoch: str) -> None:
+        make_policy(config.policy, 1)  # an unknown name is refused now, not at the first Hello
         self.config, self.epoch = config, epoch
         self.workers: dict[WorkerId, Worker] = {}
         self.tiers = HostTiers(config)
@@ -77,7 +79,7 @@ class CacheManager:
 
         A new incarnation replaces the old, which is refused from then on.
         """
-        step_check.check_hello(hello)
+        check_hello(hello)
         if hello.incarnation in self._superseded.get(hello.worker_id, ()):
             raise Superseded("hello.incarnation", f"a newer incarnation of {hello.worker_id} took over")
         self.tiers.tick(now_ms)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from protos.v1 import cache_pb2
 from session.errors import InvalidInput
-from session.limits import MAX_GROUPS, MAX_NAME_CHARS, MAX_PAGE_TOKENS, MAX_RANKS
-from session.messages import Hello, SessionLimits, Welcome
+from session.hello_check import check_hello
+from session.limits import MAX_GROUPS, MAX_NAME_CHARS, SessionLimits
+from session.messages import Hello, Welcome
 from session.protocol import CAPABILITIES, PROTOCOL_VERSION
 from session.wire import fields
 from session.wire.parts import decode_group_spec, encode_group_spec
-from session.words import GroupSpec, HostTierKind, WorkerId
+from session.words import HostTierKind, WorkerId
 
 FINGERPRINT_BYTES = 32
 # The other limits are at least 1.
@@ -45,28 +46,22 @@ def decode_hello(message: cache_pb2.Hello) -> Hello:
     if len(message.fingerprint) != FINGERPRINT_BYTES:
         reason = f"has {len(message.fingerprint)} bytes; must be {FINGERPRINT_BYTES}"
         raise InvalidInput("hello.fingerprint", reason)
-    tier = fields.member(HostTierKind, message.host_tier, "hello.host_tier")
-    tier_id = fields.text(message.host_tier_id, "hello.host_tier_id", required=tier is HostTierKind.SHARED)
-    return Hello(
-        worker_id=WorkerId(fields.text(message.worker_id, "hello.worker_id", required=True)),
+    fields.in_range(len(message.groups), "hello.groups", 1, MAX_GROUPS)
+    hello = Hello(
+        worker_id=WorkerId(fields.text(message.worker_id, "hello.worker_id")),
         endpoint=fields.text(message.endpoint, "hello.endpoint"),
-        incarnation=fields.text(message.incarnation, "hello.incarnation", required=True),
+        incarnation=fields.text(message.incarnation, "hello.incarnation"),
         fingerprint=message.fingerprint,
-        page_tokens=fields.in_range(message.page_tokens, "hello.page_tokens", 1, MAX_PAGE_TOKENS),
-        groups=_group_specs(message),
-        host_tier=tier,
-        host_tier_id=tier_id,
-        num_ranks=fields.in_range(message.num_ranks, "hello.num_ranks", 1, MAX_RANKS),
+        page_tokens=message.page_tokens,
+        groups=tuple([decode_group_spec(group, f"hello.groups[{i}]") for i, group in enumerate(message.groups)]),
+        host_tier=fields.member(HostTierKind, message.host_tier, "hello.host_tier"),
+        host_tier_id=fields.text(message.host_tier_id, "hello.host_tier_id"),
+        num_ranks=message.num_ranks,
         model=fields.text(message.model, "hello.model", required=True),
         generation=message.generation,
     )
-
-
-def _group_specs(message: cache_pb2.Hello) -> tuple[GroupSpec, ...]:
-    fields.in_range(len(message.groups), "hello.groups", 1, MAX_GROUPS)
-    specs = tuple(decode_group_spec(group, f"hello.groups[{i}]") for i, group in enumerate(message.groups))
-    fields.unique((spec.name for spec in specs), "hello.groups")
-    return specs
+    check_hello(hello)
+    return hello
 
 
 def encode_welcome(value: Welcome) -> cache_pb2.ManagerMessage:

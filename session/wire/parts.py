@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput
-from session.limits import MAX_PAGES
 from session.wire import fields
 from session.words import (
     HASH_BYTES,
@@ -59,13 +58,10 @@ def encode_group_spec(value: GroupSpec) -> types_pb2.GroupSpec:
 
 def decode_group_spec(message: types_pb2.GroupSpec, field: str) -> GroupSpec:
     fields.nothing_unknown(message, field)
-    kind = fields.member(GroupKind, message.kind, f"{field}.kind")
-    if (kind is GroupKind.WINDOW) != (message.window_tokens > 0):
-        raise InvalidInput(f"{field}.window_tokens", "must be set for a WINDOW group, and for no other")
     return GroupSpec(
-        name=fields.text(message.name, f"{field}.name", required=True),
-        kind=kind,
-        num_pages=fields.in_range(message.num_pages, f"{field}.num_pages", 1, MAX_PAGES),
+        name=fields.text(message.name, f"{field}.name"),
+        kind=fields.member(GroupKind, message.kind, f"{field}.kind"),
+        num_pages=message.num_pages,
         page_bytes=message.page_bytes,
         window_tokens=message.window_tokens,
     )

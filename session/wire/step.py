@@ -12,19 +12,8 @@ from typing import TypeVar, cast
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import FieldError, InvalidInput
-from session.limits import MAX_GROUPS
-from session.messages import (
-    Ack,
-    Acquire,
-    Adopt,
-    BadItem,
-    Extend,
-    Publish,
-    Rates,
-    Release,
-    SessionLimits,
-    Step,
-)
+from session.limits import MAX_GROUPS, SessionLimits
+from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release, Step
 from session.wire import fields
 from session.wire.parts import (
     decode_pages,

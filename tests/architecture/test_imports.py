@@ -27,7 +27,9 @@ FORBIDDEN_IN_CORES = {
 }
 
 # What a core may see of the session: its values, never the wire format.
-SESSION_VALUES = tuple(f"session.{name}" for name in ("words", "messages", "errors", "limits", "protocol"))
+SESSION_VALUES = tuple(
+    f"session.{name}" for name in ("words", "messages", "hello_check", "errors", "limits", "protocol")
+)
 
 # What ops are made of: jit functions for all of them.
 SHARED_BY_KERNELS = {"addressing", "fp8", "softmax"}

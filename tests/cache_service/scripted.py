@@ -11,7 +11,8 @@ from typing import Any
 
 from cache_service.core.base.stats import ClearResult, HostTierStats, ManagerStats
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
-from session.messages import SessionLimits, StepReply, Welcome
+from session.limits import SessionLimits
+from session.messages import StepReply, Welcome
 from session.words import Transfer, TransferPages
 
 HOST = HostTierStats(0, 0, 0, 0, 0, 0, 0, False, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)

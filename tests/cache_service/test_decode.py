@@ -11,7 +11,8 @@ import pytest
 from cache_service import codec
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput, TooMany
-from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release, SessionLimits
+from session.limits import SessionLimits
+from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release
 from session.wire.hello import decode_hello
 from session.wire.step import decode_step
 from session.words import (

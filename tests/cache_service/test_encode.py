@@ -20,7 +20,8 @@ from cache_service.core.base.types import (
     WorkerMatch,
 )
 from protos.v1 import cache_pb2, types_pb2
-from session.messages import ExtendGrant, Grant, Refusal, Remap, SessionLimits, StepReply, Welcome
+from session.limits import SessionLimits
+from session.messages import ExtendGrant, Grant, Refusal, Remap, StepReply, Welcome
 from session.wire.hello import decode_welcome, encode_welcome
 from session.wire.parts import decode_transfer, encode_match
 from session.wire.reply import decode_reply, encode_order, encode_reply

@@ -12,17 +12,17 @@ import pytest
 from redis import Redis
 
 from cache_service.core.host.host_key import HostKey, build_key
-from cache_service.host_keys import SENTINEL_KEY, HostKeys, HostKeysConfig, InvalidRedisUrl, _literal, open_client
+from cache_service.host_keys import HostKeys, HostKeysConfig, InvalidRedisUrl, _literal, open_client
+from session.protocol import SENTINEL_KEY
 from session.words import PageHash
 from tests.redis_process import RedisProcess, find_redis_binary
 
-PREFIX = b"stemcache:1:"
 CONFIG = HostKeysConfig(watch_interval_s=0.01, timeout_s=0.3, keys_per_command=16, ttl_ms=60_000)
 FINGERPRINT = bytes(range(32))
 
 
 def key(number: int, fingerprint: bytes = FINGERPRINT) -> bytes:
-    return build_key(PREFIX, HostKey(fingerprint, 0, 0, PageHash(number.to_bytes(32, "big"))))
+    return build_key(HostKey(fingerprint, 0, 0, PageHash(number.to_bytes(32, "big"))))
 
 
 class Rows:

@@ -17,7 +17,7 @@ from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.host_keys import HostKeys, open_client
 from session.messages import Hello
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
-from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, PREFIX, redis, server, until
+from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, redis, server, until
 from tests.redis_process import RedisProcess
 
 __all__ = ["redis", "server"]
@@ -33,7 +33,7 @@ def keys() -> list[bytes]:
     whole = TOKENS[: NUM_PAGES * PAGE_TOKENS * TOKEN_BYTES]
     packed = page_hashes(namespace_digest(NAMESPACE), b"", whole, PAGE_TOKENS * TOKEN_BYTES)
     hashes = [packed[first : first + HASH_BYTES] for first in range(0, len(packed), HASH_BYTES)]
-    return [build_key(PREFIX, HostKey(FINGERPRINT, 0, 0, PageHash(page_hash))) for page_hash in hashes]
+    return [build_key(HostKey(FINGERPRINT, 0, 0, PageHash(page_hash))) for page_hash in hashes]
 
 
 def host_tokens(manager: CacheManager) -> int:

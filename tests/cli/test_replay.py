@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from cache_service.core.device.eviction import POLICIES
 from cli.__main__ import app
 from tests.cli.command import one_object, stemcache
 
@@ -57,7 +58,7 @@ def test_the_figures_of_a_real_process(trace: str, tmp_path: Path) -> None:
     assert "replaying" in done.stderr
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru", "priority"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_small_pool_evicts(trace: str, policy: str) -> None:
     # One prompt of 64 pages fits, two do not: nothing of the first is left for the third but what eviction spared.
     made = figures(trace, "--pages", "70", "--policy", policy)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from session.protocol import SENTINEL_KEY
 from tests.contract.scripted_server import ScriptedServer
 from tests.redis_process import RedisProcess, find_redis_binary, free_port
 from worker_service.core.errors import HostTierError
-from worker_service.host_tier.redis import SENTINEL_KEY, RedisTier, RedisTierConfig
+from worker_service.host_tier.redis import RedisTier, RedisTierConfig
 
 LIMIT = 1 << 20
 QUICK = RedisTierConfig(num_connections=1, timeout_s=0.3)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_service.core.device.eviction import POLICIES
 from session.words import RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
@@ -239,7 +240,7 @@ def test_e28_higher_priority_survives() -> None:
     assert cached(worker, [1, 2, 3, 4]) == 0
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru", "priority"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_exactly_the_missing_pages_go(policy: str) -> None:
     worker = FakeWorker(World(watch=True, policy=policy), [full(12)], 2)
     oracle = Oracle(worker)
@@ -261,7 +262,7 @@ def test_slru_keeps_what_was_used_twice() -> None:
     assert cached(worker, [1, 2, 3, 4]) == 4
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru", "priority"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_pinned_prefixes_go_last_and_never_block(policy: str) -> None:
     world = World(watch=True, policy=policy)
     worker = FakeWorker(world, [full(4)], 2)
@@ -305,7 +306,7 @@ SCRIPT = "from tests.core.test_cases_eviction import trail; print(trail())"
 def trail() -> list[str]:
     """Every removal of a short, busy life, in order."""
     out = []
-    for policy in ("lru", "slru", "priority", "adaptive"):
+    for policy in POLICIES:
         world = World(watch=True, policy=policy)
         worker = FakeWorker(world, [full(10), window(10, 4)], 2)
         for i in range(60):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import Adaptive, LeafOrder, Lru, Priority, SegmentedLru, make_policy
+from cache_service.core.device.eviction import POLICIES, Adaptive, LeafOrder, Lru, Priority, SegmentedLru, make_policy
 from cache_service.core.device.ghost_table import Ghost, GhostKind
 from cache_service.core.device.lifetimes import PROTECT_ALL, Lifetimes
 from cache_service.core.device.radix_node import Node, Root
@@ -36,14 +36,14 @@ def fill(policy: LeafOrder, *nodes: Node) -> None:
     assert policy.victim() is next(policy.order())
 
 
-@pytest.mark.parametrize("name", ["adaptive", "lru", "slru", "priority"])
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_soft_pins_come_last_whatever_the_policy(name: str) -> None:
     policy = make_policy(name, 100)
     fill(policy, leaf(1, soft=5), leaf(2), leaf(3))
     assert names(policy) == [2, 3, 1]
 
 
-@pytest.mark.parametrize("name", ["adaptive", "lru", "slru", "priority"])
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_the_order_is_that_of_the_last_release(name: str) -> None:
     policy = make_policy(name, 100)
     one, two, three = leaf(1), leaf(2), leaf(3)

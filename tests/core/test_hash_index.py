@@ -20,14 +20,14 @@ def page(number: int) -> PageHash:
 
 
 def make(quota: int = 1000, *, ranks: int = 1, shared: bool = True) -> HashIndex:
-    index = HashIndex(quota, Breaker(2, 1000), shared, b"p:")
+    index = HashIndex(quota, Breaker(2, 1000), shared)
     index.num_ranks[FINGERPRINT] = ranks
     index.group_bytes[FINGERPRINT] = (10, 5)
     return index
 
 
 def hashes_of(keys: Iterable[bytes]) -> list[int]:
-    parsed = [parse_key(b"p:", key) for key in keys]
+    parsed = [parse_key(key) for key in keys]
     return [key.page_hash[0] for key in parsed if key is not None]
 
 
@@ -71,7 +71,7 @@ def test_a_key_that_is_written_anew_is_not_deleted() -> None:
         index.forget(FINGERPRINT, page(number))
     index.add(FINGERPRINT, page(1), 0b01, NS)
     index.begin(FINGERPRINT, page(2), 0b11)
-    deleted = [parse_key(b"p:", name) for name in index.take_deletes(9)]
+    deleted = [parse_key(name) for name in index.take_deletes(9)]
     assert [(key.page_hash[0], key.group) for key in deleted if key] == [(1, 1), (3, 0), (3, 1)]
 
 

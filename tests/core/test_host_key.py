@@ -9,19 +9,17 @@ from hypothesis import strategies as st
 from cache_service.core.host.host_key import HostKey, build_key, parse_key, scan_prefix
 from session.words import PageHash
 
-PREFIX = b"stemcache:1:"
-
 
 def test_reads_as_fingerprint_group_rank_hash() -> None:
     key = HostKey(b"\x01\x02", 3, 4, PageHash(bytes(32)))
-    assert build_key(PREFIX, key) == b"stemcache:1:0102:3:4:" + b"0" * 64
-    assert build_key(PREFIX, key).startswith(scan_prefix(PREFIX, b"\x01\x02"))
+    assert build_key(key) == b"stemcache:1:0102:3:4:" + b"0" * 64
+    assert build_key(key).startswith(scan_prefix(b"\x01\x02"))
 
 
 @given(st.binary(min_size=1, max_size=32), st.integers(0, 31), st.integers(0, 7), st.binary(min_size=32, max_size=32))
 def test_there_and_back(fingerprint: bytes, group: int, rank: int, page_hash: bytes) -> None:
     key = HostKey(fingerprint, group, rank, PageHash(page_hash))
-    assert parse_key(PREFIX, build_key(PREFIX, key)) == key
+    assert parse_key(build_key(key)) == key
 
 
 @pytest.mark.parametrize(
@@ -39,4 +37,4 @@ def test_there_and_back(fingerprint: bytes, group: int, rank: int, page_hash: by
     ],
 )
 def test_a_foreign_key_is_none(raw: bytes) -> None:
-    assert parse_key(PREFIX, raw) is None
+    assert parse_key(raw) is None

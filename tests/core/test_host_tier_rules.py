@@ -134,7 +134,7 @@ def test_a_row_of_several_ranks_is_whole_or_absent() -> None:
     world = stage()
     worker = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.SHARED, host_tier_id="redis", num_ranks=2)
     page_hash = page_hashes(namespace_digest(NS), b"", pack([1, 2]), 8)
-    keys = [build_key(b"stemcache:1:", HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
+    keys = [build_key(HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
     adopt = world.manager.host_adopted
     assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
     assert worker.start([1, 2, 3]).fetch is None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import Adaptive, Lru, make_policy
+from cache_service.core.device.eviction import POLICIES, Adaptive, Lru, make_policy
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.sparse_pages import Rank, SparsePages
@@ -71,7 +71,7 @@ def test_pages_that_come_back_are_read_and_evicted_like_others() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(
-    name=st.sampled_from(["lru", "slru", "adaptive", "priority"]),
+    name=st.sampled_from(list(POLICIES)),
     ratio=st.sampled_from([1.0, 2.5, 1e9]),
     touches=st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.integers(-1, 1)), min_size=1, max_size=40),
 )

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from session.limits import SessionLimits
 from session.messages import (
     Ack,
     Acquire,
@@ -21,7 +22,6 @@ from session.messages import (
     Refusal,
     Release,
     Remap,
-    SessionLimits,
     Step,
     StepReply,
     Welcome,

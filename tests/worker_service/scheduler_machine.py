@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from session.messages import Ack, SessionLimits, Step, StepReply
+from session.limits import SessionLimits
+from session.messages import Ack, Step, StepReply
 from session.words import GroupKind, GroupSpec, Namespace, SequenceId, TransferStatus
 from tests.worker_service.fake_manager import FakeManager
 from worker_service.core.batch import Batch

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from protos.v1 import cache_pb2, types_pb2
+from session.limits import SessionLimits
 from session.messages import (
     Ack,
     Acquire,
@@ -21,7 +22,6 @@ from session.messages import (
     Refusal,
     Release,
     Remap,
-    SessionLimits,
     Step,
     StepReply,
     Welcome,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from session.messages import SessionLimits
+from session.limits import SessionLimits
 from session.words import GroupSpec, Namespace
 from tests.examples import examples
 from tests.worker_service.fake_manager import LIMITS

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cache_service.core import audit
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from session.messages import Ack, Hello, SessionLimits, Step, StepReply, Welcome
+from session.limits import SessionLimits
+from session.messages import Ack, Hello, Step, StepReply, Welcome
 from session.words import GroupKind, GroupSpec, HostTierKind, Transfer, TransferStatus, WorkerId
 from tests.examples import examples
 from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from session.messages import Refusal, SessionLimits, Step, StepReply
+from session.limits import SessionLimits
+from session.messages import Refusal, Step, StepReply
 from session.wire.seal import seal_request
 from session.wire.step import encode_step
 from session.words import Namespace, RefusalReason

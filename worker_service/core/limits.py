@@ -9,7 +9,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
-from session.messages import Adopt, SessionLimits
+from session.limits import SessionLimits
+from session.messages import Adopt
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Namespace
 from worker_service.core.errors import InvalidField
 from worker_service.core.launch_plan import UNLIMITED, SchedulerConfig

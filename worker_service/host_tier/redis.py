@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from session.protocol import SENTINEL_KEY
 from session.words import HostTierKind
 from worker_service.core.errors import ErrorReply, HostTierError, TooLongReply
 from worker_service.host_tier.redis_url import parse_redis_url
 from worker_service.host_tier.resp import Part, RespConnection, encode_command
 
-SENTINEL_KEY = b"stemcache:1:sentinel"
 SENTINEL_BYTES = 64
 VALUES_PER_COMMAND = 8
 # Asked for all at once, Redis would copy every value before the first byte leaves.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from protos.v1 import types_pb2, worker_pb2
+from session.limits import MAX_NAME_CHARS
 from session.wire.parts import encode_group_spec, encode_namespace
 from session.words import GroupSpec, Namespace
 from worker_service.core.errors import InvalidField
@@ -24,7 +25,6 @@ from worker_service.core.sequence import (
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOP_CHARS = 1024
-MAX_NAME_CHARS = 256
 MAX_PRIORITY = 1000
 _FINISH = {
     FinishReason.STOP: worker_pb2.FINISH_REASON_STOP,

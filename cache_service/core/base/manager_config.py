@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from session.errors import InvalidInput
+from session.limits import SessionLimits
 
-POLICIES = ("adaptive", "lru", "slru", "priority")
+# Those of one session come from the session's own limits.
+SESSION = SessionLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +20,13 @@ class ManagerConfig:
     spill: SpillPolicy = SpillPolicy.SELECTIVE
     fetch: FetchPolicy = FetchPolicy.AUTO
     host_quota_bytes: int = 8 << 30
-    grace_ms: int = 10_000
+    grace_ms: int = SESSION.grace_ms
     max_workers: int = 1024
-    max_live_sequences: int = 4096
-    max_sequence_tokens: int = 4_194_304
-    max_message_bytes: int = 64 << 20
-    max_adopt_pages: int = 2_048
-    max_kept_bytes: int = 32 << 20
+    max_live_sequences: int = SESSION.max_live_sequences
+    max_sequence_tokens: int = SESSION.max_sequence_tokens
+    max_message_bytes: int = SESSION.max_message_bytes
+    max_adopt_pages: int = SESSION.max_adopt_pages
+    max_kept_bytes: int = SESSION.max_kept_bytes
     max_open_tickets: int = 64
     transfer_pages: int = 64
     ghost_factor: int = 4
@@ -38,11 +40,8 @@ class ManagerConfig:
     breaker_ms: int = 5_000
     watch: bool = False  # whether events are made from the start; CacheManager.watch says it later
     max_events: int = 65_536
-    key_prefix: bytes = b"stemcache:1:"
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise InvalidInput("policy", f"{self.policy!r} is not one of {', '.join(POLICIES)}")
         for name in (
             "max_workers",
             "max_live_sequences",

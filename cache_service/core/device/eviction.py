@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import merge
 from itertools import chain
 from typing import ClassVar
@@ -280,14 +280,17 @@ def _first_unheld(queue: Queue) -> Node | None:
     return None
 
 
+# Each makes a policy for a pool of so many pages.
+POLICIES: dict[str, Callable[[int], LeafOrder]] = {
+    "adaptive": Adaptive,
+    "lru": lambda num_pages: Lru(),
+    "slru": SegmentedLru,
+    "priority": lambda num_pages: Priority(),
+}
+
+
 def make_policy(name: str, num_pages: int) -> LeafOrder:
-    """The policy of that name for a pool of that size."""
-    if name == "lru":
-        return Lru()
-    if name == "slru":
-        return SegmentedLru(num_pages)
-    if name == "adaptive":
-        return Adaptive(num_pages)
-    if name == "priority":
-        return Priority()
-    raise InvalidInput("policy", f"{name!r} is unknown")
+    """Returns the policy of that name for a pool of that size; raises InvalidInput where there is none."""
+    if name not in POLICIES:
+        raise InvalidInput("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[name](num_pages)

@@ -86,7 +86,7 @@ class HostCounters:
 class HashIndex:
     """One tier: rows by fingerprint and hash, least recently used first."""
 
-    def __init__(self, quota_bytes: int, breaker: Breaker, shared: bool, key_prefix: bytes) -> None:
+    def __init__(self, quota_bytes: int, breaker: Breaker, shared: bool) -> None:
         self.quota_bytes, self.breaker, self.shared = quota_bytes, breaker, shared
         self.rows: OrderedDict[bytes, HostRow] = OrderedDict()
         self.num_bytes = 0
@@ -97,7 +97,6 @@ class HashIndex:
         self.touches: dict[bytes, None] = {}  # keys of rows
         self.counters = HostCounters()
         self.now_ms = 0  # of the last tick
-        self._key_prefix = key_prefix
         self._stamp = 0
         self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
         self._prefixes: dict[bytes, list[str]] = {}
@@ -156,10 +155,10 @@ class HashIndex:
 
     def key_prefix(self, fingerprint: bytes, group: int) -> str:
         """See TransferPages."""
-        return key_prefix(self._key_prefix, fingerprint, group)
+        return key_prefix(fingerprint, group)
 
     def key_of(self, fingerprint: bytes, group: int, page_hash: bytes, rank: int = 0) -> bytes:
-        return build_key(self._key_prefix, HostKey(fingerprint, group, rank, PageHash(page_hash)))
+        return build_key(HostKey(fingerprint, group, rank, PageHash(page_hash)))
 
     def begin(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
         """A spill of these groups is under way."""

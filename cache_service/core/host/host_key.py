@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from session.protocol import HOST_KEY_PREFIX
 from session.words import HASH_BYTES, PageHash
 
 
@@ -14,27 +15,27 @@ class HostKey(NamedTuple):
     page_hash: PageHash
 
 
-def key_prefix(prefix: bytes, fingerprint: bytes, group: int) -> str:
+def key_prefix(fingerprint: bytes, group: int) -> str:
     """What the keys of one group start with: the rank in decimal, ":" and the page hash in hex follow."""
-    return f"{prefix.decode()}{fingerprint.hex()}:{group}:"
+    return f"{HOST_KEY_PREFIX.decode()}{fingerprint.hex()}:{group}:"
 
 
-def build_key(prefix: bytes, key: HostKey) -> bytes:
-    """prefix, fingerprint hex, group, rank, page hash hex; joined by colons."""
+def build_key(key: HostKey) -> bytes:
+    """HOST_KEY_PREFIX, fingerprint hex, group, rank, page hash hex; joined by colons."""
     middle = f"{key.fingerprint.hex()}:{key.group}:{key.rank}:{key.page_hash.hex()}"
-    return prefix + middle.encode()
+    return HOST_KEY_PREFIX + middle.encode()
 
 
-def scan_prefix(prefix: bytes, fingerprint: bytes) -> bytes:
+def scan_prefix(fingerprint: bytes) -> bytes:
     """What every key of one fingerprint starts with."""
-    return prefix + fingerprint.hex().encode() + b":"
+    return HOST_KEY_PREFIX + fingerprint.hex().encode() + b":"
 
 
-def parse_key(prefix: bytes, raw: bytes) -> HostKey | None:
+def parse_key(raw: bytes) -> HostKey | None:
     """The inverse of build_key; None for a key that it did not build."""
-    if not raw.startswith(prefix):
+    if not raw.startswith(HOST_KEY_PREFIX):
         return None
-    parts = raw[len(prefix) :].split(b":")
+    parts = raw[len(HOST_KEY_PREFIX) :].split(b":")
     if len(parts) != 4:
         return None
     try:
@@ -43,4 +44,4 @@ def parse_key(prefix: bytes, raw: bytes) -> HostKey | None:
     except ValueError:
         return None
     # Only the canonical spelling counts: no signs, spaces, underscores or capitals.
-    return parsed if len(page_hash) == HASH_BYTES and build_key(prefix, parsed) == raw else None
+    return parsed if len(page_hash) == HASH_BYTES and build_key(parsed) == raw else None

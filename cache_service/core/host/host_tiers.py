@@ -54,7 +54,7 @@ class HostTiers:
     def _make(self, is_shared: bool) -> HashIndex:
         config = self._config
         breaker = Breaker(config.breaker_failures, config.breaker_ms)
-        index = HashIndex(config.host_quota_bytes, breaker, is_shared, config.key_prefix)
+        index = HashIndex(config.host_quota_bytes, breaker, is_shared)
         index.now_ms = self._now_ms
         return index
 
@@ -71,7 +71,7 @@ class HostTiers:
             return 0
         adopted = 0
         for raw in keys:
-            key = parse_key(self._config.key_prefix, raw)
+            key = parse_key(raw)
             if key is not None and key.fingerprint == fingerprint:
                 adopted += index.adopt(key)
         index.shrink()

@@ -12,45 +12,11 @@ from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
 from session.errors import FieldError, InvalidInput, TooMany
 from session.limits import (
-    MAX_GROUPS,
     MAX_NAME_CHARS,
-    MAX_PAGE_TOKENS,
-    MAX_PAGES,
-    MAX_RANKS,
     MAX_SEQUENCE_ID,
 )
-from session.messages import Ack, Acquire, Extend, Hello, Publish, Release
-from session.words import TOKEN_BYTES, GroupKind, HostTierKind, Namespace, SequenceId
-
-
-def check_hello(hello: Hello) -> None:
-    for name in ("worker_id", "incarnation", "fingerprint"):
-        if not getattr(hello, name):
-            raise InvalidInput(f"hello.{name}", "is empty")
-    if not 1 <= hello.page_tokens <= MAX_PAGE_TOKENS:
-        raise InvalidInput("hello.page_tokens", f"{hello.page_tokens} is not in 1..{MAX_PAGE_TOKENS}")
-    if not 1 <= hello.num_ranks <= MAX_RANKS:
-        raise InvalidInput("hello.num_ranks", f"{hello.num_ranks} is not in 1..{MAX_RANKS}")
-    if hello.host_tier is HostTierKind.SHARED and not hello.host_tier_id:
-        raise InvalidInput("hello.host_tier_id", "a shared host tier needs its identity")
-    _check_groups(hello)
-
-
-def _check_groups(hello: Hello) -> None:
-    if not 1 <= len(hello.groups) <= MAX_GROUPS:
-        raise InvalidInput("hello.groups", f"{len(hello.groups)} groups; 1..{MAX_GROUPS} are allowed")
-    names = set()
-    for number, spec in enumerate(hello.groups):
-        where = f"hello.groups[{number}]"
-        if not spec.name or spec.name in names:
-            raise InvalidInput(f"{where}.name", "is empty or taken")
-        names.add(spec.name)
-        if not 1 <= spec.num_pages <= MAX_PAGES:
-            raise InvalidInput(f"{where}.num_pages", f"{spec.num_pages} is not in 1..{MAX_PAGES}")
-        if spec.page_bytes < 0:
-            raise InvalidInput(f"{where}.page_bytes", "must not be negative")
-        if (spec.window_tokens >= 1) != (spec.kind == GroupKind.WINDOW) or spec.window_tokens < 0:
-            raise InvalidInput(f"{where}.window_tokens", "is for WINDOW groups, which need at least 1")
+from session.messages import Ack, Acquire, Extend, Publish, Release
+from session.words import TOKEN_BYTES, Namespace, SequenceId
 
 
 def check_tokens(tokens: bytes, where: str, most: int, kept_tokens: int = 0) -> int:

@@ -1,0 +1,40 @@
+"""Whether a Hello makes sense in itself; decoding asks it, and the manager again, for callers without a wire."""
+
+from __future__ import annotations
+
+from session.errors import InvalidInput
+from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
+from session.messages import Hello
+from session.words import GroupKind, HostTierKind
+
+
+def check_hello(hello: Hello) -> None:
+    for name in ("worker_id", "incarnation", "fingerprint"):
+        if not getattr(hello, name):
+            raise InvalidInput(f"hello.{name}", "must not be empty")
+    if not 1 <= hello.page_tokens <= MAX_PAGE_TOKENS:
+        raise InvalidInput("hello.page_tokens", f"{hello.page_tokens} is not in 1..{MAX_PAGE_TOKENS}")
+    if not 1 <= hello.num_ranks <= MAX_RANKS:
+        raise InvalidInput("hello.num_ranks", f"{hello.num_ranks} is not in 1..{MAX_RANKS}")
+    if hello.host_tier is HostTierKind.SHARED and not hello.host_tier_id:
+        raise InvalidInput("hello.host_tier_id", "a shared host tier needs its identity")
+    _check_groups(hello)
+
+
+def _check_groups(hello: Hello) -> None:
+    if not 1 <= len(hello.groups) <= MAX_GROUPS:
+        raise InvalidInput("hello.groups", f"{len(hello.groups)} groups; 1..{MAX_GROUPS} are allowed")
+    names = set()
+    for number, spec in enumerate(hello.groups):
+        where = f"hello.groups[{number}]"
+        if not spec.name:
+            raise InvalidInput(f"{where}.name", "must not be empty")
+        if spec.name in names:
+            raise InvalidInput("hello.groups", f"names {spec.name} twice")
+        names.add(spec.name)
+        if not 1 <= spec.num_pages <= MAX_PAGES:
+            raise InvalidInput(f"{where}.num_pages", f"{spec.num_pages} is not in 1..{MAX_PAGES}")
+        if spec.page_bytes < 0:
+            raise InvalidInput(f"{where}.page_bytes", "must not be negative")
+        if (spec.window_tokens >= 1) != (spec.kind == GroupKind.WINDOW) or spec.window_tokens < 0:
+            raise InvalidInput(f"{where}.window_tokens", "is for WINDOW groups, which need at least 1")
