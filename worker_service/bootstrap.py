@@ -74,7 +74,7 @@ _log = logging.getLogger("worker_service")
 
 
 class Compute(NamedTuple):
-    """Everything that holds the device: made once, before the event loop runs."""
+    """Everything on the device: made once, before the event loop runs."""
 
     loaded: LoadedModel
     device: torch.device
@@ -98,7 +98,7 @@ class WorkerService(NamedTuple):
 
 
 def prepare(config: WorkerConfig) -> Compute:
-    """Load the model, make its pages, capture its graphs. Raises ModelError or PoolError, which name what is wrong."""
+    """Loads the model, makes its pages, captures its graphs. Raises ModelError or PoolError."""
     try:
         return _prepare(config)
     except torch.OutOfMemoryError as error:
@@ -141,7 +141,7 @@ def _log_pools(report: PoolReport) -> None:
 
 
 def fingerprint(compute: Compute) -> bytes:
-    """What must agree before two workers may exchange pages; each field is framed by its length."""
+    """Returns a digest of what must agree before two workers may exchange pages; each field is framed by its length."""
     fields = (
         compute.loaded.digest,
         compute.pages.layout_id,
@@ -190,7 +190,7 @@ def make_tier(config: WorkerConfig, metrics: WorkerMetrics) -> HostTier | None:
 
 
 class _Worker:
-    """The parts that know each other; `bootstrap` functions below start and stop them."""
+    """The worker's parts, connected; the functions below start and stop them."""
 
     def __init__(self, config: WorkerConfig, compute: Compute) -> None:
         self.config = config
@@ -256,7 +256,7 @@ class _Worker:
         service = Service(SERVICE_NAME, worker_pb2_grpc.add_ModelWorkerServicer_to_server, servicer)
         admin_servicer = WorkerAdminServicer(self.engine, config.drain_timeout_s, self.drained)
         admin = Service(ADMIN_NAME, worker_pb2_grpc.add_WorkerAdminServicer_to_server, admin_servicer)
-        # A Drain may name its own time, so only its caller's patience and this bound it.
+        # A Drain may name its own time, so it is bounded by the caller's deadline and this.
         calls = deadlines(
             CALL_TIMEOUT_S,
             dict.fromkeys((f"/{SERVICE_NAME}/Generate", f"/{ADMIN_NAME}/Drain"), config.request_timeout_s),
@@ -299,7 +299,7 @@ async def running(config: WorkerConfig, compute: Compute) -> AsyncIterator[Worke
 async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
     engine = worker.engine
     task = asyncio.create_task(engine.run(), name="engine")
-    watch = asyncio.create_task(worker.tier_watch.run(engine.say_hello_again), name="tier-watch")
+    watch = asyncio.create_task(worker.tier_watch.run(engine.reconnect_soon), name="tier-watch")
     health = asyncio.create_task(_follow_health(worker), name="health")
     try:
         yield task
@@ -319,7 +319,7 @@ async def _engine(worker: _Worker) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def _follow_health(worker: _Worker) -> None:
-    """Serving from the first session until it drains; while a lost session is waited for, requests queue."""
+    """Health is SERVING from the first session until the drain; while there is no session, requests queue."""
     await worker.engine.connected.wait()
     await worker.server.health.set_all(SERVING)
     await worker.engine.draining.wait()
@@ -329,7 +329,7 @@ async def _follow_health(worker: _Worker) -> None:
 
 
 def _end_process_within(seconds: float) -> None:
-    """Exit code 1 after that time: threads that wait for a lost device may never come back, nor let others end."""
+    """Ends the process with code 1 after that time: threads that wait for a lost device may never return."""
 
     def end() -> None:
         _log.error("the process did not end within %g s after the loss of the device", seconds)

@@ -72,13 +72,13 @@ class CacheClient:
         self._outage = Outage(_log, "no session with the cache service")
 
     async def connect(self, generation: int) -> Welcome:
-        """Try until a cache service welcomes this worker."""
+        """Tries until a cache service welcomes this worker. Raises SessionRefused after two equal refusals."""
         pause_s = self._limits.backoff_min_s
         refusal = ""
         while True:
             await self.disconnect()
             try:
-                return await self._say_hello(generation)
+                return await self._hello_and_welcome(generation)
             except SessionLost as lost:
                 self._outage.failed(lost)
             except SessionRefused as refused:
@@ -117,12 +117,12 @@ class CacheClient:
         self._orders.transfers.clear()
 
     async def close(self) -> None:
-        """Say Goodbye where somebody still listens, then end the stream."""
+        """Sends Goodbye if the stream is open, then ends it."""
         if self._stream is not None:
             await self._stream.say_goodbye()
         await self.disconnect()
 
-    async def _say_hello(self, generation: int) -> Welcome:
+    async def _hello_and_welcome(self, generation: int) -> Welcome:
         hello = self._hello()._replace(generation=generation)
         check = PoolCheck(hello.groups, hello.page_tokens)
         self._stream = _Stream(self._make_channel(), self._orders, check, self._limits)
@@ -155,7 +155,7 @@ class _OrderQueue:
 
 
 class _Stream:
-    """One stream from its first write to its end. Knows nothing of the streams before and after it."""
+    """One stream from its first write to its end."""
 
     def __init__(self, channel: grpc.aio.Channel, orders: _OrderQueue, check: PoolCheck, limits: ClientLimits) -> None:
         self._channel = channel

@@ -95,7 +95,7 @@ class Engine:
         self.scheduler.require_room()
 
     def submit(self, wish: EngineRequest, detokenizer: Detokenizer) -> Generation:
-        """Queue a request. Raises QueueFull, Draining, or InvalidField."""
+        """Queues a request and returns its Generation. Raises QueueFull, Draining, or InvalidField."""
         self.require_room()
         sequence_id = SequenceId(next(self._numbers))
         now_s = time.monotonic()
@@ -108,14 +108,14 @@ class Engine:
         return generation
 
     def abort(self, generation: Generation) -> None:
-        """Free everything that an unfinished request holds; nothing happens to a finished one."""
+        """Frees everything that an unfinished request holds; does nothing for a finished one."""
         if self._forget(generation.sequence_id) is not None:
             self._observer.aborted(self.scheduler.usage(generation.sequence_id))
             self.scheduler.abort(generation.sequence_id)
             self._wake.set()
 
     async def drain(self, timeout_s: float) -> DrainResult:
-        """Take no new requests; wait for the running ones, then abort what is left."""
+        """Takes no new requests; waits up to `timeout_s` for the running ones, then aborts the rest."""
         self.draining.set()
         num_before = len(self._generations)
         try:
@@ -131,7 +131,7 @@ class Engine:
             generation.fail(Draining("the worker is shutting down"))
         return DrainResult(num_before - len(left), len(left))
 
-    def say_hello_again(self) -> None:
+    def reconnect_soon(self) -> None:
         """Facts that Hello reported have changed: connect again."""
         self._ask_for_hello("this worker has news for its Hello")
 
@@ -140,7 +140,7 @@ class Engine:
         self._wake.set()
 
     def stop(self) -> None:
-        """Let `run` end: after the launch in flight, a last step for what is to be released, and a Goodbye."""
+        """Lets `run` end: after the launch in flight, a last step with the releases, and a Goodbye."""
         self.draining.set()
         self._stopping.set()
         self._wake.set()

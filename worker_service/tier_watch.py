@@ -35,7 +35,7 @@ class TierWatch:
         self.facts = NO_TIER
 
     async def refresh(self) -> bool:
-        """Ask once; True when the facts have changed."""
+        """Asks the store once. Returns True when the facts have changed."""
         if self._tier is None:
             return False
         try:
@@ -47,7 +47,7 @@ class TierWatch:
         return self.facts != before
 
     async def run(self, on_change: Callable[[], None]) -> None:
-        """Until cancelled."""
+        """Checks every `period_s` until cancelled."""
         while self._tier is not None:
             await asyncio.sleep(self._period_s)
             if await self.refresh():

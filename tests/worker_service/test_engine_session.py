@@ -99,7 +99,7 @@ async def test_the_launch_in_flight_has_ended_before_hello() -> None:
         harness.runner.gate = threading.Event()
         request = asyncio.create_task(collect(harness.ask(prompts()[0], 4)))
         await asyncio.to_thread(harness.runner.entered.wait, 20)
-        harness.engine.say_hello_again()
+        harness.engine.reconnect_soon()
         other = asyncio.create_task(collect(harness.ask(prompts()[1], 4)))
         await asyncio.sleep(0.02)
         assert harness.cache.num_hellos == 1
@@ -167,7 +167,7 @@ async def test_a_worker_that_was_replaced_says_so_to_its_clients() -> None:
             raise SessionRefused("ABORTED: a newer incarnation of w took over")
 
         harness.cache.connect = connect  # type: ignore[assignment, method-assign]
-        harness.engine.say_hello_again()
+        harness.engine.reconnect_soon()
         with pytest.raises(SessionRefused):
             await harness.task
         with pytest.raises(WorkerStopped, match="SessionRefused") as stopped:
@@ -219,7 +219,7 @@ async def test_no_order_starts_between_the_drain_and_the_hello() -> None:
                 num_sent += 1
                 if not harness.cache.is_hung_up:
                     await harness.cache.orders.put(Transfer(TicketId(num_sent), (), 0, 0))
-            harness.engine.say_hello_again()
+            harness.engine.reconnect_soon()
             for _ in range(draw_turns(num_sent)):
                 await asyncio.sleep(0)
         assert harness.mover.orders

@@ -107,7 +107,7 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
             )
             await asyncio.sleep(rng.random() * 0.006)
             if number % HELLO_EVERY == 0:
-                engine.say_hello_again()
+                engine.reconnect_soon()
             answer = (await collect(asked)).token_ids
             assert answer == reference(prompt, 3)
             note(truth, prompt + answer)

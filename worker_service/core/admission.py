@@ -1,4 +1,4 @@
-"""Which waiting requests the next step asks pages for.
+"""Admission: chooses the waiting requests for which the next step asks pages.
 
 After a refusal for lack of room the queue waits until something was freed. Then its head asks alone, and each grant
 doubles how many ask at once: all requests behind a refused one are refused with it. The cache service keeps what
@@ -24,7 +24,7 @@ class Admission:
         self._max_acquires = UNLIMITED  # of one step
         self.num_held = 0
 
-    # -- what became of earlier acquires --
+    # -- results of earlier acquires --
 
     def granted(self) -> None:
         self._max_acquires = min(2 * self._max_acquires, UNLIMITED)
@@ -43,13 +43,16 @@ class Admission:
         self._refused = None
 
     def keeps(self, num_tokens: int) -> int:
-        """How many leading tokens of a refused or preempted sequence the cache service may have kept."""
+        """Returns how many leading tokens of a refused or preempted sequence the cache service keeps.
+
+        All, or 0 beyond its limit.
+        """
         return num_tokens if num_tokens * TOKEN_BYTES <= self._terms.limits.max_kept_bytes else 0
 
     # -- the next step --
 
     def acquires(self, room: MessageRoom) -> list[tuple[Sequence, Acquire]]:
-        """Acquires for the head of the queue; their sequences leave it."""
+        """Returns acquires for the head of the queue, and takes their sequences out of it."""
         config, leased = self._terms.config, self._queues.leased
         if not self._may_admit():
             return []
@@ -60,7 +63,7 @@ class Admission:
         ]
 
     def _may_admit(self) -> bool:
-        """Not while a running sequence lacks pages, nor while the prompts that were admitted fill the next launch."""
+        """Returns False while a running sequence lacks pages, or while admitted prompts fill the next launch."""
         threshold = self._terms.config.long_prefill_token_threshold or UNLIMITED
         backlog = 0
         for sequence in self._queues.leased:

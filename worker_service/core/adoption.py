@@ -29,7 +29,7 @@ class Adoptions:
         return len(self._pending)
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Adopt these anew. The cache service learns all their tokens, and publishes what is computed."""
+        """Starts over with these sequences. The cache service gets all their tokens, and publishes what is computed."""
         self._pending = list(sequences)
         for sequence in self._pending:
             sequence.state = State.ADOPTING
@@ -73,7 +73,7 @@ class Adoptions:
         )
 
     def _table(self, sequence: Sequence, group: int) -> GroupPages:
-        """A window's pages are named as far as it still reads them: those behind may be another sequence's by now."""
+        """Leaves out a window's pages that are no longer read: they may be another sequence's by now."""
         config = self._terms.config
         spec, table = config.groups[group], sequence.tables[group]
         num_left = 0
@@ -85,7 +85,7 @@ class Adoptions:
 
 
 def take_over(sequence: Sequence, grant: Grant) -> None:
-    """The cache service's tables replace the sequence's: of pages that two sequences had computed one copy is left."""
+    """Replaces the sequence's tables by the grant's: of a page that two sequences had computed one copy is left."""
     for pages in grant.tables:
         del sequence.tables[pages.group][:]
     place_pages(sequence.tables, grant.tables)

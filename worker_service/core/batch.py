@@ -20,7 +20,7 @@ from worker_service.core.sequence import SamplingParams
 
 
 class SampledRow(NamedTuple):
-    """How to choose the token at `position`. `history` copies the tokens before it, where a penalty asks for them."""
+    """How to sample the token at `position`. `history` copies the tokens before it, if a penalty needs them."""
 
     row: int
     sampling: SamplingParams
@@ -63,7 +63,7 @@ class Batch:
 
 
 def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], page_tokens: int) -> Batch:
-    """Lay the rows out one after the other. A row samples when it reaches the end of its sequence's tokens.
+    """Returns the rows as one batch. A row samples when it reaches the end of its sequence's tokens.
 
     Decode rows go through comprehensions: there are many of them, with one token each, while the device waits.
     """
@@ -109,7 +109,7 @@ def _sampled(index: int, row: Row) -> SampledRow:
 
 
 def _slots(decode: Seq[Row], chunks: Seq[Row], group: int, page_tokens: int) -> array[int]:
-    """Chunks go page by page: they are long and their pages are few."""
+    """Returns the slot of each computed token. Chunks are done page by page: they are long and their pages are few."""
     slots = array(
         "q",
         [
@@ -129,7 +129,7 @@ def _slots(decode: Seq[Row], chunks: Seq[Row], group: int, page_tokens: int) -> 
 
 
 def _tables(rows: Seq[Row], ends: Seq[int], group: int, page_tokens: int) -> tuple[array[int], int]:
-    """Rows of equal width: the pages of the longest row, and at least one so that no row is empty."""
+    """Returns padded block tables and their width: the pages of the longest row, at least 1."""
     width = -(-max(ends, default=0) // page_tokens) or 1
     padding = array("i", (NO_PAGE,)) * width
     flat = array("i")

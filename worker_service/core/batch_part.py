@@ -1,4 +1,4 @@
-"""A batch of some rows of another batch: what is launched again when a launch failed and one row may be why."""
+"""A batch of some rows of another batch: launched again when a launch failed and one row may be the cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worker_service.core.batch import Batch
 
 
 def part_of(batch: Batch, first: int, end: int) -> Batch:
-    """Returns the rows [first, end) as a batch of their own. Positions, slots and page ids stay what they are."""
+    """Returns the rows [first, end) as a batch of their own, with unchanged positions, slots and page ids."""
     start_q, end_q = batch.cu_seqlens_q[first], batch.cu_seqlens_q[end]
     lengths_q = [batch.cu_seqlens_q[row + 1] - batch.cu_seqlens_q[row] for row in range(first, end)]
     lengths_k = [batch.cu_seqlens_k[row + 1] - batch.cu_seqlens_k[row] for row in range(first, end)]

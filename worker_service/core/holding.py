@@ -55,7 +55,10 @@ class Siblings:
         return sequence.namespace, sequence.tokens[: self._page_tokens].tobytes()
 
     def _common_pages(self, request: Sequence, sibling: Sequence) -> int:
-        """Pages that the sibling has of the request; the request's last token is always computed."""
+        """Returns the number of leading pages that both have.
+
+        The request's last token is left out: it is always computed.
+        """
         low = 0
         high = min(len(request.tokens) - 1, len(sibling.tokens)) // self._page_tokens
         mine, theirs = request.packed_tokens(), sibling.packed_tokens()

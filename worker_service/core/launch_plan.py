@@ -1,4 +1,4 @@
-"""How many tokens of which sequence the next launch computes: decode rows first, then chunks within the budget.
+"""How many tokens of each sequence the next launch computes: decode rows first, then chunks within the budget.
 
 The same function predicts the coming launch (to ask for its pages in time) and makes it, so the two cannot disagree
 about caps.
@@ -104,7 +104,7 @@ class Row(NamedTuple):
 
 
 def chunk_len(first: int, remaining: int, budget: int, config: SchedulerConfig) -> int:
-    """Tokens of a prompt to compute from `first` on; 0 when it has to wait for a launch with more budget left.
+    """Returns how many tokens of a prompt to compute from `first` on; 0 when it has to wait for more budget.
 
     A chunk that is not the last one ends on a page boundary when that leaves something of it: all that it computed can
     then be published.
@@ -119,14 +119,14 @@ def chunk_len(first: int, remaining: int, budget: int, config: SchedulerConfig) 
 
 
 def first_chunk_limit(length: int, config: SchedulerConfig) -> int:
-    """The most tokens that the first launch of a sequence can compute, wherever its cached prefix ends."""
+    """Returns the most tokens that the first launch of a sequence can compute, for any length of its cached prefix."""
     if not config.chunked_prefill:
         return length
     return min(length, config.token_budget, config.long_prefill_token_threshold or UNLIMITED)
 
 
 def decode_need(computed: int, config: SchedulerConfig) -> int:
-    """The length for which a decode row needs pages: its token and those that it may accept beyond it."""
+    """Returns the length for which a decode row needs pages: its token and those that it may accept beyond it."""
     return min(computed + 1 + config.decode_lookahead, config.max_model_len)
 
 
@@ -138,7 +138,7 @@ class Plan(NamedTuple):
 
 
 def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_room: bool) -> Plan:
-    """Rows of a launch in its order: decode rows, then prefill rows, each oldest first as `running` is.
+    """Returns the rows of a launch: decode rows, then prefill rows, each oldest first as `running` is.
 
     `within_room` is False for the prediction, which is there to ask for the pages that are missing.
     """

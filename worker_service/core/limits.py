@@ -1,4 +1,4 @@
-"""The configuration in force: the worker's own within what the cache service takes from it.
+"""The configuration in force: the worker's own, within the limits of the cache service.
 
 Sizes of messages are upper estimates.
 """
@@ -48,7 +48,7 @@ class Terms:
         )
 
     def _most_sent(self) -> int:
-        """The longest sequence whose adopt, with all its tables, fits into the part of a message that is for it."""
+        """Returns the longest sequence, in tokens, whose adopt with all its tables fits into half a message."""
         config, groups = self._configured, self._configured.groups
         fixed = ITEM_BYTES * (1 + len(groups)) + 2 * SNAPSHOT_BYTES * len(groups)
         fixed += 3 * MAX_UTF8_BYTES * self.limits.max_name_chars + PAGE_ID_BYTES * len(groups)
@@ -56,14 +56,14 @@ class Terms:
         return num_bytes * config.page_tokens // (TOKEN_BYTES * config.page_tokens + PAGE_ID_BYTES * len(groups))
 
     def _half(self) -> int:
-        """Half of a message is for acquires and adopts, half for the rest, so that neither keeps the other out."""
+        """Half of a message is for acquires and adopts, half for the rest, so that both have room."""
         return self.limits.max_message_bytes // 2
 
     def room(self) -> MessageRoom:
         return MessageRoom(self.limits.max_step_items, self._half())
 
     def excess(self, sequence: Sequence) -> TooLong | None:
-        """Why the sequence is beyond the limits; None when it is within them."""
+        """Returns why the sequence is beyond the limits; None when it is within them."""
         length, most = len(sequence.tokens), self.config.max_model_len
         for field in ("adapter", "salt"):
             num_chars = len(getattr(sequence.namespace, field))
@@ -83,14 +83,17 @@ class Terms:
         return f"the {most} tokens that max_message_bytes = {self.limits.max_message_bytes} of the cache service holds"
 
     def check(self, sequence: Sequence) -> None:
-        """Raise InvalidField when the sequence is beyond the limits."""
+        """Raises InvalidField when the sequence is beyond the limits."""
         excess = self.excess(sequence)
         if excess is not None:
             raise InvalidField(excess.field, excess.reason)
 
 
 class MessageRoom:
-    """What fits into half a message. Any item fits into it alone: what does not was refused when it was submitted."""
+    """Counts what goes into half a message.
+
+    Any single item fits: larger requests were refused when they were submitted.
+    """
 
     def __init__(self, max_items: int, num_bytes: int) -> None:
         self._max_items = max_items
@@ -98,7 +101,7 @@ class MessageRoom:
         self._num_items: Counter[type] = Counter()
 
     def take(self, kind: type, num_bytes: int = ITEM_BYTES) -> bool:
-        """Count one item of a kind in; False, and nothing changes, when there is no room for it."""
+        """Counts one item in and returns True; returns False, and changes nothing, when there is no room for it."""
         if self._num_items[kind] >= self._max_items or num_bytes > self._num_bytes:
             return False
         self._num_items[kind] += 1

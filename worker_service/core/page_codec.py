@@ -28,7 +28,7 @@ assert _FIELDS.size == HEADER_BYTES
 
 
 class PageKind(NamedTuple):
-    """What must agree between the writer of a page and its reader, beside the key."""
+    """What must agree between the writer and the reader of a page, beside the key."""
 
     codec: int
     dtype: int
@@ -37,7 +37,7 @@ class PageKind(NamedTuple):
 
 
 def encode_header(kind: PageKind, key: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:
-    """The header for a payload that is stored as it is; the two are sent as parts, so nothing is copied."""
+    """Returns the header of an uncompressed payload; the two are sent as parts, so nothing is copied."""
     num_bytes = memoryview(payload).nbytes
     unsealed = _FIELDS.pack(MAGIC, VERSION, *kind, 0, digest(key), num_bytes, num_bytes, bytes(DIGEST_BYTES))
     return unsealed[:-DIGEST_BYTES] + _seal(unsealed, payload, digest)
@@ -46,7 +46,7 @@ def encode_header(kind: PageKind, key: bytes, payload: bytes | bytearray | memor
 def decode(
     value: bytes | bytearray | memoryview, kind: PageKind, key: bytes, payload_bytes: int, digest: Digest
 ) -> memoryview:
-    """The payload of `value`, a view into it, when every field is the expected one and the checksum holds."""
+    """Returns the payload, a view into `value`. Raises PageRejected unless every field and the checksum are right."""
     view = memoryview(value).cast("B")
     if view.nbytes < HEADER_BYTES:
         raise PageRejected(f"{view.nbytes} bytes are less than a header")
@@ -69,7 +69,7 @@ def decode(
 
 
 def _seal(header: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:
-    """Covers the header too: a digest over the header's fields and the payload's digest."""
+    """Returns a digest over the header's fields and the payload's digest."""
     return digest(header[:-DIGEST_BYTES] + digest(payload))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of live sequences when the session is there again: carried on, adopted, or queued again.
+"""What happens to live sequences after a reconnect: they go on, are adopted, or queue again.
 
 Before that the stream was closed and the launch in flight has ended.
 
@@ -26,14 +26,14 @@ MAX_REJECTED = 2
 
 
 class Readmission(NamedTuple):
-    """Send `repeat` again and apply its reply; tell the clients of the `failed` ones."""
+    """`repeat` is the step to send again, if any; the clients of the `failed` requests are to be told."""
 
     repeat: Step | None
     failed: tuple[Failed, ...]
 
 
 class Readmitter:
-    """`generation` is what the next Hello names: the state to go on from, or 0 for none."""
+    """`generation` goes into the next Hello: the state of the cache service to go on from, or 0 for a new one."""
 
     def __init__(
         self, terms: Terms, queues: Queues, steps: StepBuilder, admission: Admission, adoptions: Adoptions
@@ -47,7 +47,7 @@ class Readmitter:
         self.generation = 0
 
     def readmit(self, welcome: Welcome) -> Readmission:
-        """Raises LostPlace when the worker has to say Hello again, with generation 0."""
+        """Raises LostPlace when the worker has to send Hello again, with generation 0."""
         is_same = (welcome.epoch, welcome.generation) == (self._epoch, self.generation)
         if is_same and not self._steps.is_at(welcome.last_step_id):
             self.generation = 0
@@ -76,7 +76,7 @@ class Readmitter:
         return tuple(self._fail(sequence, "prompt", "the cache service rejects it") for sequence in culprits)
 
     def _fail_excessive(self) -> tuple[Failed, ...]:
-        """Requests beyond the limits, which may have become smaller."""
+        """Fails the requests beyond the limits, which may have become smaller."""
         failed = []
         for sequence in list(self._queues.unfinished.values()):
             if (excess := self._terms.excess(sequence)) is not None:
@@ -107,6 +107,6 @@ class Readmitter:
             sequence.kept_len = 0
 
     def _is_adoptable(self, sequence: Sequence) -> bool:
-        """Not after an adopt of it ended two sessions: then it is computed again."""
+        """Returns False after an adopt of it ended two sessions: then it is computed again."""
         is_running = sequence.state in (State.RUNNING, State.ADOPTING)
         return is_running and sequence.has_computed and not sequence.num_rejected

@@ -81,7 +81,7 @@ class Scheduler:
     # -- requests --
 
     def add(self, request: Request) -> None:
-        """Queue a request; QueueFull when too many wait, InvalidField when it could never be served."""
+        """Queues a request. Raises QueueFull when too many wait, InvalidField when it could never be served."""
         if len(request.prompt) % TOKEN_BYTES:
             raise InvalidField("prompt", f"{len(request.prompt)} bytes are not packed int32")
         sequence = Sequence(request, QueueOrder(-request.priority, self._num_requests + 1), len(self.config.groups))
@@ -107,7 +107,7 @@ class Scheduler:
         request.sampling.validate()
 
     def _is_in_use(self, sequence_id: SequenceId) -> bool:
-        """Whether the cache service may still hold a lease under this id."""
+        """Returns whether the cache service may still hold a lease under this id."""
         if sequence_id in self._queues.unfinished or sequence_id in self._steps.asked:
             return True
         unanswered = self._steps.unanswered
@@ -116,14 +116,17 @@ class Scheduler:
         return sequence_id in ids
 
     def abort(self, sequence_id: SequenceId) -> bool:
-        """Forget a request; its lease ends with the next step. False when it is unknown, as after it finished."""
+        """Drops a request; its lease ends with the next step.
+
+        Returns False when it is unknown, for example finished.
+        """
         sequence = self._queues.unfinished.get(sequence_id)
         if sequence is not None:
             self._queues.finish(sequence, ReleaseReason.ABORTED)
         return sequence is not None
 
     def finish(self, sequence_id: SequenceId) -> Usage | None:
-        """End a request as finished, for reasons that only its text shows; None when it is unknown."""
+        """Ends a request as finished, because its text has a stop string. Returns None when it is unknown."""
         sequence = self._queues.unfinished.get(sequence_id)
         if sequence is None:
             return None
@@ -131,7 +134,7 @@ class Scheduler:
         return sequence.usage()
 
     def usage(self, sequence_id: SequenceId) -> Usage | None:
-        """What an unfinished request has used so far; None when it is unknown."""
+        """Returns what an unfinished request has used so far; None when it is unknown."""
         sequence = self._queues.unfinished.get(sequence_id)
         return sequence.usage() if sequence is not None else None
 
@@ -160,11 +163,11 @@ class Scheduler:
     # -- steps --
 
     def report(self, ack: Ack) -> None:
-        """A fetch or a spill ended; the next step says so."""
+        """Takes the ack of a fetch or a spill; the next step carries it."""
         self._steps.report(ack)
 
     def report_rates(self, rates: Rates) -> None:
-        """Measured rates; they go with the next step that has something else to say."""
+        """Takes measured rates; they go with the next step that has other content."""
         self._steps.rates = rates
 
     @property
@@ -176,7 +179,7 @@ class Scheduler:
         return self._steps.next_step()
 
     def retry_refused(self) -> None:
-        """Ask again for the refused head of the queue although nothing was seen to be freed; for an idle engine."""
+        """Lets the refused request ask again although nothing was seen to be freed; for an idle engine."""
         self._admission.freed()
 
     def apply(self, reply: StepReply) -> Applied:
@@ -186,7 +189,7 @@ class Scheduler:
     # -- launches --
 
     def next_launch(self) -> Launch | None:
-        """What runs next, of the sequences whose pages are there; None when that is nothing."""
+        """Returns the next launch, of sequences whose pages are granted; None when there is nothing to run."""
         assert self._in_flight is None, "one launch in flight at most"
         standing = [
             Progress(sequence, sequence.computed_len, len(sequence.tokens), self._steps.room(sequence))
@@ -207,7 +210,7 @@ class Scheduler:
         return launch
 
     def complete(self, launch: Launch, accepted: Seq[Seq[int]], failed_rows: Container[int] = ()) -> tuple[Output, ...]:
-        """The launch has ended: one run of accepted tokens for each row that samples, in the order of `sampled`.
+        """Takes the accepted tokens of an ended launch, one run for each row that samples, in the order of `sampled`.
 
         What arrives for a sequence that was aborted meanwhile is dropped. The requests of `failed_rows` (indices of
         launch.rows) are forgotten, and nothing of them is published any more.
@@ -251,7 +254,7 @@ class Scheduler:
         return (Output(row.sequence_id, kept),) if kept else ()
 
     def _append(self, sequence: Sequence, tokens: Seq[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append up to the first token that ends the sequence, that one included."""
+        """Appends up to the first token that ends the sequence, that one included."""
         sampling = sequence.sampling
         for count, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
@@ -266,17 +269,21 @@ class Scheduler:
 
     @property
     def generation(self) -> int:
-        """For Hello: the state of the cache service to go on from; 0 begins anew."""
+        """For Hello: the state of the cache service to go on from; 0 asks for a new one."""
         return self._readmitter.generation
 
     def readmit(self, welcome: Welcome) -> Readmission:
-        """After (re)connecting: the Step to repeat. What the cache service does not know any more is adopted with the
-        coming steps, or queues again. Raises LostPlace when Hello is to be said again."""
+        """Follows a Welcome. Returns the step to repeat, if any; sequences that the cache service does not know any
+        more are
+        adopted with the coming steps, or queue again. Raises LostPlace when Hello is to be sent again."""
         assert self._in_flight is None, "a launch ends before Hello"
         return self._readmitter.readmit(welcome)
 
     def reject_step(self) -> tuple[Failed, ...]:
-        """The unanswered step ended two sessions: the next Hello begins anew. Returns requests that are given up."""
+        """Drops the unanswered step, which ended two sessions; the next Hello asks for a new state.
+
+        Returns failed requests.
+        """
         return self._readmitter.reject_step()
 
 

@@ -48,7 +48,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Randomness is a function of the seed and the position only."""
+    """Sampling parameters and stop conditions. Randomness is a function of the seed and the position only."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -114,7 +114,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Of a finished request, from its arrival on."""
+    """Times of a finished request, in seconds from its arrival."""
 
     time_to_first_token_s: float
     queued_s: float
@@ -141,14 +141,14 @@ class Usage(NamedTuple):
 
 
 class QueueOrder(NamedTuple):
-    """Who comes first: higher priority, then earlier arrival. A preemption does not change it."""
+    """Sort key of the queue: higher priority first, then earlier arrival. A preemption does not change it."""
 
     minus_priority: int
     number: int
 
 
 class Sequence:
-    """One request on its way. `lease` counts its leases, to tell a result of an earlier one from the present's."""
+    """A request with its state. `lease` counts its leases, so that results of an earlier lease can be dropped."""
 
     __slots__ = (
         "cached_tokens",
@@ -203,7 +203,7 @@ class Sequence:
         self.forget_lease()
 
     def forget_lease(self) -> None:
-        """Back to nothing computed; the tokens stay, generated ones included."""
+        """Resets what is computed to nothing; the tokens stay, generated ones included."""
         self.leased = False
         self.start_len = self.computed_len = self.launched_len = self.published_len = 0
         self.known_len = 0  # tokens that the manager's lease keeps
@@ -271,7 +271,7 @@ class Sequence:
 
 
 def place_pages(tables: list[array[int]], pages: tuple[GroupPages, ...]) -> None:
-    """Write page ids where they belong; a gap before them is a hole."""
+    """Writes page ids into the tables; a gap before them is filled with NO_PAGE."""
     for group, first_page, page_ids in pages:
         table = tables[group]
         fresh = array("i")

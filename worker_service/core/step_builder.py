@@ -1,4 +1,4 @@
-"""Composes the next step: acks, publishes, releases, extends for the predicted launch, acquires for the queue's head.
+"""Builds the next step: acks, publishes, releases, extends for the predicted launch, acquires for the queue's head.
 
 reply_handler.py applies replies. What does not fit into a step goes with
 the next one.
@@ -32,7 +32,10 @@ class Ask(Enum):
 
 
 class Asked(NamedTuple):
-    """`length` is what the sequence has room for once this is granted; of an acquire, beyond its usable tokens."""
+    """`length` is the number of tokens that the sequence has room for once this is granted.
+
+    An acquire's usable tokens come on top.
+    """
 
     sequence: Sequence
     ask: Ask
@@ -72,7 +75,7 @@ class StepBuilder:
         return last_step_id in ((self._last_step_id,) if step is None else (step.step_id - 1, step.step_id))
 
     def reset(self, last_step_id: int) -> None:
-        """The cache service has a new state for this worker: tickets, acks and the unanswered step are void."""
+        """Drops tickets, acks and the unanswered step: the cache service has a new state for this worker."""
         self.take_asked()
         self._acks.clear()
         self.tickets.clear()
@@ -116,7 +119,7 @@ class StepBuilder:
         return left_behind or bool(acks) or any(d.reason is not ReleaseReason.PREEMPTED for d in departing)
 
     def _departing(self, room: MessageRoom) -> list[Departure]:
-        """Leases to end now. A preempted sequence in flight stays until its launch has ended: no token is lost."""
+        """Returns the leases to end now. A preempted sequence in flight keeps its own until its launch has ended."""
         departures = self._queues.departures
         departing = [
             departure
@@ -128,7 +131,10 @@ class StepBuilder:
         return departing
 
     def _take_acks(self, departing: set[SequenceId], room: MessageRoom) -> tuple[Ack, ...]:
-        """Acks for this step. That of a departing sequence follows its release, or it would be granted pages anew."""
+        """Returns the acks of this step.
+
+        A departing sequence's ack waits for its release, or it would be granted new pages.
+        """
         now: list[Ack] = []
         later: list[Ack] = []
         for ack in self._acks:
@@ -148,14 +154,17 @@ class StepBuilder:
         return tuple(now)
 
     def _publishes(self, departing: list[Departure], room: MessageRoom) -> tuple[Publish, ...]:
-        """A departing sequence's first: it has no later step."""
+        """Returns publishes, a departing sequence's first: it has no later step."""
         candidates = [d.sequence for d in departing if d.publishes]
         gone = {d.sequence.sequence_id for d in departing}
         candidates += [sequence for sequence in self._queues.leased if sequence.sequence_id not in gone]
         return tuple(publish for sequence in candidates if (publish := self._publish(sequence, room)) is not None)
 
     def _publish(self, sequence: Sequence, room: MessageRoom) -> Publish | None:
-        """Filled pages, and the end of the launch that restored a snapshot: until then the snapshot is pinned."""
+        """Publishes filled pages, and the end of the launch that restored a snapshot.
+
+        Until then the snapshot is pinned.
+        """
         computed = sequence.computed_len
         fills_page = computed // self._page_tokens > sequence.published_len // self._page_tokens
         if not fills_page and not (sequence.restore and computed > sequence.start_len):
@@ -172,7 +181,10 @@ class StepBuilder:
         return tuple(Release(d.sequence.sequence_id, d.reason, self._rolling_tokens(d)) for d in departing)
 
     def _forget_kept(self, room: MessageRoom) -> tuple[Release, ...]:
-        """Of requests that were aborted while they waited: the tokens that are kept for them go."""
+        """Returns releases for requests that were aborted while they waited.
+
+        The cache service drops their kept tokens.
+        """
         forgotten = self._queues.forgotten
         self._queues.forgotten = [sequence_id for sequence_id in forgotten if not room.take(Release)]
         num_taken = len(forgotten) - len(self._queues.forgotten)
@@ -183,7 +195,7 @@ class StepBuilder:
         return departure.sequence.rolling_boundary(self._page_tokens) if is_finished else 0
 
     def _end_leases(self, departing: list[Departure]) -> list[Sequence]:
-        """Returns the preempted ones: they queue again only behind this step's acquires."""
+        """Ends these leases. Returns the preempted sequences, which queue again only after this step's acquires."""
         preempted = [d.sequence for d in departing if d.reason == ReleaseReason.PREEMPTED]
         for sequence in preempted:
             sequence.kept_len = self._admission.keeps(sequence.known_len)
@@ -199,9 +211,9 @@ class StepBuilder:
     # -- pages for the launch after the one in flight --
 
     def room(self, sequence: Sequence) -> int:
-        """The length in tokens that the pages at hand hold, in the group that has fewest.
+        """Returns the length in tokens that the sequence's pages hold, in the group that has fewest.
 
-        With WINDOW or STATE groups a prompt goes no further than was asked: their pages and slots come by the chunk.
+        With WINDOW or STATE groups a prompt goes no further than was asked: their pages are granted chunk by chunk.
         """
         tables, page_tokens = sequence.tables, self._page_tokens
         if self._only_full and len(tables) == 1:
@@ -226,7 +238,7 @@ class StepBuilder:
             yield Progress(sequence, computed, length, self.room(sequence))
 
     def _extends(self, room: MessageRoom) -> tuple[Extend, ...]:
-        """Oldest first, but those that sat out a launch before all others."""
+        """Returns extends, oldest first, but sequences that missed a launch before all others."""
         plan = plan_launch(self.predicted(), self._terms.config, within_room=False)
         needs = list(self._needs(plan))
         needs.sort(key=lambda entry: (entry[0].num_refused_extends == 0, entry[0].queue_order))
@@ -236,7 +248,7 @@ class StepBuilder:
         return tuple(Extend(sequence.sequence_id, need) for sequence, need in needs)
 
     def _needs(self, plan: Plan) -> Iterator[tuple[Sequence, int]]:
-        """Rows that lack room, and the length to extend to."""
+        """Yields sequences whose rows lack pages, with the length to extend to."""
         for index, (sequence, first, num_tokens) in enumerate(plan.rows):
             is_decode = index < plan.num_decode
             need = decode_need(first, self._terms.config) if is_decode else first + num_tokens

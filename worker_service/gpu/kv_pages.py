@@ -29,7 +29,7 @@ PAGE_AXIS = 2
 
 
 class KvShape(NamedTuple):
-    """What one token's K and V look like; `windows` holds each layer's sliding window, 0 where it sees everything."""
+    """Shape of one token's K and V; `windows` holds each layer's sliding window, 0 for full attention."""
 
     windows: tuple[int, ...]
     num_kv_heads: int
@@ -38,7 +38,7 @@ class KvShape(NamedTuple):
     page_tokens: int
 
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers with one window share a group; the layers that see everything come first."""
+        """Layers with the same window share a group; those with full attention come first."""
         distinct = sorted(set(self.windows))
         return tuple(
             LayerGroup(window, tuple(layer for layer, w in enumerate(self.windows) if w == window))
@@ -46,7 +46,7 @@ class KvShape(NamedTuple):
         )
 
     def row_bytes(self) -> int:
-        """Of one page in one layer's K (or V)."""
+        """Bytes of one page in one layer's K (or V)."""
         return self.page_tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def page_bytes(self, group: LayerGroup) -> int:
@@ -90,7 +90,7 @@ class KvPages:
             self._compile_moves()
 
     def _compile_moves(self) -> None:
-        """Moves an empty page of each group once, so that a serving worker's first spill compiles nothing."""
+        """Moves an empty page of each group once, so that the copy kernels are compiled before serving."""
         for group in range(len(self._groups)):
             self.write_pages(group, [1], self.read_pages(group, [1]))
 
@@ -137,7 +137,7 @@ class KvPages:
         return self._layers[layer]
 
     def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """The pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device), once all are there.
+        """Returns the pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device).
 
         Works on the current stream and waits for it alone, so a mover's thread uses a stream of its own.
         """
@@ -155,7 +155,7 @@ class KvPages:
         return host
 
     def write_pages(self, group: int, page_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """Put page bytes (uint8 [n, page_bytes], host memory) in place; returns when they are there."""
+        """Writes page bytes (uint8 [n, page_bytes], host memory) into the pages; returns when they are written."""
         ids = self._checked_ids(group, page_ids)
         host = self._checked_buffer(group, len(page_ids), packed)
         unpack_pages(host.to(self.device, non_blocking=True), self._tensors[group], ids, page_axis=PAGE_AXIS)
@@ -187,9 +187,9 @@ def _page_tensor(shape: KvShape, group: LayerGroup, num_pages: int, device: torc
 
 
 def plan_pages(shape: KvShape, budget_bytes: int, max_model_len: int, max_chunk_tokens: int) -> tuple[int, ...]:
-    """Usable pages per group within the budget; an error if one longest prompt does not fit.
+    """Returns usable pages per group within the budget. Raises PoolError if one longest prompt does not fit.
 
-    Every group gets as many: then a window pool never runs out before the full one does.
+    Every group gets the same number, so that a window pool never runs out before the full one.
     """
     groups = shape.groups()
     bytes_per_page = sum(shape.page_bytes(group) for group in groups)
@@ -202,7 +202,7 @@ def plan_pages(shape: KvShape, budget_bytes: int, max_model_len: int, max_chunk_
 
 
 def check_pool(shape: KvShape, num_pages: Sequence[int], max_model_len: int, max_chunk_tokens: int) -> None:
-    """Refuses pools in which one longest prompt does not fit."""
+    """Raises PoolError for pools in which one longest prompt does not fit."""
     for group, count in zip(shape.groups(), num_pages, strict=True):
         needed = longest_prompt_pages(group, shape.page_tokens, max_model_len, max_chunk_tokens)
         if count < needed:
@@ -213,7 +213,10 @@ def check_pool(shape: KvShape, num_pages: Sequence[int], max_model_len: int, max
 
 
 def longest_prompt_pages(group: LayerGroup, page_tokens: int, max_model_len: int, max_chunk_tokens: int) -> int:
-    """Pages behind a window are evictable: needed are the window, two chunks in flight, a page for each cut edge."""
+    """Returns pages of one longest prompt.
+
+    Behind a window they are evictable: it needs the window, two chunks, two edges.
+    """
     whole = math.ceil(max_model_len / page_tokens)
     if not group.window_tokens:
         return whole
@@ -221,7 +224,7 @@ def longest_prompt_pages(group: LayerGroup, page_tokens: int, max_model_len: int
 
 
 def pool_budget(device: torch.device, memory_fraction: float, cpu_bytes: int) -> int:
-    """Bytes for pages once the weights are loaded: a share of a CUDA device's free memory, or the configured bytes."""
+    """Returns bytes for pages after the weights are loaded: a share of a CUDA device's free memory, or `cpu_bytes`."""
     if device.type != "cuda":
         return cpu_bytes
     free_bytes, _ = torch.cuda.mem_get_info(device)

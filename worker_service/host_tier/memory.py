@@ -58,7 +58,7 @@ class MemoryTier:
         return [None if value is None or len(value) > max_bytes else bytearray(value) for value in found]
 
     def flush(self) -> None:
-        """Forget everything; the store is another one from now on."""
+        """Drops all values; the store has a new identity from now on."""
         with self._lock:
             self._values.clear()
             self._num_bytes = 0

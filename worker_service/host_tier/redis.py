@@ -109,7 +109,7 @@ class RedisTier:
         return [head % (len(key), key, len(self._ttl), self._ttl, size), *value, b"\r\n"]
 
     def _get_batch(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
-        """The leading values, at least one: a value that is too long ends the batch, as its connection does."""
+        """Returns the leading values, at least one: a value that is too long ends the batch and its connection."""
         values: list[bytearray | None] = []
         try:
             with self._connection() as connection:
@@ -123,7 +123,7 @@ class RedisTier:
 
     @contextmanager
     def _connection(self) -> Iterator[RespConnection]:
-        """One connection for one command; it comes back only if its replies were read whole."""
+        """Yields one connection for one command; it is reused only if its replies were read whole."""
         deadline = time.monotonic() + self._config.timeout_s
         if not self._free.acquire(timeout=self._config.timeout_s):
             raise HostTierError("all connections are in use")
@@ -177,7 +177,7 @@ def _read_stored(connection: RespConnection) -> bool:
 
 
 def _read_found(connection: RespConnection, max_bytes: int) -> bytearray | None:
-    """The value; a key that holds something other than a string is a foreign one, and as good as absent."""
+    """Returns the value; a key that holds something other than a string counts as absent."""
     try:
         return connection.read_value(max_bytes)
     except ErrorReply as error:

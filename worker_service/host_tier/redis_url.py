@@ -1,4 +1,4 @@
-"""Where a Redis is and who we are to it, read from a redis://, rediss:// or unix:// URL.
+"""The address of a Redis and its credentials, from a redis://, rediss:// or unix:// URL.
 
 Opens no connection. Its text form never shows the password, so that it may be logged.
 """
@@ -35,7 +35,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """The address that a URL names, or a RedisUrlError."""
+    """Returns the address that a URL names. Raises RedisUrlError."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -70,18 +70,18 @@ class RespConnection:
         return False
 
     def arm(self, timeout_s: float) -> None:
-        """Everything up to the next call of this must be over in `timeout_s`."""
+        """Sets the deadline of everything up to the next call of this."""
         self._deadline = time.monotonic() + timeout_s
 
     def command(self, *arguments: bytes, max_bytes: int = MAX_LINE_BYTES) -> bytearray | None:
-        """One small command and its reply: a status, an integer or a value as bytes, or None."""
+        """Sends one small command and returns its reply: a status, an integer or a value as bytes, or None."""
         self.send([encode_command(*arguments)])
         return self.read_value(max_bytes)
 
     # Writing
 
     def send(self, parts: Sequence[Part]) -> None:
-        """All the parts, in order, without joining them."""
+        """Sends all the parts, in order, without joining them."""
         try:
             if self._tls:
                 self._send_tls(parts)
@@ -110,7 +110,7 @@ class RespConnection:
     # Reading
 
     def read_value(self, max_bytes: int) -> bytearray | None:
-        """The next reply. An error reply raises ErrorReply, a value beyond `max_bytes` TooLongReply."""
+        """Returns the next reply. Raises ErrorReply for an error reply, TooLongReply for a value beyond `max_bytes`."""
         line = self._read_line()
         kind, rest = bytes(line[:1]), line[1:]
         if kind in (b"+", b":"):
@@ -153,7 +153,7 @@ class RespConnection:
         return line
 
     def _read_ahead(self) -> None:
-        """A little more into the buffer. Little, because what is read here of a large value is copied once more."""
+        """Reads a little more into the buffer: what is read here of a large value is copied once more."""
         pending = self._buffer[self._start : self._end]
         self._buffer[: len(pending)] = pending
         self._start, self._end = 0, len(pending)

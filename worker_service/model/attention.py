@@ -106,7 +106,7 @@ class PagedAttention:
         return self.attended(layer, queries)
 
     def attended(self, layer: int, queries: RotatedQueries) -> torch.Tensor:
-        """What the launch's queries see in this layer's pages: [num_tokens, q_heads, head_dim].
+        """Returns the attention of the launch's queries over this layer's pages: [num_tokens, q_heads, head_dim].
 
         Padding rows are not written; their content stays in their row and is never read.
         """

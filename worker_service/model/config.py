@@ -1,4 +1,4 @@
-"""What a model is: the fields of a Hugging Face config.json, checked and named once."""
+"""The fields of a Hugging Face config.json that serving needs, checked once."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_model_config(top_fields: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Field by field; a multimodal wrapper keeps the language model's in `text_config`, behind the top level's."""
+    """Returns the checked config.
+
+    A multimodal wrapper has the language model's fields in `text_config`; the top level wins.
+    """
     family = _family(top_fields)
     fields = _merged(top_fields)
     num_layers = _whole(fields, "num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Where a model runs and in which numbers: device, dtype, and the process-wide settings that go with them."""
+"""Device and dtype of a model, and the process-wide settings that go with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUBLAS_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE"
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is some."""
+    """Returns the device; `auto` is CUDA if there is one. Raises ModelError when CUDA is asked for and missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -40,7 +40,7 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
 
 
 def numerics(device: torch.device, backend: Backend) -> str:
-    """What rounds a worker's sums: its device and the software that computes on it.
+    """Names what decides rounding on this worker: its device and the software that computes on it.
 
     Two workers whose numerics differ may have other bits in the same page, so the fingerprint holds them apart.
     """

@@ -1,4 +1,4 @@
-"""What a model is, as 32 bytes: over its config, tokenizer and weights, never over a path or a name.
+"""A model's identity as 32 bytes: over its config, tokenizer and weights, never over a path or a name.
 
 Each file is cut into pieces of PIECE_BYTES and its hash is over their hashes, so that one large file keeps as many
 threads busy as many small ones.
@@ -55,7 +55,7 @@ def digesting(folder: Path) -> Iterator[Callable[[], bytes]]:
 
 
 def _start(path: Path, pool: ThreadPoolExecutor) -> tuple[int, list[Future[bytes]]]:
-    """The file's length, and its pieces' hashes to come."""
+    """Returns the file's length, and futures of its pieces' hashes."""
     length = _checked(path, lambda: path.stat().st_size)
     return length, [pool.submit(_piece_sha256, path, first) for first in range(0, length, PIECE_BYTES)]
 

@@ -16,7 +16,7 @@ SMALL_FILES = ("config.json", "generation_config.json", TOKENIZER, TOKENIZER_CON
 
 
 def resolve_folder(model: str, revision: str | None = None) -> Path:
-    """A folder as it is, else a hub id's snapshot.
+    """Returns a folder unchanged, else a hub id's snapshot.
 
     The index comes first and names the shards: repositories keep other copies of their weights beside them
     (consolidated.safetensors, original/), which would double the download.

@@ -26,7 +26,7 @@ class Linear(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A layer's heads as its GEMM made them, [num_tokens, q_heads + 2 kv_heads, head_dim], and how to turn them."""
+    """A layer's heads as its GEMM made them, [num_tokens, q_heads + 2 kv_heads, head_dim], and how to rotate them."""
 
     qkv: torch.Tensor
     positions: torch.Tensor
@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
 
 class Attend(Protocol):
-    """Turns a layer's heads, appends K and V, and returns what the queries see: [num_tokens, q_heads, head_dim]."""
+    """Rotates a layer's heads, appends K and V, and returns the attention output: [num_tokens, q_heads, head_dim]."""
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor: ...
 

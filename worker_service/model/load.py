@@ -84,13 +84,13 @@ class _LoggedProgress:
 
 
 def kv_shape(config: ModelConfig, dtype: torch.dtype, page_tokens: int) -> KvShape:
-    """A window that no sequence can outgrow is none."""
+    """Returns the shape of the pages. A window longer than any sequence counts as full attention."""
     windows = tuple(window if window < config.max_model_len else 0 for window in config.windows)
     return KvShape(windows, config.num_kv_heads, config.head_dim, dtype, page_tokens)
 
 
 def _how_to_extend(config: ModelConfig) -> str:
-    """What config.json would have to say for a longer context."""
+    """Returns what config.json would have to say for a longer context."""
     if config.rope.kind is RopeKind.DYNAMIC:
         return "; rope_type dynamic is served up to max_position_embeddings only, since beyond it cached keys change"
     return (

@@ -1,4 +1,4 @@
-"""One launch: a batch's host metadata in, sampled tokens out.
+"""Runs one launch: a batch's host metadata in, sampled tokens out.
 
 Which pages hold what is in the batch's block tables.
 """
@@ -82,10 +82,10 @@ class Runner:
             return self._logits(staged, batch)
 
     def _launch(self, batch: Batch, sampling: SamplingArrays) -> torch.Tensor:
-        """What comes back to the host, as one int32 tensor."""
+        """Returns what is copied back to the host, as one int32 tensor."""
         output = self._replayed(batch)
         if output is not None:
-            if not batch.sampled or _only_likeliest(sampling.flags):
+            if not batch.sampled or _is_greedy(sampling.flags):
                 return output.tokens
             tensors = SamplingTensors(*self._upload.send(sampling.arrays))
             return _joined(sample(output.logits.float(), tensors, sampling.flags))
@@ -104,7 +104,7 @@ class Runner:
         return self._model.forward(inputs.token_ids, inputs.positions, attention, self._gemm)
 
     def attention(self, inputs: LaunchInputs) -> PagedAttention:
-        """What one launch's layers attend with; to be made anew for each."""
+        """Returns the attention of one launch, which all its layers share."""
         return PagedAttention(self._kv_pages, self._model.config.num_heads, inputs, self._plans)
 
     def _logits(self, staged: _Staged, batch: Batch) -> torch.Tensor:
@@ -126,11 +126,11 @@ class Runner:
         return graphs
 
     def _captured_forward(self, inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> GraphOutput:
-        """What a graph holds: the launch, the logits of these rows (None: of all but padding) and their likeliest."""
+        """The captured part: the forward pass, the logits of these rows (None: of all but padding) and their argmax."""
         hidden = self._hidden(inputs)
         rows = hidden if logits_rows is None else hidden[logits_rows]
         logits = self._model.logits(rows, self._gemm)
-        # Of the model's own numbers: widening them to fp32, as the sampler does, would change no order.
+        # In the model's dtype: widening to fp32, as the sampler does, would change no order.
         return GraphOutput(logits.argmax(dim=-1).to(torch.int32), logits)
 
     def _staged(self, batch: Batch, sampling: SamplingArrays) -> _Staged:
@@ -173,7 +173,7 @@ class _Staged(NamedTuple):
     sampling: SamplingTensors
 
 
-def _only_likeliest(flags: Flags) -> bool:
+def _is_greedy(flags: Flags) -> bool:
     return not flags.any_random and not flags.any_penalty and flags.num_logprobs < 0
 
 

@@ -36,7 +36,7 @@ class SamplingTensors(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """The host's knowledge of what no row asks for, so need not run."""
+    """Which parts of the sampler no row asks for, so that they need not run; known on the host."""
 
     any_random: bool
     any_filter: bool
@@ -81,7 +81,10 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def _penalised(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Tokens of the history lose: positive scores are divided by the penalty, negative ones multiplied."""
+    """Repetition penalty (CTRL).
+
+    Of tokens in the history, positive scores are divided by it, negative ones multiplied.
+    """
     places = (params.history_rows, params.history_tokens)
     scores = logits[places]
     penalty = params.penalty[params.history_rows]
@@ -99,7 +102,7 @@ def _drawn(scores: torch.Tensor, params: SamplingTensors, flags: Flags) -> torch
 
 
 def _filtered(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """top-k, then top-p of what is left, then min-p: what falls out gets -inf. The best token always stays."""
+    """top-k, then top-p of the rest, then min-p: removed tokens get -inf. The best token always stays."""
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(scores.shape[-1], device=scores.device)
     top_k = torch.where(params.top_k > 0, params.top_k, scores.shape[-1]).unsqueeze(1)
@@ -114,7 +117,7 @@ def _filtered(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
 
 
 def _gumbel(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
-    """Noise [rows, vocab_size] by a counter-based hash: a token's noise does not depend on who else is in the batch."""
+    """Gumbel noise [rows, vocab_size] by a counter-based hash: it does not depend on the other rows of the batch."""
     token_ids = torch.arange(vocab_size, device=params.key_low.device)
     words = _mix32(token_ids ^ params.key_low.unsqueeze(1))
     words = _mix32((words + params.key_high.unsqueeze(1)) & _WORD)

@@ -1,4 +1,4 @@
-"""Host arrays to the device and results back: one copy each way per launch, through pinned memory."""
+"""Copies host arrays to the device and results back: one copy each way per launch, through pinned memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Upload:
     """Packs arrays into one buffer that crosses in one copy; its tensors are views that live until the next `send`."""
 
     def __init__(self, device: torch.device, num_bytes: int = _SMALLEST_BYTES) -> None:
-        """Up to `num_bytes` the buffer stays where it is, so that tensors of an equal layout stay where they are."""
+        """Up to `num_bytes` the buffer does not move, so that tensors of an equal layout keep their addresses."""
         self._device = device
         self._copied = _event(device)
         self._make_buffers(num_bytes)
@@ -73,7 +73,7 @@ class Download:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Waiting for an event is a wait that one asked for; torch's debug mode counts every other as a hidden one."""
+    """Waits use an event, since torch's debug mode reports every other wait as an implicit one."""
     return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
@@ -83,7 +83,7 @@ def packed_bytes(sizes: Sequence[int]) -> int:
 
 
 def padded(values: array[int], size: int, value: int) -> array[int]:
-    """The values, and `value` behind them until there are `size`."""
+    """Returns the values, padded with `value` to `size`."""
     missing = size - len(values)
     return values + array(values.typecode, (value,)) * missing if missing > 0 else values
 

@@ -53,7 +53,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text that goes on; nothing for special tokens and ids that the vocabulary lacks."""
+        """Returns the bytes of a token within a text; none for special tokens and ids that the vocabulary lacks."""
         if token_id in self._special:
             return b""
         if token_id in self._added:
@@ -66,7 +66,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The text of a growing run of tokens, piece by piece; a character comes out when its last byte is there.
+    """Incremental detokenizer: returns a character when its last byte has arrived.
 
     Bytes that can never become a character come out as U+FFFD at once: no more than three are ever held back.
     """
@@ -79,7 +79,7 @@ class Detokenizer:
         return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
 
     def finish(self) -> str:
-        """What is left when no more tokens come: a broken character's U+FFFD, or nothing."""
+        """Returns the rest when no more tokens come: U+FFFD for a broken character, or nothing."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -93,7 +93,7 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _piece_bytes_of(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """How this tokenizer spells bytes in its vocabulary, by the decoders that its file names."""
+    """Returns how this tokenizer writes bytes in its vocabulary, by the decoders that its file names."""
     kinds = _decoder_kinds(json.loads(tokenizer.to_str()).get("decoder"))
     if "ByteLevel" in kinds:
         alphabet = _byte_level_alphabet()

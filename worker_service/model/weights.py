@@ -12,7 +12,7 @@ from worker_service.core.errors import ModelError
 from worker_service.model.config import ModelConfig, read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Hears how many bytes of how many are loaded.
+# Called with the bytes that are loaded, and all bytes.
 Progress = Callable[[int, int], None]
 
 WEIGHTS = "model.safetensors"

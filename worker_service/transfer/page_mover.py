@@ -95,17 +95,23 @@ class PageMover:
         self._frame = frame
         self._on_ack = on_ack
         self._limits = limits
-        self._breaker = _Breaker(limits.breaker_failures, limits.breaker_s)
+        self._breaker = _CircuitBreaker(limits.breaker_failures, limits.breaker_s)
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="page-mover")
         self._running: set[asyncio.Future[Ack]] = set()
         self._local = threading.local()
 
     def fetch(self, transfer: Transfer, barrier: Barrier) -> None:
-        """Host tier to device. `barrier` returns once no launch writes to the granted pages any more."""
+        """Starts a copy from the host tier to the device.
+
+        `barrier` returns once no launch writes to the granted pages.
+        """
         self._start(transfer, lambda tier: self._fetch(tier, transfer, barrier))
 
     def spill(self, transfer: Transfer) -> None:
-        """Device to host tier. The ticket pins the pages, so nothing has to be waited for."""
+        """Starts a copy from the device to the host tier.
+
+        The ticket pins the pages, so it need not wait for a launch.
+        """
         self._start(transfer, lambda tier: self._spill(tier, transfer))
 
     @property
@@ -113,7 +119,7 @@ class PageMover:
         return len(self._running)
 
     async def drain(self) -> None:
-        """Wait until everything that was started has been acknowledged."""
+        """Waits until every transfer that was started has been acknowledged."""
         while self._running:
             await asyncio.wait(set(self._running))
         await asyncio.sleep(0)  # acks that were due at once are handed over by callbacks of the next round
@@ -139,7 +145,7 @@ class PageMover:
         self._on_ack(running.result())
 
     def _timed(self, transfer: Transfer, work: Callable[[], _Outcome]) -> Ack:
-        """Every failure ends as an ack: a ticket without one would pin its pages for good."""
+        """Returns an ack also after a failure: a ticket without one would pin its pages for good."""
         started = time.monotonic()
         try:
             with self._own_stream():
@@ -152,7 +158,7 @@ class PageMover:
         )
 
     def _own_stream(self) -> AbstractContextManager[object]:
-        """On a CUDA device each thread copies on a stream of its own, beside the launches."""
+        """Returns a context in which a CUDA device's copies run on the thread's own stream, beside the launches."""
         if self._pages.device.type != "cuda":
             return nullcontext()
         if not hasattr(self._local, "stream"):
@@ -191,7 +197,7 @@ class PageMover:
         return tier.get([item.key for item in items], max_bytes)
 
     def _checked(self, item: _Item, value: bytearray | None) -> memoryview | TransferStatus:
-        """The page's bytes, or what is wrong: MISSING or CORRUPT."""
+        """Returns the page's bytes, or MISSING or CORRUPT."""
         if value is None:
             return TransferStatus.MISSING
         try:
@@ -248,7 +254,7 @@ def _pages_per_command(transfer: Transfer) -> int:
 
 
 def _items(transfer: Transfer, start: int, end: int) -> list[_Item]:
-    """What moves of the pages [start, end), page by page, so that leading values mean leading pages."""
+    """Returns the values of the pages [start, end), page by page, so that leading values mean leading pages."""
     tables = [(group, _page_ids(group)) for group in transfer.groups]
     return [
         _Item(page, group.group, page_ids[page], group.key(page, RANK))
@@ -264,8 +270,11 @@ def _page_ids(group: TransferPages) -> array[int]:
     return page_ids
 
 
-class _Breaker:
-    """Fails fast for a while after failures in a row. Decides nothing: grants are the cache service's."""
+class _CircuitBreaker:
+    """A circuit breaker: opens for `open_s` after `max_failures` failures in a row.
+
+    The cache service has one of its own.
+    """
 
     def __init__(self, max_failures: int, open_s: float) -> None:
         self._max_failures = max_failures
