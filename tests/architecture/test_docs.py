@@ -14,6 +14,9 @@ from worker_service.config import WorkerConfig
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 VARIABLE = re.compile(r"STEMCACHE_(?:CACHE|WORKER)_[A-Z0-9_]+")
+SPAN = re.compile(r"`([^`\s]+)`")
+# Stands for a name that the reader chooses.
+PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -39,6 +42,22 @@ def test_links_lead_somewhere() -> None:
             if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
                 broken.append(f"{relative(path)}: {link}")
     assert not broken, broken
+
+
+def test_paths_in_documents_exist() -> None:
+    """Whole paths from the repository's root, patterns with *, and names of single files."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    names = {path.name for folder in folders - {"build"} for path in (ROOT / folder).rglob("*.py")}
+    names |= {path.name for path in ROOT.glob("*.py")}
+    missing = []
+    for path in documents():
+        for span in SPAN.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
+            if "/" in span and span.split("/")[0] in folders and not PLACEHOLDER.search(span):
+                found = any(True for _ in ROOT.glob(span.rstrip("/")))
+            else:
+                found = not re.fullmatch(r"[\w/]+\.py", span) or span in names
+            missing += [] if found else [f"{relative(path)}: {span}"]
+    assert not missing, missing
 
 
 def test_every_decision_is_in_the_list() -> None:
