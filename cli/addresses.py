@@ -22,7 +22,7 @@ class CannotStart(Exception):
 
 
 class Listens(NamedTuple):
-    """One service's addresses. An empty one is not served."""
+    """One service's addresses; an empty string means not served."""
 
     calls: str
     admin: str
@@ -31,7 +31,10 @@ class Listens(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An address and who named it. `fixed`: another port will not do."""
+    """An address and the option or variable that named it.
+
+    `fixed`: fail if its port is in use, instead of taking another.
+    """
 
     name: str
     address: HostPort
@@ -60,7 +63,7 @@ class Ports:
 
 
 def usual(port: int, asked_port: int) -> HostPort:
-    """The usual port of what comes beside a service; any free one where the service itself takes any."""
+    """Returns the usual port of an endpoint beside a service; 0 (any free one) where the service itself takes any."""
     return HostPort(LOOPBACK, port if asked_port else 0)
 
 
@@ -160,7 +163,7 @@ def _free_ports() -> Iterator[int]:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a service could listen there; for a host that is not this machine's, the service will say it."""
+    """Returns whether a service could listen there; a host of another machine is left for the service to report."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         # As the services do: a port in TIME_WAIT is free.

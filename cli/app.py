@@ -53,7 +53,7 @@ app = typer.Typer(
 
 
 def utf8(text: str | None) -> str | None:
-    """The text itself. A shell hands over any bytes, and Python keeps those that are no UTF-8 as surrogates."""
+    """Returns the text. Raises BadParameter for bytes that are not UTF-8, which Python keeps as surrogates."""
     try:
         return text and text.encode().decode()
     except UnicodeEncodeError:
@@ -61,7 +61,7 @@ def utf8(text: str | None) -> str | None:
 
 
 def prompt_text(prompt: str) -> str | None:
-    """The argument, or for - what stdin has."""
+    """Returns the argument, or for - the content of stdin."""
     if prompt != "-":
         return utf8(prompt)
     try:
@@ -71,7 +71,7 @@ def prompt_text(prompt: str) -> str | None:
 
 
 def number(value: float) -> float:
-    """The value itself; "nan" passes every check of a range."""
+    """Returns the value. Raises BadParameter for "nan" and infinities, which pass a check of a range."""
     if not math.isfinite(value):
         raise typer.BadParameter("is not a number")
     return value

@@ -1,4 +1,4 @@
-"""What the doctor sees of running services: who answers, with which model, and the Redis between them.
+"""What the doctor checks of running services: which ones reply, with which model, and the Redis between them.
 
 Changes nothing. The address of the Redis comes from a variable, or from the cache service's own process: with its
 password it is in no file.

@@ -36,7 +36,7 @@ RETRIED = (grpc.StatusCode.UNAVAILABLE,)
 
 
 class WrongService(Exception):
-    """An address is that of another service than the one that was meant."""
+    """The service at this address is not the one that was meant."""
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class StemcacheClient:
         *,
         on_answer: Callable[[Answer], None] = lambda _: None,
     ) -> Answer:
-        """Try the workers in order until one finishes; a worker that is gone is a reason to go on, bad input is not."""
+        """Tries the workers in order until one finishes; goes on after an unreachable worker, not after bad input."""
         for attempt, worker in enumerate(workers):
             try:
                 answer = await self.generate(worker, prompt, sampling, on_answer=on_answer)
@@ -191,7 +191,7 @@ class StemcacheClient:
         return await self._admin().Clear(request, timeout=CALL_TIMEOUT_S)
 
     async def is_serving(self, address: str) -> bool:
-        """Whether the service at `address` answers its health check with SERVING."""
+        """Returns whether the health check of the service at `address` says SERVING."""
         stub = health_pb2_grpc.HealthStub(self._channels[address])
         try:
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)

@@ -32,7 +32,7 @@ async def play(options: ClusterOptions, seed: int, numbers: Sequence[int], outpu
 
 
 async def play_scenes(scenes: dict[int, Scene], stage: Stage, output: Output) -> list[SceneResult]:
-    """All of them in order; a scene that raises is a failed scene, and the next one is played."""
+    """Plays all of them in order; a scene that raises is counted as failed, and the next one is played."""
     results = []
     for number, scene in scenes.items():
         title = (scene.__doc__ or scene.__name__).splitlines()[0].rstrip(".")

@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> int:
-    """Returns an exit code only when there is nothing to run any more."""
+    """Returns 1 when the parent died already; otherwise does not return."""
     parent, command = int(argv[0]), argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

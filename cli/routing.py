@@ -1,4 +1,4 @@
-"""Which worker a request goes to: the one with most of the prompt cached; among equals the one with the least to do.
+"""Picks the worker for a request: the one with most of the prompt cached; among equals the least loaded.
 
 A rule of this client, made of calls that any client can make: Describe, Tokenize, Match, Stats.
 """

@@ -42,7 +42,7 @@ def state_dir() -> Path:
 
 @contextmanager
 def claim_state_dir() -> Iterator[None]:
-    """Be the one `stemcache up` of this state folder. Raises AlreadyRunning."""
+    """Claims the state folder for this `stemcache up`. Raises AlreadyRunning."""
     path = _lock_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

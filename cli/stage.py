@@ -1,4 +1,4 @@
-"""What the demo's scenes play on, and what one of them comes to."""
+"""The services that the demo's scenes use, and the result of a scene."""
 
 from __future__ import annotations
 

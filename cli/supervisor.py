@@ -93,7 +93,7 @@ class Child:
                     await task
 
     def _why(self) -> str:
-        """One line where the child's last word is its error, as a service's is; else the end of its log."""
+        """Returns one line if the child's log ends with an error line, as a service's does; else the end of its log."""
         last = self.log_tail(1)
         if ": error: " in last[:40]:
             return f": {last.partition(': error: ')[2]} (log: {self.log_path})"

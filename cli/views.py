@@ -107,7 +107,7 @@ def _held_share(worker: cache_pb2.WorkerStats) -> float:
 
 
 def bar(share: float) -> str:
-    """Ten signs."""
+    """A bar of ten characters."""
     filled = round(min(max(share, 0.0), 1.0) * 10)
     return f"[green]{'█' * filled}[/green][dim]{'░' * (10 - filled)}[/dim]"
 

@@ -16,7 +16,7 @@ FREE_PREFIX = "/grpc."
 
 
 class CallLimit:
-    """An around that refuses what is too much with RESOURCE_EXHAUSTED."""
+    """An around that refuses calls beyond the limit with RESOURCE_EXHAUSTED."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -12,7 +12,7 @@ Options = list[tuple[str, int | str]]
 
 
 class ServerLimits(NamedTuple):
-    """What a server takes on at most."""
+    """Limits of a server."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_streams_per_connection: int = 1024

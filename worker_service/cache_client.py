@@ -40,7 +40,7 @@ _STEP_CODES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.INTERNAL,
 }
-_Answer = TypeVar("_Answer")
+_Reply = TypeVar("_Reply")
 _StreamCall = grpc.aio.StreamStreamCall[cache_pb2.SessionRequest, cache_pb2.SessionResponse]
 _log = logging.getLogger(__name__)
 
@@ -174,12 +174,12 @@ class _Stream:
     async def ask(self, key: _Key, message: cache_pb2.WorkerMessage) -> cache_pb2.ManagerMessage:
         if self._lost is not None:
             raise self._lost
-        answer = asyncio.get_running_loop().create_future()
-        self._waiting[key] = answer
+        reply = asyncio.get_running_loop().create_future()
+        self._waiting[key] = reply
         try:
             async with asyncio.timeout(self._limits.reply_timeout_s):
                 await self._call.write(seal_request(message))
-                return await asyncio.shield(answer)
+                return await asyncio.shield(reply)
         except TimeoutError as error:
             lost = SessionLost(f"no reply to {key[0]} within {self._limits.reply_timeout_s} s")
             self._end(lost)
@@ -195,7 +195,7 @@ class _Stream:
             raise self._lost or SessionLost(str(error)) from error
         finally:
             self._waiting.pop(key, None)
-            _forget(answer)
+            _forget(reply)
 
     def tell_loss_once(self) -> None:
         """Raises the error that ended this stream after its Welcome, once."""
@@ -249,18 +249,18 @@ class _Stream:
         if kind == "order":
             self._take_order(message.order)
         elif kind == "step_reply":
-            self._answer(("step", message.step_reply.step_id), message)
+            self._resolve(("step", message.step_reply.step_id), message)
         elif kind == "welcome":
             self._welcomed = True
-            self._answer(("welcome", 0), message)
+            self._resolve(("welcome", 0), message)
         else:
             raise SessionLost("the cache service said something that this worker does not know")
 
-    def _answer(self, key: _Key, message: cache_pb2.ManagerMessage) -> None:
-        answer = self._waiting.get(key)
-        if answer is None or answer.done():
+    def _resolve(self, key: _Key, message: cache_pb2.ManagerMessage) -> None:
+        reply = self._waiting.get(key)
+        if reply is None or reply.done():
             raise SessionLost(f"{key[0]} {key[1]} got a reply but was not asked")
-        answer.set_result(message)
+        reply.set_result(message)
 
     def _take_order(self, order: cache_pb2.Order) -> None:
         transfer = decode_order(order)
@@ -271,9 +271,9 @@ class _Stream:
         if self._lost is None:
             self._lost = lost
             self._orders.news.set()
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._lost)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(self._lost)
 
 
 def _is_cancelled() -> bool:
@@ -282,7 +282,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _forget(answer: asyncio.Future[_Answer]) -> None:
+def _forget(reply: asyncio.Future[_Reply]) -> None:
     """Mark a failure as seen, so that asyncio does not report it as unhandled."""
-    if answer.done() and not answer.cancelled():
-        answer.exception()
+    if reply.done() and not reply.cancelled():
+        reply.exception()

@@ -1,4 +1,4 @@
-"""What one way of obtaining a prefix came to: marks, token counts, times, and whether all that was promised held."""
+"""The result of one way of obtaining a prefix: marks, token counts, times, and failed expectations."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class LeastAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was asked of which model, and what came of it."""
+    """What was asked of which model, and the results."""
 
     plan: SheetPlan
     worker: worker_pb2.DescribeResponse
@@ -107,7 +107,7 @@ async def _play_one(services: EvalServices, name: str, result: WayResult, cold: 
 
 
 def expect_accuracy(cold: WayResult, least: LeastAccuracy) -> None:
-    """A figure below what the model is known for is a failure, too."""
+    """Adds a failure for each accuracy below the model's known one."""
     for what, marks, wanted in (
         ("one-fact", cold.one_fact, least.one_fact),
         ("two-fact", cold.two_facts, least.two_facts),

@@ -41,7 +41,7 @@ class SpecialWorker(NamedTuple):
 
 @dataclass(slots=True)
 class EvalServices:
-    """Two ordinary workers, and special ones once they are asked for; `advance` hears of every answer."""
+    """Two ordinary workers, and special ones, started on first use; `advance` is called after every answer."""
 
     client: StemcacheClient
     supervisor: Supervisor
@@ -96,7 +96,10 @@ class EvalServices:
         return found[0] if found else self.client
 
     async def ask(self, worker: str, sheet: Sheet, asked: Asked, salt: str, *, reuses: bool = True) -> Reply:
-        """One question on one worker, answered greedily until the model ends its sentence; progress hears of it."""
+        """One question on one worker, answered greedily until the model ends its sentence.
+
+        Counts in the progress bar.
+        """
         reply = await self.try_asking(worker, sheet, asked, salt)
         self.advance()
         return reply._replace(reuses=reuses)

@@ -30,7 +30,7 @@ Play = Callable[[EvalServices, WayResult], Awaitable[list[Reply]]]
 
 
 class Way(NamedTuple):
-    """What a person reads in the row, and what is done for it."""
+    """The row's title, and the function that produces its replies."""
 
     title: str
     play: Play
@@ -119,7 +119,7 @@ async def chunked(services: EvalServices, result: WayResult) -> list[Reply]:
 
 
 async def preempted(services: EvalServices, result: WayResult) -> list[Reply]:
-    """Each request loses its pages while it decodes, and takes up again where it was."""
+    """Each request loses its pages while it decodes, and resumes."""
     salt, worker = fresh_salt("preempted"), await services.tight_worker()
     replies: list[Reply] = []
     for sheet in services.sheets:
@@ -133,7 +133,7 @@ async def preempted(services: EvalServices, result: WayResult) -> list[Reply]:
 
 
 async def restarted(services: EvalServices, result: WayResult) -> list[Reply]:
-    """Spilled, then the worker is killed; what came back in its place fetches what it needs."""
+    """Spilled, then the worker is killed; the restarted one fetches the pages."""
     if not _has_shared_tier(services, result):
         return []
     salt = fresh_salt("restarted")
@@ -179,7 +179,7 @@ def _expect_fetched(result: WayResult, replies: list[Reply]) -> None:
 
 
 async def _ask_preempted(services: EvalServices, worker: SpecialWorker, sheet: Sheet, asked: Asked, salt: str) -> Reply:
-    """The question beside a neighbour of higher priority, for whose next page there is no room but the asker's."""
+    """Asks beside a neighbour of higher priority, whose next page can only be one of the asker's."""
     page, prompt_pages = services.page_tokens, -(-len(asked.prompt) // services.page_tokens)
     own_pages = prompt_pages - len(sheet.prefix) // page
     for lead in NEIGHBOUR_LEADS:

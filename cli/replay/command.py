@@ -27,7 +27,7 @@ class Setup(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What was replayed into, and what came of it."""
+    """One replay's configuration and its figures."""
 
     setup: Setup
     figures: Replay

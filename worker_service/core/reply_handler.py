@@ -162,10 +162,10 @@ class ReplyHandler:
             self._queues.preempt(leased[-1])
 
 
-def _require_each_once(field: str, answered: list[SequenceId], asked: Collection[SequenceId]) -> None:
-    if len(set(answered)) != len(answered):
+def _require_each_once(field: str, named: list[SequenceId], asked: Collection[SequenceId]) -> None:
+    if len(set(named)) != len(named):
         raise UnaskedReply(f"{field}: a sequence is named twice")
-    for sequence_id in answered:
+    for sequence_id in named:
         if sequence_id not in asked:
             raise UnaskedReply(f"{field}: the reply names sequence {sequence_id}, for which nothing was asked")
 
