@@ -22,7 +22,7 @@ from cache_service.config import CacheConfig
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.effects import Effects
-from cache_service.host_keys import HostKeys, HostKeysConfig, open_client
+from cache_service.host_keys import HostKeysConfig, RedisHostKeys, open_client
 from cache_service.metrics import ManagerCollector, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
 from cache_service.servicer import CacheAdminServicer, PrefixCacheServicer
@@ -138,12 +138,12 @@ async def running(
 
 
 @asynccontextmanager
-async def _host_keys(config: CacheConfig, manager: CacheManager) -> AsyncIterator[HostKeys | None]:
+async def _host_keys(config: CacheConfig, manager: CacheManager) -> AsyncIterator[RedisHostKeys | None]:
     if not config.redis_url:
         yield None
         return
     settings = HostKeysConfig(ttl_ms=config.host_ttl_s * 1000)
-    host_keys = HostKeys(open_client(config.redis_url, settings.timeout_s), manager, settings)
+    host_keys = RedisHostKeys(open_client(config.redis_url, settings.timeout_s), manager, settings)
     host_keys.start()
     try:
         yield host_keys

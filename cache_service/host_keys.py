@@ -80,7 +80,7 @@ def open_client(url: str, timeout_s: float) -> Redis:
     return client
 
 
-class HostKeys:
+class RedisHostKeys:
     """Owned by the event loop, as the rows are. `delete` and `touch` only queue; three tasks do the work."""
 
     def __init__(

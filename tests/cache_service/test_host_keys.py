@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from cache_service.core.host.host_key import HostKey, build_key
-from cache_service.host_keys import HostKeys, HostKeysConfig, InvalidRedisUrl, _literal, open_client
+from cache_service.host_keys import HostKeysConfig, InvalidRedisUrl, RedisHostKeys, _literal, open_client
 from session.protocol import SENTINEL_KEY
 from session.words import PageHash
 from tests.redis_process import RedisProcess, find_redis_binary
@@ -85,15 +85,15 @@ def rows() -> Rows:
 
 
 @pytest.fixture
-async def host_keys(server: RedisProcess, redis: Redis, rows: Rows) -> AsyncIterator[HostKeys]:
-    keys = HostKeys(open_client(server.url, CONFIG.timeout_s), rows, CONFIG)
+async def host_keys(server: RedisProcess, redis: Redis, rows: Rows) -> AsyncIterator[RedisHostKeys]:
+    keys = RedisHostKeys(open_client(server.url, CONFIG.timeout_s), rows, CONFIG)
     keys.start()
     await until(lambda: keys._seen == "tier-1")
     yield keys
     await keys.close()
 
 
-async def test_deletes_reach_redis(host_keys: HostKeys, redis: Redis) -> None:
+async def test_deletes_reach_redis(host_keys: RedisHostKeys, redis: Redis) -> None:
     for number in range(100):
         redis.set(key(number), "v")
     host_keys.delete([key(number) for number in range(1, 100)])
@@ -101,7 +101,7 @@ async def test_deletes_reach_redis(host_keys: HostKeys, redis: Redis) -> None:
     assert redis.get(key(0)) == b"v"
 
 
-async def test_touches_refresh_the_time_to_live(host_keys: HostKeys, redis: Redis) -> None:
+async def test_touches_refresh_the_time_to_live(host_keys: RedisHostKeys, redis: Redis) -> None:
     for number in range(40):
         redis.set(key(number), "v", px=5_000)
     host_keys.touch([key(number) for number in range(39, 0, -1)])
@@ -110,7 +110,7 @@ async def test_touches_refresh_the_time_to_live(host_keys: HostKeys, redis: Redi
     assert redis.pttl(key(0)) <= 5_000
 
 
-async def test_a_touch_of_a_vanished_key_makes_none(host_keys: HostKeys, redis: Redis) -> None:
+async def test_a_touch_of_a_vanished_key_makes_none(host_keys: RedisHostKeys, redis: Redis) -> None:
     redis.set(key(1), "v", px=5_000)
     host_keys.touch([key(2), key(1)])
     await until(lambda: redis.pttl(key(1)) > 50_000)
@@ -122,7 +122,7 @@ async def test_the_scan_finds_the_keys_of_the_fingerprint_only(server: RedisProc
     mine, foreign = [key(number) for number in range(1500)], [key(number, other) for number in range(30)]
     redis.mset(dict.fromkeys([*mine, *foreign, b"stemcache:2:x", b"unrelated"], b"v"))
     rows = Rows(("tier-1", FINGERPRINT), ("tier-2", other))
-    keys = HostKeys(open_client(server.url, 0.3), rows, CONFIG)
+    keys = RedisHostKeys(open_client(server.url, 0.3), rows, CONFIG)
     keys.start()
     await until(lambda: len(set(rows.adopted.get(("tier-1", FINGERPRINT), []))) == 1500)
     # A fingerprint that says Hello later is scanned then; one in another store never.
@@ -142,7 +142,7 @@ async def test_rows_are_adopted_in_the_order_of_their_last_use(server: RedisProc
     redis.mset(dict.fromkeys(names, b"v"))
     for number in range(300):
         redis.pexpire(key(number), 50_000)
-    first, then = (HostKeys(open_client(server.url, 0.3), told, CONFIG) for told in (Rows(), rows))
+    first, then = (RedisHostKeys(open_client(server.url, 0.3), told, CONFIG) for told in (Rows(), rows))
     first.start()
     first.touch(names)
     await until(lambda: not first._touches)
@@ -158,7 +158,7 @@ async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
     server: RedisProcess, redis: Redis, rows: Rows, finished: bool
 ) -> None:
     redis.mset({key(number): b"v" for number in range(100)})
-    before = HostKeys(open_client(server.url, 0.3), rows, CONFIG)
+    before = RedisHostKeys(open_client(server.url, 0.3), rows, CONFIG)
     await before.clear_begins()
     before.start()
     before.clear_ends(keep_marks=False)
@@ -170,7 +170,7 @@ async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
         await before._marks.begin([FINGERPRINT])
     await before.close()
     told = Rows(("tier-1", FINGERPRINT))
-    after = HostKeys(open_client(server.url, 0.3), told, CONFIG)
+    after = RedisHostKeys(open_client(server.url, 0.3), told, CONFIG)
     after.start()
     if finished:
         await until(lambda: len(told.adopted.get(("tier-1", FINGERPRINT), ())) == 100)
@@ -180,14 +180,16 @@ async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
     await after.close()
 
 
-async def test_marks_stay_while_hidden_rows_are_kept(host_keys: HostKeys, redis: Redis) -> None:
+async def test_marks_stay_while_hidden_rows_are_kept(host_keys: RedisHostKeys, redis: Redis) -> None:
     await host_keys.clear_begins()
     host_keys.clear_ends(keep_marks=True)
     await asyncio.sleep(0.1)
     assert redis.keys(b"stemcache:1:clearing:*")
 
 
-async def test_a_flush_drops_the_index_and_the_name_comes_back(host_keys: HostKeys, redis: Redis, rows: Rows) -> None:
+async def test_a_flush_drops_the_index_and_the_name_comes_back(
+    host_keys: RedisHostKeys, redis: Redis, rows: Rows
+) -> None:
     redis.flushall()
     await until(lambda: rows.lost)
     await until(lambda: redis.get(SENTINEL_KEY) == b"tier-1")
@@ -195,7 +197,7 @@ async def test_a_flush_drops_the_index_and_the_name_comes_back(host_keys: HostKe
     assert rows.lost == ["tier-1"]
 
 
-async def test_a_replaced_sentinel_drops_the_index_once(host_keys: HostKeys, redis: Redis, rows: Rows) -> None:
+async def test_a_replaced_sentinel_drops_the_index_once(host_keys: RedisHostKeys, redis: Redis, rows: Rows) -> None:
     redis.set(SENTINEL_KEY, "tier-9")
     await until(lambda: rows.lost)
     await asyncio.sleep(0.05)
@@ -203,7 +205,9 @@ async def test_a_replaced_sentinel_drops_the_index_once(host_keys: HostKeys, red
     assert redis.get(SENTINEL_KEY) == b"tier-9"
 
 
-async def test_a_dead_redis_is_told_and_its_return_too(server: RedisProcess, host_keys: HostKeys, rows: Rows) -> None:
+async def test_a_dead_redis_is_told_and_its_return_too(
+    server: RedisProcess, host_keys: RedisHostKeys, rows: Rows
+) -> None:
     server.kill()
     await until(lambda: rows.health.count("failure") >= 3)
     host_keys.delete([key(1)])
@@ -215,7 +219,7 @@ async def test_a_dead_redis_is_told_and_its_return_too(server: RedisProcess, hos
 
 
 async def test_a_stalled_redis_holds_nobody_up(
-    server: RedisProcess, host_keys: HostKeys, redis: Redis, rows: Rows
+    server: RedisProcess, host_keys: RedisHostKeys, redis: Redis, rows: Rows
 ) -> None:
     redis.set(key(1), "v")
     os.kill(server.pid, signal.SIGSTOP)
@@ -230,7 +234,7 @@ async def test_a_stalled_redis_holds_nobody_up(
 
 
 async def test_queues_are_bounded(server: RedisProcess, rows: Rows) -> None:
-    keys = HostKeys(open_client(server.url, 0.3), rows, HostKeysConfig(max_queued_keys=10))
+    keys = RedisHostKeys(open_client(server.url, 0.3), rows, HostKeysConfig(max_queued_keys=10))
     keys.delete([key(number) for number in range(8)])
     keys.delete([key(number) for number in range(8, 20)])
     keys.touch([key(1)])
@@ -239,7 +243,7 @@ async def test_queues_are_bounded(server: RedisProcess, rows: Rows) -> None:
 
 
 async def test_a_fault_of_the_listener_does_not_end_the_watch(
-    host_keys: HostKeys, redis: Redis, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    host_keys: RedisHostKeys, redis: Redis, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 
@@ -256,7 +260,7 @@ async def test_a_fault_of_the_listener_does_not_end_the_watch(
 async def test_a_store_of_another_redis_is_left_alone(server: RedisProcess, redis: Redis) -> None:
     redis.delete(SENTINEL_KEY)
     rows = Rows(("elsewhere", FINGERPRINT))
-    keys = HostKeys(open_client(server.url, 0.3), rows, CONFIG)
+    keys = RedisHostKeys(open_client(server.url, 0.3), rows, CONFIG)
     keys.start()
     await until(lambda: keys._foreign == {"elsewhere"})
     await keys.close()

@@ -14,7 +14,7 @@ from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import HostKey, build_key
-from cache_service.host_keys import HostKeys, open_client
+from cache_service.host_keys import RedisHostKeys, open_client
 from session.messages import Hello
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, redis, server, until
@@ -51,21 +51,21 @@ def manager() -> CacheManager:
 
 
 @pytest.fixture
-async def host_keys(server: RedisProcess, redis: Redis, manager: CacheManager) -> AsyncIterator[HostKeys]:
+async def host_keys(server: RedisProcess, redis: Redis, manager: CacheManager) -> AsyncIterator[RedisHostKeys]:
     redis.mset(dict.fromkeys(keys(), b"v"))
-    host_keys = HostKeys(open_client(server.url, CONFIG.timeout_s), manager, CONFIG)
+    host_keys = RedisHostKeys(open_client(server.url, CONFIG.timeout_s), manager, CONFIG)
     host_keys.start()
     yield host_keys
     await host_keys.close()
     audit.check(manager)
 
 
-async def test_rows_come_back_by_the_scan(host_keys: HostKeys, manager: CacheManager) -> None:
+async def test_rows_come_back_by_the_scan(host_keys: RedisHostKeys, manager: CacheManager) -> None:
     await until(lambda: host_tokens(manager) == NUM_PAGES * PAGE_TOKENS)
     assert manager.stats().host_tier.num_rows == NUM_PAGES
 
 
-async def test_rows_go_with_a_flush(host_keys: HostKeys, manager: CacheManager, redis: Redis) -> None:
+async def test_rows_go_with_a_flush(host_keys: RedisHostKeys, manager: CacheManager, redis: Redis) -> None:
     await until(lambda: host_tokens(manager))
     redis.flushall()
     await until(lambda: not host_tokens(manager))
@@ -73,7 +73,7 @@ async def test_rows_go_with_a_flush(host_keys: HostKeys, manager: CacheManager, 
 
 
 async def test_the_breaker_opens_while_redis_is_gone(
-    host_keys: HostKeys, manager: CacheManager, server: RedisProcess
+    host_keys: RedisHostKeys, manager: CacheManager, server: RedisProcess
 ) -> None:
     await until(lambda: host_tokens(manager))
     server.kill()
@@ -88,7 +88,7 @@ def _open_after_a_tick(manager: CacheManager) -> bool:
 
 
 async def test_what_the_manager_deletes_goes_from_redis(
-    host_keys: HostKeys, manager: CacheManager, redis: Redis
+    host_keys: RedisHostKeys, manager: CacheManager, redis: Redis
 ) -> None:
     await until(lambda: host_tokens(manager))
     cleared = manager.clear(None, unused_only=False, now_ms=0)
