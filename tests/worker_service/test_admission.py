@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from session.messages import Step
-from session.words import RefusalReason
+from session.words import MissReason, RefusalReason
 from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
+from tests.worker_service.real_machine import RealMachine
+from tests.worker_service.scheduler_machine import VOCAB, full_group
 from worker_service.core.scheduler import SchedulerConfig
 
 PAGE = 16
@@ -24,13 +25,13 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(max_kept_bytes: int, **changes: object) -> Machine:
-    driven = Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(max_kept_bytes: int, **changes: object) -> RealMachine:
+    driven = RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
     driven.restart_manager(LIMITS._replace(max_kept_bytes=max_kept_bytes))
     return driven
 
 
-def steps_of(driven: Machine) -> list[Step]:
+def steps_of(driven: RealMachine) -> list[Step]:
     """Run to the end; returns every step."""
     steps: list[Step] = []
     original = driven.manager.step
@@ -94,8 +95,7 @@ def test_what_the_service_kept_no_longer_is_sent_again_at_once() -> None:
     first, second = driven.ask([1] * LONG, max_tokens=30), driven.ask([2] * LONG)
     driven.turn()
     driven.turn()
-    assert driven.manager.kept
-    driven.manager.kept.clear()
+    assert driven.manager.cache.kept.drop(second)
     driven.end_launch()
     driven.abort(first)
     step = driven.scheduler.next_step()
@@ -164,4 +164,9 @@ def test_usage_says_what_the_first_admission_found() -> None:
     driven.run()
     usage = driven.clients[asked].usage
     assert usage is not None
-    assert (usage.matched_tokens, usage.usable_tokens, usage.limiting_group, usage.miss_reason) == (192, 192, "", 1)
+    assert (usage.matched_tokens, usage.usable_tokens, usage.limiting_group, usage.miss_reason) == (
+        192,
+        192,
+        "",
+        MissReason.PAGE_TAIL,
+    )

@@ -6,8 +6,8 @@ import pytest
 
 from session.messages import Release
 from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
+from tests.worker_service.real_machine import RealMachine
 from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, full_group, reference
-from tests.worker_service.test_scheduler_with_manager import RealMachine
 from worker_service.core.scheduler import SchedulerConfig
 
 GROUPS = (full_group(64), GroupSpec("state", GroupKind.STATE, 16, 0))

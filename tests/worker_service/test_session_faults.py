@@ -14,8 +14,9 @@ import pytest
 from session.messages import Step
 from session.words import Namespace, SequenceId
 from tests.worker_service.fake_manager import LIMITS
+from tests.worker_service.real_machine import WORKER, RealMachine
 from tests.worker_service.scheduler_machine import STOPPED, VOCAB
-from tests.worker_service.test_scheduler_with_manager import WORKER, RealMachine, full_only, with_state, with_window
+from tests.worker_service.test_scheduler_with_manager import full_only, with_state, with_window
 from worker_service.core.errors import LostPlace
 from worker_service.core.scheduler import SchedulerConfig
 

@@ -12,7 +12,8 @@ from session.wire.seal import seal_request
 from session.wire.step import encode_step
 from session.words import Namespace, RefusalReason
 from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
+from tests.worker_service.real_machine import RealMachine
+from tests.worker_service.scheduler_machine import VOCAB, full_group
 from worker_service.core.errors import InvalidField
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -21,19 +22,19 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(limits: SessionLimits = LIMITS, **changes: object) -> Machine:
-    driven = Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(limits: SessionLimits = LIMITS, **changes: object) -> RealMachine:
+    driven = RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
     driven.restart_manager(limits)
     return driven
 
 
-def next_step(driven: Machine) -> Step:
+def next_step(driven: RealMachine) -> Step:
     step = driven.scheduler.next_step()
     assert step is not None
     return step
 
 
-def usage_of(driven: Machine, sequence_id: int):
+def usage_of(driven: RealMachine, sequence_id: int):
     usage = driven.clients[sequence_id].usage  # type: ignore[index]
     assert usage is not None
     return usage
@@ -158,9 +159,8 @@ def test_an_invalid_acquire_fails_alone() -> None:
     driven = machine()
     good, bad = driven.ask([1] * 9, max_tokens=5), driven.ask([2] * 9, max_tokens=5)
     step = next_step(driven)
-    driven.manager.step(step._replace(acquires=step.acquires[:1]))
-    reply = driven.manager.reply._replace(refusals=(invalid(bad, "step.acquires[1].namespace.salt"),))
-    driven.apply(reply)
+    reply = driven.manager.step(step._replace(acquires=step.acquires[:1]))
+    driven.apply(reply._replace(refusals=(invalid(bad, "step.acquires[1].namespace.salt"),)))
     assert driven.clients[bad].failed == "namespace.salt: has 300 characters"
     driven.run()
     driven.check_over()
