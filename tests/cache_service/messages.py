@@ -1,7 +1,4 @@
-"""Good messages for tests to send or to spoil.
-
-Knows no service.
-"""
+"""Good messages for tests to send or to spoil."""
 
 from __future__ import annotations
 

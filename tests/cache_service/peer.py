@@ -1,6 +1,6 @@
 """A worker as the cache service sees one: a Session stream that a test drives message by message.
 
-Knows no scheduling. `started` runs a service on loopback with settings fit for tests.
+`started` runs a service on loopback with settings fit for tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A manager that does what a test says: it keeps the calls it got, and answers or raises from its script.
 
-Knows no page. For what the real manager does not do on demand: orders out of the blue, failures, silence.
+For what the real manager does not do on demand: orders out of the blue, failures, silence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""python -m tests.simulation --seeds N [--first S] [--iterations K]: stops at the first that goes wrong.
-
-Knows nothing beyond the simulator.
-"""
+"""python -m tests.simulation --seeds N [--first S] [--iterations K]: stops at the first that goes wrong."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A small engine on a fake worker: queue, chunks, decode, preemption, slow transfers; one Step for each iteration.
 
-Knows no fault: the simulator injects those. Its scheduling is the plainest that the protocol allows.
+Its scheduling is the plainest that the protocol allows.
 """
 
 from __future__ import annotations

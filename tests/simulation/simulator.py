@@ -1,7 +1,4 @@
-"""Seeded lives of a whole deployment: dying workers, restarted managers, lost keys, lost replies.
-
-Knows no expectation but the laws: the books balance, every page holds what it should, every request ends.
-"""
+"""Seeded lives of a whole deployment: dying workers, restarted managers, lost keys, lost replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few seeded lives; `python -m tests.simulation --seeds N` runs more. Knows nothing beyond the simulator."""
+"""A few seeded lives; `python -m tests.simulation --seeds N` runs more."""
 
 from __future__ import annotations
 

@@ -30,4 +30,4 @@ def test_a_snapshot_needs_a_slot_beside_the_working_one(slots: int, can_hit: boo
     state = GroupSpec("state", GroupKind.STATE, num_pages=slots, page_bytes=1 << 10)
     warning = pool_report([FULL, state], 16, 1024).warning
     assert (warning is None) is can_hit
-    assert warning is None or f"group state has {slots} slots" in warning
+    assert warning is None or f"group state has {slots} pages" in warning

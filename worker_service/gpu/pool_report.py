@@ -43,7 +43,7 @@ def _obstacle(specs: Sequence[GroupSpec], least_hit_tokens: int, max_model_len: 
     for spec in specs:
         if spec.kind is GroupKind.STATE and spec.num_pages < 2:
             return (
-                f"no prompt can reuse a prefix: group {spec.name} has {spec.num_pages} slots, and a running sequence "
+                f"no prompt can reuse a prefix: group {spec.name} has {spec.num_pages} pages, and a running sequence "
                 "takes one beside the snapshot that it resumes from; set pool_pages or pool_mb higher"
             )
     return None
