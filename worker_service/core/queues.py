@@ -52,7 +52,7 @@ class Queues:
         sequence.forget_lease()
 
     def lose_lease(self, sequence: Sequence) -> None:
-        """Ends a lease without the cache service's consent.
+        """Ends a lease that the cache service no longer has.
 
         Computed tokens are lost, which the usage counts as a preemption.
         """
