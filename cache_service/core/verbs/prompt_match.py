@@ -8,8 +8,8 @@ from __future__ import annotations
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.ghost_table import fingerprint
-from cache_service.core.verbs.survey import Survey, survey
-from session.words import Match, Namespace
+from cache_service.core.verbs.survey import Survey, resident, survey
+from session.words import Match, MissReason, Namespace
 
 
 class PromptMatch:
@@ -20,6 +20,7 @@ class PromptMatch:
         self._hashes: dict[int, PromptHashes] = {}  # by bytes of a page's tokens
         self._first_pages: dict[int, bytes] = {}  # likewise
         self._cold: dict[object, Match] = {}
+        self._warm: dict[tuple[int, MissReason, int], Match] = {}
 
     def survey(self, cache: DeviceCache) -> Survey:
         hashes = self.hashes(cache) if cache.host is not None else None
@@ -32,12 +33,22 @@ class PromptMatch:
         if first_page is None:
             first_page = self._first_pages[layout.page_bytes] = self._tokens[: layout.page_bytes]
         if (root is not None and first_page in root.children) or self._was_evicted(cache, first_page):
-            return self.survey(cache).match(layout.page_tokens)
+            if root is None or layout.sparse or cache.host is not None:
+                return self.survey(cache).match(layout.page_tokens)
+            return self._on_device(*resident(cache.tree, layout, self._tokens, root), layout.page_tokens)
         # Layouts are shared by the workers that declare the same groups, so their identity tells them apart.
         key = (id(cache.layout), cache.host)
         found = self._cold.get(key)
         if found is None:
             found = self._cold[key] = self.survey(cache).match(cache.layout.page_tokens)
+        return found
+
+    def _on_device(self, num_pages: int, reason: MissReason, page_tokens: int) -> Match:
+        """FULL groups alone: what is resident can be used. Workers that hold as much share one Match."""
+        found = self._warm.get((num_pages, reason, page_tokens))
+        if found is None:
+            tokens = num_pages * page_tokens
+            found = self._warm[num_pages, reason, page_tokens] = Match(tokens, tokens, 0, "", reason)
         return found
 
     def _was_evicted(self, cache: DeviceCache, first_page: bytes) -> bool:

@@ -97,10 +97,23 @@ def _miss_reason(found: Survey, tree: RadixTree, layout: Layout, tokens: bytes, 
     if found.usable < found.matched:
         limiting = next(spec for spec in layout.specs if spec.name == found.limiting)
         return MissReason.WINDOW_GONE if limiting.kind == GroupKind.WINDOW else MissReason.NO_SNAPSHOT
-    ghost = tree.ghost_at(root, tokens, found.matched) if tree.ghosts.num_pages else None
+    return _why_absent(tree, tokens, root, found.matched)
+
+
+def _why_absent(tree: RadixTree, tokens: bytes, root: Root, page: int) -> MissReason:
+    ghost = tree.ghost_at(root, tokens, page) if tree.ghosts.num_pages else None
     if ghost is None:
         return MissReason.NEVER_SEEN
     return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED
+
+
+def resident(tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> tuple[int, MissReason]:
+    """Returns how many leading pages of the prompt the device holds, and why not more. FULL groups only."""
+    limit = (len(tokens) - 1) // layout.page_bytes
+    walk = tree.walk(root, tokens, 0, limit * layout.page_bytes)
+    if walk.end == limit:
+        return limit, MissReason.PAGE_TAIL
+    return walk.end, _why_absent(tree, tokens, root, walk.end)
 
 
 def _look_in_host(found: Survey, tree: RadixTree, layout: Layout, host: HostView, hashes: PromptHashes) -> None:
