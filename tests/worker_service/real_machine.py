@@ -73,10 +73,32 @@ class RealManager:
     def step(self, step: Step) -> StepReply:
         self.now_ms += 7
         assert all(len(items) <= self.limits.max_step_items for items in step if isinstance(items, tuple))
+        is_repeated = step.step_id == self.last_step_id
         reply = self.manager.step(WORKER, step, self.now_ms)
         audit.check(self.manager)
-        self._note(step, reply)
+        if not is_repeated:
+            self._note(step, reply)
+        self.reply = reply
         return reply
+
+    @property
+    def generation(self) -> int:
+        return self.manager.workers[WORKER].generation
+
+    @property
+    def last_step_id(self) -> int:
+        return self.manager.workers[WORKER].last_step_id
+
+    @last_step_id.setter
+    def last_step_id(self, step_id: int) -> None:
+        self.manager.workers[WORKER].last_step_id = step_id
+
+    def forget(self) -> None:
+        """The worker is away for longer than the grace period."""
+        self.manager.disconnect(WORKER, "incarnation", self.now_ms)
+        self.now_ms += self.manager.config.grace_ms + 1
+        self.manager.tick(self.now_ms)
+        assert WORKER not in self.manager.workers
 
     def _note(self, step: Step, reply: StepReply) -> None:
         self.num_refusals += len(reply.refusals)
@@ -97,6 +119,7 @@ class RealMachine(Machine):
         self.store: dict[bytes, object] = {}
         self.spills: list[Transfer] = []
         self.has_host = host
+        self.is_mover_stalled = False
         super().__init__(config, rng=rng)
 
     def new_manager(self, host: object) -> RealManager:  # type: ignore[override]
@@ -115,6 +138,8 @@ class RealMachine(Machine):
         self.spills += self.real.manager.take_orders(WORKER)
 
     def move_pages(self) -> bool:
+        if self.is_mover_stalled:
+            return False
         happened = super().move_pages()
         spills, self.spills = self.spills, []
         for transfer in spills:
@@ -183,7 +208,7 @@ class RealMachine(Machine):
         assert self.launch is None
         self.fetches.clear()
         self.spills.clear()
-        self.manager = self.real = self.make_manager(self.real.epoch + "+", limits)  # type: ignore[assignment]
+        self.manager = self.real = self.make_manager(self.real.epoch + "+", limits or self.real.limits)  # type: ignore[assignment]
         assert self.say_hello() is None
 
     def lose_session(self, *, reply_was_lost: bool) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from cache_service.core.verbs.stepping import acknowledge
 from session.messages import Ack, Step
-from session.words import SequenceId, TicketId, TransferStatus
+from session.words import SequenceId, TransferStatus
+from tests.worker_service.real_machine import RealMachine
 from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, Machine, full_group, packed
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -16,8 +18,9 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(num_pages: int, **changes: object) -> Machine:
-    return Machine(replace(CONFIG, groups=(full_group(num_pages),), **changes))  # type: ignore[arg-type]
+def machine(num_pages: int, *, host: bool = False, **changes: object) -> RealMachine:
+    group = full_group(num_pages)._replace(page_bytes=64)
+    return RealMachine(replace(CONFIG, groups=(group,), **changes), host=host)  # type: ignore[arg-type]
 
 
 def prompt(length: int, start: int) -> list[int]:
@@ -119,29 +122,39 @@ def test_aborting_the_refused_head_lets_the_next_one_try() -> None:
     assert small in driven.manager.order
 
 
-def test_an_acknowledged_ticket_frees() -> None:
-    """A spill ticket pins pages: its ack is news to a refused request."""
-    driven = machine(4)
-    driven.manager.host = {}
-    hostage = driven.manager.take(0, 4)  # as a ticket would pin them
+def blocked_by_spills(driven: RealMachine) -> SequenceId:
+    """A request that is refused, since the tickets of spills that are not acknowledged yet pin the pages it needs."""
+    driven.is_mover_stalled = True
+    driven.ask(prompt(13, 1))
+    driven.run()
+    assert driven.spills
     blocked = driven.ask(prompt(12, 2), max_tokens=2)
     driven.run()
     assert driven.manager.num_acquires[blocked] == 1
-    driven.manager.free[0] += hostage
+    return blocked
+
+
+def test_an_acknowledged_ticket_frees() -> None:
+    """A spill ticket pins pages: its ack is news to a refused request."""
+    driven = machine(4, host=True)
+    blocked = blocked_by_spills(driven)
     driven.run()
     assert driven.manager.num_acquires[blocked] == 1  # nothing tells it
-    driven.manager.ack = lambda ack: None  # type: ignore[method-assign, assignment]
-    driven.scheduler.report(Ack(TicketId(5), 4, TransferStatus.DONE))
+    driven.is_mover_stalled = False
     driven.run()
     driven.check_over()
 
 
 def test_an_idle_engine_may_ask_again() -> None:
-    driven = machine(4)
-    hostage = driven.manager.take(0, 4)
-    driven.ask(prompt(12, 2), max_tokens=2)
+    """What frees pages need not come from this worker's own steps."""
+    driven = machine(4, host=True)
+    blocked_by_spills(driven)
+    for transfer in driven.spills:
+        acknowledge(driven.manager.cache, Ack(transfer.ticket, 0, TransferStatus.FAILED), driven.manager.now_ms)
+    driven.spills.clear()
+    driven.is_mover_stalled = False
     driven.run()
-    driven.manager.free[0] += hostage
+    assert driven.scheduler.num_waiting == 1
     driven.scheduler.retry_refused()
     driven.run()
     driven.check_over()
@@ -167,7 +180,7 @@ def test_request_that_never_fits_fails_with_its_reason() -> None:
     never = driven.ask(prompt(20, 1))
     fits = driven.ask(prompt(8, 2))
     driven.run()
-    assert driven.clients[never].failed == "prompt: does not fit"
+    assert driven.clients[never].failed == "prompt: 20 tokens take 5 pages; group full has 4"
     assert driven.clients[fits].usage is not None
     assert driven.scheduler.num_unfinished == 0
 

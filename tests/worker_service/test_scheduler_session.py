@@ -10,7 +10,8 @@ import pytest
 from session.messages import Adopt, Refusal, Step, StepReply
 from session.words import RefusalReason, SequenceId
 from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
+from tests.worker_service.real_machine import RealMachine
+from tests.worker_service.scheduler_machine import VOCAB, full_group, window_group
 from worker_service.core.errors import LostPlace, UnaskedReply
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -19,11 +20,11 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(**changes: object) -> Machine:
-    return Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(**changes: object) -> RealMachine:
+    return RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
 
 
-def in_all_states(driven: Machine) -> list[SequenceId]:
+def in_all_states(driven: RealMachine) -> list[SequenceId]:
     """One decodes, one is in the middle of its prompt, one waits."""
     decodes = driven.ask([1] * 6, max_tokens=30)
     driven.turn()
@@ -34,7 +35,7 @@ def in_all_states(driven: Machine) -> list[SequenceId]:
     return [decodes, prefills, waits]
 
 
-def decoding(driven: Machine, count: int) -> list[SequenceId]:
+def decoding(driven: RealMachine, count: int) -> list[SequenceId]:
     """Sequences that have all computed something."""
     ids = [driven.ask([number] * 6, max_tokens=10) for number in range(count)]
     for _ in range(4):
@@ -43,7 +44,7 @@ def decoding(driven: Machine, count: int) -> list[SequenceId]:
     return ids
 
 
-def adopt_step(driven: Machine) -> Step:
+def adopt_step(driven: RealMachine) -> Step:
     step = driven.scheduler.next_step()
     assert step is not None
     assert step.adopts
@@ -55,7 +56,7 @@ def adopt_ids(step: Step) -> list[SequenceId]:
     return [adopt.sequence_id for adopt in step.adopts]
 
 
-def finish(driven: Machine) -> None:
+def finish(driven: RealMachine) -> None:
     driven.start()
     driven.run()
     driven.check_over()
@@ -100,12 +101,12 @@ def test_the_same_epoch_is_not_the_same_state(generation_moves: bool) -> None:
     in_all_states(driven)
     assert driven.scheduler.next_step() is not None
     driven.end_launch()
-    driven.manager.forget()
     if generation_moves:
-        driven.manager.generation += 1
+        driven.manager.forget()
         assert driven.say_hello() is None
         driven.adopt_all()
     else:
+        driven.manager.last_step_id = 0
         with pytest.raises(LostPlace):
             driven.say_hello()
         driven.say_hello()
@@ -120,13 +121,13 @@ def test_restarted_manager_adopts_what_was_computed() -> None:
     decodes, prefills, waits = in_all_states(driven)
     driven.exchange()
     driven.end_launch()
-    computed = {i: driven.manager.leases[i].published_pages for i in (decodes, prefills)}
+    computed = {i: driven.manager.leases[i].published for i in (decodes, prefills)}
     driven.restart_manager()
     assert driven.scheduler.num_adopting == 2
     assert driven.scheduler.next_launch() is None
     driven.adopt_all()
     assert set(driven.manager.leases) == {decodes, prefills}
-    assert all(driven.manager.leases[i].published_pages >= computed[i] for i in computed)
+    assert all(driven.manager.leases[i].published >= computed[i] for i in computed)
     chunks_before = sum(driven.prefilled[prefills])
     finish(driven)
     assert sum(driven.prefilled[prefills]) == 50 > chunks_before  # nothing of it was computed twice
@@ -241,9 +242,7 @@ def test_two_breaks_in_a_row_leave_no_lease_behind() -> None:
     decoding(driven, 2)
     driven.restart_manager(LIMITS._replace(max_step_items=1))
     driven.exchange()
-    driven.manager.epoch += "+"  # another one again, in the middle of the adoption
-    driven.manager.forget()
-    driven.manager.generation += 1
+    driven.manager.forget()  # another state again, in the middle of the adoption
     driven.say_hello()
     driven.say_hello()
     driven.adopt_all()
