@@ -96,9 +96,9 @@ def random_tokens(seed: int, num_tokens: int) -> bytes:
 def publish_prompt(manager: CacheManager, number: int, tokens: bytes) -> None:
     """Compute a prompt whole, and leave it cached."""
     sequence = SequenceId(number)
-    assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens), 0), Grant)
-    manager.publish(replay.WORKER, Publish(sequence, b"", len(tokens) // 4), 0)
-    manager.release(replay.WORKER, Release(sequence, ReleaseReason.FINISHED), 0)
+    assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens)), Grant)
+    manager.publish(replay.WORKER, Publish(sequence, b"", len(tokens) // 4))
+    manager.release(replay.WORKER, Release(sequence, ReleaseReason.FINISHED))
 
 
 def best_us(run: Callable[[], object], repeat: int) -> float:
@@ -135,12 +135,12 @@ def publish_195_chunks_ms() -> float:
     for _ in range(RUNS):
         manager = replay.make_manager(50_000, PAGE_TOKENS, "lru")
         sequence = SequenceId(1)
-        manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens), 0)
+        manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens))
         ends = [min(end, LONG_TOKENS) for end in range(chunk, LONG_TOKENS + chunk, chunk)]
         assert len(ends) == 195
         start = perf_counter()
         for end in ends:
-            manager.publish(replay.WORKER, Publish(sequence, b"", end), 0)
+            manager.publish(replay.WORKER, Publish(sequence, b"", end))
         totals.append(perf_counter() - start)
         assert manager.stats().workers[0].num_nodes == 1
         audit.check(manager)

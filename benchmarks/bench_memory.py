@@ -36,9 +36,9 @@ def one_run(manager: CacheManager, number: int) -> None:
     """Publish a prompt of 16 pages that no other shares."""
     sequence, num_tokens = SequenceId(number), RUN_PAGES * PAGE_TOKENS
     tokens = array("i", range(number, number + num_tokens)).tobytes()
-    assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens), 0), Grant)
-    manager.publish(replay.WORKER, Publish(sequence, b"", num_tokens), 0)
-    manager.release(replay.WORKER, Release(sequence, ReleaseReason.FINISHED), 0)
+    assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens)), Grant)
+    manager.publish(replay.WORKER, Publish(sequence, b"", num_tokens))
+    manager.release(replay.WORKER, Release(sequence, ReleaseReason.FINISHED))
     manager.take_events()
 
 

@@ -39,13 +39,13 @@ class HostRows(Protocol):
 
     def host_tiers(self) -> tuple[tuple[str, bytes], ...]: ...
 
-    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes], now_ms: int) -> int: ...
+    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int: ...
 
-    def host_lost(self, host_tier_id: str, now_ms: int) -> None: ...
+    def host_lost(self, host_tier_id: str) -> None: ...
 
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None: ...
 
-    def report_host_ok(self, host_tier_id: str, now_ms: int) -> None: ...
+    def report_host_ok(self, host_tier_id: str) -> None: ...
 
     def num_host_deletes(self) -> int: ...
 
@@ -216,7 +216,7 @@ class RedisHostKeys:
 
     def _lose(self, host_tier_id: str) -> None:
         log.warning("the host tier was flushed or replaced; its index is dropped", extra={"host_tier": host_tier_id})
-        self._rows.host_lost(host_tier_id, self._clock())
+        self._rows.host_lost(host_tier_id)
         self._scanned = {scan for scan in self._scanned if scan[0] != host_tier_id}
 
     def _warn_of_foreign(self, tiers: set[str]) -> None:
@@ -235,9 +235,11 @@ class RedisHostKeys:
                 extra={"reason": reason},
             )
         self._failing = not ok
-        tell = self._rows.report_host_ok if ok else self._rows.report_host_failure
         for tier in sorted({tier for tier, _ in self._rows.host_tiers()} - self._foreign):
-            tell(tier, self._clock())
+            if ok:
+                self._rows.report_host_ok(tier)
+            else:
+                self._rows.report_host_failure(tier, self._clock())
 
     # The scan
 
@@ -272,7 +274,7 @@ class RedisHostKeys:
             if (tier, fingerprint) not in self._scanned:
                 return  # lost meanwhile: these keys may be of before
             keys = [key for _, key in found[at : at + ADOPTED_AT_ONCE]]
-            num_adopted += self._rows.host_adopted(tier, fingerprint, keys, self._clock())
+            num_adopted += self._rows.host_adopted(tier, fingerprint, keys)
             await asyncio.sleep(self._config.scan_pause_s)
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
 

@@ -217,7 +217,7 @@ class Session:
 
     def _goodbye(self) -> None:
         self._sessions.leave(self)
-        self._manager.goodbye(self.worker_id, self._sessions.clock())
+        self._manager.goodbye(self.worker_id)
         self._sessions.effects.flush()
 
     async def _push_orders(self) -> None:

@@ -137,7 +137,7 @@ class CacheManager:
         if worker is not None and worker.hello.incarnation == incarnation and worker.connected:
             worker.gone_since_ms = now_ms
 
-    def goodbye(self, worker_id: WorkerId, now_ms: int) -> None:
+    def goodbye(self, worker_id: WorkerId) -> None:
         self._forget(self._worker(worker_id))
         self._prune_tiers()
 
@@ -173,17 +173,17 @@ class CacheManager:
 
     # One verb at a time, for replays and tests. A FieldError changes nothing.
 
-    def acquire(self, worker_id: WorkerId, acquire: Acquire, now_ms: int) -> Grant | Refusal:
-        return stepping.acquire(self._worker(worker_id).cache, acquire)
+    def acquire(self, worker_id: WorkerId, item: Acquire) -> Grant | Refusal:
+        return stepping.acquire(self._worker(worker_id).cache, item)
 
-    def extend(self, worker_id: WorkerId, extend: Extend, now_ms: int) -> ExtendGrant | Refusal:
-        return stepping.extend(self._worker(worker_id).cache, extend)
+    def extend(self, worker_id: WorkerId, item: Extend) -> ExtendGrant | Refusal:
+        return stepping.extend(self._worker(worker_id).cache, item)
 
-    def publish(self, worker_id: WorkerId, publish: Publish, now_ms: int) -> Remap | None:
-        return stepping.publish(self._worker(worker_id).cache, publish)
+    def publish(self, worker_id: WorkerId, item: Publish) -> Remap | None:
+        return stepping.publish(self._worker(worker_id).cache, item)
 
-    def release(self, worker_id: WorkerId, release: Release, now_ms: int) -> None:
-        stepping.release(self._worker(worker_id).cache, release)
+    def release(self, worker_id: WorkerId, item: Release) -> None:
+        stepping.release(self._worker(worker_id).cache, item)
 
     # For people, routers and tools.
 
@@ -232,7 +232,7 @@ class CacheManager:
             raise TooMany("tokens", lacks)
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 
-    def clear(self, namespace: Namespace | None, unused_only: bool, now_ms: int) -> ClearResult:
+    def clear(self, namespace: Namespace | None, unused_only: bool) -> ClearResult:
         """All slices of `clearing` at once; for tests and replays."""
         return _to_the_end(self.clearing(namespace, unused_only))
 
@@ -305,11 +305,11 @@ class CacheManager:
         shared = self.tiers.shared.items()
         return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
 
-    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes], now_ms: int) -> int:
+    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         """Rows found by a background scan after a restart; answers how many became findable."""
         return self.tiers.adopt(host_tier_id, fingerprint, keys)
 
-    def host_lost(self, host_tier_id: str, now_ms: int) -> None:
+    def host_lost(self, host_tier_id: str) -> None:
         """The store was flushed or replaced: drop its index at once."""
         index = self.tiers.shared.get(host_tier_id)
         if index is None:
@@ -324,7 +324,7 @@ class CacheManager:
         if index is not None:
             index.breaker.failed(now_ms)
 
-    def report_host_ok(self, host_tier_id: str, now_ms: int) -> None:
+    def report_host_ok(self, host_tier_id: str) -> None:
         index = self.tiers.shared.get(host_tier_id)
         if index is not None:
             index.breaker.succeeded()

@@ -150,22 +150,22 @@ def _read_ahead(requests: Iterable[Request]) -> Iterator[Request]:
 
 def one_request(manager: CacheManager, sequence: SequenceId, prompt: bytes, output: bytes) -> int:
     """Returns the cached tokens. The last output token is never fed back, so it has no KV."""
-    grant = manager.acquire(WORKER, Acquire(sequence, NAMESPACE, prompt), 0)
+    grant = manager.acquire(WORKER, Acquire(sequence, NAMESPACE, prompt))
     if isinstance(grant, Refusal):
         return 0
     _publish_all(manager, grant, len(prompt) // TOKEN_BYTES, output)
-    manager.release(WORKER, Release(sequence, ReleaseReason.FINISHED), 0)
+    manager.release(WORKER, Release(sequence, ReleaseReason.FINISHED))
     return grant.cached_tokens
 
 
 def _publish_all(manager: CacheManager, grant: Grant, num_prompt: int, output: bytes) -> None:
     sequence = grant.sequence_id
-    manager.publish(WORKER, Publish(sequence, b"", num_prompt), 0)
+    manager.publish(WORKER, Publish(sequence, b"", num_prompt))
     num_output = len(output) // TOKEN_BYTES
     if num_output > 1:
         length = num_prompt + num_output - 1
-        if not isinstance(manager.extend(WORKER, Extend(sequence, length), 0), Refusal):
-            manager.publish(WORKER, Publish(sequence, output, length), 0)
+        if not isinstance(manager.extend(WORKER, Extend(sequence, length)), Refusal):
+            manager.publish(WORKER, Publish(sequence, output, length))
 
 
 def peak_rss_mb() -> float:

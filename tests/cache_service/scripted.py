@@ -46,7 +46,7 @@ class ScriptedManager:
     def disconnect(self, worker_id: str, incarnation: str, now_ms: int) -> None:
         self.calls.append(("disconnect", worker_id, incarnation))
 
-    def goodbye(self, worker_id: str, now_ms: int) -> None:
+    def goodbye(self, worker_id: str) -> None:
         self.calls.append(("goodbye", worker_id))
 
     def tick(self, now_ms: int) -> None:

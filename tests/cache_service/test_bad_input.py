@@ -14,6 +14,7 @@ from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
 from tests.cache_service.test_decode import BAD_HELLOS, BAD_ITEMS, BAD_STEPS, Spoil
+from tests.core.snapshot import snapshot
 from tests.rpc.echo import call, code_of
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -35,12 +36,12 @@ async def busy(**settings: Any) -> AsyncIterator[tuple[Client, Peer]]:
 async def refused(send: Send, **settings: Any) -> tuple[grpc.StatusCode, str]:
     """What a bad message on a busy worker's stream is answered with; asserts that it changed nothing."""
     async with busy(**settings) as (client, peer):
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         await send(peer)
         answer = await peer.ended()
         again = client.peer()
         assert (await again.hello(generation=peer.generation)).generation == peer.generation
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         audit.check(client.manager)
         reply = await again.step(step_id=3, acquires=[acquire(9, tokens(40))])
         assert reply.grants[0].cached_tokens == 32
@@ -50,13 +51,13 @@ async def refused(send: Send, **settings: Any) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(("field", "spoil"), BAD_HELLOS)
 async def test_a_bad_hello(field: str, spoil: Spoil) -> None:
     async with busy() as (client, peer):
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         message, late = hello(), client.peer()
         spoil(message)
         await late.send(hello=message)
         code, details = await late.ended()
         assert (code, details.startswith(f"{field}: ")) == (INVALID, True), details
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         await peer.step()
 
 
@@ -165,20 +166,20 @@ NONSENSE_ADOPTS: list[tuple[str, cache_pb2.Adopt]] = [
 @pytest.mark.parametrize(("field", "message"), NONSENSE_ADOPTS)
 async def test_a_well_formed_adopt_that_makes_no_sense(field: str, message: cache_pb2.Adopt) -> None:
     async with busy() as (client, peer):
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         (refusal,) = (await peer.step(adopts=[message])).refusals
         assert (refusal.reason, refusal.field) == (types_pb2.REFUSAL_REASON_INVALID, f"step.adopts[0].{field}")
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
 
 
 # Page 3 is sequence 7's own, page 4 holds another prompt.
 @pytest.mark.parametrize("page_ids", [(30, 3), (4, 31)])
 async def test_an_adopt_of_pages_that_are_taken_is_refused_as_a_value(page_ids: tuple[int, int]) -> None:
     async with busy() as (client, peer):
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         (refusal,) = (await peer.step(adopts=[adopting(tables=[pages(0, 0, *page_ids)])])).refusals
         assert (refusal.sequence_id, refusal.reason) == (5, types_pb2.REFUSAL_REASON_NO_ROOM)
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         await peer.step()
 
 
@@ -208,10 +209,10 @@ async def raw_call(client: Client, method: str, raw: bytes) -> list[bytes]:
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_message_over_the_limit(method: str) -> None:
     async with busy(max_message_mb=MESSAGE_MB) as (client, peer):
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         code, _ = await code_of(raw_call(client, method, b"x" * (MESSAGE_MB << 20) + b"x"))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         await peer.step()
 
 
@@ -228,10 +229,10 @@ UNPARSABLE = {
 @pytest.mark.parametrize("method", METHODS)
 async def test_bytes_that_are_no_message(method: str, raw: bytes) -> None:
     async with busy() as (client, peer):
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         code, details = await code_of(raw_call(client, method, raw))
         assert code is INVALID, details
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         await peer.step()
 
 

@@ -21,6 +21,7 @@ from tests.cache_service.messages import (
     u64,
 )
 from tests.cache_service.peer import Client, Clock, Peer, started, until
+from tests.core.snapshot import snapshot
 from tests.rpc.echo import code_of
 
 PROMPT = tokens(40)
@@ -81,9 +82,9 @@ async def test_a_repeated_step_id_is_answered_and_not_applied_again() -> None:
     async with started() as client:
         peer = await client.connected()
         first = await peer.step(acquires=[acquire(1, PROMPT)])
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         assert await peer.step(step_id=1, acquires=[acquire(1, PROMPT)]) == first
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
 
 
 async def test_a_stream_that_was_cut_goes_on_where_it_was() -> None:
@@ -206,10 +207,10 @@ async def test_clear_takes_what_nobody_holds(scope: types_pb2.Namespace | None) 
     async with started() as client:
         peer = await cached(client)
         await peer.step(acquires=[acquire(2, tokens(20))])
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         refused = await code_of(client.admin.Clear(cache_pb2.ClearRequest(namespace=scope)))
         assert refused[0] is grpc.StatusCode.FAILED_PRECONDITION
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         cleared = await client.admin.Clear(cache_pb2.ClearRequest(namespace=scope, unused_only=True))
         assert cleared.num_pages == 1
         await peer.step(releases=[release(2)])

@@ -18,6 +18,7 @@ from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.messages import MODEL, PAGE, acquire, hello, hybrid_hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
 from tests.cache_service.test_bad_input import METHODS, raw_call
+from tests.core.snapshot import snapshot
 from tests.examples import examples
 
 ALLOWED = {
@@ -44,13 +45,13 @@ async def test_random_bytes_to_every_call() -> None:
     async with started() as client:
         peer = await client.connected()
         await peer.step(acquires=[acquire(7, tokens(40))])
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         for method in METHODS:
             for _ in range(40):
                 code = await answer(raw_call(client, method, dice.randbytes(dice.randrange(1, 200))))
                 assert code in ALLOWED, (method, code)
         audit.check(client.manager)
-        assert audit.snapshot(client.manager) == before
+        assert snapshot(client.manager) == before
         await peer.step(publishes=[publish(7, 40)], releases=[release(7)])
 
 
@@ -143,14 +144,14 @@ async def converse(client: Client, greeting: cache_pb2.Hello, messages: list[cac
     for number, request in enumerate(messages):
         if request.HasField("step") and request.step.step_id > 2:
             request.step.step_id = number + 3
-        before = audit.snapshot(client.manager)
+        before = snapshot(client.manager)
         body = request.SerializeToString()
         await peer.stream.write(cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body)))
         try:
             assert await peer.answer() is not grpc.aio.EOF
         except grpc.aio.AioRpcError as error:
             assert error.code() in ALLOWED, (error, request)
-            assert audit.snapshot(client.manager) == before, request
+            assert snapshot(client.manager) == before, request
             peer = client.peer()
             await peer.send(hello=going_on)
             assert (await peer.answer()).welcome.generation == going_on.generation
@@ -186,13 +187,13 @@ def test_well_formed_nonsense_in_questions(questions: list[Any]) -> None:
         async with started() as client:
             peer = await good_start(client, HELLOS["all kinds and a host tier"])
             for question in questions:
-                before = audit.snapshot(client.manager)
+                before = snapshot(client.manager)
                 method = type(question).__name__.removesuffix("Request")
                 stub = client.admin if method in ("Pin", "Clear") else client.stub
                 code = await answer(getattr(stub, method)(question))
                 assert code in ALLOWED, (code, question)
                 if code is not grpc.StatusCode.OK or method in ("Match", "Explain"):
-                    assert audit.snapshot(client.manager) == before, question
+                    assert snapshot(client.manager) == before, question
                 audit.check(client.manager)
             await peer.step()
 

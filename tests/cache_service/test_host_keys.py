@@ -37,11 +37,11 @@ class Rows:
     def host_tiers(self) -> tuple[tuple[str, bytes], ...]:
         return self.tiers
 
-    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes], now_ms: int) -> int:
+    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         self.adopted.setdefault((host_tier_id, fingerprint), []).extend(keys)
         return len(keys)
 
-    def host_lost(self, host_tier_id: str, now_ms: int) -> None:
+    def host_lost(self, host_tier_id: str) -> None:
         self.lost.append(host_tier_id)
 
     def num_host_deletes(self) -> int:
@@ -50,7 +50,7 @@ class Rows:
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None:
         self.health.append("failure")
 
-    def report_host_ok(self, host_tier_id: str, now_ms: int) -> None:
+    def report_host_ok(self, host_tier_id: str) -> None:
         self.health.append("ok")
 
 
@@ -247,7 +247,7 @@ async def test_a_fault_of_the_listener_does_not_end_the_watch(
 ) -> None:
     told: list[str] = []
 
-    def fail(host_tier_id: str, now_ms: int) -> None:
+    def fail(host_tier_id: str) -> None:
         told.append(host_tier_id)
         if len(told) == 1:
             raise RuntimeError("a fault")

@@ -91,7 +91,7 @@ async def test_what_the_manager_deletes_goes_from_redis(
     host_keys: RedisHostKeys, manager: CacheManager, redis: Redis
 ) -> None:
     await until(lambda: host_tokens(manager))
-    cleared = manager.clear(None, unused_only=False, now_ms=0)
+    cleared = manager.clear(None, unused_only=False)
     assert cleared.num_host_rows == NUM_PAGES
     host_keys.delete(manager.take_host_deletes())
     await until(lambda: redis.keys(b"stemcache:1:*:*") == [])

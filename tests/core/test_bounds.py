@@ -8,7 +8,7 @@ from cache_service.core.base.types import Cleared
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.host import hash_index
 from cache_service.core.host.hash_index import Breaker, HashIndex
-from cache_service.core.host.host_key import HostKey
+from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
 from session.words import HostTierKind, PageHash, WorkerId
 from tests.core.driver import FakeWorker
@@ -48,7 +48,7 @@ def test_one_verb_with_too_many_events_says_how_many_are_missing() -> None:
         worker.run(span(9 * number + 1, 9 * number + 9))
     manager = world.manager
     assert manager.take_num_lost_events() == 0, "the stage takes them after each call"
-    assert manager.clear(NS, True, world.now_ms).num_pages == 12
+    assert manager.clear(NS, True).num_pages == 12
     assert manager.take_num_lost_events() == 2 and len(manager.take_events()) == 4
 
 
@@ -72,7 +72,7 @@ def test_keys_to_delete_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         index.add(FINGERPRINT, page(number), 1, NS)
     for number in range(5):
         assert index.forget(FINGERPRINT, page(number))
-    assert index.take_deletes(9) == [index.key_of(FINGERPRINT, 0, page(number)) for number in (2, 3, 4)]
+    assert index.take_deletes(9) == [build_key(HostKey(FINGERPRINT, 0, 0, page(number))) for number in (2, 3, 4)]
 
 
 @pytest.mark.parametrize("leaves", ["goodbye", "grace"])
@@ -85,7 +85,7 @@ def test_few_tiers_outlive_their_last_worker(leaves: str) -> None:
     workers[0].restart("born again")  # its tier was named last by now
     for worker in workers:
         if leaves == "goodbye":
-            world.manager.goodbye(worker.id, world.now_ms)
+            world.manager.goodbye(worker.id)
         else:
             worker.disconnect()
     world.manager.tick(world.now_ms + 10)

@@ -90,7 +90,7 @@ def test_what_it_bypasses_may_be_cleared_beside_it() -> None:
     worker.run(span(1, 8))
     worker.spill_all()
     live = worker.start(span(1, 8), bypass=True)
-    assert worker.world.manager.clear(NS, True, worker.world.now_ms).num_pages == 4
+    assert worker.world.manager.clear(NS, True).num_pages == 4
     worker.world.settle()
     worker.prefill(live)
     worker.release(live)

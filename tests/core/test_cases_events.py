@@ -139,7 +139,7 @@ def test_e10_m2_clear_drops_everything_and_says_so_once() -> None:
     worker = FakeWorker(World(watch=True), [full(16), window(16, 8), state(8)], 4)
     worker.run(span(1, 13))
     told(worker)
-    cleared = worker.world.manager.clear(None, False, worker.world.now_ms)
+    cleared = worker.world.manager.clear(None, False)
     worker.world.settle()
     assert cleared.num_pages >= 3
     events = told(worker)
@@ -157,12 +157,12 @@ def test_clear_takes_one_namespace_or_only_what_nobody_holds() -> None:
     worker.run(span(1, 9))
     worker.run(span(1, 9), namespace=other)
     live = worker.start(span(1, 9))
-    manager, now = worker.world.manager, worker.world.now_ms
-    assert manager.clear(other, False, now).num_pages == 2
+    manager = worker.world.manager
+    assert manager.clear(other, False).num_pages == 2
     worker.world.settle()
     assert worker.world.tokens_cached(span(1, 9)) == 8
     worker.run(span(50, 58))
-    assert manager.clear(None, True, now).num_pages == 2
+    assert manager.clear(None, True).num_pages == 2
     worker.world.settle()
     assert worker.world.tokens_cached(span(1, 9)) == 8
     worker.prefill(live)
@@ -202,7 +202,7 @@ def test_the_last_word_about_a_page_is_its_reason() -> None:
         if time % 3:
             worker.run(span(100 * time + 50, 100 * time + 65))
         else:
-            manager.clear(None, False, 0)
+            manager.clear(None, False)
         worker.world.settle()
         (match,) = manager.match(NS, pack(prompt), worker.id)
         (explained,) = manager.explain(NS, pack(prompt), worker.id)
@@ -289,10 +289,10 @@ def test_e21_nodes_grow_with_branches_not_with_tokens() -> None:
     for i in range(300):
         tokens = pack([*shared, *range(10_000 * (i + 1), 10_000 * (i + 1) + 100)])
         acquire = Acquire(SequenceId(i + 1), NS, tokens)
-        grant = manager.acquire(WorkerId("w0"), acquire, world.now_ms)
+        grant = manager.acquire(WorkerId("w0"), acquire)
         assert hasattr(grant, "tables")
-        manager.publish(WorkerId("w0"), Publish(SequenceId(i + 1), b"", 1100), world.now_ms)
-        manager.release(WorkerId("w0"), Release(SequenceId(i + 1), FINISHED), world.now_ms)
+        manager.publish(WorkerId("w0"), Publish(SequenceId(i + 1), b"", 1100))
+        manager.release(WorkerId("w0"), Release(SequenceId(i + 1), FINISHED))
     (stats,) = manager.stats().workers
     assert stats.num_nodes == 301
     assert stats.groups[0].num_pages - stats.groups[0].num_free == 250 + 300 * 25

@@ -157,12 +157,12 @@ def test_case_36_clear_with_live_requests_is_refused() -> None:
     worker = join(world, full(8))
     live = worker.start(span(1, 8))
     worker.prefill(live)
-    error = world.unchanged(world.manager.clear, None, False, world.now_ms)
+    error = world.unchanged(world.manager.clear, None, False)
     assert isinstance(error, LeasesInScope)
     assert world.tokens_cached(span(1, 9)) == 8
     worker.release(live)
     spill(worker)
-    cleared = world.manager.clear(None, False, world.now_ms)
+    cleared = world.manager.clear(None, False)
     world.settle()
     assert (cleared.num_pages, cleared.num_host_rows) == (4, 4)
     assert worker.start(span(1, 9)).grant.usable_tokens == 0

@@ -47,12 +47,12 @@ def test_e30_hit_rates_and_no_leak(num_pages: int, floor: float) -> None:
     manager, hit, total = world.manager, 0, 0
     for number, (prompt, output) in enumerate(requests(5_000), 1):
         sequence, length = SequenceId(number), (len(prompt) + len(output)) // 4
-        grant = manager.acquire(W0, Acquire(sequence, NS, prompt), 0)
+        grant = manager.acquire(W0, Acquire(sequence, NS, prompt))
         assert isinstance(grant, Grant)
-        manager.extend(W0, Extend(sequence, length), 0)
-        manager.publish(W0, Publish(sequence, b"", len(prompt) // 4), 0)
-        manager.publish(W0, Publish(sequence, output, length - 1), 0)
-        manager.release(W0, Release(sequence, FINISHED), 0)
+        manager.extend(W0, Extend(sequence, length))
+        manager.publish(W0, Publish(sequence, b"", len(prompt) // 4))
+        manager.publish(W0, Publish(sequence, output, length - 1))
+        manager.release(W0, Release(sequence, FINISHED))
         hit, total = hit + grant.cached_tokens, total + len(prompt) // 4
     audit.check(manager)
     (stats,) = manager.stats().workers

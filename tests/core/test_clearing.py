@@ -130,8 +130,8 @@ def test_rows_of_unknown_namespace_stay_for_the_others() -> None:
     keys = tuple(worker.store)
     world.new_manager()
     worker.restart("i1")
-    world.manager.host_adopted("redis", b"f" * 32, keys, world.now_ms)
-    cleared = world.manager.clear(NS, False, world.now_ms)
+    world.manager.host_adopted("redis", b"f" * 32, keys)
+    cleared = world.manager.clear(NS, False)
     assert cleared.num_host_rows == 0
     assert not worker.start(span(0, 8)).fetches
     live = worker.start(span(1, 9), OTHER)
@@ -179,7 +179,7 @@ def test_steps_between_the_slices(seed: int) -> None:
     for live in running:
         worker.release(live)
     worker.spill_all()
-    world.manager.clear(None, False, world.now_ms)
+    world.manager.clear(None, False)
     world.settle()
     assert all(spare(worker, group) == spec.num_pages for group, spec in enumerate(groups))
 
@@ -191,7 +191,7 @@ def test_explain_goes_on_while_namespaces_come_and_go() -> None:
         worker.run(span(1, 5), namespace=Namespace("model", "", f"salt{number}"))
     slices = world.manager.explaining(NS, pack(span(1, 6)), None, world.now_ms)
     next(slices)
-    world.manager.clear(Namespace("model", "", "salt3"), True, world.now_ms)
+    world.manager.clear(Namespace("model", "", "salt3"), True)
     worker.run(span(1, 5), namespace=Namespace("model", "", "salt9"))
     (explained,) = to_the_end(slices)
     assert explained.match.miss_reason.name == "OTHER_SALT"

@@ -38,7 +38,7 @@ def test_auto_fetch_weighs_measured_rates() -> None:
     assert unknown.fetch is not None, "until rates are known a fetch is granted"
     second.release(unknown, ABORTED)
     second.ack_orphan(next(iter(second.orphans)))
-    world.manager.clear(None, True, world.now_ms)
+    world.manager.clear(None, True)
     world.settle()
     first.run([*span(1, 8), 1])
     spill(first)
@@ -59,14 +59,14 @@ def test_quota_drops_the_least_recent_rows_and_deletes_their_keys() -> None:
     tier = world.manager.stats().host_tier
     assert tier.num_bytes <= 64 * 6 and tier.num_rows == 6
     assert len(worker.store) == 6
-    world.manager.clear(None, True, world.now_ms)
+    world.manager.clear(None, True)
     world.settle()
 
 
 def test_lost_tier_drops_its_rows_at_once() -> None:
     world = stage()
     worker = warm(world, full(6))
-    world.manager.host_lost("redis", world.now_ms)
+    world.manager.host_lost("redis")
     worker.store.clear()
     world.settle()
     assert worker.start(span(1, 10)).fetch is None
@@ -82,7 +82,7 @@ def test_breaker_stops_fetches_and_lets_them_again() -> None:
     live = worker.start(span(1, 10))
     assert live.fetch is None
     worker.release(live, ABORTED)
-    world.manager.report_host_ok("redis", world.now_ms)
+    world.manager.report_host_ok("redis")
     world.tick(2000)
     assert worker.start(span(1, 10)).fetch is not None
 
@@ -94,9 +94,9 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
     world.new_manager()
     worker.restart("i1")
     before = world.snapshot()
-    assert world.manager.host_adopted("redis", FINGERPRINT, (b"nonsense", b""), world.now_ms) == 0
+    assert world.manager.host_adopted("redis", FINGERPRINT, (b"nonsense", b"")) == 0
     assert world.snapshot() == before
-    assert world.manager.host_adopted("redis", FINGERPRINT, keys, world.now_ms) == 4
+    assert world.manager.host_adopted("redis", FINGERPRINT, keys) == 4
     live = worker.start(span(1, 10))
     assert live.fetch is not None and live.fetch.num_pages == 4
     worker.fetch_all(live)
@@ -136,11 +136,11 @@ def test_a_row_of_several_ranks_is_whole_or_absent() -> None:
     page_hash = page_hashes(namespace_digest(NS), b"", pack([1, 2]), 8)
     keys = [build_key(HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
     adopt = world.manager.host_adopted
-    assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
+    assert adopt("redis", FINGERPRINT, keys[:1]) == 0
     assert worker.start([1, 2, 3]).fetch is None
-    assert adopt("redis", FINGERPRINT, keys[:1], world.now_ms) == 0
-    assert adopt("redis", FINGERPRINT, keys[2:], world.now_ms) == 0
-    assert adopt("redis", FINGERPRINT, keys[1:2], world.now_ms) == 1
+    assert adopt("redis", FINGERPRINT, keys[:1]) == 0
+    assert adopt("redis", FINGERPRINT, keys[2:]) == 0
+    assert adopt("redis", FINGERPRINT, keys[1:2]) == 1
     assert worker.start([1, 2, 3]).fetch is not None
 
 

@@ -88,7 +88,7 @@ def test_case_37_a_new_incarnation_forgets_and_the_old_is_refused() -> None:
 def test_goodbye_forgets_at_once() -> None:
     worker = make(8)
     worker.prefill(worker.start(span(1, 9)))
-    worker.world.manager.goodbye(worker.id, worker.world.now_ms)
+    worker.world.manager.goodbye(worker.id)
     worker.connected = False
     worker.world.settle()
     assert not worker.world.manager.match(NS, pack(span(1, 9)))

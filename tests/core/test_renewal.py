@@ -86,7 +86,7 @@ def test_a_store_that_lost_everything_is_filled_again(spill: SpillPolicy) -> Non
     worker.run([*span(1, 4), 60, 61, 62, 63])
     settled(worker)
     before = set(worker.store)
-    world.manager.host_lost("redis", world.now_ms)
+    world.manager.host_lost("redis")
     worker.store.clear()
     settled(worker)
     assert before and set(worker.store) == before
@@ -100,7 +100,7 @@ def test_a_refill_goes_bit_by_bit_and_meets_a_changing_tree(monkeypatch: Any) ->
     for first in range(0, 80, 20):
         worker.run(span(first, first + 9))
         settled(worker)
-    world.manager.host_lost("redis", world.now_ms)
+    world.manager.host_lost("redis")
     worker.store.clear()
     cache = world.manager.worker(worker.id)
     for first in range(0, 80, 20):

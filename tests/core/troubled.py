@@ -220,7 +220,7 @@ class Troubled(RuleBasedStateMachine):
         namespace = None if salt is None else Namespace("model", "", salt)
         before = self.world.snapshot()
         try:
-            self.world.manager.clear(namespace, unused, self.world.now_ms)
+            self.world.manager.clear(namespace, unused)
         except LeasesInScope:
             assert not unused and any(w.live or w.spills or w.orphans for w in self.workers)
             assert self.world.snapshot() == before

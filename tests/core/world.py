@@ -26,6 +26,7 @@ from session.words import (
     WorkerId,
 )
 from tests.core.shadow import Value, extend_marks
+from tests.core.snapshot import snapshot
 
 if TYPE_CHECKING:
     from tests.core.session import Session
@@ -125,7 +126,7 @@ class World:
         self.manager = CacheManager(self.config, f"epoch-{self.epochs}")
 
     def snapshot(self) -> object:
-        return audit.snapshot(self.manager)
+        return snapshot(self.manager)
 
     def settle(self) -> None:
         """After each call: the books must balance; events and orders go where they belong."""

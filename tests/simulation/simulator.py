@@ -119,7 +119,7 @@ class Simulation:
                 if store:
                     del store[rng.choice(list(store))]
         elif dice < 0.09:
-            self.world.manager.clear(None, True, self.world.now_ms)
+            self.world.manager.clear(None, True)
             self.world.settle()
         elif dice < 0.11:
             engine.worker.rates = Rates(rng.choice([0.0, 1.0, 1e6]), rng.choice([0.0, 1.0, 1e9]))
@@ -148,7 +148,7 @@ class Simulation:
             self._hand_over(engine)
         if self.tier == HostTierKind.SHARED:
             keys = list(self.world.stores.get("redis", {}))
-            self.world.manager.host_adopted("redis", FINGERPRINT, keys, self.world.now_ms)
+            self.world.manager.host_adopted("redis", FINGERPRINT, keys)
             self.world.settle()
 
     def _long_partition(self, engine: Engine) -> None:
@@ -191,7 +191,7 @@ class Simulation:
         for store in self.world.stores.values():
             store.clear()
         if self.tier == HostTierKind.SHARED and self.rng.random() < 0.5:
-            self.world.manager.host_lost("redis", self.world.now_ms)
+            self.world.manager.host_lost("redis")
             self.world.settle()
 
     # -- the end -----------------------------------------------------------------------------------------------

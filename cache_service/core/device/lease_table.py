@@ -78,6 +78,16 @@ class Lease:
     def num_tokens(self) -> int:
         return (len(self.prompt) + len(self.accepted)) // TOKEN_BYTES
 
+    def resume_boundaries(self, page_tokens: int, branch: int) -> tuple[int, int, int]:
+        """Page boundaries at which later prompts are likely to resume: what they need there is worth keeping.
+
+        They are the last boundary at which this very prompt could resume, the end of its whole pages, and `branch`,
+        where it parted from what was cached. For snapshots that is `matched`, where KV was found but perhaps no
+        snapshot; there is one at `resumed` already. For windows it is `resumed`: the pages before it were hit.
+        """
+        num_tokens = len(self.prompt) // TOKEN_BYTES
+        return (num_tokens - 1) // page_tokens, branch, num_tokens // page_tokens
+
     def tokens(self, start: int, end: int) -> bytes:
         """Packed tokens between two byte offsets."""
         head = len(self.prompt)

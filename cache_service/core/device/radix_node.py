@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from cache_service.core.base.page_hash import namespace_digest
-from session.words import Namespace
+from session.words import PAGE_ID_BYTES, Namespace, PageId
 
 Packed = bytes | bytearray
 Queue = OrderedDict["Node", None]
@@ -53,9 +53,27 @@ class Node:
         """The page number behind the last page."""
         return self.start + self.resident
 
+    def holder(self, page: int) -> Node:
+        """Returns the node of the path down to this one that holds the page number: this one, or an ancestor."""
+        node = self
+        while node.start > page:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+    def page_id(self, group: int, page: int) -> PageId:
+        """Returns the group's page at a page number of this node; NO_PAGE at a hole."""
+        at = (page - self.start) * PAGE_ID_BYTES
+        return PageId(int.from_bytes(self.pages[group][at : at + PAGE_ID_BYTES], "little"))
+
+    def set_page_id(self, group: int, page: int, page_id: int) -> None:
+        """NO_PAGE leaves a hole."""
+        at = (page - self.start) * PAGE_ID_BYTES
+        self.pages[group][at : at + PAGE_ID_BYTES] = page_id.to_bytes(PAGE_ID_BYTES, "little")
+
 
 class Root(Node):
-    """The start of every prompt of one namespace; for ever pinned once, and holds no page."""
+    """The start of every prompt of one namespace. Pinned permanently; holds no pages."""
 
     __slots__ = ("digest", "namespace")
 

@@ -130,6 +130,10 @@ class RadixTree:
         nodes.reverse()
         return nodes
 
+    def node_at(self, walk: Walk) -> Node:
+        """Returns the node that ends where the walk does; a node that the walk enters only in part is split there."""
+        return self.split(walk.child, walk.pages) if walk.child is not None and walk.pages else walk.node
+
     def ensure_hashes(self, node: Node) -> None:
         """Fill in the missing hashes of the path down to `node`: a pure function of the namespace and the path."""
         lacking = []

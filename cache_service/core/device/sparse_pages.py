@@ -22,7 +22,7 @@ from typing import NamedTuple
 from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.page_pool import PagePool, pack, unpack
 from cache_service.core.device.radix_node import Node
-from session.words import PAGE_ID_BYTES, GroupSpec
+from session.words import NO_PAGE, GroupSpec
 
 
 class Rank(IntEnum):
@@ -51,12 +51,8 @@ class Place(NamedTuple):
     page: int
 
     def holder(self) -> Node:
-        """The node in which the page stands now."""
-        node = self.node
-        while node.start > self.page:
-            assert node.parent is not None
-            node = node.parent
-        return node
+        """The node that holds the page now."""
+        return self.node.holder(self.page)
 
 
 class _Order:
@@ -128,7 +124,8 @@ class SparsePages:
     def num_available(self) -> int:
         return self.pool.num_free + self.num_evictable
 
-    def is_evictable(self, page_id: int) -> bool:
+    def is_unread(self, page_id: int) -> bool:
+        """Evictable, if it is a page of the tree."""
         return page_id not in self.readers
 
     def take(self, count: int) -> list[int]:
@@ -206,8 +203,7 @@ class SparsePages:
 
     def publish(self, page_id: int, node: Node, page: int) -> None:
         """Fill the hole at that page number with a page that has readers."""
-        at = (page - node.start) * PAGE_ID_BYTES
-        node.pages[self.group][at : at + PAGE_ID_BYTES] = pack([page_id])
+        node.set_page_id(self.group, page, page_id)
         node.spilled = min(node.spilled, page - node.start)
         self.places[page_id] = Place(node, page)
 
@@ -231,8 +227,7 @@ class SparsePages:
         place = self.places.pop(page_id)
         del self._uses[page_id]
         node = place.holder()
-        at = (place.page - node.start) * PAGE_ID_BYTES
-        node.pages[self.group][at : at + PAGE_ID_BYTES] = bytes(PAGE_ID_BYTES)
+        node.set_page_id(self.group, place.page, NO_PAGE)
         self.emptied.append(node)
         self.num_evicted += 1
         self.pool.give(pack([page_id]))

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cache_service.core.host.host_key import HostKey, build_key, key_prefix
-from session.words import HASH_BYTES, Namespace, PageHash
+from cache_service.core.host.host_key import HostKey, key_prefix
+from session.words import HASH_BYTES, Namespace
 
 # Refreshing a key's time to live is best effort; so many may wait.
 MAX_TOUCHES = 65_536
@@ -156,9 +156,6 @@ class HashIndex:
     def key_prefix(self, fingerprint: bytes, group: int) -> str:
         """See TransferPages."""
         return key_prefix(fingerprint, group)
-
-    def key_of(self, fingerprint: bytes, group: int, page_hash: bytes, rank: int = 0) -> bytes:
-        return build_key(HostKey(fingerprint, group, rank, PageHash(page_hash)))
 
     def begin(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
         """A spill of these groups is under way."""

@@ -179,13 +179,13 @@ def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str:
     layout = cache.layout
     for group, window in plan.windows.items():
         pages = cache.sparse[group]
-        hits = sum(map(pages.is_evictable, window.hits.values()))
+        hits = sum(map(pages.is_unread, window.hits.values()))
         if pages.num_available - hits < window.fresh:
             return f"group {layout.specs[group].name} lacks pages"
     for group in layout.state:
         pages = cache.sparse[group]
         slot = plan.snapshots.get(group)
-        restored = slot is not None and slot != 0 and pages.is_evictable(slot)
+        restored = slot is not None and slot != 0 and pages.is_unread(slot)
         if pages.num_available - restored < 1 + (slot == 0):
             return f"group {layout.specs[group].name} lacks slots"
     return ""
@@ -195,10 +195,7 @@ def locate(walk: Walk, base: int) -> Walk:
     """The part of a walk that ends at page number `base`, before the walk's own end."""
     if base == 0:
         return Walk(walk.node.root, None, 0)
-    node = walk.child if walk.child is not None and walk.pages else walk.node
-    while node.start >= base:
-        assert node.parent is not None
-        node = node.parent
+    node = (walk.child if walk.child is not None and walk.pages else walk.node).holder(base - 1)
     if node.end == base:
         return Walk(node, None, 0)
     assert node.parent is not None

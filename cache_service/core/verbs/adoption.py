@@ -52,25 +52,25 @@ class Claim:
     windows: dict[int, WindowClaim] = field(default_factory=dict)
 
 
-def adopt(cache: DeviceCache, adopt: Adopt) -> Grant | Refusal:
+def adopt(cache: DeviceCache, item: Adopt) -> Grant | Refusal:
     """Refused (queue it again) where a page that it names is somebody else's by now; nothing changed then."""
-    _check(cache, adopt)
-    claim = _claimed(cache, adopt)
+    _check(cache, item)
+    claim = _claimed(cache, item)
     if isinstance(claim, str):
-        return Refusal(adopt.sequence_id, RefusalReason.NO_ROOM, claim)
-    lease = _commit(cache, adopt, claim)
+        return Refusal(item.sequence_id, RefusalReason.NO_ROOM, claim)
+    lease = _commit(cache, item, claim)
     page_tokens = cache.layout.page_tokens
     done = lease.published * page_tokens
-    reason = MissReason.BYPASSED if adopt.bypass_cache else MissReason.NONE
+    reason = MissReason.BYPASSED if item.bypass_cache else MissReason.NONE
     return Grant(
-        sequence_id=adopt.sequence_id,
-        usable_tokens=adopt.computed_tokens,
+        sequence_id=item.sequence_id,
+        usable_tokens=item.computed_tokens,
         cached_tokens=0,
         fetched_tokens=0,
         tables=leasing.tables(cache, lease),
         match=Match(done, done, 0, "", reason),
-        working=adopt.working,
-        rolling=adopt.rolling,
+        working=item.working,
+        rolling=item.rolling,
     )
 
 
@@ -209,9 +209,7 @@ def _commit(cache: DeviceCache, adopt: Adopt, claim: Claim) -> Lease:
         cache.sparse[group].read(window.hits)
     for slot in (*adopt.working, *adopt.rolling):
         cache.sparse[slot.group].claim(frozenset((int(slot.slot),)))
-    node = tree.root(adopt.namespace) if walk is None else walk.node
-    if walk is not None and walk.child is not None and walk.pages:
-        node = tree.split(walk.child, walk.pages)
+    node = tree.root(adopt.namespace) if walk is None else tree.node_at(walk)
     tree.pin(node)
     own_pages = max((len(own) // PAGE_ID_BYTES for own in claim.own.values()), default=0)
     lease = Lease(

@@ -98,7 +98,7 @@ def _droppable(cache: DeviceCache, node: Node) -> int:
     """Pages of the node that nobody holds, all groups together."""
     num_full = 0 if node.pins else node.resident * len(cache.pools)
     return num_full + sum(
-        pages.is_evictable(page_id)
+        pages.is_unread(page_id)
         for group, pages in cache.sparse.items()
         for page_id in unpack(node.pages[group])
         if page_id
@@ -120,7 +120,7 @@ def _drop_sparse(cache: DeviceCache, node: Node) -> int:
     freed = 0
     for group, pages in cache.sparse.items():
         for page_id in unpack(node.pages[group]):
-            if page_id and pages.is_evictable(page_id):
+            if page_id and pages.is_unread(page_id):
                 pages.evict_one(page_id)
                 freed += 1
     return freed

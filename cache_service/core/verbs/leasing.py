@@ -20,12 +20,12 @@ from session.words import TOKEN_BYTES, GroupPages, PageId, RefusalReason, Releas
 # Acquire.
 
 
-def acquire(cache: DeviceCache, acquire: Acquire) -> Grant | Refusal:
-    plan = plan_acquire(cache, acquire, may_fetch=True)
+def acquire(cache: DeviceCache, item: Acquire) -> Grant | Refusal:
+    plan = plan_acquire(cache, item, may_fetch=True)
     if isinstance(plan, Refusal):
         cache.counters.refusals += 1
         return plan
-    return commit(cache, plan, acquire, None)
+    return commit(cache, plan, item, None)
 
 
 def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | None) -> Grant:
@@ -63,11 +63,8 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     tree = cache.tree
     sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass = acquire
-    place = plan.place
-    node, child, pages = place.node, place.child, place.pages
-    if child is not None and pages:
-        node = tree.split(child, pages)
-    elif node.parent is None:
+    node = tree.node_at(plan.place)
+    if node.parent is None:  # a prompt of which nothing is cached may have met a stand-in for its root
         node = tree.root(namespace)
     tree.pin(node)
     if cache.host is not None:
@@ -138,8 +135,7 @@ def _offer_leave(cache: DeviceCache, lease: Lease, room: int) -> tuple[SnapshotS
     if room <= lease.room:
         return ()
     page_tokens = cache.layout.page_tokens
-    num_tokens = len(lease.prompt) // 4
-    wanted = {(num_tokens - 1) // page_tokens, lease.matched, num_tokens // page_tokens}
+    wanted = set(lease.resume_boundaries(page_tokens, lease.matched))
     offered = []
     for boundary in sorted(wanted) if not lease.bypass else ():
         if not lease.room < boundary * page_tokens <= room:
@@ -228,17 +224,17 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
 # Extend.
 
 
-def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Refusal:
+def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refusal:
     layout, held = cache.layout, lease.full_end
-    total = -(-extend.num_tokens // layout.page_tokens)
+    total = -(-item.num_tokens // layout.page_tokens)
     if total <= held and not layout.sparse:
-        return ExtendGrant(extend.sequence_id, ())
+        return ExtendGrant(item.sequence_id, ())
     detail = lacks_for_extend(cache, lease, total)
     if detail:
         never = _can_never_extend(cache, lease, total)
         cache.counters.refusals += 1
         reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
-        return Refusal(extend.sequence_id, reason, never or detail)
+        return Refusal(item.sequence_id, reason, never or detail)
     pages = []
     if total > held and layout.full:
         lease.full_end = total
@@ -248,7 +244,7 @@ def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Re
             lease.private[group] += taken
             pages.append(GroupPages(group, held, taken))
     if not layout.sparse:
-        return ExtendGrant(extend.sequence_id, tuple(pages))
+        return ExtendGrant(item.sequence_id, tuple(pages))
     for group, hold in lease.windows.items():
         if total > hold.end:
             ids = cache.sparse[group].take(total - hold.end)
@@ -256,7 +252,7 @@ def extend(cache: DeviceCache, lease: Lease, extend: Extend) -> ExtendGrant | Re
             hold.page_ids += ids
     cache.trim_all()
     pages.sort()
-    return ExtendGrant(extend.sequence_id, tuple(pages), _offer_leave(cache, lease, extend.num_tokens))
+    return ExtendGrant(item.sequence_id, tuple(pages), _offer_leave(cache, lease, item.num_tokens))
 
 
 def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:

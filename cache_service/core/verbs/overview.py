@@ -11,7 +11,7 @@ from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.worker import Worker
 from cache_service.core.verbs.prompt_match import PromptMatch
 from cache_service.core.verbs.survey import Survey
-from session.words import MissReason, Namespace
+from session.words import TOKEN_BYTES, MissReason, Namespace
 
 # Namespaces that Explain looks at between two yields: about 1 ms.
 ROOTS_IN_A_SLICE = 2_000
@@ -36,7 +36,7 @@ def explain(
     found = prompt.survey(cache)
     pinned, left_ms = _pinned(cache, found, now_ms)
     match = found.match(cache.layout.page_tokens)
-    segments = _segments(found, cache.layout.page_tokens, len(tokens) // 4)
+    segments = _segments(found, cache.layout.page_tokens, len(tokens) // TOKEN_BYTES)
     yield
     if found.reason is MissReason.NEVER_SEEN and (yield from _is_under_other_salt(cache, found, namespace, tokens)):
         match = match._replace(miss_reason=MissReason.OTHER_SALT)

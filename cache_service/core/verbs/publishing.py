@@ -20,7 +20,7 @@ from cache_service.core.device.radix_node import Node
 from cache_service.core.device.sparse_pages import Rank
 from cache_service.core.device.transfer_table import SparsePage
 from session.messages import Remap
-from session.words import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, PageHash
+from session.words import HASH_BYTES, PAGE_ID_BYTES, GroupPages, PageHash
 
 
 class Run(NamedTuple):
@@ -150,8 +150,7 @@ def _fill_windows(cache: DeviceCache, lease: Lease, runs: list[Run], remaps: lis
         for run in runs:
             for page in range(max(run.first, hold.first), min(run.end, hold.end)):
                 own = hold.page_ids[page - hold.first]
-                at = (page - run.node.start) * PAGE_ID_BYTES
-                standing = int.from_bytes(run.node.pages[group][at : at + PAGE_ID_BYTES], "little")
+                standing = run.node.page_id(group, page)
                 if not standing:
                     pages.publish(own, run.node, page)
                 elif standing != own:
@@ -174,12 +173,9 @@ def _publish_snapshots(cache: DeviceCache, lease: Lease) -> None:
 
 def publish_slot(cache: DeviceCache, node: Node, group: int, boundary: int, slot: int) -> None:
     """Give a private slot to the tree; where a snapshot stands already, the slot goes free."""
-    while node.start >= boundary:
-        assert node.parent is not None
-        node = node.parent
-    at = (boundary - 1 - node.start) * PAGE_ID_BYTES
+    node = node.holder(boundary - 1)
     pages = cache.sparse[group]
-    if not any(node.pages[group][at : at + PAGE_ID_BYTES]):
+    if not node.page_id(group, boundary - 1):
         pages.publish(slot, node, boundary - 1)
         if cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH:
             cache.spill_queue[node] = None
@@ -188,11 +184,8 @@ def publish_slot(cache: DeviceCache, node: Node, group: int, boundary: int, slot
 
 def fill_hole(cache: DeviceCache, node: Node, target: SparsePage) -> None:
     """Give a page that a fetch brought to the tree, unless another stands there; its reader keeps it either way."""
-    while node.start > target.page:
-        assert node.parent is not None
-        node = node.parent
-    at = (target.page - node.start) * PAGE_ID_BYTES
-    if not any(node.pages[target.group][at : at + PAGE_ID_BYTES]):
+    node = node.holder(target.page)
+    if not node.page_id(target.group, target.page):
         cache.sparse[target.group].publish(target.page_id, node, target.page)
 
 
@@ -207,7 +200,6 @@ def publish_rolling(cache: DeviceCache, lease: Lease, boundary: int) -> None:
 def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
     """Drop the published pages that no later launch reads."""
     layout = cache.layout
-    prompt_tokens = len(lease.prompt) // TOKEN_BYTES
     for group, hold in lease.windows.items():
         spec = layout.specs[group]
         first = min(window_start(lease.computed, spec, layout.page_tokens), hold.end)
@@ -216,7 +208,7 @@ def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
         if first <= hold.first:
             continue
         run = window_pages(spec, layout.page_tokens)
-        ends = ((prompt_tokens - 1) // layout.page_tokens, prompt_tokens // layout.page_tokens, lease.resumed)
+        ends = lease.resume_boundaries(layout.page_tokens, lease.resumed)
         dropped = hold.page_ids[: first - hold.first]
         warm = [any(end - run <= hold.first + at < end for end in ends) for at in range(len(dropped))]
         del hold.page_ids[: len(dropped)]

@@ -28,10 +28,7 @@ def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms
     found = _cached(cache, namespace, tokens)
     if found is None:
         return 0
-    node = found.node
-    if found.child is not None and found.pages:
-        whole = found.pages * cache.layout.page_bytes == len(found.child.key)
-        node = found.child if whole else cache.tree.split(found.child, found.pages)
+    node = cache.tree.node_at(found)
     for step in cache.tree.path(node):
         _mark(cache, step, until_ms)
     return node.end * cache.layout.page_tokens
