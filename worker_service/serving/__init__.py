@@ -1,0 +1,1 @@
+"""The calls that clients make: messages decoded and encoded, texts made tokens."""
