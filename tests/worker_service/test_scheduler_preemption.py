@@ -175,6 +175,17 @@ def test_reserve_is_for_others_only() -> None:
     driven.check_over()
 
 
+def test_a_reserve_that_the_pool_has_not_fails_nobody() -> None:
+    """Six pages, of which the prompt takes five: beside a running one it waits, with a reserve of two as well."""
+    driven = machine(6, reserve_pages=2)
+    driven.ask(prompt(9, 1), max_tokens=6)
+    driven.turn()
+    long = driven.ask(prompt(17, 2), max_tokens=5)
+    driven.run()
+    driven.check_over()
+    assert not driven.clients[long].failed
+
+
 def test_request_that_never_fits_fails_with_its_reason() -> None:
     driven = machine(4)
     never = driven.ask(prompt(20, 1))

@@ -34,7 +34,7 @@ def config_of(rng: random.Random, groups: Callable[[int, int], tuple[GroupSpec, 
 
 
 def full_only(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
-    return (full_group(MAX_LEN // page_tokens + 2)._replace(page_bytes=64),)
+    return (full_group(MAX_LEN // page_tokens)._replace(page_bytes=64),)
 
 
 def with_window(page_tokens: int, budget: int) -> tuple[GroupSpec, ...]:
@@ -66,6 +66,7 @@ def test_every_answer_is_right(
     machine = RealMachine(config_of(rng, groups), host=host, rng=rng if with_faults else None)
     Workload(machine, rng, num_requests, with_faults=with_faults).run()
     machine.check_over()
+    assert with_faults or all(client.usage is not None for client in machine.clients.values())
     usages = [client.usage for client in machine.clients.values() if client.usage is not None]
     event(f"refused: {machine.real.num_refusals > 0}")
     event(f"preempted: {any(usage.num_preemptions for usage in usages)}")

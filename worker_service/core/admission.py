@@ -8,7 +8,7 @@ it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
 from __future__ import annotations
 
 from session.messages import Acquire
-from session.words import TOKEN_BYTES
+from session.words import TOKEN_BYTES, GroupKind
 from worker_service.core.holding import Siblings
 from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms, name_bytes
@@ -96,13 +96,19 @@ class Admission:
         return chosen
 
     def _acquire(self, sequence: Sequence, *, alone: bool) -> Acquire:
-        """A sequence that runs alone asks for no reserve: with one, the longest prompt would never be admitted."""
+        """A sequence that runs alone asks for no reserve: with one, the longest prompt would never be admitted.
+
+        Beside others it asks for no more than the pool has beyond its own pages: more would never fit, and fail it.
+        """
         config = self._terms.config
+        pages = -(-len(sequence.tokens) // config.page_tokens)
+        full = (spec.num_pages for spec in config.groups if spec.kind is GroupKind.FULL)
+        spare = max(min(full, default=pages) - pages, 0)
         return Acquire(
             sequence.sequence_id,
             sequence.namespace,
             sequence.packed_tokens()[sequence.kept_len * TOKEN_BYTES :],
-            0 if alone else config.reserve_pages,
+            0 if alone else min(config.reserve_pages, spare),
             first_chunk_limit(len(sequence.tokens), config),
             sequence.request.priority,
             sequence.kept_len,
