@@ -1,7 +1,4 @@
-"""What the two attention ops share: their argument checks, and what both references hold.
-
-Knows neither phase, and nothing of Triton.
-"""
+"""What the two attention ops share: their argument checks, and what both references hold."""
 
 import math
 from typing import NamedTuple, TypedDict
@@ -23,7 +20,7 @@ from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3, Scales, check_scales
 from kernels.layout import KvLayout, PageShape
 
-# A weight below e^-64 of the largest counts as e^-64 in the references: no fp32 sum can tell, and numbers too small for
+# A weight below e^-64 of the largest counts as e^-64 in the references: no fp32 sum can tell, and values too small for
 # fp32's normal range slow a CPU's exponential and the product after it down by a factor of 50 to 200.
 LEAST_EXPONENT = -64.0
 

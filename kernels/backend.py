@@ -1,6 +1,6 @@
 """Which implementation of an op runs: a kernel on a CUDA device, the torch reference on a CPU.
 
-Knows no op. Triton is imported only when it is chosen, so a machine without it can serve with the references.
+Triton is imported only when it is chosen, so a machine without it can serve with the references.
 """
 
 import functools

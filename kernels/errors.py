@@ -1,10 +1,7 @@
 """The one error of this package.
 
-    ValueError
-    └── KernelArgumentError   an argument that the op cannot work with; the message names it and shows its value
-
-Knows nothing of what the argument was for.
-"""
+ValueError
+└── KernelArgumentError   an argument that the op cannot work with; the message names it and shows its value"""
 
 
 class KernelArgumentError(ValueError):

@@ -1,7 +1,6 @@
 """How the slots of a page lie in memory, and the one way from a logical block to kernel pages.
 
-Knows no sequence and no kernel. Whoever writes a page records its layout; a reader is told, it never guesses from a
-shape.
+The writer of a page records its layout; a reader is told it, and never guesses from a shape.
 
     NHD       K, V [num_pages, page_tokens, heads, dim]
     HND       K, V [num_pages, heads, page_tokens, dim]

@@ -1,18 +1,18 @@
 """Where an element lies inside a page and to which sequence a dense row belongs, for kernels of every op.
 
-Knows no page id and no op; `kernel` holds the jit functions, this module what the launchers pass to them.
+`triton` holds the jit functions, this module what the launchers pass to them.
 """
 
 from kernels.layout import KvLayout
 
-__all__ = ["PROBES", "layout_code", "search_levels"]
+__all__ = ["PROBES", "layout_index", "search_levels"]
 
-_CODES = {KvLayout.NHD: 0, KvLayout.HND: 1, KvLayout.SHUFFLE: 2}
+_INDICES = {KvLayout.NHD: 0, KvLayout.HND: 1, KvLayout.SHUFFLE: 2}
 
 
-def layout_code(layout: KvLayout) -> int:
-    """The number that stands for a layout inside a kernel."""
-    return _CODES[layout]
+def layout_index(layout: KvLayout) -> int:
+    """Returns the number that kernels know a layout by."""
+    return _INDICES[layout]
 
 
 # Starts of sequences that a search looks at in one step.

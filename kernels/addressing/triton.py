@@ -1,6 +1,6 @@
 """Offsets of elements inside one page, by layout, and whose a dense row is; jit functions that the ops' kernels call.
 
-Knows no page id: the caller adds page_id * stride_page in 64 bits. A page is small, so 32 bits do here.
+The caller adds page_id * stride_page in 64 bits. A page is small, so 32 bits do here.
 """
 
 import triton
@@ -68,7 +68,7 @@ def sequence_of(row, cu_k_ptr, num_seqs, LEVELS: tl.constexpr):
     """The last sequence that starts at or before each row, and its start; empty ones start there too and are passed.
 
     PROBES starts at a time: two dependent loads, rather than ten, find one of a thousand sequences. The start is among
-    the probed, so nobody has to wait for it once more.
+    the probed, so it is not loaded once more.
     """
     seq = tl.zeros_like(row)
     begin = tl.zeros_like(row)

@@ -1,7 +1,6 @@
 """append_kv: writes the keys and values of new tokens into their slots; rotate_append_kv does what comes before, too.
 
-Does not know which sequence a token belongs to, nor whether its page is shared: the scheduler hands out only fresh
-slots.
+The scheduler hands out only fresh slots.
 """
 
 import torch
@@ -41,8 +40,8 @@ def append_kv(
 
     k, v [num_tokens, heads, dim] in the pages' dtype; slot_mapping int64 [num_tokens], page_id * page_tokens +
     offset. Two tokens must not name one slot. fp8 e4m3 pages also take wider k, v and then need scales: fp32 [1],
-    which are read, or fp32 [num_pages, heads, page_tokens], which are written (k, v must be finite). Codes are rounded
-    to nearest and saturate.
+    which are read, or fp32 [num_pages, heads, page_tokens], which are written (k, v must be finite). Quantized values
+    are rounded to nearest and saturate.
     """
     shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
     check_page_pair(k_pages, v_pages)

@@ -1,6 +1,6 @@
 """append_kv in plain torch.
 
-Knows nothing of sequences: a slot is all that says where a token goes.
+A slot is all that says where a token goes.
 """
 
 import torch

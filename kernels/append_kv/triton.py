@@ -1,13 +1,13 @@
 """append_kv in Triton: pure traffic, one program for a few tokens and a run of their columns.
 
-Knows nothing of sequences; addresses are 64-bit because a pool may pass 2^31 elements.
+Addresses are 64-bit because a pool may pass 2^31 elements.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.addressing import layout_code
+from kernels.addressing import layout_index
 from kernels.addressing.triton import key_offset, value_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantise_rows
@@ -58,7 +58,7 @@ def append_rows(
 
 # A head at a time, so that a row's largest value is found in one program; columns are padded to a power of two.
 @triton.jit(do_not_specialize=["num_tokens"])
-def append_codes(
+def append_quantized(
     k_ptr,
     v_ptr,
     k_pages_ptr,
@@ -119,10 +119,10 @@ def launch(
     if scales is None:
         _launch_rows(k, v, k_pages, v_pages, slot_mapping, shape, layout)
     else:
-        _launch_codes(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
+        _launch_quantized(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
 
 
-def _launch_codes(
+def _launch_quantized(
     k: torch.Tensor,
     v: torch.Tensor,
     k_pages: torch.Tensor,
@@ -135,7 +135,7 @@ def _launch_codes(
     block_d = triton.next_power_of_2(shape.dim)
     per_program = max(1, ELEMENTS // block_d)
     with torch.cuda.device_of(k):
-        append_codes[(triton.cdiv(k.shape[0], per_program), shape.heads)](
+        append_quantized[(triton.cdiv(k.shape[0], per_program), shape.heads)](
             k,
             v,
             k_pages,
@@ -156,7 +156,7 @@ def _launch_codes(
             D=shape.dim,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(layout),
+            LAYOUT=layout_index(layout),
             TOKENS=per_program,
             BLOCK_D=block_d,
             PER_TOKEN=scales.kind is ScaleKind.PER_TOKEN,
@@ -195,7 +195,7 @@ def _launch_rows(
             D=shape.dim,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(layout),
+            LAYOUT=layout_index(layout),
             TOKENS=per_program,
             COLUMNS=columns,
             num_warps=1,

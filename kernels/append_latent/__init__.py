@@ -1,7 +1,4 @@
-"""append_latent: writes the latents and rotary keys of new tokens into their slots of an MLA cache.
-
-Does not know which sequence a token belongs to, nor what a latent is projected to.
-"""
+"""append_latent: writes the latents and rotary keys of new tokens into their slots of an MLA cache."""
 
 import torch
 

@@ -1,7 +1,4 @@
-"""append_latent in plain torch.
-
-Knows nothing of sequences.
-"""
+"""append_latent in plain torch."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """append_latent in Triton: pure traffic, one program for a few rows.
 
-Knows nothing of sequences; addresses are 64-bit because a pool may pass 2^31 elements.
+Addresses are 64-bit because a pool may pass 2^31 elements.
 """
 
 import torch

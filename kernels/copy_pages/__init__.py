@@ -1,7 +1,7 @@
 """pack_pages and unpack_pages: whole pages, as raw bytes, into one dense row each and back.
 
-Neither knows what a page holds; this is how pages are staged for a spill and put back after a fetch: in one launch, all
-layers at once, straight to or from pinned host memory if the rows lie there.
+This is how pages are staged for a spill and put back after a fetch: in one launch, all layers at once, straight to or
+from pinned host memory if the rows lie there.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""pack_pages and unpack_pages in plain torch.
-
-Knows only rows of bytes.
-"""
+"""pack_pages and unpack_pages in plain torch."""
 
 import torch
 

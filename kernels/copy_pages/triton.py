@@ -1,7 +1,7 @@
 """pack_pages and unpack_pages in Triton: pure traffic in the widest words that fit.
 
-Knows only rows of bytes. One program moves one chunk of 2 KiB; a page's chunks are neighbours in launch order, which is
-what keeps DRAM pages open.
+One program moves one chunk of 2 KiB; a page's chunks are neighbours in launch order, which is what keeps DRAM pages
+open.
 """
 
 import torch

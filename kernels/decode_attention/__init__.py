@@ -1,6 +1,6 @@
 """decode_attention: the newest tokens of each sequence attend to all of that sequence's pages.
 
-Does not know the batch: how a sequence is split is a function of its own length, so its bits never depend on its mates.
+How a sequence is split is a function of its own length, so its bits never depend on other requests.
 """
 
 from typing import Unpack

@@ -1,6 +1,6 @@
 """DecodePlan: the buffers of decode steps and their division into chunks of work, made on the device.
 
-Knows no layer: one plan serves every layer of a step and, as its counters return to zero, every captured graph.
+One plan serves every layer of a step and, as its counters return to zero, every captured graph.
 """
 
 import torch
@@ -8,12 +8,12 @@ import torch
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
 
-__all__ = ["GROUP", "LEAF", "DecodePlan"]
+__all__ = ["LEAF", "LEAVES_PER_GROUP", "DecodePlan"]
 
-# The summation tree: keys of a leaf, leaves of a group. These numbers are part of every result's bits.
+# The summation tree: keys of a leaf, leaves of a group. Every result's bits depend on both.
 LEAF = 512
-GROUP = 4
-# Chunks for each program where there is enough work: whoever is late takes fewer of them.
+LEAVES_PER_GROUP = 4
+# Chunks for each program where there is enough work: slow programs take fewer of them.
 WAVES = 4
 # Columns of one launch: with 64 of them registers spill, and reading the keys twice takes less time than that.
 MAX_COLUMNS = 32
@@ -63,10 +63,10 @@ class DecodePlan:
     def _allocate(self) -> None:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         pairs = self.max_seqs * self.kv_heads
-        groups = pairs * max(1, -(-self.max_seqlen_k // (LEAF * GROUP)))
+        groups = pairs * max(1, -(-self.max_seqlen_k // (LEAF * LEAVES_PER_GROUP)))
         # Leaves are the unit of work only where there are too few groups for the programs.
-        units = max(groups, min(GROUP * groups, 2 * GROUP * self.multiprocessors)) + pairs
-        self.acc, self.peak, self.total = (
+        units = max(groups, min(LEAVES_PER_GROUP * groups, 2 * LEAVES_PER_GROUP * self.multiprocessors)) + pairs
+        self.acc, self.row_max, self.row_sum = (
             torch.empty(units * self.rows * width, dtype=torch.float32, device=self.device)
             for width in (self.dim, 1, 1)
         )
@@ -96,7 +96,7 @@ class DecodePlan:
             kv_heads=self.kv_heads,
             programs=self.programs(num_seqs),
             leaf=LEAF,
-            group=GROUP,
+            leaves_per_group=LEAVES_PER_GROUP,
             waves=WAVES,
         )
 

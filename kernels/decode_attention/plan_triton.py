@@ -1,11 +1,11 @@
 """The plan of a decode step in Triton: lengths in, chunks of work out, all in device memory.
 
-Knows no page and no layer: a plan holds for every layer of a step, windowed or not.
+A plan holds for every layer of a step, windowed or not.
 
-A pair is one sequence and one kv head; its keys are leaves of LEAF keys, its leaves groups of GROUP. The unit of work
-is a group, or a leaf where groups are too few to fill the card. Units are numbered pair after pair, and a chunk is a
-run of `per` of them. There are several chunks for each program where there is enough work: whoever has finished one
-draws the next, so programs end at the same time though some are slower than others.
+A pair is one sequence and one kv head; its keys are leaves of LEAF keys, its leaves groups of LEAVES_PER_GROUP. The
+unit of work is a group, or a leaf where groups are too few to fill the card. Units are numbered pair after pair, and a
+chunk is a run of `per` of them. There are several chunks for each program where there is enough work: a program that
+has finished one draws the next, so programs end at the same time though some are slower than others.
 
     pairs     | seq 0 head 0 | seq 0 head 1 | ... | seq 1 head 0 | ...
     units     | 0  1  2  3   | 4  5  6  7   |
@@ -23,7 +23,10 @@ BLOCK_ELEMENTS = 8192
 
 @triton.jit
 def groups_per_chunk(groups, programs, WAVES: tl.constexpr):
-    """Two even where WAVES would allow for one, if that takes no longer: then pairs of two groups are not cut."""
+    """Returns groups per chunk: ceil(groups / (programs * WAVES)), but 2 instead of 1 if that takes no more rounds.
+
+    With 2 a pair of two groups, say 4,096 keys, stays in one chunk and needs no merge.
+    """
     per = tl.maximum(tl.cdiv(groups, programs * WAVES), 1)
     two = 2 * tl.cdiv(tl.cdiv(groups, 2), programs) <= tl.cdiv(groups, programs)
     return tl.where((per == 1) & two, 2, per)
@@ -40,7 +43,7 @@ def plan_chunks(
     max_chunks,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
-    GROUP: tl.constexpr,
+    LEAVES_PER_GROUP: tl.constexpr,
     WAVES: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -50,9 +53,9 @@ def plan_chunks(
     seq = tl.arange(0, BLOCK_SEQS)
     real = seq < num_seqs
     length = tl.load(seqlens_ptr + seq, mask=real, other=0)
-    units = tl.where(real, tl.maximum(tl.cdiv(length, LEAF * GROUP), 1), 0)
+    units = tl.where(real, tl.maximum(tl.cdiv(length, LEAF * LEAVES_PER_GROUP), 1), 0)
     groups = tl.sum(units, 0) * HEADS
-    unit = GROUP
+    unit = LEAVES_PER_GROUP
     per = groups_per_chunk(groups, programs, WAVES)
     if groups * 8 < programs * 7:
         unit = 1
@@ -92,7 +95,7 @@ def launch(
     kv_heads: int,
     programs: int,
     leaf: int,
-    group: int,
+    leaves_per_group: int,
     waves: int,
 ) -> None:
     """Launches over at least one sequence; `chunks` has CHUNK_FIELDS fields for each chunk there is room for."""
@@ -109,7 +112,7 @@ def launch(
             max_chunks,
             HEADS=kv_heads,
             LEAF=leaf,
-            GROUP=group,
+            LEAVES_PER_GROUP=leaves_per_group,
             WAVES=waves,
             BLOCK_SEQS=block_seqs,
             BLOCK_CHUNKS=block_chunks,

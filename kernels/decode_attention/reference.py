@@ -1,6 +1,6 @@
 """decode_attention in plain torch: one token after the other, in fp32.
 
-Knows nothing of batches: a token's result depends on its sequence alone, and so do its bits.
+A token's result depends on its sequence alone, and so do its bits.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """decode_attention in Triton: one program for one split of a sequence and one kv head, then one that merges the splits.
 
-Knows nothing of the batch. Splits are SPLIT keys long and start at absolute multiples of SPLIT, their fp32 partials are
-merged in ascending order: the sum is the same whoever computes which part and whoever else is in the batch.
+Splits are SPLIT keys long and start at absolute multiples of SPLIT, their fp32 partials are merged in ascending order:
+the sum depends neither on which program computes which part nor on other requests.
 
     keys       0 ........ SPLIT ........ 2 SPLIT .... length
-    partials   |    0       |      1        |    2     |      acc, peak, total of each; a window skips the first ones
+    partials   |    0       |      1        |    2     |      acc, row_max, row_sum of each; windows skip the first
 
 A split that some token of a sequence does not see gives it a state without keys, which leaves the others as they are:
 so a token's bits do not depend on how many tokens are computed with it.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels import softmax
-from kernels.addressing import layout_code
+from kernels.addressing import layout_index
 from kernels.addressing.triton import key_offset, value_offset
 from kernels.decode_attention.call import DecodeCall
 from kernels.fp8 import ScaleKind
@@ -54,8 +54,8 @@ def attend_split(
     k_scales_ptr,
     v_scales_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     tables_ptr,
     seqlens_ptr,
     cu_q_ptr,
@@ -70,7 +70,7 @@ def attend_split(
     stride_v_scales,
     stride_tables_seq,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GQA_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -85,7 +85,7 @@ def attend_split(
     SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
+    BLOCKS: tl.constexpr = (TOKENS * GQA_GROUP + ROWS - 1) // ROWS
     kv_head = tl.program_id(0) // BLOCKS
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -95,20 +95,20 @@ def attend_split(
         lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
     last = tl.minimum(length, (split + 1) * SPLIT)
     first_row = tl.program_id(0) % BLOCKS * ROWS
-    if (split * SPLIT >= length) | (last <= lowest) | (first_row >= tokens * GROUP):
+    if (split * SPLIT >= length) | (last <= lowest) | (first_row >= tokens * GQA_GROUP):
         return
 
     row = first_row + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_N)
-    head = kv_head * GROUP + row % GROUP
-    live = (row // GROUP < tokens) & (row < TOKENS * GROUP)
-    position = length - tokens + row // GROUP
-    q_at = (start + row // GROUP)[:, None] * stride_q_token + head[:, None] * stride_q_head + d[None, :]
+    head = kv_head * GQA_GROUP + row % GQA_GROUP
+    live = (row // GQA_GROUP < tokens) & (row < TOKENS * GQA_GROUP)
+    position = length - tokens + row // GQA_GROUP
+    q_at = (start + row // GQA_GROUP)[:, None] * stride_q_token + head[:, None] * stride_q_head + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     table_ptr = tables_ptr + seq * stride_tables_seq
-    peak = tl.full([ROWS], NO_KEYS, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], NO_KEYS, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     first = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
     for tile in tl.range(first, last, BLOCK_N, num_stages=3):
@@ -125,7 +125,7 @@ def attend_split(
         k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
         if SCALES > 0:
-            # Codes are numbers of q's dtype as they are; the scales come in behind the products.
+            # q's dtype holds every fp8 value; the scales are applied after the products.
             k = k.to(tl.float32).to(q.dtype)
             v = v.to(tl.float32).to(q.dtype)
         scores = tl.dot(q, k) * scale_log2
@@ -143,21 +143,21 @@ def attend_split(
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, MASKED)
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 1)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         if SCALES == 2:
             weights = weights * v_scale[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
-        peak = new_peak
+        row_max = new_max
 
     if SCALES == 1:
         acc = acc * tl.load(v_scales_ptr)
-    part = ((seq * max_splits + split) * HEADS + kv_head) * (TOKENS * GROUP) + row
+    part = ((seq * max_splits + split) * HEADS + kv_head) * (TOKENS * GQA_GROUP) + row
     tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
-    tl.store(peak_ptr + part, peak, mask=live)
-    tl.store(total_ptr + part, total, mask=live)
+    tl.store(row_max_ptr + part, row_max, mask=live)
+    tl.store(row_sum_ptr + part, row_sum, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_splits"])
@@ -166,8 +166,8 @@ def merge_splits(
     lse_ptr,
     sinks_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     seqlens_ptr,
     cu_q_ptr,
     num_tokens,
@@ -175,7 +175,7 @@ def merge_splits(
     stride_out_token,
     stride_out_head,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GQA_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     D: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -195,33 +195,37 @@ def merge_splits(
     if WINDOW > 0:
         lowest = tl.maximum(length - tokens - WINDOW + 1, 0)
     d = tl.arange(0, BLOCK_D)
-    peak = tl.full([], NO_KEYS, tl.float32)
-    total = 0.0
+    row_max = tl.full([], NO_KEYS, tl.float32)
+    row_sum = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for split in tl.range(lowest // SPLIT, tl.cdiv(length, SPLIT)):
-        part = ((seq * max_splits + split) * HEADS + head // GROUP) * (TOKENS * GROUP) + token * GROUP + head % GROUP
-        part_peak = tl.load(peak_ptr + part)
-        new_peak = tl.maximum(peak, part_peak)
-        decay = tl.exp2(peak - new_peak)
-        weight = tl.exp2(part_peak - new_peak)
-        total = total * decay + tl.load(total_ptr + part) * weight
+        part = (
+            ((seq * max_splits + split) * HEADS + head // GQA_GROUP) * (TOKENS * GQA_GROUP)
+            + token * GQA_GROUP
+            + head % GQA_GROUP
+        )
+        part_max = tl.load(row_max_ptr + part)
+        new_max = tl.maximum(row_max, part_max)
+        decay = tl.exp2(row_max - new_max)
+        weight = tl.exp2(part_max - new_max)
+        row_sum = row_sum * decay + tl.load(row_sum_ptr + part) * weight
         acc = acc * decay + tl.load(acc_ptr + part * D + d, mask=d < D, other=0.0) * weight
-        peak = new_peak
+        row_max = new_max
     if HAS_SINKS:
         # Here and not in the splits, or it would count once for each of them; a row without keys has none.
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         sink = tl.where(length > 0, sink, float("-inf"))
-        new_peak = tl.maximum(peak, sink)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.exp2(sink - new_peak)
+        new_max = tl.maximum(row_max, sink)
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.exp2(sink - new_max)
         acc = acc * decay
-        peak = new_peak
-    out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total))
+        row_max = new_max
+    out = tl.div_rn(acc, tl.where(row_sum == 0.0, 1.0, row_sum))
     row = start + token
     out_at = row * stride_out_token + head * stride_out_head + d
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
     if WANTS_LSE:
-        lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+        lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + row, lse)
 
 
@@ -232,12 +236,12 @@ def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> Non
     splits = max(1, triton.cdiv(call.max_seqlen_k, SPLIT))
     parts = (num_seqs, splits, spec.q_heads * max_q_tokens)
     acc = torch.empty((*parts, shape.dim), dtype=torch.float32, device=q.device)
-    peak, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    row_max, row_sum = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
     k_scales, v_scales, kind = (out, out, None) if spec.scales is None else spec.scales
     by_token = kind is ScaleKind.PER_TOKEN
     sizes = {
         "HEADS": shape.heads,
-        "GROUP": group,
+        "GQA_GROUP": group,
         "TOKENS": max_q_tokens,
         "D": shape.dim,
         "WINDOW": spec.window,
@@ -254,8 +258,8 @@ def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> Non
             k_scales,
             v_scales,
             acc,
-            peak,
-            total,
+            row_max,
+            row_sum,
             call.block_tables,
             call.seqlens_k,
             call.spans_or_any,
@@ -271,7 +275,7 @@ def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> Non
             call.block_tables.stride(0),
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(spec.layout),
+            LAYOUT=layout_index(spec.layout),
             ROWS=ROWS,
             BLOCK_N=key_block(shape.dim),
             SOFTCAP=spec.softcap > 0.0,
@@ -279,7 +283,7 @@ def launch(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> Non
             num_warps=4,
             **sizes,
         )
-        _merge(call, (acc, peak, total), splits, sizes, out, lse)
+        _merge(call, (acc, row_max, row_sum), splits, sizes, out, lse)
 
 
 def _merge(

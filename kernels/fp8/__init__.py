@@ -1,10 +1,10 @@
-"""fp8 e4m3 keys and values: how a number becomes a code times a scale, and back; argument checks and plain torch.
+"""fp8 e4m3 keys and values: quantized values times scales; argument checks and plain torch.
 
-Knows no page and no op. `kernel` holds the same arithmetic as jit functions: one fp32 division rounded to nearest, one
-conversion rounded to nearest even, so both give the same codes.
+`triton` holds the same arithmetic as jit functions: one fp32 division rounded to nearest, one conversion rounded to
+nearest even, so both give the same quantized values.
 
     per tensor       scales fp32 [1], read: the caller measured them; what lies beyond 448 * scale saturates
-    per token        scales fp32 [num_pages, heads, page_tokens], written with the codes: the row's largest value is 448
+    per token        scales fp32 [num_pages, heads, page_tokens], written with the values: a row's largest value is 448
 """
 
 from enum import Enum
@@ -23,7 +23,7 @@ LEAST_SCALE = 2.0**-126
 
 
 class ScaleKind(Enum):
-    """What one scale stands for. The numbers are what the kernels know them by."""
+    """What one scale belongs to; kernels know the kinds by these numbers."""
 
     PER_TENSOR = 1
     PER_TOKEN = 2
@@ -49,7 +49,7 @@ def check_scales(
     dense: torch.dtype,
     shape: PageShape,
 ) -> Scales | None:
-    """Refuses scales that do not fit; None when codes move as they are, which needs no scales and takes none."""
+    """Refuses scales that do not fit; None when fp8 values move as they are, which needs no scales and takes none."""
     if dense is k_pages.dtype:
         for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
             if scales is not None:
@@ -78,16 +78,16 @@ def check_written_scales(scales: Scales | None, k: torch.Tensor, v: torch.Tensor
 
 def token_scales(rows: torch.Tensor) -> torch.Tensor:
     """The scale of each of rows [n, heads, dim], fp32 [n, heads]; values must be finite."""
-    peaks = rows.float().abs().amax(dim=-1)
+    amax = rows.float().abs().amax(dim=-1)
     # By a tensor: on a CUDA device a quotient by a number is a product with its reciprocal, rounded twice.
-    return (peaks / torch.full_like(peaks, E4M3_MAX)).clamp_min(LEAST_SCALE)
+    return (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(LEAST_SCALE)
 
 
 def quantise(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Codes of rows; `scales` broadcasts. Saturates (the bare conversion need not); NaN stays NaN."""
+    """Returns quantized rows; `scales` broadcasts. Saturates (the bare conversion need not); NaN stays NaN."""
     return (rows.float() / scales).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of codes, rounded once to dtype; `scales` broadcasts."""
-    return (codes.float() * scales).to(dtype)
+def dequantise(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns dequantized values, rounded once to dtype; `scales` broadcasts."""
+    return (quantized.float() * scales).to(dtype)

@@ -1,6 +1,6 @@
 """Rows into pages and out of them in plain torch, through scales where there are any.
 
-Knows no sequence and no batch: slots and page ids are given.
+Slots and page ids are given.
 """
 
 import torch
@@ -18,26 +18,26 @@ def write_rows(
     scales: Scales | None,
     layout: KvLayout,
 ) -> None:
-    """Puts k and v [n, heads, dim] into n slots, as codes where the pages are narrower."""
+    """Puts k and v [n, heads, dim] into n slots, quantized where the pages are fp8."""
     if scales is not None:
         page_tokens = page_shape(k_pages, layout).page_tokens
-        k = _codes(k, scales.k, scales.kind, slots, page_tokens)
-        v = _codes(v, scales.v, scales.kind, slots, page_tokens)
+        k = _quantized(k, scales.k, scales.kind, slots, page_tokens)
+        v = _quantized(v, scales.v, scales.kind, slots, page_tokens)
     write_slots(k, v, k_pages, v_pages, slots, layout)
 
 
 def widened(
-    codes: torch.Tensor, scales: torch.Tensor, kind: ScaleKind, table: torch.Tensor, dtype: torch.dtype
+    quantized: torch.Tensor, scales: torch.Tensor, kind: ScaleKind, table: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Numbers of one sequence's codes [length, heads, dim] from position 0 on; `table` is its row of block tables."""
+    """Dequantized rows of one sequence [length, heads, dim] from position 0 on; `table` is its row of block tables."""
     if kind is ScaleKind.PER_TOKEN:
         page_tokens = scales.shape[2]
-        pages = scales.index_select(0, table[: -(-codes.shape[0] // page_tokens)])
-        scales = pages.transpose(1, 2).flatten(0, 1)[: codes.shape[0]].unsqueeze(-1)
-    return dequantise(codes, scales, dtype)
+        pages = scales.index_select(0, table[: -(-quantized.shape[0] // page_tokens)])
+        scales = pages.transpose(1, 2).flatten(0, 1)[: quantized.shape[0]].unsqueeze(-1)
+    return dequantise(quantized, scales, dtype)
 
 
-def _codes(
+def _quantized(
     rows: torch.Tensor, scales: torch.Tensor, kind: ScaleKind, slots: torch.Tensor, page_tokens: int
 ) -> torch.Tensor:
     if kind is ScaleKind.PER_TENSOR:

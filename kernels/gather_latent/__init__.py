@@ -1,7 +1,6 @@
 """gather_latent: the rows of an MLA cache, dense and in the order of their sequences, new tokens behind cached ones.
 
-Does not know what a row holds (latent and rotary key lie side by side); lengths stay on the device, the total comes
-from the host.
+Lengths stay on the device, the total comes from the host.
 """
 
 import torch
@@ -44,7 +43,7 @@ def gather_latent(
     to begin (then cu_seqlens_k counts from there), for a context that is read in chunks; a sequence may own nothing.
 
     total_tokens bounds cu_seqlens_k's end: rows behind that end are not written. Where nothing is cached (total_tokens
-    is the number of new tokens) the new rows are the answer as they are, the table is not looked at and may be None.
+    is the number of new tokens) the new rows are returned as they are, the table is not looked at and may be None.
     """
     check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
     check_dense_pages("pages", pages)

@@ -1,6 +1,6 @@
 """gather_latent in plain torch: one token after the other.
 
-Knows nothing of requests; a sequence is a row of the block table and a length.
+A sequence is a row of the block table and a length.
 """
 
 import torch

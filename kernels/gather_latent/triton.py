@@ -1,6 +1,6 @@
-"""gather_latent in Triton: pure traffic, one program for a few rows of the answer.
+"""gather_latent in Triton: pure traffic, one program for a few rows of the result.
 
-Knows no sequence before it looks: each row finds its own by a search in cu_seqlens_k, so no list of rows is
+Each row finds its own by a search in cu_seqlens_k, so no list of rows is
 built on the host and a batch may be as ragged as it likes.
 """
 

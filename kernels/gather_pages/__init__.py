@@ -1,6 +1,6 @@
 """gather_pages and scatter_pages: between paged and dense keys and values, by sequence.
 
-Neither knows what the tokens mean or who reads them next; lengths stay on the device, the total comes from the host.
+Lengths stay on the device, the total comes from the host.
 """
 
 import torch
@@ -117,7 +117,7 @@ def _launch(
     layout: KvLayout,
     gather: bool,
 ) -> None:
-    """Bytes move in runs of columns; codes and numbers convert a head at a time."""
+    """Bytes move in runs of columns; quantized pages are converted a head at a time."""
     from kernels.gather_pages.triton import launch, launch_converting
 
     where = (k, v, k_pages, v_pages, block_tables, cu_seqlens_k)

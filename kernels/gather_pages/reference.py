@@ -1,6 +1,6 @@
 """gather_pages and scatter_pages in plain torch: one sequence after the other.
 
-Knows nothing of requests; a sequence is a row of the block table and a length.
+A sequence is a row of the block table and a length.
 """
 
 from itertools import pairwise

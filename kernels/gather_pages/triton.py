@@ -1,6 +1,6 @@
 """gather_pages and scatter_pages in Triton: one program for a few dense tokens and a run of their columns.
 
-Knows no sequence before it looks: each token finds its own by a search in cu_seqlens_k, so no list of tokens
+Each token finds its own by a search in cu_seqlens_k, so no list of tokens
 is built on the host and a batch may be as ragged as it likes.
 """
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.addressing import layout_code, search_levels
+from kernels.addressing import layout_index, search_levels
 from kernels.addressing.triton import key_offset, sequence_of, value_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import dequantise_rows, quantise_rows
@@ -126,7 +126,7 @@ def convert_tokens(
     k_scale_at = page * stride_k_scales_page + head * PAGE + offset
     v_scale_at = page * stride_v_scales_page + head * PAGE + offset
     if GATHER:
-        # No `other` for codes: a number that is typed fp32 does not convert to fp8, and padding is not stored anyway.
+        # No `other`: a literal of type fp32 does not convert to fp8, and padding is not stored anyway.
         k = tl.load(k_pages_ptr + k_at, mask=ok)
         v = tl.load(v_pages_ptr + v_at, mask=ok)
         k = dequantise_rows(k, live, k_scales_ptr, k_scale_at, PER_TOKEN)
@@ -176,7 +176,7 @@ def launch(
             D=shape.dim,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(layout),
+            LAYOUT=layout_index(layout),
             TOKENS=per_program,
             COLUMNS=columns,
             LEVELS=search_levels(num_seqs),
@@ -224,7 +224,7 @@ def launch_converting(
             D=shape.dim,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(layout),
+            LAYOUT=layout_index(layout),
             TOKENS=per_program,
             BLOCK_D=block_d,
             LEVELS=search_levels(num_seqs),

@@ -1,6 +1,6 @@
 """head_linear: every head's rows times that head's own matrix, such that a row's bits depend on no other row.
 
-Does not know what the matrices mean. Latent attention needs two of them: into the latents' space and out of it.
+Latent attention needs two of them: into the latents' space and out of it.
 """
 
 import torch

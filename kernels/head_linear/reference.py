@@ -1,7 +1,4 @@
-"""head_linear in plain torch, in fp32.
-
-Knows nothing of batches.
-"""
+"""head_linear in plain torch, in fp32."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """head_linear in Triton: one program for one head, a tile of its tokens and a tile of its columns.
 
-Knows nothing of the batch: one fixed tile and one order of sums, whatever the number of tokens.
+One fixed tile and one order of sums, whatever the number of tokens.
 """
 
 import torch

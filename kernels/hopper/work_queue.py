@@ -1,4 +1,4 @@
-"""The work queue of a persistent kernel: items drawn from a counter in memory, handed on through shared memory.
+"""The work queue of a persistent kernel: items drawn from a counter in memory, passed on through shared memory.
 
 One warp of a program, the producer, finds the next item and publishes its numbers; the other partitions take them.
 

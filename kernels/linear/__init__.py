@@ -1,8 +1,8 @@
 """linear: rows times a weight matrix, such that a row's bits depend on no other row and not on how many there are.
 
-Does not know the model. Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes
-while it has no workspace to split K into (the process sees to that before cuBLAS starts), and a Triton GEMM of one
-fixed tile. `keeps_rows` finds out, on the weights' own device, whether the first one will do.
+Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes while it has no workspace to
+split K into (the process sees to that before cuBLAS starts), and a Triton GEMM of one fixed tile. `keeps_rows` finds
+out, on the weights' own device, whether the first one will do.
 """
 
 from enum import Enum
@@ -61,7 +61,7 @@ def linear(
 
 
 def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -> bool:
-    """Whether the LIBRARY route gives a row the same bits in launches of any size up to max_rows, whoever lies beside.
+    """Whether the LIBRARY route gives a row the same bits in launches of any size up to max_rows, beside any rows.
 
     Tried on random rows, which waits for the device: for the start of a process.
     """

@@ -1,7 +1,4 @@
-"""The truth for linear: a product in fp32 (fp64 for fp32 inputs), rounded once.
-
-Knows no tile.
-"""
+"""The truth for linear: a product in fp32 (fp64 for fp32 inputs), rounded once."""
 
 import torch
 

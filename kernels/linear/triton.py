@@ -1,6 +1,6 @@
 """Triton kernel of linear's TILED route: one tile size for every number of rows, one loop over K in ascending order.
 
-Knows neither the model nor the phase; shapes were checked before. For shapes whose library GEMM is not row-stable.
+Shapes were checked before. For shapes whose library GEMM is not row-stable.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """merge_attention_states: attention over two disjoint sets of keys, made one.
 
-Does not know which keys they were; a log-sum-exp of minus infinity says that a side saw none.
+A log-sum-exp of minus infinity says that a side saw none.
 """
 
 import torch

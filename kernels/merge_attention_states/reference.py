@@ -1,7 +1,4 @@
-"""merge_attention_states in plain torch.
-
-Knows nothing of where the two states came from.
-"""
+"""merge_attention_states in plain torch."""
 
 import torch
 

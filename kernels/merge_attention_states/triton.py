@@ -1,7 +1,7 @@
 """merge_attention_states in Triton: one program for a few tokens and a block of heads.
 
-Knows nothing of keys. An empty side is selected away, never multiplied by 0: what it holds may be NaN. A program takes
-eight tokens because a log-sum-exp's neighbour in memory is the next token's: eight of them fill a sector.
+An empty side is selected away, never multiplied by 0: what it holds may be NaN. A program takes eight tokens because a
+log-sum-exp's neighbour in memory is the next token's: eight of them fill a sector.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Latent attention of a layer: the absorbed path and the materialised one, and which of them a sequence takes.
 
-Knows no model and no cache service: latents are appended before, q comes rotated, the output projection comes after.
+Latents are appended before, q comes rotated, the output projection comes after.
 
     absorbed       q into the latents' space, mla_decode over the pages, the result out of that space
     materialised   chunk by chunk: gather latents, project keys and values, attend, carry the softmax on
@@ -38,8 +38,8 @@ def mla_extend(
 
     q [num_tokens, heads, 128 + 64]; pages [num_pages, page_tokens, 576]; kv_b [heads * (128 + 128), 512]. The plan is
     made once per step and shared by all layers. Returns [num_tokens, heads, 128]. On one path a token's bits depend
-    neither on how its prompt was cut nor on its mates; the two paths round differently, so where bits must not depend
-    on the number of new tokens the plan is made for one of them.
+    neither on how its prompt was cut nor on other requests; the two paths round differently, so where bits must not
+    depend on the number of new tokens the plan is made for one of them.
     """
     heads = _check(q, pages, kv_b)
     if q.shape[0] != plan.num_tokens or heads != plan.heads:

@@ -1,6 +1,6 @@
 """How a step's extends are computed: runs of neighbouring sequences on one path, and the chunks of a materialised run.
 
-Knows lengths, which the scheduler has on the host; reads nothing back from the device, and uploads once.
+Reads nothing back from the device, and uploads once.
 
     sequence 0   |==== chunk 0 ====|==== chunk 1 ====|= 2 =|        chunks end at multiples of BLOCK of a sequence's own
     sequence 1   |=== 0 ===|                                        positions, where a softmax can be carried on bit by
@@ -40,7 +40,7 @@ class AbsorbedRun:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Latents from first_positions on, cu_seqlens_k of them; query 0 of a sequence stands at q_offsets among them."""
+    """Latents from first_positions on, cu_seqlens_k of them; query 0 of a sequence is at q_offsets among them."""
 
     first_positions: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -150,12 +150,12 @@ def _upload(vectors: list[list[int]], device: torch.device) -> list[torch.Tensor
 
     Each begins at a multiple of 16 bytes: where one begins must not mean another compilation.
     """
-    numbers: list[int] = []
+    packed: list[int] = []
     spans = []
     for vector in vectors:
-        spans.append(slice(len(numbers), len(numbers) + len(vector)))
-        numbers += vector + [0] * (-len(vector) % 4)
-    packed = torch.tensor(numbers, dtype=torch.int32)
+        spans.append(slice(len(packed), len(packed) + len(vector)))
+        packed += vector + [0] * (-len(vector) % 4)
+    tensor = torch.tensor(packed, dtype=torch.int32)
     if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return [packed[span] for span in spans]
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return [tensor[span] for span in spans]

@@ -1,8 +1,8 @@
 """mla_decode: absorbed latent attention; queries in the latents' own space attend to paged latents.
 
-Does not know the projections: what turned a query into a latent one, and what turns the result back. How a sequence is
-cut is a function of positions alone, so its bits never depend on its mates, nor, among calls with cu_seqlens_q, on how
-many queries they have. Without it, up to 16 heads take a kernel of their own, whose last bits are its own as well.
+How a sequence is cut is a function of positions alone, so its bits never depend on other requests, nor, among calls
+with cu_seqlens_q, on how many queries they have. Without it, up to 16 heads take a kernel of their own, whose last bits
+are its own as well.
 """
 
 from typing import TypedDict, Unpack
@@ -65,7 +65,7 @@ def mla_decode(
     where its one is to have the bits that it has among several; a sequence's last query sees all latents, the one
     before it one less. max_seqlen_k is a bound (None: what a row of the block table holds); it sizes the launch, never
     the result. `scale` belongs to the unabsorbed head, so it has no default. plan is this step's, prepared with the
-    same seqlens_k and cu_seqlens_q, whose numbers are then read there; without one the op makes its own.
+    same seqlens_k and cu_seqlens_q, which are then not read again; without one the op makes its own.
     Returns out [num_tokens, heads, 512], still latent; lse, fp32 [heads, num_tokens], is filled with the natural
     log-sum-exp.
     """

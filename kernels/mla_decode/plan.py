@@ -1,6 +1,6 @@
-"""Who does what in mla_decode, decided on the device from the lengths that lie there.
+"""The work of a mla_decode step, divided on the device by the sequences' lengths.
 
-Knows neither queries nor latents. What it decides changes speed only: the sums are the same whoever computes them.
+The division changes speed only, no result.
 """
 
 from typing import NamedTuple
@@ -18,10 +18,10 @@ FEW_HEADS = 16
 
 
 class Tree(NamedTuple):
-    """How a sequence's sums are made: leaves of `leaf` latents, `group` of them folded in order, groups in order."""
+    """How a sequence's sums are made: leaves of `leaf` latents, folded in groups, groups folded in order."""
 
     leaf: int
-    group: int
+    leaves_per_group: int
 
 
 def is_few(heads: int, one_query: bool) -> bool:
@@ -82,12 +82,12 @@ class MlaDecodePlan:
         # First query, queries, parts of a tile, first slot of each of these.
         self.shared = buffer(max(max_seqs, 1), 4, dtype=torch.int32)
         self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
-        self.peak = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
-        self.total = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         self.sums = torch.empty((programs, self.rows, 512), dtype=torch.float32, device=device)
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
-        """Refuses a batch that the buffers do not hold; None stands for a call without cu_seqlens_q."""
+        """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
         if (max_q_tokens is None) != self.one_query:
             form = "without" if self.one_query else "with"
             raise KernelArgumentError(f"plan: made for calls {form} cu_seqlens_q")

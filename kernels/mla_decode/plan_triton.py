@@ -1,7 +1,7 @@
 """The plan of mla_decode in Triton: one program lists one sequence's items.
 
-Knows only lengths. Items come longest first. What is too long for one program is shared out by groups of leaves where
-that keeps the programs as busy as leaves would: fewer partial results to write and to fold.
+Items come longest first. What is too long for one program is shared out by groups of leaves where that keeps the
+programs as busy as leaves would: fewer partial results to write and to fold.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ def list_items(
     programs,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
-    GROUP: tl.constexpr,
+    LEAVES_PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MULTI: tl.constexpr,
     SEQS: tl.constexpr,
@@ -43,11 +43,11 @@ def list_items(
     tiles = (q_len * HEADS + ROWS - 1) // ROWS
     leaves = tl.maximum((length + LEAF - 1) // LEAF, 1)
     share = (tl.sum(tiles * leaves, 0) + programs - 1) // programs
-    # A tile that takes a program hardly longer than its share of the batch needs nobody's help, and no fold.
+    # A tile that takes a program hardly longer than its share of the batch is not split, and needs no fold.
     enough = share + share // 8
     whole = leaves <= enough
-    groups = tl.sum(tl.where(whole, 0, tiles * ((leaves + GROUP - 1) // GROUP)), 0)
-    step = tl.where((groups + programs - 1) // programs * GROUP <= enough, GROUP, 1)
+    groups = tl.sum(tl.where(whole, 0, tiles * ((leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP)), 0)
+    step = tl.where((groups + programs - 1) // programs * LEAVES_PER_GROUP <= enough, LEAVES_PER_GROUP, 1)
     parts = tl.where(whole, 1, (leaves + step - 1) // step)
     items = tiles * parts
     slots = tl.where(whole, 0, items)
@@ -109,7 +109,7 @@ def launch(plan: "MlaDecodePlan", seqlens_k: torch.Tensor, cu_seqlens_q: torch.T
             plan.programs,
             HEADS=plan.heads,
             LEAF=plan.tree.leaf,
-            GROUP=plan.tree.group,
+            LEAVES_PER_GROUP=plan.tree.leaves_per_group,
             ROWS=plan.rows,
             MULTI=cu_seqlens_q is not None,
             SEQS=max(triton.next_power_of_2(num_seqs), 16),

@@ -1,6 +1,6 @@
 """mla_decode in plain torch: one sequence after the other, in fp32.
 
-Knows nothing of batches: a sequence's result depends on that sequence alone, and so do its bits.
+A sequence's result depends on that sequence alone, and so do its bits.
 """
 
 import torch

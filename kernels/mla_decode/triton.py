@@ -1,12 +1,11 @@
 """mla_decode in Triton: one program for one leaf of a sequence's latents and a tile of its rows, then one to fold them.
 
-Knows nothing of the batch: leaves are LEAF latents long, start at absolute multiples of LEAF and are folded in
-ascending order, GROUP of them and then the groups, so a row's sum is the same whoever computes which part and whoever
-else is in the batch.
+Leaves are LEAF latents long, start at absolute multiples of LEAF and are folded in ascending order, LEAVES_PER_GROUP of
+them and then the groups, so a row's sum depends neither on which program computes which part nor on other requests.
 
     latents    0 .... LEAF .... 2 LEAF .... 3 LEAF .... length
-    partials   |   0    |   1     |    2      |    3      |       acc, peak, total of each (or of each group)
-    groups     |      0           |           1           |       where GROUP is 2
+    partials   |   0    |   1     |    2      |    3      |       acc, row_max, row_sum of each (or of each group)
+    groups     |      0           |           1           |       where a group has 2 leaves
 """
 
 import torch
@@ -28,8 +27,8 @@ def attend_leaf(
     q_ptr,
     pages_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     tables_ptr,
     lengths_ptr,
     cu_q_ptr,
@@ -70,8 +69,8 @@ def attend_leaf(
     q_rope = tl.load(q_ptr + q_at[:, None] + r[None, :], mask=live[:, None], other=0.0)
     table_ptr = tables_ptr + seq * stride_tables_seq
     # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-    peak = tl.full([ROWS], NO_KEYS, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], NO_KEYS, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     for start in tl.range(leaf * LEAF, tl.minimum(length, (leaf + 1) * LEAF), BLOCK_N):
         key = start + column
@@ -82,36 +81,36 @@ def attend_leaf(
         rope = tl.load(pages_ptr + at[:, None] + r[None, :], mask=ok[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(latent)) + tl.dot(q_rope, tl.trans(rope))
         scores = tl.where(key[None, :] <= last_seen[:, None], scores, MASKED)
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 1)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None])
-        peak = new_peak
+        row_max = new_max
     first = ((seq * TILES + tile) * max_leaves + leaf) * ROWS
     slot = first + tl.arange(0, ROWS)
     at = (d // 8 * (ROWS * 8) + d % 8)[None, :] + (tl.arange(0, ROWS) * 8)[:, None]
     tl.store(acc_ptr + first * LATENT + at, acc, mask=live[:, None])
-    tl.store(peak_ptr + slot, peak, mask=live)
-    tl.store(total_ptr + slot, total, mask=live)
+    tl.store(row_max_ptr + slot, row_max, mask=live)
+    tl.store(row_sum_ptr + slot, row_sum, mask=live)
 
 
 @triton.jit
-def folded(acc, peak, total, part_acc, part_peak, part_total):
-    """A sum and one more part of it: what both become."""
-    new_peak = tl.maximum(peak, part_peak)
-    keep = tl.exp2(peak - new_peak)
-    weight = tl.exp2(part_peak - new_peak)
-    return tl.fma(acc, tl.zeros_like(acc) + keep, part_acc * weight), new_peak, tl.fma(total, keep, part_total * weight)
+def folded(acc, row_max, row_sum, part_acc, part_max, part_sum):
+    """Returns the softmax state of a sum and one more part."""
+    new_max = tl.maximum(row_max, part_max)
+    keep = tl.exp2(row_max - new_max)
+    weight = tl.exp2(part_max - new_max)
+    return tl.fma(acc, tl.zeros_like(acc) + keep, part_acc * weight), new_max, tl.fma(row_sum, keep, part_sum * weight)
 
 
 @triton.jit
-def joined(acc, peak, total, partials, slot, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
-    """A sum and the partial result of a slot."""
-    acc_ptr, peak_ptr, total_ptr = partials
+def joined(acc, row_max, row_sum, partials, slot, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+    """Returns the softmax state of a sum and a slot's partial result."""
+    acc_ptr, row_max_ptr, row_sum_ptr = partials
     part_acc = tl.load(acc_ptr + slot * (ROWS * LATENT) + at)
-    part_peak = tl.load(peak_ptr + slot * ROWS + row)
-    return folded(acc, peak, total, part_acc, part_peak, tl.load(total_ptr + slot * ROWS + row))
+    part_max = tl.load(row_max_ptr + slot * ROWS + row)
+    return folded(acc, row_max, row_sum, part_acc, part_max, tl.load(row_sum_ptr + slot * ROWS + row))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_leaves"])
@@ -119,15 +118,15 @@ def fold_leaves(
     out_ptr,
     lse_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     lengths_ptr,
     cu_q_ptr,
     num_tokens,
     max_leaves,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
-    GROUP: tl.constexpr,
+    LEAVES_PER_GROUP: tl.constexpr,
     MULTI: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -149,25 +148,25 @@ def fold_leaves(
     first = (seq * TILES + tile) * max_leaves
     d = tl.arange(0, LATENT)
     at = d // 8 * (ROWS * 8) + d % 8 + row % ROWS * 8
-    peak = tl.full([], NO_KEYS, tl.float32)
-    total = 0.0
+    row_max = tl.full([], NO_KEYS, tl.float32)
+    row_sum = 0.0
     acc = tl.zeros([LATENT], tl.float32)
-    partials = (acc_ptr, peak_ptr, total_ptr)
-    if GROUP == 1:
+    partials = (acc_ptr, row_max_ptr, row_sum_ptr)
+    if LEAVES_PER_GROUP == 1:
         for part in tl.range(0, parts):
-            acc, peak, total = joined(acc, peak, total, partials, first + part, at, row % ROWS, ROWS, LATENT)
+            acc, row_max, row_sum = joined(acc, row_max, row_sum, partials, first + part, at, row % ROWS, ROWS, LATENT)
     else:
-        for start in tl.range(0, parts, GROUP):
-            group_acc, group_peak, group_total = tl.zeros([LATENT], tl.float32), tl.full([], NO_KEYS, tl.float32), 0.0
-            for part in tl.range(start, tl.minimum(start + GROUP, parts)):
-                group_acc, group_peak, group_total = joined(
-                    group_acc, group_peak, group_total, partials, first + part, at, row % ROWS, ROWS, LATENT
+        for start in tl.range(0, parts, LEAVES_PER_GROUP):
+            group_acc, group_max, group_sum = tl.zeros([LATENT], tl.float32), tl.full([], NO_KEYS, tl.float32), 0.0
+            for part in tl.range(start, tl.minimum(start + LEAVES_PER_GROUP, parts)):
+                group_acc, group_max, group_sum = joined(
+                    group_acc, group_max, group_sum, partials, first + part, at, row % ROWS, ROWS, LATENT
                 )
-            acc, peak, total = folded(acc, peak, total, group_acc, group_peak, group_total)
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+            acc, row_max, row_sum = folded(acc, row_max, row_sum, group_acc, group_max, group_sum)
+    share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))
     if WANTS_LSE:
-        lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+        lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
         tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
 
 
@@ -181,14 +180,14 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
     leaves = max(triton.cdiv(call.max_seqlen_k, tree.leaf), 1)
     slots = num_seqs * tiles * leaves
     acc = torch.empty((slots, rows, LATENT), dtype=torch.float32, device=q.device)
-    peak, total = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
+    row_max, row_sum = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
         attend_leaf[(tiles, leaves, num_seqs)](
             q,
             pages,
             acc,
-            peak,
-            total,
+            row_max,
+            row_sum,
             block_tables,
             call.seqlens_k,
             call.spans_or_any,
@@ -209,17 +208,17 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
         )
         fold_leaves[(heads * call.max_q_tokens, num_seqs)](
             out,
-            lse if lse is not None else peak,
+            lse if lse is not None else row_max,
             acc,
-            peak,
-            total,
+            row_max,
+            row_sum,
             call.seqlens_k,
             call.spans_or_any,
             tokens,
             leaves,
             HEADS=heads,
             LEAF=tree.leaf,
-            GROUP=tree.group,
+            LEAVES_PER_GROUP=tree.leaves_per_group,
             MULTI=multi,
             TILES=tiles,
             ROWS=rows,

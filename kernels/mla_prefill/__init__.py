@@ -1,7 +1,7 @@
 """mla_prefill: latent attention of new tokens over keys and values that were projected from latents, ragged.
 
-Does not know pages: the keys of a sequence lie one behind the other. Nor does it know whether they are all of them: a
-call may store where it stands, and the next one goes on from there.
+The keys of a sequence are contiguous. They may be a part of its keys: a call can store its softmax state, and the next
+one continues from it.
 """
 
 import math
@@ -197,6 +197,6 @@ def _check(call: MlaPrefillCall, plan: MlaPrefillPlan | None) -> None:
 def _check_state(state: AttentionState, tokens: int, heads: int, device: torch.device) -> None:
     check_tensor("state.acc", state.acc, (tokens, heads, NOPE), (torch.float32,), device)
     check_contiguous("state.acc", state.acc)
-    for name, part in (("state.peak", state.peak), ("state.total", state.total)):
+    for name, part in (("state.row_max", state.row_max), ("state.row_sum", state.row_sum)):
         check_tensor(name, part, (heads, tokens), (torch.float32,), device)
         check_contiguous(name, part)

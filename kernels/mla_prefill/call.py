@@ -32,7 +32,7 @@ class MlaPrefillCall(NamedTuple):
 
     @property
     def mask_mode(self) -> int:
-        """How a kernel is told where query 0 stands: 0 keys less queries, 1 by an offset, 2 behind every key."""
+        """Position of query 0, as the kernels know it: 0 keys less queries, 1 given by offset, 2 behind every key."""
         if self.q_offsets is not None:
             return 1
         return 0 if self.causal else 2

@@ -1,7 +1,6 @@
 """The order of mla_prefill's work, made on the device from the lengths that lie there.
 
-Knows neither queries nor keys. Tiles of queries with the most keys come first, so that the last programs to finish
-have short ones.
+Tiles of queries with the most keys come first, so that the last programs to finish have short ones.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The plan of mla_prefill in Triton: every program ranks a few tiles of queries among all tiles.
 
-Knows only lengths. Ranks are counted, not sorted: a batch has hundreds of tiles, not more.
+Ranks are counted, not sorted: a batch has hundreds of tiles, not more.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """mla_prefill in plain torch: one sequence after the other, in fp32.
 
-Knows nothing of batches: a sequence's result depends on that sequence alone.
+A sequence's result depends on that sequence alone.
 """
 
 import math
@@ -29,28 +29,28 @@ def mla_prefill(call: MlaPrefillCall, out: torch.Tensor, lse: torch.Tensor | Non
             position = offset + torch.arange(new, device=q.device)
             hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
             scores = scores.masked_fill(hidden, EMPTY)
-        peak = torch.full(scores.shape[:2], EMPTY, device=q.device)
-        total, acc = torch.zeros_like(peak), torch.zeros((new, heads, 128), device=q.device)
+        row_max = torch.full(scores.shape[:2], EMPTY, device=q.device)
+        row_sum, acc = torch.zeros_like(row_max), torch.zeros((new, heads, 128), device=q.device)
         if state is not None and call.resumes:
-            peak, total, acc = state.peak[:, rows] * math.log(2.0), state.total[:, rows], state.acc[rows]
-            peak = torch.where(total == 0.0, EMPTY, peak)
+            row_max, row_sum, acc = state.row_max[:, rows] * math.log(2.0), state.row_sum[:, rows], state.acc[rows]
+            row_max = torch.where(row_sum == 0.0, EMPTY, row_max)
         if length:
-            peak, total, acc = _add(scores, call.v[keys].float(), peak, total, acc)
+            row_max, row_sum, acc = _add(scores, call.v[keys].float(), row_max, row_sum, acc)
         if state is not None and call.suspends:
-            state.acc[rows], state.total[:, rows] = acc, total
-            state.peak[:, rows] = torch.where(total == 0.0, NO_KEYS, peak / math.log(2.0))
+            state.acc[rows], state.row_sum[:, rows] = acc, row_sum
+            state.row_max[:, rows] = torch.where(row_sum == 0.0, NO_KEYS, row_max / math.log(2.0))
             continue
-        out[rows] = (acc / torch.where(total == 0.0, 1.0, total).T.unsqueeze(-1)).to(out.dtype)
+        out[rows] = (acc / torch.where(row_sum == 0.0, 1.0, row_sum).T.unsqueeze(-1)).to(out.dtype)
         if lse is not None:
-            lse[:, rows] = torch.where(total == 0.0, EMPTY, peak + total.log())
+            lse[:, rows] = torch.where(row_sum == 0.0, EMPTY, row_max + row_sum.log())
 
 
 def _add(
-    scores: torch.Tensor, values: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, acc: torch.Tensor
+    scores: torch.Tensor, values: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, acc: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The state after keys with these scores [heads, new, keys]."""
-    raised = torch.maximum(peak, scores.amax(dim=-1))
+    raised = torch.maximum(row_max, scores.amax(dim=-1))
     base = torch.where(raised == EMPTY, 0.0, raised)
-    weights, decay = torch.exp(scores - base.unsqueeze(-1)), torch.exp(peak - base)
+    weights, decay = torch.exp(scores - base.unsqueeze(-1)), torch.exp(row_max - base)
     sums = torch.einsum("hqk,khd->qhd", weights, values)
-    return raised, total * decay + weights.sum(dim=-1), acc * decay.T.unsqueeze(-1) + sums
+    return raised, row_sum * decay + weights.sum(dim=-1), acc * decay.T.unsqueeze(-1) + sums

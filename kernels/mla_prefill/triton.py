@@ -1,7 +1,7 @@
 """mla_prefill in Triton: one program for one tile of a sequence's queries and one head.
 
-Knows nothing of chunks. It is the twin of the kernel for Hopper: the same tiles of keys in the same order, the same
-state before and after, so that what a CPU's interpreter shows holds for both.
+The same as the kernel for Hopper: the same tiles of keys in the same order, the same state before and after, so that
+what a CPU's interpreter shows holds for both.
 """
 
 import torch
@@ -26,8 +26,8 @@ def attend_tile(
     out_ptr,
     lse_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     cu_q_ptr,
     cu_k_ptr,
     offsets_ptr,
@@ -78,12 +78,12 @@ def attend_tile(
     stat_at = head.to(tl.int64) * num_tokens + token
     out_at = ((token * HEADS + head) * NOPE)[:, None] + nope[None, :]
     # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-    peak = tl.full([BLOCK_M], NO_KEYS, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], NO_KEYS, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, NOPE], tl.float32)
     if RESUMES:
-        peak = tl.load(peak_ptr + stat_at, mask=live, other=NO_KEYS)
-        total = tl.load(total_ptr + stat_at, mask=live, other=0.0)
+        row_max = tl.load(row_max_ptr + stat_at, mask=live, other=NO_KEYS)
+        row_sum = tl.load(row_sum_ptr + stat_at, mask=live, other=0.0)
         acc = tl.load(acc_ptr + out_at, mask=live[:, None], other=0.0)
     last_seen = tl.minimum(offset + query, k_len - 1)
     end = tl.minimum(k_len, offset + tl.minimum(q_len, (tile + 1) * BLOCK_M))
@@ -108,21 +108,21 @@ def attend_tile(
         )
         scores = tl.dot(q_rope, tl.trans(k_rope), tl.dot(q, tl.trans(k)))
         scores = tl.where(key[None, :] <= last_seen[:, None], scores, MASKED)
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 1)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
-        peak = new_peak
+        row_max = new_max
     if SUSPENDS:
         tl.store(acc_ptr + out_at, acc, mask=live[:, None])
-        tl.store(peak_ptr + stat_at, peak, mask=live)
-        tl.store(total_ptr + stat_at, total, mask=live)
+        tl.store(row_max_ptr + stat_at, row_max, mask=live)
+        tl.store(row_sum_ptr + stat_at, row_sum, mask=live)
     else:
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
         if WANTS_LSE:
-            lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+            lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
             tl.store(lse_ptr + stat_at, lse, mask=live)
 
 
@@ -130,7 +130,7 @@ def launch(call: MlaPrefillCall, out: torch.Tensor, lse: torch.Tensor | None) ->
     """Launches over checked, non-empty arguments."""
     q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
     tokens, heads, _ = q.shape
-    acc, peak, total = call.state if call.state is not None else (out, out, out)
+    acc, row_max, row_sum = call.state if call.state is not None else (out, out, out)
     with torch.cuda.device_of(q):
         attend_tile[(heads, triton.cdiv(call.max_seqlen_q, BLOCK_M), call.num_seqs)](
             q,
@@ -140,8 +140,8 @@ def launch(call: MlaPrefillCall, out: torch.Tensor, lse: torch.Tensor | None) ->
             out,
             lse if lse is not None else out,
             acc,
-            peak,
-            total,
+            row_max,
+            row_sum,
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.offsets_or_any,

@@ -1,6 +1,6 @@
 """prefill_attention: new tokens attend to the cached prefix and to each other, all read from pages.
 
-Does not know which tokens were cached, fetched or just computed: their keys and values were appended before.
+Their keys and values were appended before.
 """
 
 from typing import Unpack
@@ -56,7 +56,7 @@ def prefill_attention(
     lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
-    """Causal attention, bottom-right aligned: query i of a sequence with c cached tokens stands at position c + i.
+    """Causal attention, bottom-right aligned: query i of a sequence with c cached tokens is at position c + i.
 
     q [num_tokens, q_heads, dim], or packed [kv_heads, num_tokens, group, dim]; cu_seqlens_q, cu_seqlens_k int32
     [num_seqs + 1], k counts cached + new; max_seqlen_q is a bound for the longest sequence's number of queries. A key

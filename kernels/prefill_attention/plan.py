@@ -1,6 +1,6 @@
 """What the layers of one prefill step share: the order in which tiles of queries are computed.
 
-Knows no layer and no page. Its buffers never move, so a captured graph that holds `prepare` replays with new lengths.
+Its buffers never move, so a captured graph that holds `prepare` replays with new lengths.
 """
 
 import torch
@@ -11,9 +11,9 @@ from kernels.prefill_attention.hopper import TILE_ROWS, key_block
 
 __all__ = ["COUNTERS", "RECORD", "PrefillPlan"]
 
-# int32 numbers of one record: 32 bytes.
+# int32 fields of one record: 32 bytes.
 RECORD = 8
-# int32 numbers of a count: tiles listed, tiles drawn, programs done; the last two are 0 between launches.
+# int32 counters: tiles listed, tiles drawn, programs done; the last two are 0 between launches.
 COUNTERS = 3
 
 

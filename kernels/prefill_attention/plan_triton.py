@@ -1,9 +1,8 @@
 """The work list of a prefill step, made on the device: every tile of query rows once, the long ones first.
 
-Knows neither heads nor pages. Tiles of nearly the same cost are one class: the longest class comes first, and within a
-class sequence after sequence, so that tiles which read the same keys run at the same time. A tile's place is counted,
-not sorted: within a sequence a later tile costs at least as much, so how many tiles of a sequence come before a given
-one has a closed form.
+Tiles of nearly the same cost are one class: the longest class comes first, and within a class sequence after sequence,
+so that tiles which read the same keys run at the same time. A tile's place is counted, not sorted: within a sequence a
+later tile costs at least as much, so how many tiles of a sequence come before a given one has a closed form.
 
     record of a tile    seq, first query, first token, queries of the sequence, keys of the sequence,
                         first place and length of the run of tiles that are of its class and sequence, 0

@@ -1,9 +1,9 @@
 """prefill_attention in plain torch, in fp32: blocks of query rows over tiles of keys, both at absolute positions.
 
-Knows nothing of batches and chunks: a sequence's result depends on that sequence alone. A matrix product's last bits
-depend on its shape and on a row's place in it, so every product here has its full size, whatever part of it is used: a
-chunk's first and last block are padded with rows of zeros, and a tile that reaches beyond the keys with keys of zeros.
-A tile of which a row sees nothing leaves that row's state as it was. So a token's bits do not depend on the cuts.
+A sequence's result depends on that sequence alone. A matrix product's last bits depend on its shape and on a row's
+place in it, so every product here has its full size, whatever part of it is used: a chunk's first and last block are
+padded with rows of zeros, and a tile that reaches beyond the keys with keys of zeros. A tile of which a row sees
+nothing leaves that row's state as it was. So a token's bits do not depend on the cuts.
 
     keys of a block     0 ........ WIDE ........ 2 WIDE .. | NARROW | NARROW |    wide tiles as long as every row sees
     queries                                                     [ROWS]            all of them, then narrow ones
@@ -140,8 +140,8 @@ class _State:
         self._queries = queries
         self._softcap = softcap
         rows = (*queries.shape[:2], 1)
-        self._peak = queries.new_full(rows, MASKED)
-        self._total = queries.new_zeros(rows)
+        self._row_max = queries.new_full(rows, MASKED)
+        self._row_sum = queries.new_zeros(rows)
         self._acc = torch.zeros_like(queries)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None) -> None:
@@ -151,23 +151,23 @@ class _State:
         by_row = scores.view(-1, ROWS, scores.shape[2])
         if hidden is not None:
             by_row.masked_fill_(hidden, MASKED)
-        self._raise(torch.maximum(self._peak, scores.amax(dim=-1, keepdim=True)))
-        weights = scores.sub_(self._peak).clamp_(min=LEAST_EXPONENT).exp_()
+        self._raise(torch.maximum(self._row_max, scores.amax(dim=-1, keepdim=True)))
+        weights = scores.sub_(self._row_max).clamp_(min=LEAST_EXPONENT).exp_()
         if hidden is not None:
             by_row.masked_fill_(hidden, 0.0)
-        self._total.add_(weights.sum(dim=-1, keepdim=True))
+        self._row_sum.add_(weights.sum(dim=-1, keepdim=True))
         self._acc.baddbmm_(weights, values)
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
-        """A sink has no value: it only adds to the total."""
-        self._raise(torch.maximum(self._peak, sinks))
-        self._total.add_(torch.exp(sinks - self._peak))
+        """A sink has no value: it only adds to the row_sum."""
+        self._raise(torch.maximum(self._row_max, sinks))
+        self._row_sum.add_(torch.exp(sinks - self._row_max))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._acc / self._total, self._peak + self._total.log()
+        return self._acc / self._row_sum, self._row_max + self._row_sum.log()
 
-    def _raise(self, peak: torch.Tensor) -> None:
-        decay = (self._peak - peak).clamp_(min=LEAST_EXPONENT).exp_()
-        self._total.mul_(decay)
+    def _raise(self, row_max: torch.Tensor) -> None:
+        decay = (self._row_max - row_max).clamp_(min=LEAST_EXPONENT).exp_()
+        self._row_sum.mul_(decay)
         self._acc.mul_(decay)
-        self._peak = peak
+        self._row_max = row_max

@@ -1,10 +1,10 @@
 """prefill_attention in Triton: one program for one tile of a sequence's queries and one kv head.
 
-Knows nothing of chunks. Key tiles start at absolute multiples of BLOCK_N, every tile passes through one loop body,
-and a tile that a row does not see leaves that row's state bit for bit as it was: so a token's result does not depend
-on how its prompt was cut or who shares its batch.
+Key tiles start at absolute multiples of BLOCK_N, every tile passes through one loop body, and a tile that a row does
+not see leaves that row's state bit for bit as it was: so a token's result does not depend on how its prompt was cut or
+on other requests.
 
-    rows of a tile: BLOCK_M // GROUP queries, each with its GROUP query heads, so that they share the tile's keys
+    rows of a tile: BLOCK_M // GQA_GROUP queries, each with its GQA_GROUP query heads: they share the tile's keys
 
                keys  0 ........ first ............ cached ....... last        first: where the tile's window begins
     query 0          | hidden   |  visible to all     | diagonal  |           last:  behind the last query's own key
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels import softmax
-from kernels.addressing import layout_code
+from kernels.addressing import layout_index
 from kernels.addressing.triton import key_offset, value_offset
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
@@ -62,7 +62,7 @@ def attend_tile(
     stride_out_head,
     stride_tables_seq,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GQA_GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     X: tl.constexpr,
@@ -77,7 +77,7 @@ def attend_tile(
     CAP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    QUERIES: tl.constexpr = BLOCK_M // GQA_GROUP
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first: the card's last wave is then a short one
     seq = tl.program_id(2)
@@ -91,12 +91,12 @@ def attend_tile(
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_N)
-    query = tile * QUERIES + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    live = (row < QUERIES * GROUP) & (query < q_len)
+    query = tile * QUERIES + row // GQA_GROUP
+    head = kv_head * GQA_GROUP + row % GQA_GROUP
+    live = (row < QUERIES * GQA_GROUP) & (query < q_len)
     position = cached + query
     token = (q_start + query).to(tl.int64)
-    q_row = token * stride_q_token + kv_head.to(tl.int64) * stride_q_group + row % GROUP * stride_q_head
+    q_row = token * stride_q_token + kv_head.to(tl.int64) * stride_q_group + row % GQA_GROUP * stride_q_head
     q_at = q_row[:, None] + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
 
@@ -105,8 +105,8 @@ def attend_tile(
     if WINDOW > 0:
         lowest = tl.maximum(cached + tile * QUERIES - WINDOW + 1, 0)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_tables_seq
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     factor = scale_log2
     if CAP:
@@ -130,7 +130,7 @@ def attend_tile(
         k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
         if SCALES > 0:
-            # Every code is a number of the queries' dtype; the scales stay in fp32.
+            # The queries' dtype holds every e4m3 value; the scales stay in fp32.
             k = k.to(tl.float32).to(q.dtype)
             v = v.to(tl.float32).to(q.dtype)
         scores = tl.dot(q, k) * factor
@@ -145,32 +145,32 @@ def attend_tile(
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(weights, 1)
+        decay = tl.exp2(row_max - base)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         if SCALES == 2:
             v_scale = tl.load(v_scales_ptr + page * stride_v_scales_page + scale_at, mask=ok, other=0.0)
             weights *= v_scale[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
-        peak = new_peak
+        row_max = new_max
 
     if HAS_SINKS:
-        # Once, behind the last key: the sink has no value, so it only adds to the total.
+        # Once, behind the last key: the sink has no value, so it only adds to the row_sum.
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        new_peak = tl.maximum(peak, sink)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.exp2(sink - new_peak)
+        new_max = tl.maximum(row_max, sink)
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.exp2(sink - new_max)
         acc = acc * decay[:, None]
-        peak = new_peak
+        row_max = new_max
     if SCALES == 1:
         acc *= tl.load(v_scales_ptr)
-    out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
+    out = tl.div_rn(acc, tl.where(row_sum == 0.0, 1.0, row_sum)[:, None])
     out_at = token[:, None] * stride_out_token + head[:, None] * stride_out_head + d[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
     if WANTS_LSE:
-        lse = (peak + tl.log2(total)) * LN_2
+        lse = (row_max + tl.log2(row_sum)) * LN_2
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=live)
 
 
@@ -209,11 +209,11 @@ def launch(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> No
             out.stride(1),
             call.block_tables.stride(0),
             HEADS=shape.heads,
-            GROUP=group,
+            GQA_GROUP=group,
             D=shape.dim,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(spec.layout),
+            LAYOUT=layout_index(spec.layout),
             WINDOW=spec.window,
             BLOCK_M=rows,
             BLOCK_N=keys,

@@ -1,7 +1,7 @@
 """project_latents: keys and values of every head from gathered latents, written once.
 
-Does not know sequences or pages. The product's rows already lie as attention reads them, a head's key part beside its
-value; the rotary key, which all heads share, stays where it is and is copied nowhere.
+The product's rows already lie as attention reads them, a head's key part beside its value; the rotary key, which all
+heads share, stays where it is and is copied nowhere.
 
     kv [n, heads, 256]       | k_nope 128 | v 128 |          latents [n, 576]      | latent 512 | k_rope 64 |
 """

@@ -1,6 +1,6 @@
 """rms_norm: root-mean-square normalisation of rows, with the residual sum before it in the same launch.
 
-Does not know what a row is. A row is one program's, so its bits depend on nothing but the row.
+A row is one program's, so its bits depend on nothing but the row.
 """
 
 from typing import overload
@@ -49,7 +49,7 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight over rows [num_rows, dim], in fp32 and rounded once.
 
-    With `residual`, of x's shape: x + residual is rounded to x's dtype, and the answer is (its norm, that sum). x and
+    With `residual`, of x's shape: x + residual is rounded to x's dtype, and (its norm, that sum) is returned. x and
     residual may be slices of wider rows; weight [dim] has x's dtype. `out` [num_rows, dim] takes the norm.
     """
     check_tensor("x", x, (None, None), KV_DTYPES, x.device)

@@ -1,7 +1,4 @@
-"""rms_norm in plain torch.
-
-Knows only rows.
-"""
+"""rms_norm in plain torch."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """rms_norm in Triton: one program for one row, read once.
 
-Knows only rows; the number of warps follows from the row's width alone, so the order of its sum does too.
+The number of warps follows from the row's width alone, so the order of its sum does too.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """rotate_append_kv: from the output of a layer's qkv GEMM to what attention reads, in one launch.
 
-Does not know which sequence a token belongs to. Heads are normalised where the model does so, queries and keys turned
-by their positions, keys and values put into their slots, queries laid out as attention wants them.
+Heads are normalised where the model does so, queries and keys turned by their positions, keys and values put into their
+slots, queries laid out as attention wants them.
 """
 
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def rotate_append_kv(
     of a head turn, element i with element i + rotary_dim / 2. q_norm, k_norm [dim]: weights of a root-mean-square norm
     of each head before that. The norm, and then the rotation, are computed in fp32 and rounded to qkv's dtype.
 
-    slot_mapping, k_scales and v_scales are append_kv's; a token with a negative slot has its query all the same.
+    slot_mapping, k_scales and v_scales are append_kv's; a token with a negative slot still has its query written.
     Outputs that are not given are made.
     """
     shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)

@@ -1,7 +1,4 @@
-"""What rotate_append_kv's implementations are given, once it is checked.
-
-Knows no page and no launch.
-"""
+"""What rotate_append_kv's implementations are given, once it is checked."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
-"""rotate_append_kv in plain torch: norm, rotation and append one after the other.
-
-Knows nothing of sequences.
-"""
+"""rotate_append_kv in plain torch: norm, rotation and append one after the other."""
 
 import torch
 from torch.nn import functional

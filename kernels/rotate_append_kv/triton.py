@@ -1,7 +1,7 @@
 """rotate_append_kv in Triton: pure traffic, one program for a block of heads of a few tokens.
 
-Knows nothing of sequences. A head is held as the elements that turn with each other and those that do not turn, so that
-a rotation is arithmetic of two tiles; addresses are 64-bit because a pool may pass 2^31 elements.
+A head is held as the elements that turn with each other and those that do not turn, so that a rotation is arithmetic of
+two tiles; addresses are 64-bit because a pool may pass 2^31 elements.
 
     head       0            HALF         2 * HALF      D
                | first      | second     | rest        |
@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.addressing import layout_code
+from kernels.addressing import layout_index
 from kernels.addressing.triton import key_offset, value_offset
 from kernels.fp8 import ScaleKind, Scales
-from kernels.fp8.triton import codes_of, stored_scale
+from kernels.fp8.triton import quantized, stored_scale
 from kernels.layout import KvLayout, PageShape, pack_width
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
 
@@ -32,7 +32,7 @@ def load_part(row_ptr, row_ok, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def store_part(row_ptr, row_ok, x, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The other way."""
+    """Stores elements [START, START + SIZE) of rows [n]."""
     d = tl.arange(0, BLOCK)[None, :]
     tl.store(row_ptr[:, None] + (START + d), x, mask=row_ok[:, None] & (d < SIZE))
 
@@ -132,7 +132,7 @@ def append_parts(
     X: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """A head of each of rows [n] into its slot, as codes where SCALES says so (0: no, 1: per tensor, 2: per token)."""
+    """A head of each of rows [n] into its slot, quantized where SCALES says so (0: no, 1: per tensor, 2: per token)."""
     REST: tl.constexpr = D - 2 * HALF
     row_ok = row_ok & (slot >= 0)
     page = slot // PAGE
@@ -140,15 +140,15 @@ def append_parts(
     if SCALES:
         first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
         if SCALES == 2:
-            peak = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+            amax = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
             if REST:
-                peak = tl.maximum(peak, tl.max(tl.abs(rest), 1))
-            scale = stored_scale(peak, row_ok, scales_ptr, page * stride_scales_page + head * PAGE + offset)[:, None]
+                amax = tl.maximum(amax, tl.max(tl.abs(rest), 1))
+            scale = stored_scale(amax, row_ok, scales_ptr, page * stride_scales_page + head * PAGE + offset)[:, None]
         else:
             scale = tl.load(scales_ptr)
-        first, second = codes_of(first, scale), codes_of(second, scale)
+        first, second = quantized(first, scale), quantized(second, scale)
         if REST:
-            rest = codes_of(rest, scale)
+            rest = quantized(rest, scale)
     at = pages_ptr + page * stride_page
     store_in_page(at, offset, head, row_ok, first, KEYS, 0, HALF, BLOCK_HALF, HEADS, D, PAGE, X, LAYOUT)
     store_in_page(at, offset, head, row_ok, second, KEYS, HALF, HALF, BLOCK_HALF, HEADS, D, PAGE, X, LAYOUT)
@@ -234,12 +234,12 @@ def rotate_rows(
                 True, SCALES, HALF, BLOCK_HALF, BLOCK_REST, HEADS, D, PAGE, X, LAYOUT,
             )  # fmt: skip
         else:
-            GROUP: tl.constexpr = Q_HEADS // HEADS
+            GQA_GROUP: tl.constexpr = Q_HEADS // HEADS
             unpacked = row_ok & (token < num_unpacked)
             packed = row_ok & (token >= num_unpacked)
-            packed_row = (head // GROUP) * (num_tokens - num_unpacked).to(tl.int64) + token - num_unpacked
+            packed_row = (head // GQA_GROUP) * (num_tokens - num_unpacked).to(tl.int64) + token - num_unpacked
             out_row = out_ptr + (token * Q_HEADS + head) * D
-            packed_at = packed_ptr + (packed_row * GROUP + head % GROUP) * D
+            packed_at = packed_ptr + (packed_row * GQA_GROUP + head % GQA_GROUP) * D
             store_part(out_row, unpacked, first, 0, HALF, BLOCK_HALF)
             store_part(out_row, unpacked, second, HALF, HALF, BLOCK_HALF)
             store_part(packed_at, packed, first, 0, HALF, BLOCK_HALF)
@@ -298,9 +298,9 @@ def launch(
             HALF=half,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_code(layout),
+            LAYOUT=layout_index(layout),
             NORM=norms is not None,
-            SCALES=_scale_code(scales),
+            SCALES=_scale_index(scales),
             TOKENS=per_program,
             BLOCK_H=block_h,
             BLOCK_HALF=triton.next_power_of_2(half),
@@ -311,7 +311,7 @@ def launch(
         )
 
 
-def _scale_code(scales: Scales | None) -> int:
+def _scale_index(scales: Scales | None) -> int:
     if scales is None:
         return 0
     return 1 if scales.kind is ScaleKind.PER_TENSOR else 2

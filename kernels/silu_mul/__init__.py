@@ -1,7 +1,4 @@
-"""silu_mul: the gated activation of an MLP, silu(gate) * up, from the one GEMM that makes both.
-
-Does not know which token a row is.
-"""
+"""silu_mul: the gated activation of an MLP, silu(gate) * up, from the one GEMM that makes both."""
 
 import torch
 

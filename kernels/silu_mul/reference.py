@@ -1,7 +1,4 @@
-"""silu_mul in plain torch.
-
-Knows only rows.
-"""
+"""silu_mul in plain torch."""
 
 import torch
 from torch.nn import functional

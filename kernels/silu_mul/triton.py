@@ -1,7 +1,4 @@
-"""silu_mul in Triton: pure traffic, one program for a run of one row's columns.
-
-Knows only rows.
-"""
+"""silu_mul in Triton: pure traffic, one program for a run of one row's columns."""
 
 import torch
 import triton

@@ -14,7 +14,17 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 FLOATS = {"scale_log2": "fp32", "eps": "fp32"}
-SHARED = {"HEADS": 8, "GROUP": 4, "D": 128, "PAGE": 16, "X": 8, "LAYOUT": 0, "WINDOW": 0, "BLOCK_N": 64, "BLOCK_D": 128}
+SHARED = {
+    "HEADS": 8,
+    "GQA_GROUP": 4,
+    "D": 128,
+    "PAGE": 16,
+    "X": 8,
+    "LAYOUT": 0,
+    "WINDOW": 0,
+    "BLOCK_N": 64,
+    "BLOCK_D": 128,
+}
 
 
 def pointer(name: str) -> str:
@@ -22,7 +32,7 @@ def pointer(name: str) -> str:
         return "*i32"
     if "scales" in name:
         return "*fp32"
-    return "*fp32" if name.startswith(("lse", "acc", "peak", "total", "sinks")) else "*bf16"
+    return "*fp32" if name.startswith(("lse", "acc", "row_max", "row_sum", "total", "sinks")) else "*bf16"
 
 
 def fp8_pointer(name: str) -> str:
@@ -86,13 +96,13 @@ def test_decode_uses_tensor_cores_and_spills_nothing(name: str) -> None:
 @pytest.mark.parametrize("per_token", [False, True])
 def test_codes_are_rounded_once_and_saturate(per_token: bool) -> None:
     """fp32 to e4m3 in one instruction: a detour over fp16 would round twice."""
-    from kernels.append_kv.triton import append_codes
+    from kernels.append_kv.triton import append_quantized
     from kernels.gather_pages.triton import convert_tokens
 
     constants = {"HEADS": 8, "D": 192, "PAGE": 16, "X": 16, "LAYOUT": 2, "TOKENS": 4, "BLOCK_D": 256}
     constants |= {"PER_TOKEN": per_token}
     search = {"LEVELS": 1}
-    append = compile_for_hopper(append_codes, constants, 4, fp8_pointer)
+    append = compile_for_hopper(append_quantized, constants, 4, fp8_pointer)
     scatter = compile_for_hopper(convert_tokens, {**constants, **search, "GATHER": False}, 4, fp8_pointer)
     for built in (append, scatter):
         assert "cvt.rn.satfinite.e4m3x2.f32" in built.ptx and "div.rn.f32" in built.ptx and "div.full" not in built.ptx

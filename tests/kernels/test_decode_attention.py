@@ -1,4 +1,4 @@
-"""decode_attention against dense attention, and the promise that neither mates nor bounds change a bit."""
+"""decode_attention against dense attention, and the promise that neither other requests nor bounds change a bit."""
 
 from dataclasses import replace
 

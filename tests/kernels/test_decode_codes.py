@@ -78,7 +78,7 @@ def test_fp16_queries_and_queries_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_mates_change_no_bit(dim: int) -> None:
+def test_other_requests_change_no_bit(dim: int) -> None:
     case = coded(LENGTHS, dim=dim)
     together, lse = run(case, **scales())
     for seq, (_, new) in enumerate(case.lengths):

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
-FLOAT_POINTERS = ("lse", "sinks", "k_scale", "v_scale", "acc", "peak", "total")
+FLOAT_POINTERS = ("lse", "sinks", "k_scale", "v_scale", "acc", "row_max", "row_sum")
 SHARED_BYTES = 227 << 10
 OPTIONS = {"WINDOW": 1000, "SOFTCAP": True, "HAS_SINKS": True, "WANTS_LSE": True}
 
@@ -27,14 +27,14 @@ class Case(dict[str, object]):
         from kernels.decode_attention.hopper.launch import MAX_REGISTERS, RING_BYTES, num_stages, parked_levels
 
         given: dict[str, object] = {
-            "HEADS": 8, "GROUP": 4, "TOKENS": 1, "HAS_SPANS": False, "D": 128, "PAGE": 16, "BY_HEAD": False, "TILE": 64,
-            "LEAF": 512, "LEAVES": 4, "WINDOW": 0, "SOFTCAP": False, "HAS_SINKS": False, "HAS_SCALES": False,
-            "WANTS_LSE": False,
+            "HEADS": 8, "GQA_GROUP": 4, "TOKENS": 1, "HAS_SPANS": False, "D": 128, "PAGE": 16, "BY_HEAD": False,
+            "TILE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 4, "WINDOW": 0, "SOFTCAP": False, "HAS_SINKS": False,
+            "HAS_SCALES": False, "WANTS_LSE": False,
         }  # fmt: skip
         given |= changed
         # More tokens than one are never launched without spans.
         given["HAS_SPANS"] = bool(given["HAS_SPANS"]) or int(str(given["TOKENS"])) > 1
-        dim, rows = int(str(given["D"])), int(str(given["GROUP"])) * int(str(given["TOKENS"]))
+        dim, rows = int(str(given["D"])), int(str(given["GQA_GROUP"])) * int(str(given["TOKENS"]))
         columns = max(16, 1 << (rows - 1).bit_length())
         given |= {"ROWS": rows, "COLUMNS": columns, "PARKED": parked_levels(columns, dim)}
         given["STAGES"] = num_stages(RING_BYTES[programs], columns, dim, 1 if given["HAS_SCALES"] else 2)
@@ -68,7 +68,7 @@ CASES = {
     "spans, options": Case(HAS_SPANS=True, **OPTIONS),
     "spans, fp8, options": Case(HAS_SPANS=True, HAS_SCALES=True, **OPTIONS),
     "dim 256, spans": Case(programs=1, HAS_SPANS=True, D=256),
-    "dim 64, 16 heads": Case(D=64, PAGE=256, BY_HEAD=True, GROUP=16),
+    "dim 64, 16 heads": Case(D=64, PAGE=256, BY_HEAD=True, GQA_GROUP=16),
     "few sequences": Case(programs=1),
     "4 tokens": Case(TOKENS=4),
     "4 tokens, options": Case(TOKENS=4, **OPTIONS),
@@ -80,13 +80,13 @@ CASES = {
     "dim 256": Case(programs=1, D=256),
     "dim 256, fp8": Case(programs=1, D=256, HAS_SCALES=True),
     "dim 256, 8 tokens, fp8": Case(programs=1, D=256, TOKENS=8, HAS_SCALES=True, **OPTIONS),
-    "dim 256, 4 tokens of 8 heads": Case(programs=1, TOKENS=4, GROUP=8, D=256),
-    "dim 256, 5 tokens of 3 heads": Case(programs=1, TOKENS=5, GROUP=3, D=256),
-    "dim 256, 8 tokens of 3 heads, options": Case(programs=1, TOKENS=8, GROUP=3, D=256, **OPTIONS),
-    "3 tokens of 7 heads, options": Case(programs=1, TOKENS=3, GROUP=7, **OPTIONS),
-    "5 tokens of 3 heads, fp8, options": Case(TOKENS=5, GROUP=3, HAS_SCALES=True, **OPTIONS),
+    "dim 256, 4 tokens of 8 heads": Case(programs=1, TOKENS=4, GQA_GROUP=8, D=256),
+    "dim 256, 5 tokens of 3 heads": Case(programs=1, TOKENS=5, GQA_GROUP=3, D=256),
+    "dim 256, 8 tokens of 3 heads, options": Case(programs=1, TOKENS=8, GQA_GROUP=3, D=256, **OPTIONS),
+    "3 tokens of 7 heads, options": Case(programs=1, TOKENS=3, GQA_GROUP=7, **OPTIONS),
+    "5 tokens of 3 heads, fp8, options": Case(TOKENS=5, GQA_GROUP=3, HAS_SCALES=True, **OPTIONS),
     "dim 256, 5 tokens of 3 heads, fp8, options": Case(
-        programs=1, TOKENS=5, GROUP=3, D=256, HAS_SCALES=True, **OPTIONS
+        programs=1, TOKENS=5, GQA_GROUP=3, D=256, HAS_SCALES=True, **OPTIONS
     ),
 }
 

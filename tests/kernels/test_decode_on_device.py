@@ -1,5 +1,5 @@
 """decode_attention on Hopper: the Gluon kernel against dense attention, and the promise that nothing around a sequence
-changes its bits: mates, programs, chunks, repetition, other new tokens, replays of a captured graph.
+changes its bits: other requests, programs, chunks, repetition, other new tokens, replays of a captured graph.
 
 Knows no other GPU: elsewhere these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
 """
@@ -122,7 +122,7 @@ def alone(case: PagedCase, seq: int) -> PagedCase:
 
 
 @pytest.mark.parametrize("window", [0, 700])
-def test_mates_change_no_bit(window: int) -> None:
+def test_other_requests_change_no_bit(window: int) -> None:
     case = decoding(LENGTHS, window=window)
     together, lse = run(case)
     for seq, (_, new) in enumerate(case.lengths):

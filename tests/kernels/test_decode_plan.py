@@ -9,7 +9,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan import CHUNK_FIELDS, GROUP, LEAF, WAVES
+from kernels.decode_attention.plan import CHUNK_FIELDS, LEAF, LEAVES_PER_GROUP, WAVES
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case
 from tests.kernels.target import Target
@@ -46,7 +46,7 @@ class Planned:
             kv_heads=HEADS,
             programs=PROGRAMS,
             leaf=LEAF,
-            group=GROUP,
+            leaves_per_group=LEAVES_PER_GROUP,
             waves=WAVES,
         )
         self.bases: list[int] = bases.tolist()
@@ -70,7 +70,7 @@ def device(target: Target) -> str:
 def test_chunks_tile_all_units(device: str, name: str) -> None:
     lengths = LENGTHS[name]
     plan = Planned(lengths, device)
-    assert plan.unit in (1, GROUP)
+    assert plan.unit in (1, LEAVES_PER_GROUP)
     units = [
         (seq, head, unit)
         for seq, length in enumerate(lengths)
@@ -100,26 +100,26 @@ def test_few_leaves_are_dealt_out_one_by_one(device: str) -> None:
 
 def test_leaves_where_groups_are_too_few(device: str) -> None:
     """Up to seven eighths of the programs: then no program gets more leaves than its share."""
-    plan = Planned([LEAF * GROUP * (PROGRAMS // HEADS - 1)], device)
+    plan = Planned([LEAF * LEAVES_PER_GROUP * (PROGRAMS // HEADS - 1)], device)
     assert plan.unit == 1 and max(plan.sizes) == -(-sum(plan.sizes) // PROGRAMS)
 
 
 def test_as_many_groups_as_programs_stay_whole(device: str) -> None:
-    plan = Planned([LEAF * GROUP * PROGRAMS // HEADS], device)
-    assert plan.unit == GROUP and plan.sizes == [1] * PROGRAMS
+    plan = Planned([LEAF * LEAVES_PER_GROUP * PROGRAMS // HEADS], device)
+    assert plan.unit == LEAVES_PER_GROUP and plan.sizes == [1] * PROGRAMS
 
 
 def test_much_work_is_drawn_in_several_chunks_for_each_program(device: str) -> None:
-    plan = Planned([LEAF * GROUP * 50 * PROGRAMS // HEADS], device)
-    assert plan.unit == GROUP and (WAVES - 1) * PROGRAMS < plan.count <= WAVES * PROGRAMS
+    plan = Planned([LEAF * LEAVES_PER_GROUP * 50 * PROGRAMS // HEADS], device)
+    assert plan.unit == LEAVES_PER_GROUP and (WAVES - 1) * PROGRAMS < plan.count <= WAVES * PROGRAMS
 
 
 def test_two_groups_at_a_time_where_that_takes_no_longer(device: str) -> None:
     """Pairs of two groups, four rounds of one or two rounds of two: no pair is cut."""
-    plan = Planned([LEAF * GROUP * 2] * (2 * PROGRAMS // HEADS), device)
-    assert plan.unit == GROUP and plan.sizes == [2] * 2 * PROGRAMS
-    plan = Planned([LEAF * GROUP] * (5 * PROGRAMS // (2 * HEADS)), device)
-    assert plan.unit == GROUP and plan.sizes == [1] * (5 * PROGRAMS // 2)
+    plan = Planned([LEAF * LEAVES_PER_GROUP * 2] * (2 * PROGRAMS // HEADS), device)
+    assert plan.unit == LEAVES_PER_GROUP and plan.sizes == [2] * 2 * PROGRAMS
+    plan = Planned([LEAF * LEAVES_PER_GROUP] * (5 * PROGRAMS // (2 * HEADS)), device)
+    assert plan.unit == LEAVES_PER_GROUP and plan.sizes == [1] * (5 * PROGRAMS // 2)
 
 
 @pytest.mark.parametrize(

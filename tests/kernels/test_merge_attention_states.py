@@ -48,7 +48,7 @@ def test_two_empty_sides_give_zero(target: Target, marker_a: float, marker_b: fl
 
 
 def test_empty_rows_among_full_ones(target: Target) -> None:
-    """A short sequence may own no token in a chunk that its mates attend to."""
+    """A short sequence may own no token in a chunk that other requests attend to."""
     (out_a, lse_a), (out_b, lse_b) = random_state(target, 0), random_state(target, 1)
     out_a[1], lse_a[:, 1] = float("nan"), -INF
     out_b[2, 0], lse_b[0, 2] = float("nan"), INF

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 SHARED_BYTES = 227 << 10
-FLOATS = ("lse", "acc", "peak", "total", "sum")
+FLOATS = ("lse", "acc", "row_max", "row_sum", "sum")
 HALVES = ("q", "k_nope", "k_rope", "v", "out", "pages", "x", "weight")
 
 PREFILL = {
@@ -31,7 +31,7 @@ DECODES = {
     "few heads": {"HEADS": 8, "SLOT_ROWS": 8, "PAGE": 16},
     "no sums": {"MULTI": False, "PAGE": 16, "WANTS_LSE": False},
 }
-FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}
+FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}
 FEWS = {
     "16 heads": {},
     "8 heads": {"HEADS": 8},
@@ -105,15 +105,23 @@ def test_the_plain_kernels_spill_nothing() -> None:
     from kernels.mla_prefill.triton import attend_tile
 
     leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512}
-    fold = {**leaf, "GROUP": 8, "WANTS_LSE": True}
+    fold = {**leaf, "LEAVES_PER_GROUP": 8, "WANTS_LSE": True}
     tile = {"HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False}
-    listed = {"HEADS": 16, "LEAF": 512, "GROUP": 8, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
+    listed = {"HEADS": 16, "LEAF": 512, "LEAVES_PER_GROUP": 8, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
     cases = (
         (multiply_heads, {"K": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64}, 8),
         (fold_leaves, fold, 4),
-        (fold_shared, {"HEADS": 16, "GROUP": 8, "ROWS": 16, "SLOT_ROWS": 16, "LATENT": 512, "WANTS_LSE": True}, 4),
-        (fold_shared, {"HEADS": 128, "GROUP": 1, "ROWS": 64, "SLOT_ROWS": 64, "LATENT": 512, "WANTS_LSE": True}, 4),
+        (
+            fold_shared,
+            {"HEADS": 16, "LEAVES_PER_GROUP": 8, "ROWS": 16, "SLOT_ROWS": 16, "LATENT": 512, "WANTS_LSE": True},
+            4,
+        ),
+        (
+            fold_shared,
+            {"HEADS": 128, "LEAVES_PER_GROUP": 1, "ROWS": 64, "SLOT_ROWS": 64, "LATENT": 512, "WANTS_LSE": True},
+            4,
+        ),
         (attend_tile, {**tile, "BLOCK_M": 64, "BLOCK_N": 128}, 8),
         (list_items, listed, 4),
         (order_tiles, {"MODE": 1, "BLOCK": 128, "SEQS": 256, "SLOTS": 16}, 8),

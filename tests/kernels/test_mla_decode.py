@@ -90,7 +90,7 @@ def test_a_padding_row_gives_zero(target: Target) -> None:
     assert not out[1].any() and bool((lse[:, 1] == float("-inf")).all())
 
 
-def test_bits_do_not_depend_on_mates_pages_or_the_number_of_queries(target: Target) -> None:
+def test_bits_do_not_depend_on_other_requests_pages_or_the_number_of_queries(target: Target) -> None:
     if target.backend is Backend.REFERENCE:
         pytest.skip("a CPU product's last bits depend on its shape")
     case = make([(LEAF + 70, 4), (30, 2), (500, 1)], target)
@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_mates_pages_or_the_number_of_queries(target: Targ
 
 
 @pytest.mark.parametrize("heads", [HEADS, 2 * HEADS])
-def test_bits_of_a_decode_step_do_not_depend_on_mates(target: Target, heads: int) -> None:
+def test_bits_of_a_decode_step_do_not_depend_on_other_requests(target: Target, heads: int) -> None:
     if target.backend is Backend.REFERENCE:
         pytest.skip("a CPU product's last bits depend on its shape")
     case = make([(2 * LEAF + 70, 1), (30, 1), (500, 1)], target)

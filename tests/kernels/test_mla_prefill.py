@@ -121,7 +121,7 @@ def test_a_softmax_carried_on_has_the_bits_of_one_pass(target: Target, cut: int)
             assert_same_bits(part, wanted)
 
 
-def test_bits_do_not_depend_on_mates_or_cuts(target: Target) -> None:
+def test_bits_do_not_depend_on_other_requests_or_cuts(target: Target) -> None:
     if target.backend is Backend.REFERENCE:
         pytest.skip("a CPU product's last bits depend on its shape")
     case = make([(10, 5), (130, 77), (0, 20)], target)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 
 TWIN: dict[str, object] = {"STAGES": 2, "WANTS_LSE": True, "HAS_SINKS": True, "CAP": False, "SCALES": 0}
 GLUON: dict[str, object] = {
-    "HEADS": 8, "GROUP": 4, "DIM": 128, "D": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
+    "HEADS": 8, "GQA_GROUP": 4, "DIM": 128, "D": 128, "PAGE": 16, "HND": False, "PACKED": True, "WINDOW": 0,
     "CAP": False, "BN": 128, "STAGES": 3, "WANTS_LSE": True, "HAS_SINKS": True,
     "SCALES": False, "Q_REGISTERS": True,
 }  # fmt: skip
@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, object]] = {
     "large pages": {"PAGE": 256},
     "small pages": {"PAGE": 8, "Q_REGISTERS": False},
     "unpacked": {"PACKED": False},
-    "odd group": {"GROUP": 5},
+    "odd group": {"GQA_GROUP": 5},
     "softcap": {"CAP": True},
     "dim 64": {"DIM": 64, "D": 64},
     "dim 96": {"DIM": 96},
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, object]] = {
     "fp8": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False},
     "fp8, softcap": {"SCALES": True, "STAGES": 2, "Q_REGISTERS": False, "CAP": True, "WINDOW": 300},
     "dim 256, group 16": {
-        "GROUP": 16, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False, "WANTS_LSE": False,
+        "GQA_GROUP": 16, "DIM": 256, "D": 256, "BN": 64, "STAGES": 2, "Q_REGISTERS": False, "WANTS_LSE": False,
         "HAS_SINKS": False,
     },
     "dim 192, small pages, unpacked": {
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, object]] = {
         "Q_REGISTERS": False,
     },
     "fp8, fp16, group 2, unpacked": {
-        "DIM": 80, "GROUP": 2, "PACKED": False, "CAP": True, "WANTS_LSE": False, "SCALES": True, "STAGES": 2,
+        "DIM": 80, "GQA_GROUP": 2, "PACKED": False, "CAP": True, "WANTS_LSE": False, "SCALES": True, "STAGES": 2,
         "Q_REGISTERS": False,
     },
 }  # fmt: skip
@@ -88,7 +88,7 @@ def test_the_plain_kernel_uses_wgmma_and_spills_nothing(name: str) -> None:
 
 def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     """Types of what is not an int32."""
-    dim, group, rows = (int(str(constants[name])) for name in ("D", "GROUP", "PAGE"))
+    dim, group, rows = (int(str(constants[name])) for name in ("D", "GQA_GROUP", "PAGE"))
     rows = min(rows, int(str(constants["BN"])))
     query_box = [64, dim] if constants["PACKED"] else [64 // group, group, dim]
     pointers = {f"{name}_ptr": "*i32" for name in ("tables", "records", "count")}

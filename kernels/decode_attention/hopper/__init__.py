@@ -1,6 +1,6 @@
 """decode_attention for Hopper: which cases its Gluon kernel takes.
 
-Knows no length and no batch: what decides is what stays the same for as long as a model is loaded.
+What decides is what stays the same for as long as a model is loaded.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""The consumer: walks the program's chunks, sums each piece along the tree, finishes what it holds whole.
+"""The consumer: walks the program's chunks, sums each segment along the tree, finishes pairs that it holds whole.
 
-Knows nothing of pages: tiles arrive in a ring, in the order in which this partition walks.
+Tiles arrive in a ring, in the order in which this partition walks.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.decode_attention.hopper.codes import query_numbers, value_dims
+from kernels.decode_attention.hopper.chunks import lowest_key, next_pair, query_span, read_chunk
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
-from kernels.decode_attention.hopper.pieces import lowest_key, next_pair, query_span, read_chunk
+from kernels.decode_attention.hopper.quantized import query_operand, value_dims
 from kernels.decode_attention.hopper.tree import add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import take_index
@@ -22,7 +22,7 @@ def load_queries(
     token_row,
     head,
     rows,
-    GROUP: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
     COLUMNS: gl.constexpr,
     D: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -30,15 +30,15 @@ def load_queries(
     """[COLUMNS, D]: the pair's heads of each token, zero beyond its rows."""
     row = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    token = (token_row + row // GROUP).to(gl.int64)
-    at = token * strides_q[0] + (head * GROUP + row % GROUP) * strides_q[1]
+    token = (token_row + row // GQA_GROUP).to(gl.int64)
+    at = token * strides_q[0] + (head * GQA_GROUP + row % GQA_GROUP) * strides_q[1]
     return gl.load(q_ptr + at[:, None] + d[None, :], mask=(row < rows)[:, None], other=0.0)
 
 
 @gluon.jit
 def write_rows(
-    peak,
-    total,
+    row_max,
+    row_sum,
     acc,
     outputs,
     strides,
@@ -48,24 +48,24 @@ def write_rows(
     ok,
     value_scale,
     has_keys,
-    GROUP: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
     LAYOUT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    """What a pair's columns end as, straight from registers."""
+    """Writes a pair's outputs from registers."""
     out_ptr, lse_ptr, sinks_ptr = outputs
     stride_out_token, stride_out_head, num_tokens = strides
     D: gl.constexpr = acc.shape[0]
     d = value_dims(D, PAIRED, gl.SliceLayout(1, LAYOUT))
-    q_head = head * GROUP + column % GROUP
+    q_head = head * GQA_GROUP + column % GQA_GROUP
     if HAS_SINKS:
-        peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & has_keys, 0)
-    row = token_row + column // GROUP
+        row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sinks_ptr, q_head, ok & has_keys, 0)
+    row = token_row + column // GQA_GROUP
     at = (row * stride_out_token + q_head * stride_out_head)[None, :] + d[:, None]
     lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + row
-    store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
+    store_rows(row_max, row_sum, acc, out_ptr + at, lse_at, value_scale, ok, 0, WANTS_LSE)
 
 
 @gluon.jit
@@ -83,24 +83,24 @@ def attend(
     factors,
     rings,
     barriers,
-    board,
-    board_full,
-    board_empty,
+    queue,
+    queue_full,
+    queue_empty,
     parked,
     HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
     TOKENS: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     ROWS: gl.constexpr,
     LEAF: gl.constexpr,
-    LEAVES: gl.constexpr,
+    LEAVES_PER_GROUP: gl.constexpr,
     PARKED: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    """All pieces of this program's chunks; ROWS is the room that a partial has for rows."""
+    """Computes all segments of this program's chunks; ROWS is the room that a partial has for rows."""
     q_smem = rings[0]
     bases_ptr, chunks_ptr = plan
     seqlens_ptr, cu_seqlens_ptr = lengths
@@ -109,9 +109,9 @@ def attend(
     D: gl.constexpr = q_smem.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
-    CODES: gl.constexpr = rings[2].dtype == gl.float8e4nv
+    QUANTIZED: gl.constexpr = rings[2].dtype == gl.float8e4nv
     # The next pair's queries wait in registers, if that leaves enough of them.
-    AHEAD: gl.constexpr = PARKED < 2 - CODES and (TOKENS == 1 or not CODES)
+    AHEAD: gl.constexpr = PARKED < 2 - QUANTIZED and (TOKENS == 1 or not QUANTIZED)
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
@@ -125,18 +125,20 @@ def attend(
         seq, head, unit, rest, length = own
         start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
         if AHEAD:
-            q = load_queries(q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
+            q = load_queries(
+                q_ptr, strides_q, start + token_first, head, count * GQA_GROUP, GQA_GROUP, COLUMNS, D, Q_LAYOUT
+            )
         while rest > 0:
             units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
             held = gl.minimum(rest, units - unit)
             if not AHEAD:
                 q = load_queries(
-                    q_ptr, strides_q, start + token_first, head, count * GROUP, GROUP, COLUMNS, D, Q_LAYOUT
+                    q_ptr, strides_q, start + token_first, head, count * GQA_GROUP, GQA_GROUP, COLUMNS, D, Q_LAYOUT
                 )
             thread_barrier()
-            unit_scores = scale  # of codes alone
-            if CODES:
-                q, unit_scores = query_numbers(q)
+            unit_scores = scale  # of quantized keys alone
+            if QUANTIZED:
+                q, unit_scores = query_operand(q)
                 unit_scores = gl.convert_layout(unit_scores, gl.SliceLayout(0, LAYOUT))
             q_smem.index(0).store(q)
             fence_async_shared()
@@ -147,7 +149,9 @@ def attend(
             start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS, HAS_SPANS)
             row_next = start_next + token_first
             if AHEAD:
-                q = load_queries(q_ptr, strides_q, row_next, head_next, count_next * GROUP, GROUP, COLUMNS, D, Q_LAYOUT)
+                q = load_queries(
+                    q_ptr, strides_q, row_next, head_next, count_next * GQA_GROUP, GQA_GROUP, COLUMNS, D, Q_LAYOUT
+                )
             first_position = length - tokens + token_first
             low = lowest_key(first_position, length, WINDOW)
             skipped = low // unit_keys
@@ -155,46 +159,52 @@ def attend(
             end = unit + held
             whole = (unit <= skipped) & (end == units)
             first = gl.load(bases_ptr + seq) * HEADS + head * units
-            rows = count * GROUP
+            rows = count * GQA_GROUP
             ok = column < rows
-            token = gl.minimum(column // GROUP, count - 1)
+            token = gl.minimum(column // GQA_GROUP, count - 1)
             token_row = (start + token_first).to(gl.int64)
-            step = gl.where(whole, LEAVES, leaves_per_unit)
+            step = gl.where(whole, LEAVES_PER_GROUP, leaves_per_unit)
             leaves = gl.minimum(gl.maximum((length + LEAF - 1) // LEAF, 1), end * leaves_per_unit)
-            peak, total, acc = nothing(D, COLUMNS, LAYOUT)
+            row_max, row_sum, acc = nothing(D, COLUMNS, LAYOUT)
             if PARKED > 0:
                 parked.index(0).store(acc)
             for group in range(begin * leaves_per_unit // step * step, leaves, step):
-                g_peak, g_total, g_acc = nothing(D, COLUMNS, LAYOUT)
+                group_max, group_sum, group_acc = nothing(D, COLUMNS, LAYOUT)
                 if PARKED > 1:
-                    parked.index(1).store(g_acc)
+                    parked.index(1).store(group_acc)
                 for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
-                    l_peak, l_total, l_acc, tile = sum_leaf(
+                    leaf_max, leaf_sum, leaf_acc, tile = sum_leaf(
                         rings, barriers, tile, leaf * LEAF, low, length, first_position, token, unit_scores, scale, cap,
                         LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
                     )  # fmt: skip
                     if PARKED > 1:
-                        g_peak, g_total = fold_parked(
-                            g_peak, g_total, parked.index(1), l_peak, l_total, l_acc, LAYOUT
+                        group_max, group_sum = fold_parked(
+                            group_max, group_sum, parked.index(1), leaf_max, leaf_sum, leaf_acc, LAYOUT
                         )  # fmt: skip
                     else:
-                        g_peak, g_total, g_acc = fold(g_peak, g_total, g_acc, l_peak, l_total, l_acc, 0)
+                        group_max, group_sum, group_acc = fold(
+                            group_max, group_sum, group_acc, leaf_max, leaf_sum, leaf_acc, 0
+                        )
                 if PARKED > 1:
-                    g_acc = parked.index(1).load(LAYOUT)
+                    group_acc = parked.index(1).load(LAYOUT)
                 if whole:
                     if PARKED > 0:
-                        peak, total = fold_parked(peak, total, parked.index(0), g_peak, g_total, g_acc, LAYOUT)
+                        row_max, row_sum = fold_parked(
+                            row_max, row_sum, parked.index(0), group_max, group_sum, group_acc, LAYOUT
+                        )
                     else:
-                        peak, total, acc = fold(peak, total, acc, g_peak, g_total, g_acc, 0)
+                        row_max, row_sum, acc = fold(row_max, row_sum, acc, group_max, group_sum, group_acc, 0)
                 else:
                     number = first + group // leaves_per_unit
-                    store_partial(partials, number, g_peak, g_total, g_acc, column, ok, ROWS, CODES, LAYOUT)
+                    store_partial(
+                        partials, number, group_max, group_sum, group_acc, column, ok, ROWS, QUANTIZED, LAYOUT
+                    )
             if whole:
                 if PARKED > 0:
                     acc = parked.index(0).load(LAYOUT)
                 write_rows(
-                    peak, total, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
-                    GROUP, CODES, LAYOUT, HAS_SINKS, WANTS_LSE,
+                    row_max, row_sum, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
+                    GQA_GROUP, QUANTIZED, LAYOUT, HAS_SINKS, WANTS_LSE,
                 )  # fmt: skip
             if (whole == 0) & (end > skipped):
                 programs = (first + units - 1) // per - (first + skipped) // per
@@ -204,7 +214,7 @@ def attend(
                     gl.store(arrivals_ptr + seq * HEADS + head, 0)
                     merge_pair(
                         partials, first, skipped, units, leaves_per_unit, rows, head, token_row, outputs, strides_out,
-                        value_scale, length > 0, ROWS, GROUP, D, BLOCK, WANTS_LSE, HAS_SINKS,
+                        value_scale, length > 0, ROWS, GQA_GROUP, D, BLOCK, WANTS_LSE, HAS_SINKS,
                     )  # fmt: skip
             rest -= held
             seq = seq_next
@@ -215,7 +225,7 @@ def attend(
             tokens = tokens_next
             count = count_next
         if more:  # noqa: SIM108 - both sides of a conditional expression would run
-            chunk = take_index(board, board_full, board_empty, turn, 4)
+            chunk = take_index(queue, queue_full, queue_empty, turn, 4)
         else:
             chunk = num_chunks
         turn += 1

@@ -1,7 +1,7 @@
 """decode_attention in Gluon for sm_90: persistent programs stream pages by TMA and sum along a fixed tree.
 
-Knows nothing of the batch beyond its plan. The arithmetic is a tree over a sequence's own key positions; who computes
-which part, and whether a part waits in memory or in registers, cannot change a bit:
+The arithmetic is a tree over a sequence's own key positions; which program computes which part, and whether a part
+waits in memory or in registers, changes no bit:
 
     tiles of 64 keys -> leaves of 512, each a fresh softmax state -> groups of 4 leaves -> the sequence
                         folded in fp32, in ascending order, by one formula at every level
@@ -10,7 +10,7 @@ Keys are the rows of both products and query heads their columns (K Q' and V' P'
 then cost a few columns instead of a padded tile of 64 rows, and three levels of the tree fit in registers. Where there
 are more columns, the upper levels' accumulators wait in shared memory between folds.
 
-fp8 codes become fp16 numbers in registers, on their way into the products (codes.py); the sums are the same.
+Quantized keys and values become fp16 in registers, on their way into the products (quantized.py); the tree is the same.
 
 Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that lies
 within one chunk is finished in registers; otherwise each unit leaves its partial in memory, and the program that
@@ -43,8 +43,8 @@ def decode_pages(
     k_scale_ptr,
     v_scale_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     bases_ptr,
     chunks_ptr,
     arrivals_ptr,
@@ -58,7 +58,7 @@ def decode_pages(
     scale,
     cap,
     HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
     TOKENS: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -68,7 +68,7 @@ def decode_pages(
     BY_HEAD: gl.constexpr,
     TILE: gl.constexpr,
     LEAF: gl.constexpr,
-    LEAVES: gl.constexpr,
+    LEAVES_PER_GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     PARKED: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -78,9 +78,9 @@ def decode_pages(
     WANTS_LSE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    CODES: gl.constexpr = k_desc.dtype != dtype
-    # Every code is a number of fp16.
-    operand: gl.constexpr = gl.float16 if CODES else dtype
+    QUANTIZED: gl.constexpr = k_desc.dtype != dtype
+    # fp16 holds every e4m3 value.
+    operand: gl.constexpr = gl.float16 if QUANTIZED else dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, D], operand)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, COLUMNS], operand)
     q_smem = gl.allocate_shared_memory(operand, [1, COLUMNS, D], q_layout)
@@ -96,9 +96,9 @@ def decode_pages(
     k_empty = make_barriers(STAGES, 1)
     v_full = make_barriers(STAGES, 1)
     v_empty = make_barriers(STAGES, 1)
-    board = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    board_full = make_barriers(2, 1)
-    board_empty = make_barriers(2, 2)
+    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue_full = make_barriers(2, 1)
+    queue_empty = make_barriers(2, 2)
     value_scale = 1.0
     if HAS_SCALES:
         scale = scale * gl.load(k_scale_ptr)
@@ -107,7 +107,7 @@ def decode_pages(
     barriers = (k_full, k_empty, v_full, v_empty)
     outputs = (out_ptr, lse_ptr, sinks_ptr)
     strides_out = (stride_out_token, stride_out_head, num_tokens)
-    partials = (acc_ptr, peak_ptr, total_ptr)
+    partials = (acc_ptr, row_max_ptr, row_sum_ptr)
     plan = (bases_ptr, chunks_ptr)
     lengths = (seqlens_ptr, cu_seqlens_ptr)
     factors = (scale, cap, value_scale)
@@ -117,14 +117,15 @@ def decode_pages(
                 attend,
                 (
                     q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, plan, arrivals_ptr, lengths,
-                    token_first, num_seqs, factors, rings, barriers, board, board_full, board_empty, parked, HEADS,
-                    GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES, PARKED, WINDOW, SOFTCAP, HAS_SINKS, WANTS_LSE,
+                    token_first, num_seqs, factors, rings, barriers, queue, queue_full, queue_empty, parked, HEADS,
+                    GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, SOFTCAP, HAS_SINKS,
+                    WANTS_LSE,
                 ),
             ),
             (
                 stream_pages,
                 (
-                    k_desc, k_page_rows, k_ring, k_full, k_empty, board, board_full, board_empty, tables_ptr,
+                    k_desc, k_page_rows, k_ring, k_full, k_empty, queue, queue_full, queue_empty, tables_ptr,
                     stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
                     work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, HAS_SPANS, WINDOW, BY_HEAD, True,
                 ),
@@ -132,7 +133,7 @@ def decode_pages(
             (
                 stream_pages,
                 (
-                    v_desc, v_page_rows, v_ring, v_full, v_empty, board, board_full, board_empty, tables_ptr,
+                    v_desc, v_page_rows, v_ring, v_full, v_empty, queue, queue_full, queue_empty, tables_ptr,
                     stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
                     work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, HAS_SPANS, WINDOW, BY_HEAD, False,
                 ),

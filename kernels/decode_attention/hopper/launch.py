@@ -8,7 +8,7 @@ from kernels.attention import AttentionSpec
 from kernels.decode_attention.call import DecodeCall
 from kernels.decode_attention.hopper import TILE, row_elements
 from kernels.decode_attention.hopper.kernel import decode_pages
-from kernels.decode_attention.plan import GROUP, LEAF, DecodePlan
+from kernels.decode_attention.plan import LEAF, LEAVES_PER_GROUP, DecodePlan
 from kernels.layout import KvLayout
 from kernels.softmax import LOG2_E
 
@@ -45,7 +45,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
     tokens = min(call.max_q_tokens, plan.tokens)
     per_multiprocessor = plan.programs_per_multiprocessor(num_seqs)
     columns = max(16, 1 << (tokens * group - 1).bit_length())
-    buffers = (plan.acc, plan.peak, plan.total, plan.bases, plan.chunks, plan.arrivals, plan.work)
+    buffers = (plan.acc, plan.row_max, plan.row_sum, plan.bases, plan.chunks, plan.arrivals, plan.work)
     with torch.cuda.device_of(q):
         for token_first in range(0, call.max_q_tokens, tokens):
             decode_pages[(plan.programs(num_seqs),)](
@@ -70,7 +70,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * LOG2_E,
                 spec.softcap * LOG2_E,
                 HEADS=shape.heads,
-                GROUP=group,
+                GQA_GROUP=group,
                 TOKENS=tokens,
                 HAS_SPANS=call.cu_seqlens_q is not None,
                 COLUMNS=columns,
@@ -80,7 +80,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 BY_HEAD=spec.layout is KvLayout.HND,
                 TILE=TILE,
                 LEAF=LEAF,
-                LEAVES=GROUP,
+                LEAVES_PER_GROUP=LEAVES_PER_GROUP,
                 STAGES=num_stages(RING_BYTES[per_multiprocessor], columns, shape.dim, k_pages.element_size()),
                 PARKED=parked_levels(columns, shape.dim),
                 WINDOW=spec.window,

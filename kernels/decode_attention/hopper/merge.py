@@ -1,47 +1,47 @@
 """Partials in memory: where a pair's units lie, and the last program's fold over them.
 
-Knows no key. A pair's units are folded as the tree says: leaves to their group first, groups in ascending order.
+A pair's units are folded as the tree says: leaves to their group first, groups in ascending order.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_attention.hopper.codes import value_dims
+from kernels.decode_attention.hopper.quantized import value_dims
 from kernels.decode_attention.hopper.tree import add_sink, fold, store_rows
 from kernels.softmax.triton import NO_KEYS
 
 
 @gluon.jit
 def store_partial(
-    partials, unit, peak, total, acc, column, ok, ROWS: gl.constexpr, PAIRED: gl.constexpr, LAYOUT: gl.constexpr
+    partials, unit, row_max, row_sum, acc, column, ok, ROWS: gl.constexpr, PAIRED: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """State [COLUMNS] and acc [D, COLUMNS] of one unit, of all pairs counted together."""
-    acc_ptr, peak_ptr, total_ptr = partials
+    acc_ptr, row_max_ptr, row_sum_ptr = partials
     D: gl.constexpr = acc.shape[0]
     slot = unit.to(gl.int64) * ROWS
     d = value_dims(D, PAIRED, gl.SliceLayout(1, LAYOUT))
     gl.store(acc_ptr + slot * D + (column * D)[None, :] + d[:, None], acc, mask=ok[None, :])
-    gl.store(peak_ptr + slot + column, peak, mask=ok)
-    gl.store(total_ptr + slot + column, total, mask=ok)
+    gl.store(row_max_ptr + slot + column, row_max, mask=ok)
+    gl.store(row_sum_ptr + slot + column, row_sum, mask=ok)
 
 
 @gluon.jit
 def load_partial(partials, unit, row, ok, at, ROWS: gl.constexpr, D: gl.constexpr):
     """The state of a unit, past the first cache: another program has written it. Nothing where it is not `ok`."""
-    acc_ptr, peak_ptr, total_ptr = partials
+    acc_ptr, row_max_ptr, row_sum_ptr = partials
     slot = unit.to(gl.int64) * ROWS
-    peak = gl.load(peak_ptr + slot + row, mask=ok, other=NO_KEYS, cache_modifier=".cg")
-    total = gl.load(total_ptr + slot + row, mask=ok, other=0.0, cache_modifier=".cg")
+    row_max = gl.load(row_max_ptr + slot + row, mask=ok, other=NO_KEYS, cache_modifier=".cg")
+    row_sum = gl.load(row_sum_ptr + slot + row, mask=ok, other=0.0, cache_modifier=".cg")
     acc = gl.load(acc_ptr + slot * D + at, mask=ok[:, None], other=0.0, cache_modifier=".cg")
-    return peak, total, acc
+    return row_max, row_sum, acc
 
 
 @gluon.jit
 def fold_four(a, b, c, d):
     """Four states in ascending order."""
-    peak, total, acc = fold(a[0], a[1], a[2], b[0], b[1], b[2], 1)
-    peak, total, acc = fold(peak, total, acc, c[0], c[1], c[2], 1)
-    return fold(peak, total, acc, d[0], d[1], d[2], 1)
+    row_max, row_sum, acc = fold(a[0], a[1], a[2], b[0], b[1], b[2], 1)
+    row_max, row_sum, acc = fold(row_max, row_sum, acc, c[0], c[1], c[2], 1)
+    return fold(row_max, row_sum, acc, d[0], d[1], d[2], 1)
 
 
 @gluon.jit
@@ -64,8 +64,8 @@ def merge_rows(
     BLOCK: gl.constexpr = row.shape[0]
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     at = (row * D)[:, None] + d[None, :]
-    peak = gl.full([BLOCK], NO_KEYS, gl.float32, gl.SliceLayout(1, LAYOUT))
-    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, LAYOUT))
+    row_max = gl.full([BLOCK], NO_KEYS, gl.float32, gl.SliceLayout(1, LAYOUT))
+    row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.zeros([BLOCK, D], gl.float32, LAYOUT)
     for unit in range(skipped // 8 * 8, units, 8):
         s0 = load_partial(partials, first + unit, row, ok & (unit >= skipped), at, ROWS, D)
@@ -78,19 +78,19 @@ def merge_rows(
         s7 = load_partial(partials, first + unit + 7, row, ok & (unit + 7 >= skipped) & (unit + 7 < units), at, ROWS, D)
         if leaves_per_unit == 1:
             p, t, a = fold_four(s0, s1, s2, s3)
-            peak, total, acc = fold(peak, total, acc, p, t, a, 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, p, t, a, 1)
             p, t, a = fold_four(s4, s5, s6, s7)
-            peak, total, acc = fold(peak, total, acc, p, t, a, 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, p, t, a, 1)
         else:
-            peak, total, acc = fold(peak, total, acc, s0[0], s0[1], s0[2], 1)
-            peak, total, acc = fold(peak, total, acc, s1[0], s1[1], s1[2], 1)
-            peak, total, acc = fold(peak, total, acc, s2[0], s2[1], s2[2], 1)
-            peak, total, acc = fold(peak, total, acc, s3[0], s3[1], s3[2], 1)
-            peak, total, acc = fold(peak, total, acc, s4[0], s4[1], s4[2], 1)
-            peak, total, acc = fold(peak, total, acc, s5[0], s5[1], s5[2], 1)
-            peak, total, acc = fold(peak, total, acc, s6[0], s6[1], s6[2], 1)
-            peak, total, acc = fold(peak, total, acc, s7[0], s7[1], s7[2], 1)
-    return peak, total, acc
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s0[0], s0[1], s0[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s1[0], s1[1], s1[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s2[0], s2[1], s2[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s3[0], s3[1], s3[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s4[0], s4[1], s4[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s5[0], s5[1], s5[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s6[0], s6[1], s6[2], 1)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, s7[0], s7[1], s7[2], 1)
+    return row_max, row_sum, acc
 
 
 @gluon.jit
@@ -108,13 +108,13 @@ def merge_pair(
     value_scale,
     has_keys,
     ROWS: gl.constexpr,
-    GROUP: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK: gl.constexpr,
     WANTS_LSE: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):
-    """Merges all rows of a pair, BLOCK rows at a time, and writes what they end as."""
+    """Merges all rows of a pair, BLOCK rows at a time, and writes the outputs."""
     out_ptr, lse_ptr, sinks_ptr = outputs
     stride_out_token, stride_out_head, num_tokens = strides
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
@@ -122,11 +122,11 @@ def merge_pair(
     for block in range(0, rows, BLOCK):
         row = block + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         ok = row < rows
-        peak, total, acc = merge_rows(partials, first, skipped, units, leaves_per_unit, row, ok, ROWS, D, LAYOUT)
-        q_head = head * GROUP + row % GROUP
+        row_max, row_sum, acc = merge_rows(partials, first, skipped, units, leaves_per_unit, row, ok, ROWS, D, LAYOUT)
+        q_head = head * GQA_GROUP + row % GQA_GROUP
         if HAS_SINKS:
-            peak, total, acc = add_sink(peak, total, acc, sinks_ptr, q_head, ok & has_keys, 1)
-        token = token_row + row // GROUP
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sinks_ptr, q_head, ok & has_keys, 1)
+        token = token_row + row // GQA_GROUP
         at = (token * stride_out_token + q_head * stride_out_head)[:, None] + d[None, :]
         lse_at = lse_ptr + q_head.to(gl.int64) * num_tokens + token
-        store_rows(peak, total, acc, out_ptr + at, lse_at, value_scale, ok, 1, WANTS_LSE)
+        store_rows(row_max, row_sum, acc, out_ptr + at, lse_at, value_scale, ok, 1, WANTS_LSE)

@@ -1,14 +1,13 @@
 """The producers: one warp copies tiles of K, another tiles of V, page by page, into a ring in shared memory.
 
-Knows no query and no score. A stream never stops at the end of a pair or chunk: whatever comes next is already on its
-way while the consumer works.
+A stream never stops at the end of a pair or chunk: the next tiles are already on their way while the consumer works.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.decode_attention.hopper.pieces import (
+from kernels.decode_attention.hopper.chunks import (
     lowest_key,
     next_pair,
     query_span,
@@ -57,9 +56,9 @@ def stream_pages(
     ring,
     full,
     empty,
-    board,
-    board_full,
-    board_empty,
+    queue,
+    queue_full,
+    queue_empty,
     tables_ptr,
     stride_tables_seq,
     seqlens_ptr,
@@ -117,7 +116,7 @@ def stream_pages(
                 if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
                     if more & (fetched == 0):
                         drawn = draw(work_ptr, gl.num_programs(0))
-                        publish_index(board, board_full, board_empty, turn, drawn)
+                        publish_index(queue, queue_full, queue_empty, turn, drawn)
                         fetched = 1
             rest -= count
             seq = seq_next
@@ -128,10 +127,10 @@ def stream_pages(
             if DRAWS:
                 if fetched == 0:
                     drawn = draw(work_ptr, gl.num_programs(0))
-                    publish_index(board, board_full, board_empty, turn, drawn)
+                    publish_index(queue, queue_full, queue_empty, turn, drawn)
                 chunk = drawn
             else:
-                chunk = take_index(board, board_full, board_empty, turn, 1)
+                chunk = take_index(queue, queue_full, queue_empty, turn, 1)
         else:
             chunk = num_chunks
         turn += 1

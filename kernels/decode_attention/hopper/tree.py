@@ -1,9 +1,9 @@
 """The arithmetic of the summation tree: a leaf of tiles, the fold of two softmax states, and what a row ends as.
 
-Knows no chunk and no counter. A state is (peak, total, acc) of some keys: the largest score in log2 units, the sum of
-2^(score - peak), and the values weighted so. NO_KEYS is the peak of a state without keys, MASKED the score of a key
-that is not seen: a weight of 2^(MASKED - NO_KEYS) is 0, so a state without keys leaves the other one as it was, bit for
-bit, and a leaf that is skipped gives what a leaf that is masked gives.
+A state is (row_max, row_sum, acc) of some keys: the largest score in log2 units, the sum of 2^(score - row_max), and
+the values weighted so. NO_KEYS is the maximum of a state without keys, MASKED the score of a key that is not seen: a
+weight of 2^(MASKED - NO_KEYS) is 0, so a state without keys leaves the other one as it was, bit for bit, and a leaf
+that is skipped gives what a leaf that is masked gives.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.decode_attention.hopper.codes import dims_at_once, key_numbers, value_numbers
+from kernels.decode_attention.hopper.quantized import dims_at_once, key_operand, value_operand
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque_zero_of
 from kernels.hopper.tails import clear_rows_outside
@@ -23,36 +23,36 @@ from kernels.softmax.triton import LN_2, LOG2_E, MASKED, NO_KEYS
 
 
 @gluon.jit
-def fold(peak, total, acc, other_peak, other_total, other_acc, AXIS: gl.constexpr):
-    """The state of both; AXIS is the axis of acc that peak and total do not have."""
-    top = gl.maximum(peak, other_peak)
-    keep = gl.exp2(peak - top)
-    weight = gl.exp2(other_peak - top)
-    total = gl.fma(total, keep, other_total * weight)
+def fold(row_max, row_sum, acc, other_max, other_sum, other_acc, AXIS: gl.constexpr):
+    """The state of both; AXIS is the axis of acc that row_max and row_sum do not have."""
+    top = gl.maximum(row_max, other_max)
+    keep = gl.exp2(row_max - top)
+    weight = gl.exp2(other_max - top)
+    row_sum = gl.fma(row_sum, keep, other_sum * weight)
     wide = gl.zeros_like(acc)
     acc = gl.fma(acc, wide + gl.expand_dims(keep, AXIS), other_acc * (wide + gl.expand_dims(weight, AXIS)))
-    return top, total, acc
+    return top, row_sum, acc
 
 
 @gluon.jit
 def nothing(D: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """A state without keys, acc [D, COLUMNS]."""
     vector: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    peak = gl.full([COLUMNS], NO_KEYS, gl.float32, vector)
-    return peak, gl.zeros([COLUMNS], gl.float32, vector), gl.zeros([D, COLUMNS], gl.float32, LAYOUT)
+    row_max = gl.full([COLUMNS], NO_KEYS, gl.float32, vector)
+    return row_max, gl.zeros([COLUMNS], gl.float32, vector), gl.zeros([D, COLUMNS], gl.float32, LAYOUT)
 
 
 @gluon.jit
-def fold_parked(peak, total, parked, other_peak, other_total, other_acc, LAYOUT: gl.constexpr):
+def fold_parked(row_max, row_sum, parked, other_max, other_sum, other_acc, LAYOUT: gl.constexpr):
     """fold where the first state's acc waits in shared memory, and goes back there."""
-    peak, total, acc = fold(peak, total, parked.load(LAYOUT), other_peak, other_total, other_acc, 0)
+    row_max, row_sum, acc = fold(row_max, row_sum, parked.load(LAYOUT), other_max, other_sum, other_acc, 0)
     parked.store(acc)
-    return peak, total
+    return row_max, row_sum
 
 
 @gluon.jit
-def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
-    """(new peak, weights [TILE, COLUMNS]) of a tile's raw scores; where `masked`, only `visible` ones count."""
+def weigh(scored, row_max, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
+    """(new row_max, weights [TILE, COLUMNS]) of a tile's raw scores; where `masked`, only `visible` ones count."""
     wide = gl.zeros_like(scored)
     if SOFTCAP:
         # cap * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1); the scale holds the 2.
@@ -60,10 +60,10 @@ def weigh(scored, peak, scale, cap, visible, masked, SOFTCAP: gl.constexpr):
     if masked:
         scored = gl.where(visible, scored, MASKED)
     if SOFTCAP:
-        top = gl.maximum(peak, gl.max(scored, 0))
+        top = gl.maximum(row_max, gl.max(scored, 0))
         weights = gl.exp2(scored - top[None, :])
     else:
-        top = gl.maximum(peak, gl.max(scored, 0) * scale)
+        top = gl.maximum(row_max, gl.max(scored, 0) * scale)
         weights = gl.exp2(gl.fma(scored, wide + scale, wide - top[None, :]))
     return top, weights
 
@@ -82,7 +82,7 @@ def start_scores(q_smem, k_smem, LAYOUT: gl.constexpr):
         for part in gl.static_range(0, D, DIMS):
             if part > 0:
                 product = warpgroup_mma_wait(0, deps=[product])
-            keys = key_numbers(k_smem.slice(part, DIMS, 1), LAYOUT)
+            keys = key_operand(k_smem.slice(part, DIMS, 1), LAYOUT)
             queries = q_smem.slice(part, DIMS, 1).permute((1, 0))
             product = warpgroup_mma(keys, queries, product, use_acc=part > 0, is_async=True)
     return product
@@ -102,7 +102,7 @@ def gather_values(p_smem, v_smem, acc, first, start, stop, LAYOUT: gl.constexpr)
     else:
         KEYS: gl.constexpr = 16
         for part in gl.static_range(0, TILE, KEYS):
-            values = value_numbers(v_smem, part, KEYS, first, start, stop, LAYOUT)
+            values = value_operand(v_smem, part, KEYS, first, start, stop, LAYOUT)
             acc = warpgroup_mma(values, p_smem.slice(part, KEYS, 0), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
     return acc
@@ -129,7 +129,7 @@ def sum_leaf(
 ):
     """State of a leaf's keys within key_start..key_stop; `token` is each column's token, at first_position + token.
 
-    `unit_scores` [COLUMNS] is what scores of codes are multiplied with; scores of numbers are as they are.
+    `unit_scores` [COLUMNS] is what scores of quantized keys are multiplied with; others are not.
     """
     q_smem, p_smem, k_ring, v_ring = rings
     k_full, k_empty, v_full, v_empty = barriers
@@ -137,13 +137,13 @@ def sum_leaf(
     TILE: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
     COLUMNS: gl.constexpr = q_smem.shape[1]
-    CODES: gl.constexpr = k_ring.dtype != q_smem.dtype
+    QUANTIZED: gl.constexpr = k_ring.dtype != q_smem.dtype
     # Whether registers hold a tile's values while its scores are made.
-    EARLY: gl.constexpr = CODES and D <= 128
+    EARLY: gl.constexpr = QUANTIZED and D <= 128
     # Whether registers are short.
     SHORT: gl.constexpr = D * COLUMNS > 2048
     row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-    peak, _, acc = nothing(D, COLUMNS, LAYOUT)
+    row_max, _, acc = nothing(D, COLUMNS, LAYOUT)
     parts = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
     first = gl.maximum(leaf_start, key_start // TILE * TILE)
     stop = gl.minimum(leaf_start + LEAF, key_stop)
@@ -155,9 +155,9 @@ def sum_leaf(
         product = start_scores(queries, k_ring.index(at), LAYOUT)
         if EARLY:
             mbarrier.wait(v_full.index(at), phase)
-            values = value_numbers(v_ring.index(at), 0, TILE, first, key_start, key_stop, LAYOUT)
+            values = value_operand(v_ring.index(at), 0, TILE, first, key_start, key_stop, LAYOUT)
         scored = warpgroup_mma_wait(0, deps=[product])
-        if CODES:
+        if QUANTIZED:
             scored = scored * unit_scores[None, :]
         else:
             mbarrier.arrive(k_empty.index(at), count=1)
@@ -168,15 +168,15 @@ def sum_leaf(
         if WINDOW > 0:
             visible = visible & (key > position - WINDOW)
             masked = masked | (first <= first_position + TOKENS - 1 - WINDOW)
-        top, weights = weigh(scored, peak, scale, cap, visible, masked, SOFTCAP)
-        keep = gl.exp2(peak - top)
+        top, weights = weigh(scored, row_max, scale, cap, visible, masked, SOFTCAP)
+        keep = gl.exp2(row_max - top)
         parts = gl.fma(parts, gl.zeros_like(parts) + keep[None, :], weights)
-        peak = top
+        row_max = top
         acc = acc * keep[None, :]
         p_smem.store(weights.to(p_smem.dtype))
         fence_async_shared()
         thread_barrier()
-        if CODES:
+        if QUANTIZED:
             # By now all warps have what they read: their products took it.
             mbarrier.arrive(k_empty.index(at), count=1)
         if EARLY:
@@ -185,25 +185,25 @@ def sum_leaf(
         else:
             mbarrier.wait(v_full.index(at), phase)
             acc = gather_values(p_smem, v_ring.index(at), acc, first, key_start, key_stop, LAYOUT)
-        if CODES:
+        if QUANTIZED:
             thread_barrier()
         mbarrier.arrive(v_empty.index(at), count=1)
         first += TILE
         tile += 1
-    return peak, gl.sum(parts, 0), acc, tile
+    return row_max, gl.sum(parts, 0), acc, tile
 
 
 @gluon.jit
-def add_sink(peak, total, acc, sinks_ptr, head, ok, AXIS: gl.constexpr):
+def add_sink(row_max, row_sum, acc, sinks_ptr, head, ok, AXIS: gl.constexpr):
     """One more score with no value, counted once; -inf where there is none, which changes no bit."""
     sink = gl.load(sinks_ptr + head, mask=ok, other=float("-inf")).to(gl.float32) * LOG2_E
-    return fold(peak, total, acc, sink, gl.full_like(total, 1.0), gl.zeros_like(acc), AXIS)
+    return fold(row_max, row_sum, acc, sink, gl.full_like(row_sum, 1.0), gl.zeros_like(acc), AXIS)
 
 
 @gluon.jit
 def store_rows(
-    peak,
-    total,
+    row_max,
+    row_sum,
     acc,
     out_ptrs,
     lse_ptrs,
@@ -212,10 +212,10 @@ def store_rows(
     AXIS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    """What rows end as: acc over total; a row that saw no key is 0, its log-sum-exp minus infinity."""
-    safe = gl.maximum(total, 1.0e-30)
+    """Stores acc / row_sum and the log-sum-exp; a row that saw no key gets 0 and minus infinity."""
+    safe = gl.maximum(row_sum, 1.0e-30)
     out = acc / gl.expand_dims(safe, AXIS) * value_scale
     gl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=gl.expand_dims(ok, AXIS))
     if WANTS_LSE:
-        lse = gl.where(total > 0.0, (peak + gl.log2(safe)) * LN_2, float("-inf"))
+        lse = gl.where(row_sum > 0.0, (row_max + gl.log2(safe)) * LN_2, float("-inf"))
         gl.store(lse_ptrs, lse, mask=ok)

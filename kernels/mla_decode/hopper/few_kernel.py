@@ -1,6 +1,6 @@
-"""mla_decode in Gluon for Hopper where heads are few and each sequence has one query: nothing but memory may bound it.
+"""mla_decode in Gluon for Hopper where heads are few and each sequence has one query: bound by memory alone.
 
-Knows nothing of the batch: a sequence's sums are those of its plan's tree, whoever computes which part.
+A sequence's sums are those of its plan's tree, whichever program computes which part.
 
     producer       latents, a page's rows at a time, and the queries, as for many heads
     consumer       everything else, for up to 16 heads
@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.mla_decode.hopper.few import attend_few
+from kernels.mla_decode.hopper.few_consumer import attend_few
 from kernels.mla_decode.hopper.stream import stream
 
 
@@ -24,8 +24,8 @@ def attend_latents_few(
     out_ptr,
     lse_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     sum_ptr,
     items_ptr,
     counts_ptr,
@@ -37,7 +37,7 @@ def attend_latents_few(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
-    GROUP: gl.constexpr,
+    LEAVES_PER_GROUP: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     WANTS_LSE: gl.constexpr,
@@ -58,31 +58,31 @@ def attend_latents_few(
     left_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     right_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    mail = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
     for s in gl.static_range(2):
-        mbarrier.init(mail_full.index(s), count=1)
-        mbarrier.init(mail_empty.index(s), count=1)
+        mbarrier.init(queue_full.index(s), count=1)
+        mbarrier.init(queue_empty.index(s), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(left_full.index(s), count=1)
         mbarrier.init(left_empty.index(s), count=1)
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
     plan = (items_ptr, counts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr)
+    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sum_ptr)
     tiles = (q_left, q_right, q_rope, left, right, rope)
     ring = (q_full, q_empty, left_full, left_empty, right_full, right_empty)
-    mailbox = (mail, mail_full, mail_empty)
+    work = (queue, queue_full, queue_empty)
     # fmt: off
     gl.warp_specialize(
         [
-            (attend_few, (results, scale_log2, num_tokens, (tiles, handed), ring, mailbox,
-                          HEADS, LEAF, GROUP, TILE, STAGES, WANTS_LSE)),
+            (attend_few, (results, scale_log2, num_tokens, (tiles, handed), ring, work,
+                          HEADS, LEAF, LEAVES_PER_GROUP, TILE, STAGES, WANTS_LSE)),
             (stream, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                      (tiles,), (ring,), mailbox, HEADS, PAGE, LEAF, TILE, STAGES, 16)),
+                      (tiles,), (ring,), work, HEADS, PAGE, LEAF, TILE, STAGES, 16)),
         ],
         [1],
         [56],

@@ -1,11 +1,11 @@
 """mla_decode in Gluon for Hopper: a tile of latents is loaded once and serves as keys and as values.
 
-Knows nothing of the batch: the arithmetic is a fixed tree over a sequence's own positions (tiles of TILE latents,
-leaves of LEAF, folded in ascending order), so its bits are the same whoever computes which part.
+The arithmetic is a fixed tree over a sequence's own positions (tiles of TILE latents, leaves of LEAF, folded in
+ascending order), so its bits are the same whichever program computes which part.
 
     warps          work on a tile of 64 rows (query heads, tokens) and TILE latents
     producer       copies the latents, a page's rows at a time, and the queries
-    left           scores = q . latent over all 576 numbers, softmax, weights to shared memory; values 0 .. 255
+    left           scores = q . latent over all 576 dimensions, softmax, weights to shared memory; values 0 .. 255
     right          takes the weights; values 256 .. 511; it computes while left does the next softmax
 """
 
@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.mla_decode.hopper.left import attend_left
-from kernels.mla_decode.hopper.right import attend_right
+from kernels.mla_decode.hopper.left_consumer import attend_left
+from kernels.mla_decode.hopper.right_consumer import attend_right
 from kernels.mla_decode.hopper.stream import stream
 
 
@@ -28,8 +28,8 @@ def attend_latents(
     out_ptr,
     lse_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     sum_ptr,
     items_ptr,
     counts_ptr,
@@ -70,13 +70,13 @@ def attend_latents(
     hand_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     fold_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     fold_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mail = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue = gl.allocate_shared_memory(gl.int32, [16, 1], VECTOR)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     for s in gl.static_range(2):
-        mbarrier.init(mail_full.index(s), count=1)
-        mbarrier.init(mail_empty.index(s), count=2)
-    mailbox = (mail, mail_full, mail_empty)
+        mbarrier.init(queue_full.index(s), count=1)
+        mbarrier.init(queue_empty.index(s), count=2)
+    work = (queue, queue_full, queue_empty)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
     mbarrier.init(hand_full, count=1)
@@ -89,7 +89,7 @@ def attend_latents(
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
     plan = (items_ptr, counts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr)
+    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sum_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, decays, folds))
     bars = (
         (q_full, q_empty, left_full, left_empty, right_full, right_empty),
@@ -98,12 +98,12 @@ def attend_latents(
     # fmt: off
     gl.warp_specialize(
         [
-            (attend_left, (results, scale_log2, shared, bars, mailbox,
+            (attend_left, (results, scale_log2, shared, bars, work,
                             HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
-            (attend_right, (results, num_tokens, shared, bars, mailbox,
+            (attend_right, (results, num_tokens, shared, bars, work,
                             HEADS, LEAF, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
             (stream, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
-                        shared, bars, mailbox, HEADS, PAGE, LEAF, TILE, STAGES, 64)),
+                        shared, bars, work, HEADS, PAGE, LEAF, TILE, STAGES, 64)),
         ],
         [4, 1],
         [208, 40],

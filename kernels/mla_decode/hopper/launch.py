@@ -36,7 +36,10 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
         return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
 
     if plan.few:
-        kernel, options = attend_latents_few, {"GROUP": plan.tree.group, "maxnreg": ENTRY_REGISTERS}
+        kernel, options = (
+            attend_latents_few,
+            {"LEAVES_PER_GROUP": plan.tree.leaves_per_group, "maxnreg": ENTRY_REGISTERS},
+        )
     else:
         kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows}
     with torch.cuda.device(q.device):
@@ -46,10 +49,10 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             boxes(pages, rows, box, 256),
             boxes(pages, rows, box, 64),
             out,
-            lse if lse is not None else plan.peak,
+            lse if lse is not None else plan.row_max,
             plan.acc,
-            plan.peak,
-            plan.total,
+            plan.row_max,
+            plan.row_sum,
             plan.sums,
             plan.items,
             plan.counts,

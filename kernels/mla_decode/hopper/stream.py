@@ -1,6 +1,6 @@
 """The producer warp of mla_decode for Hopper: latents, box by box, and queries into shared memory.
 
-Knows no arithmetic; it runs ahead of the consumers into the next item.
+It runs ahead of the consumers into the next item.
 """
 
 from triton.experimental import gluon
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.hopper.work_queue import publish
-from kernels.mla_decode.hopper.pieces import planned_item
+from kernels.mla_decode.hopper.leaves import planned_item
 
 
 @gluon.jit
@@ -22,7 +22,7 @@ def stream(
     stride_tables_seq,
     shared,
     bars,
-    mailbox,
+    work,
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     LEAF: gl.constexpr,
@@ -39,7 +39,7 @@ def stream(
     index = gl.program_id(0)
     while index < gl.load(plan[1]):
         seq, q_start, q_len, tile, leaf, leaves, length, part = planned_item(plan[0], index)
-        publish(mailbox[0], mailbox[1], mailbox[2], turn, (q_start, q_len, tile, leaf, leaves, length, part))
+        publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, leaf, leaves, length, part))
         q_row = q_start * HEADS + tile * ROWS
         row_ptr = plan[2] + seq.to(gl.int64) * stride_tables_seq
         first = leaf * LEAF
@@ -65,12 +65,12 @@ def stream(
             load_queries(q_half_desc, q_rope_desc, q_row, turn, shared[0], bars[0], ROWS)
         turn += 1
         index += gl.num_programs(0)
-    publish(mailbox[0], mailbox[1], mailbox[2], turn, (0, 0, 0, 0, -1, 0, 0))
+    publish(work[0], work[1], work[2], turn, (0, 0, 0, 0, -1, 0, 0))
 
 
 @gluon.jit
 def copy_boxes(desc, column, rows, full, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """Some columns of a tile."""
+    """Copies some columns of a tile."""
     for j in gl.static_range(BOXES):
         lane = gl.arange(0, rows[0].shape[0], gl.BlockedLayout([1], [32], [1], [0]))
         row = gl.sum(gl.where(lane == j % 2, rows[j // 2], 0), 0)

@@ -1,8 +1,8 @@
 """mla_prefill in Gluon for Hopper: one producer warp streams keys and values, two consumer warpgroups attend.
 
-Knows nothing of pages and chunks. Key tiles start at multiples of 128 of a call's keys and pass through one loop body;
-a tile of which a row sees nothing leaves that row's state bit for bit as it was. A state that is stored after one call
-and loaded by the next goes on where it stopped, so cutting the keys at multiples of 128 changes no bit either.
+Key tiles start at multiples of 128 of a call's keys and pass through one loop body; a tile of which a row sees nothing
+leaves that row's state bit for bit as it was. A state that is stored after one call and loaded by the next goes on
+where it stopped, so cutting the keys at multiples of 128 changes no bit either.
 
     work     (sequence, tile of 128 queries), most keys first; heads in sections, so that a section's keys stay in L2
     program  takes items from a counter; its producer runs ahead into the next item while the consumers finish this one
@@ -72,8 +72,8 @@ def _produce(
 ):
     order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr = plan
     stride_q_head, stride_nope_head, stride_rope_head, stride_v_head = strides
-    q_nope, q_rope, k_nope, k_rope, v, mail = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty = bars
+    q_nope, q_rope, k_nope, k_rope, v, queue = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, queue_full, queue_empty = bars
     HALF: gl.constexpr = BLOCK // 2
     programs = gl.num_programs(0)
     tiles = gl.load(counts_ptr)
@@ -85,7 +85,7 @@ def _produce(
     while item < items:
         seq, tile, head = _place(item, order_ptr, tiles, section)
         q_start, q_len, k_start, k_len, offset, count = _extent(seq, tile, cu_q_ptr, cu_k_ptr, offsets_ptr, BLOCK, MODE)
-        publish(mail, mail_full, mail_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
+        publish(queue, queue_full, queue_empty, turn, (head, q_start, tile, q_len, k_len, offset, count))
         turn += 1
         for i in range(count):
             s = step % STAGES
@@ -117,17 +117,17 @@ def _produce(
             tma.async_copy_global_to_shared(v_desc, [row, head * stride_v_head], v_full.index(s), v.index(s))
             step += 1
         item = draw(counts_ptr + 1, programs)
-    publish(mail, mail_full, mail_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
+    publish(queue, queue_full, queue_empty, turn, (-1, 0, 0, 0, 0, 0, 0))
     leave(counts_ptr + 1, programs)
 
 
 @gluon.jit
-def _softmax_step(scores, peak, total, scale_log2):
+def _softmax_step(scores, row_max, row_sum, scale_log2):
     """Weights of a tile, and what the row's earlier sums shrink by."""
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
-    decay = gl.exp2(peak - new_peak)
-    return weights, new_peak, total * decay + gl.sum(weights, 1), decay
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - new_max[:, None])
+    decay = gl.exp2(row_max - new_max)
+    return weights, new_max, row_sum * decay + gl.sum(weights, 1), decay
 
 
 @gluon.jit
@@ -179,9 +179,9 @@ def _consume(
     SUSPENDS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr = results
-    q_nope, q_rope, k_nope, k_rope, v, mail = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty = bars
+    out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr = results
+    q_nope, q_rope, k_nope, k_rope, v, queue = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, queue_full, queue_empty = bars
     ROWS: gl.constexpr = BLOCK // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -193,20 +193,20 @@ def _consume(
     turn = 0
     loads = 0
     step = 0
-    head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
+    head, q_start, tile, q_len, k_len, offset, count = take(queue, queue_full, queue_empty, turn)
     while head >= 0:
         query = tile * BLOCK + PART * ROWS + gl.arange(0, ROWS, SR)
         if RESUMES:
             stat_at, live, out_at, out_live = _places(
                 q_start, q_len, head, tile * BLOCK + PART * ROWS, opaque(num_tokens), HEADS, ROWS, SR, VALUES
             )
-            peak = gl.load(peak_ptr + stat_at, mask=live, other=NO_KEYS)
-            total = gl.load(total_ptr + stat_at, mask=live, other=0.0)
+            row_max = gl.load(row_max_ptr + stat_at, mask=live, other=NO_KEYS)
+            row_sum = gl.load(row_sum_ptr + stat_at, mask=live, other=0.0)
             acc = gl.load(acc_ptr + out_at, mask=out_live, other=0.0)
         else:
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-            peak = gl.full([ROWS], NO_KEYS, gl.float32, SR)
-            total = gl.full([ROWS], 0.0, gl.float32, SR)
+            row_max = gl.full([ROWS], NO_KEYS, gl.float32, SR)
+            row_sum = gl.full([ROWS], 0.0, gl.float32, SR)
             acc = gl.zeros([ROWS, 128], gl.float32, VALUES)
         # Tiles before this one have no key that a row does not see.
         whole = gl.minimum(gl.maximum(offset + tile * BLOCK + PART * ROWS + 1, 0), k_len) // BLOCK
@@ -224,7 +224,7 @@ def _consume(
             mbarrier.arrive(k_empty.index(s), count=1)
             if whole <= 0:
                 scores = gl.where(column[None, :] <= last_seen[:, None], scores, MASKED)
-            weights, peak, total, decay = _softmax_step(scores, peak, total, scale_log2)
+            weights, row_max, row_sum, decay = _softmax_step(scores, row_max, row_sum, scale_log2)
             acc = acc * gl.convert_layout(decay, OR)[:, None]
             p = gl.convert_layout(weights.to(gl.bfloat16), P)
             for i in range(1, count):
@@ -242,7 +242,7 @@ def _consume(
                 mbarrier.arrive(k_empty.index(s), count=1)
                 if i >= whole:
                     scores = gl.where((i * BLOCK + column)[None, :] <= last_seen[:, None], scores, MASKED)
-                weights, peak, total, decay = _softmax_step(scores, peak, total, scale_log2)
+                weights, row_max, row_sum, decay = _softmax_step(scores, row_max, row_sum, scale_log2)
                 acc = warpgroup_mma_wait(0, deps=[values])
                 mbarrier.arrive(v_empty.index(before), count=1)
                 acc = acc * gl.convert_layout(decay, OR)[:, None]
@@ -262,7 +262,7 @@ def _consume(
         done_tile = tile
         done_len = q_len
         turn += 1
-        head, q_start, tile, q_len, k_len, offset, count = take(mail, mail_full, mail_empty, turn)
+        head, q_start, tile, q_len, k_len, offset, count = take(queue, queue_full, queue_empty, turn)
         # Not kept over the loop, which needs the registers.
         stat_at, live, out_at, out_live = _places(
             opaque(done_start),
@@ -277,13 +277,13 @@ def _consume(
         )
         if SUSPENDS:
             gl.store(acc_ptr + out_at, acc, mask=out_live)
-            gl.store(peak_ptr + stat_at, peak, mask=live)
-            gl.store(total_ptr + stat_at, total, mask=live)
+            gl.store(row_max_ptr + stat_at, row_max, mask=live)
+            gl.store(row_sum_ptr + stat_at, row_sum, mask=live)
         else:
-            share = gl.convert_layout(gl.where(total == 0.0, 1.0, total), OR)
+            share = gl.convert_layout(gl.where(row_sum == 0.0, 1.0, row_sum), OR)
             gl.store(out_ptr + out_at, (acc / share[:, None]).to(gl.bfloat16), mask=out_live)
             if WANTS_LSE:
-                lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * LN_2)
+                lse = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
                 gl.store(lse_ptr + stat_at, lse, mask=live)
 
 
@@ -298,8 +298,8 @@ def attend_ragged(
     out_ptr,
     lse_ptr,
     acc_ptr,
-    peak_ptr,
-    total_ptr,
+    row_max_ptr,
+    row_sum_ptr,
     order_ptr,
     counts_ptr,
     cu_q_ptr,
@@ -327,29 +327,29 @@ def attend_ragged(
     k_nope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
     k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 64], TILE)
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, 128], TILE)
-    mail = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     for s in gl.static_range(2):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_empty.index(s), count=1)
-        mbarrier.init(mail_full.index(s), count=1)
-        mbarrier.init(mail_empty.index(s), count=2)
+        mbarrier.init(queue_full.index(s), count=1)
+        mbarrier.init(queue_empty.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=2)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(v_empty.index(s), count=2)
-    shared = (q_nope, q_rope, k_nope, k_rope, v, mail)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, mail_full, mail_empty)
+    shared = (q_nope, q_rope, k_nope, k_rope, v, queue)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, queue_full, queue_empty)
     plan = (order_ptr, counts_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr)
+    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
     strides = (stride_q_head, stride_nope_head, stride_rope_head, stride_v_head)
     # fmt: off
     gl.warp_specialize(

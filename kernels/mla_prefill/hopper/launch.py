@@ -29,7 +29,7 @@ def launch(call: MlaPrefillCall, plan: MlaPrefillPlan | None, out: torch.Tensor,
     if plan is None:
         plan = MlaPrefillPlan(call.num_seqs, tokens, device=q.device)
         plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k, call.q_offsets, causal=call.causal)
-    acc, peak, total = call.state if call.state is not None else (plan.order, plan.order, plan.order)
+    acc, row_max, row_sum = call.state if call.state is not None else (plan.order, plan.order, plan.order)
     with torch.cuda.device(q.device):
         programs = torch.cuda.get_device_properties(q.device).multi_processor_count
         attend_ragged[(programs,)](
@@ -41,8 +41,8 @@ def launch(call: MlaPrefillCall, plan: MlaPrefillPlan | None, out: torch.Tensor,
             out,
             lse if lse is not None else plan.order,
             acc,
-            peak,
-            total,
+            row_max,
+            row_sum,
             plan.order,
             plan.counts,
             call.cu_seqlens_q,
@@ -67,7 +67,7 @@ def launch(call: MlaPrefillCall, plan: MlaPrefillPlan | None, out: torch.Tensor,
 
 
 def _boxes(rows: torch.Tensor, box: int, width: int) -> TensorDescriptor:
-    """Copies of `box` rows by `width` numbers, whose column says the head."""
+    """A descriptor of boxes of `box` rows by `width` elements; the column selects the head."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     reach = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape[1:], rows.stride()[1:], strict=True))
     return TensorDescriptor(rows, [rows.shape[0], reach], [rows.stride(0), 1], [box, width], layout)

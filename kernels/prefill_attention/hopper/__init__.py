@@ -1,6 +1,6 @@
 """The fast path of prefill_attention on Hopper: which cases it takes. `kernel` holds the Gluon kernel and its launcher.
 
-Knows no lengths: the choice depends on what is fixed for a model and its pool, so it never changes from batch to batch.
+The choice depends on what is fixed for a model and its pool, so it never changes from batch to batch.
 """
 
 import torch
@@ -39,7 +39,7 @@ def padded_dim(dim: int) -> int:
 
 
 def num_stages(spec: AttentionSpec) -> int:
-    """Key tiles on their way at once: what shared memory holds beside the queries, and beside fp8 codes."""
+    """Key tiles on their way at once: what shared memory holds beside the queries, and beside quantized tiles."""
     return 3 if spec.shape.dim <= 128 and spec.scales is None else 2
 
 

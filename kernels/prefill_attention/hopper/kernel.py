@@ -1,13 +1,13 @@
 """prefill_attention in Gluon for Hopper: one producer warp, two consumer warpgroups, a persistent list of tiles.
 
-Knows nothing of chunks. Key tiles start at absolute multiples of BN, every tile passes through one loop body, and a
-tile that a row does not see leaves that row's state bit for bit as it was: so a token's result does not depend on how
-its prompt was cut, on its place in the tile or on who shares its batch.
+Key tiles start at absolute multiples of BN, every tile passes through one loop body, and a tile that a row does not see
+leaves that row's state bit for bit as it was: so a token's result does not depend on how its prompt was cut, on its
+place in the tile or on other requests.
 
     producer     Q of the next tile; K, V of key tile i: one TMA box for each page, into rows of one wgmma operand
     consumers    64 rows each:   QK(i) and PV(i - 1) run on the tensor cores, while softmax(i - 1) becomes softmax(i)
 
-    rows of a tile: BM // GROUP queries, each with its GROUP query heads, so that they share the tile's keys
+    rows of a tile: BM // GQA_GROUP queries, each with its GQA_GROUP query heads, so that they share the tile's keys
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from kernels.prefill_attention.hopper.producer import produce, widen
 def attend_tiles(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, records_ptr, count_ptr,
     scale_log2, cap_log2, num_tokens, stride_tables_seq, stride_out_token, stride_out_head, k_page_rows, v_page_rows,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     HND: gl.constexpr, PACKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr,
     Q_REGISTERS: gl.constexpr,
@@ -34,7 +34,7 @@ def attend_tiles(
     if PACKED:
         q_in = gl.allocate_shared_memory(DTYPE, [2, 64, D], q_desc.layout)
     else:
-        q_in = gl.allocate_shared_memory(DTYPE, [2, 64 // GROUP, GROUP, D], q_desc.layout)
+        q_in = gl.allocate_shared_memory(DTYPE, [2, 64 // GQA_GROUP, GQA_GROUP, D], q_desc.layout)
     qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2, 64, D], rows)
     if DIM < D:
         k_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, 1, D], k_desc.layout)
@@ -47,10 +47,10 @@ def attend_tiles(
     )
     ks = k_in._reinterpret(PAGE_DTYPE, [STAGES, BN, D], tiles)
     vs = v_in._reinterpret(PAGE_DTYPE, [STAGES, BN, D], tiles)
-    k_codes = ks
-    v_codes = vs
-    board = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # The queries are there when the copy engine says so, and with them the board, by its writer.
+    k_quantized = ks
+    v_quantized = vs
+    queue = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # The queries are there when the copy engine says so, and with them the queue, by its writer.
     q_full = make_barriers(1, 2)
     q_empty = make_barriers(1, 3 if SCALES else 2)
     k_full = make_barriers(STAGES, 1)
@@ -62,7 +62,7 @@ def attend_tiles(
     v_in_full = v_full
     v_in_empty = v_empty
     if SCALES:
-        # fp16 holds every code, and takes a fraction of the instructions that bf16 takes.
+        # fp16 holds every e4m3 value, and takes a fraction of the instructions that bf16 takes.
         ks = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], rows)
         vs = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], rows)
         k_in_full = make_barriers(STAGES, 1)
@@ -74,21 +74,21 @@ def attend_tiles(
         [
             (consume, (
                 out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, scale_log2, cap_log2, num_tokens,
-                stride_out_token, stride_out_head, qs, ks, vs, board, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                gl.constexpr(role), HEADS, GROUP, DIM, D, WINDOW, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                stride_out_token, stride_out_head, qs, ks, vs, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                gl.constexpr(role), HEADS, GQA_GROUP, DIM, D, WINDOW, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
                 Q_REGISTERS,
             ))
             if role < 2
             else (widen, (
-                board, q_full, q_empty, k_codes, v_codes, k_in_full, k_in_empty, v_in_full, v_in_empty,
-                ks, vs, k_full, k_empty, v_full, v_empty, GROUP, D, WINDOW, BN, STAGES,
+                queue, q_full, q_empty, k_quantized, v_quantized, k_in_full, k_in_empty, v_in_full, v_in_empty,
+                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, D, WINDOW, BN, STAGES,
             ))
             if role == 2
             else (produce, (
                 q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens,
-                k_page_rows, v_page_rows, q_in, k_in, v_in, board, q_full, q_empty,
+                k_page_rows, v_page_rows, q_in, k_in, v_in, queue, q_full, q_empty,
                 k_in_full, k_in_empty, v_in_full, v_in_empty,
-                HEADS, GROUP, D, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES,
+                HEADS, GQA_GROUP, D, PAGE, HND, PACKED, DIM < D, WINDOW, BN, STAGES,
             ))
             for role in ((0, 1, 2, 3) if SCALES else (0, 1, 3))
         ],

@@ -47,7 +47,7 @@ def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: 
             k_pages.stride(0) // row_elements(spec),
             v_pages.stride(0) // row_elements(spec),
             HEADS=shape.heads,
-            GROUP=group,
+            GQA_GROUP=group,
             DIM=shape.dim,
             D=padded_dim(shape.dim),
             PAGE=shape.page_tokens,

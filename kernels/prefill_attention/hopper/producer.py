@@ -1,6 +1,6 @@
-"""Fills shared memory for the consumers: one warp streams boxes of queries and pages, four widen fp8 codes.
+"""Fills shared memory for the consumers: one warp streams boxes of queries and pages, four dequantize fp8 tiles.
 
-Knows no score and no mask. Pages of a key tile go as one box each into rows of one wgmma operand.
+Pages of a key tile go as one box each into rows of one wgmma operand.
 """
 
 from triton.experimental import gluon
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import draw, leave, write_item
-from kernels.prefill_attention.hopper.turns import key_tiles, read_tile, record
+from kernels.prefill_attention.hopper.tiles import key_tiles, read_tile, record
 
 
 @gluon.jit
@@ -35,36 +35,36 @@ def _copy_tile(
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, count_ptr, num_tokens, k_page_rows, v_page_rows,
-    qs, ks, vs, board, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
+    qs, ks, vs, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HND: gl.constexpr,
     PACKED: gl.constexpr, PADDED: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Streams Q, K and V of all tiles of this program, as far ahead as the stages allow."""
     SIZE: gl.constexpr = ks.dtype.primitive_bitwidth // 8
     if not PACKED:
-        gl.static_assert(64 % GROUP == 0)
-    total = gl.load(count_ptr) * HEADS
+        gl.static_assert(64 % GQA_GROUP == 0)
+    num_items = gl.load(count_ptr) * HEADS
     step = 0
     turn = 0
     place = gl.program_id(0)
-    head, seq, first, token, q_len, kv_len = record(records_ptr, place, total, HEADS)
-    while place < total:
-        lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
+    head, seq, first, token, q_len, kv_len = record(records_ptr, place, num_items, HEADS)
+    while place < num_items:
+        lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GQA_GROUP, WINDOW, BN)
         mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-        write_item(board, 0, (head, first, token, q_len, kv_len))
+        write_item(queue, 0, (head, first, token, q_len, kv_len))
         mbarrier.arrive(q_full.index(0), count=1)
         mbarrier.expect(q_full.index(0), 128 * D * 2)
         for part in gl.static_range(2):
             target = qs.index(part)
             if PACKED:
-                row = (head * num_tokens + token + first) * GROUP + part * 64
+                row = (head * num_tokens + token + first) * GQA_GROUP + part * 64
                 tma.async_copy_global_to_shared(q_desc, [row, 0], q_full.index(0), target)
             else:
-                where = [token + first + part * (64 // GROUP), head * GROUP, 0]
+                where = [token + first + part * (64 // GQA_GROUP), head * GQA_GROUP, 0]
                 tma.async_copy_global_to_shared(q_desc, where, q_full.index(0), target)
         # The next tile's record is on its way while this one's keys are.
         place = draw(count_ptr + 1, gl.num_programs(0))
-        nhead, nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, place, total, HEADS)
+        nhead, nseq, nfirst, ntoken, nq_len, nkv_len = record(records_ptr, place, num_items, HEADS)
         table_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         low = lowest // PAGE
         high = (kv_len - 1) // PAGE
@@ -87,54 +87,55 @@ def produce(
         turn += 1
         head, seq, first, token, q_len, kv_len = nhead, nseq, nfirst, ntoken, nq_len, nkv_len
     mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-    write_item(board, 0, (head * 0 - 1, first, token, q_len, kv_len))
+    write_item(queue, 0, (head * 0 - 1, first, token, q_len, kv_len))
     mbarrier.arrive(q_full.index(0), count=2)
     leave(count_ptr + 1, gl.num_programs(0))
 
 
 @gluon.jit
 def _widen_tile(
-    codes, code_full, code_empty, numbers, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
+    tiles, quantized_full, quantized_empty, widened, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """One tile of codes as fp16, which holds every one exactly."""
-    # Eight codes a thread: sixteen bytes of numbers next to the next thread's, so that stores do not meet in a bank.
+    """Converts one fp8 tile to fp16, which holds every e4m3 value."""
+    # Eight elements a thread: sixteen bytes of fp16 next to the next thread's, so that stores meet in no bank.
     CL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    mbarrier.wait(code_full.index(slot), phase)
+    mbarrier.wait(quantized_full.index(slot), phase)
     mbarrier.wait(empty.index(slot), phase ^ 1)
     PARTS: gl.constexpr = 4
     for part in gl.static_range(PARTS):
-        tile = codes.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).load(CL)
-        numbers.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).store(tile.to(numbers.dtype))
+        tile = tiles.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).load(CL)
+        widened.index(slot).slice(part * (BN // PARTS), BN // PARTS, 0).store(tile.to(widened.dtype))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(code_empty.index(slot), count=1)
+    mbarrier.arrive(quantized_empty.index(slot), count=1)
     mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
 def widen(
-    board, q_full, q_empty, k_codes, v_codes, k_code_full, k_code_empty, v_code_full, v_code_empty,
+    queue, q_full, q_empty, k_quantized, v_quantized,
+    k_quantized_full, k_quantized_empty, v_quantized_full, v_quantized_empty,
     ks, vs, k_full, k_empty, v_full, v_empty,
-    GROUP: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
+    GQA_GROUP: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Codes of all key tiles of this program, stage by stage."""
+    """Dequantizes all key tiles of this program, stage by stage."""
     step = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
-    head, first, _token, q_len, kv_len = read_tile(board)
+    head, first, _token, q_len, kv_len = read_tile(queue)
     thread_barrier()
     mbarrier.arrive(q_empty.index(0), count=1)
     while head >= 0:
-        _lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GROUP, WINDOW, BN)
+        _lowest, start, stop = key_tiles(first, q_len, kv_len, 128 // GQA_GROUP, WINDOW, BN)
         for _tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
-            _widen_tile(k_codes, k_code_full, k_code_empty, ks, k_full, k_empty, slot, phase, BN, D)
-            _widen_tile(v_codes, v_code_full, v_code_empty, vs, v_full, v_empty, slot, phase, BN, D)
+            _widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN, D)
+            _widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN, D)
             step += 1
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
-        head, first, _token, q_len, kv_len = read_tile(board)
+        head, first, _token, q_len, kv_len = read_tile(queue)
         thread_barrier()
         mbarrier.arrive(q_empty.index(0), count=1)

@@ -1,8 +1,8 @@
-"""fp8 codes of a tile as operands of products: they become numbers on their way to registers.
+"""Quantized (fp8) tiles as operands of products: dequantized to fp16 on their way to registers.
 
-Knows no softmax. A product takes its rows from registers in an order that byte-wise data does not lie in, so both
-tiles come in an order of their own: a row of keys with its dims dealt out in quarters (the queries' dims follow suit),
-and values with the dims of a pair of rows side by side (the sums' rows follow suit). Every number is exact in fp16.
+A product takes its rows from registers in an order that byte-wise data does not lie in, so both tiles come in an order
+of their own: a row of keys with its dims dealt out in quarters (the queries' dims follow suit), and values with the
+dims of a pair of rows side by side (the sums' rows follow suit). Every e4m3 value is exact in fp16.
 """
 
 from triton.experimental import gluon
@@ -16,14 +16,14 @@ def dims_at_once(dim):
 
 
 @gluon.jit
-def key_numbers(codes, PRODUCT: gl.constexpr):
+def key_operand(tile, PRODUCT: gl.constexpr):
     """A tile of keys [TILE, D] as rows of a product; their dims are `dealt`."""
-    TILE: gl.constexpr = codes.shape[0]
-    D: gl.constexpr = codes.shape[1]
+    TILE: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
     gl.static_assert(TILE == 64)
     LAYOUT: gl.constexpr = quarter_rows(D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    return gl.convert_layout(dealt(codes.load(LAYOUT).to(gl.float16), D), OPERAND, assert_trivial=True)
+    return gl.convert_layout(dealt(tile.load(LAYOUT).to(gl.float16), D), OPERAND, assert_trivial=True)
 
 
 @gluon.constexpr_function
@@ -35,7 +35,7 @@ def quarter_rows(dim):
 
 
 @gluon.jit
-def query_numbers(q):
+def query_operand(q):
     """Queries [n, D] as fp16 with their dims `dealt`, and what each row's scores must be multiplied with, fp32 [n].
 
     A row's largest number is brought to 2^14 or just above by a power of two: bf16 reaches further than fp16.
@@ -59,17 +59,17 @@ def dealt(x, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def value_numbers(codes, at: gl.constexpr, KEYS: gl.constexpr, first, start, stop, PRODUCT: gl.constexpr):
+def value_operand(tile, at: gl.constexpr, KEYS: gl.constexpr, first, start, stop, PRODUCT: gl.constexpr):
     """KEYS values from `at` on of a tile [TILE, D] whose keys count from `first`: dims [D, KEYS] as in `value_dims`.
 
     Those of keys outside start..stop are 0: they may hold anything, even NaN.
     """
-    TILE: gl.constexpr = codes.shape[0]
-    D: gl.constexpr = codes.shape[1]
+    TILE: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(D, 128), element_bitwidth=16, rank=2)
     LAYOUT: gl.constexpr = paired_dims(KEYS, D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    pairs = codes._reinterpret(gl.int16, [TILE, D // 2], PAIRS).slice(at, KEYS, 0).permute((1, 0)).load(LAYOUT)
+    pairs = tile._reinterpret(gl.int16, [TILE, D // 2], PAIRS).slice(at, KEYS, 0).permute((1, 0)).load(LAYOUT)
     if (first + at < start) | (first + at + KEYS > stop):
         key = first + at + gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         pairs = gl.where(((key >= start) & (key < stop))[None, :], pairs, 0)

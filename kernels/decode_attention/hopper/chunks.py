@@ -1,7 +1,7 @@
-"""What all partitions of a program agree on: chunks, the pieces of pairs in them, and the keys of a piece.
+"""What all partitions of a program agree on: chunks, the segments of pairs in them, and the keys of a segment.
 
-Knows no tensor of keys or queries. A chunk is a run of units over consecutive pairs (sequence, kv head); the part of a
-pair that lies in one chunk is a piece. Streams and consumers walk the same chunks in the same order by themselves.
+A chunk is a run of units over consecutive pairs (sequence, kv head); the part of a pair that lies in one chunk is a
+segment. Streams and consumers walk the same chunks in the same order by themselves.
 """
 
 from triton.experimental import gluon
@@ -41,7 +41,7 @@ def query_span(cu_seqlens_ptr, seq, token_first, TOKENS: gl.constexpr, HAS_SPANS
 
 @gluon.jit
 def lowest_key(first_position, length, WINDOW: gl.constexpr):
-    """The first key that any query of the piece sees, never beyond the last key."""
+    """The first key that any query of the segment sees, never beyond the last key."""
     low = length * 0
     if WINDOW > 0:
         low = gl.maximum(gl.minimum(first_position - WINDOW + 1, length - 1), 0)

@@ -1,8 +1,7 @@
 """The consumer of mla_decode for Hopper where heads are few and each sequence has one query.
 
-Knows no order of work. A product has at least 64 rows but may have 16 columns, so the latents are its rows and the
-queries its columns: nothing is computed for rows that nobody asked for, and the sums of a leaf and of a group of leaves
-both stay in registers.
+A product has at least 64 rows but may have 16 columns, so the latents are its rows and the queries its columns: no rows
+are computed in vain, and the sums of a leaf and of a group of leaves both stay in registers.
 """
 
 from triton.experimental import gluon
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.pieces import clear_tail, fold
+from kernels.mla_decode.hopper.leaves import clear_tail, fold
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 
@@ -37,14 +36,14 @@ def scores_of(q, latents, s, phase, full, TILE: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def places(dim, row):
-    """As `pieces.part_at`, for a result whose rows are the values' dimensions."""
+    """Returns offsets as `leaves.part_at` does, for a result whose rows are the values' dimensions."""
     dim = opaque(dim)
     return (dim // 8 * 128 + dim % 8)[:, None] + (opaque(row) * 8)[None, :]
 
 
 @gluon.jit
 def settle(group, sums, to, dim, row, factors, ends, live):
-    """Half of a group's values joins the sum, which the last group's makes the answer."""
+    """Adds half of a group's values to the sum in memory, or writes the output if the group is the last."""
     keep, weight, share = factors
     is_later, is_last = ends
     at = places(dim, row)
@@ -64,15 +63,15 @@ def attend_few(
     num_tokens,
     shared,
     bars,
-    mailbox,
+    work,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
-    GROUP: gl.constexpr,
+    LEAVES_PER_GROUP: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, lse_ptr, acc_ptr, peak_ptr, total_ptr, sum_ptr = results
+    out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sum_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, right_empty = bars
@@ -86,21 +85,21 @@ def attend_few(
     q = (q_left, q_right, q_rope)
     step = 0
     turn = 0
-    seq, _q_len, _tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turn)
+    seq, _q_len, _tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turn)
     while leaves >= 0:
         mbarrier.wait(q_full, turn & 1)
-        sum_peak = gl.full([16], NO_KEYS, gl.float32, ACROSS)
-        sum_total = gl.full([16], 0.0, gl.float32, ACROSS)
-        for first in range(0, leaves, GROUP):
-            group_peak = gl.full([16], NO_KEYS, gl.float32, ACROSS)
-            group_total = gl.full([16], 0.0, gl.float32, ACROSS)
+        run_max = gl.full([16], NO_KEYS, gl.float32, ACROSS)
+        run_sum = gl.full([16], 0.0, gl.float32, ACROSS)
+        for first in range(0, leaves, LEAVES_PER_GROUP):
+            group_max = gl.full([16], NO_KEYS, gl.float32, ACROSS)
+            group_sum = gl.full([16], 0.0, gl.float32, ACROSS)
             group_low = gl.zeros([256, 16], gl.float32, L)
             group_high = gl.zeros([256, 16], gl.float32, L)
-            for n in range(first, gl.minimum(first + GROUP, leaves)):
+            for n in range(first, gl.minimum(first + LEAVES_PER_GROUP, leaves)):
                 start = (leaf + n) * LEAF
                 # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-                peak = gl.full([16], NO_KEYS, gl.float32, ACROSS)
-                totals = gl.zeros([TILE, 16], gl.float32, L)
+                row_max = gl.full([16], NO_KEYS, gl.float32, ACROSS)
+                partial_sums = gl.zeros([TILE, 16], gl.float32, L)
                 low = gl.zeros([256, 16], gl.float32, L)
                 high = gl.zeros([256, 16], gl.float32, L)
                 for at in range(start, gl.minimum(length, start + LEAF), TILE):
@@ -110,10 +109,10 @@ def attend_few(
                     )
                     if at + TILE > length:
                         scores = gl.where((at + key < length)[:, None], scores, MASKED)
-                    new_peak = gl.maximum(peak, gl.max(scores, 0) * scale_log2)
-                    weights = gl.exp2(scores * scale_log2 - new_peak[None, :])
-                    decay = gl.exp2(peak - new_peak)[None, :]
-                    peak = new_peak
+                    new_max = gl.maximum(row_max, gl.max(scores, 0) * scale_log2)
+                    weights = gl.exp2(scores * scale_log2 - new_max[None, :])
+                    decay = gl.exp2(row_max - new_max)[None, :]
+                    row_max = new_max
                     # All have read the last tile's weights: their maximum went through a barrier.
                     handed.store(weights.to(gl.bfloat16))
                     fence_async_shared()
@@ -123,43 +122,43 @@ def attend_few(
                     thread_barrier()
                     low = warpgroup_mma(left.index(s).permute((1, 0)), handed, low * decay, is_async=True)
                     high = warpgroup_mma(right.index(s).permute((1, 0)), handed, high * decay, is_async=True)
-                    totals = gl.fma(totals, decay + gl.zeros_like(totals), weights)
+                    partial_sums = gl.fma(partial_sums, decay + gl.zeros_like(partial_sums), weights)
                     low = warpgroup_mma_wait(1, deps=[low])
                     mbarrier.arrive(left_empty.index(s), count=1)
                     high = warpgroup_mma_wait(0, deps=[high])
                     mbarrier.arrive(right_empty.index(s), count=1)
                     step += 1
-                new_peak = gl.maximum(group_peak, peak)
-                keep = gl.exp2(group_peak - new_peak)
-                weight = gl.exp2(peak - new_peak)
-                group_total = gl.fma(group_total, keep, gl.sum(totals, 0) * weight)
+                new_max = gl.maximum(group_max, row_max)
+                keep = gl.exp2(group_max - new_max)
+                weight = gl.exp2(row_max - new_max)
+                group_sum = gl.fma(group_sum, keep, gl.sum(partial_sums, 0) * weight)
                 group_low = gl.fma(group_low, keep[None, :] + gl.zeros_like(low), low * weight[None, :])
                 group_high = gl.fma(group_high, keep[None, :] + gl.zeros_like(high), high * weight[None, :])
-                group_peak = new_peak
-            if first + GROUP >= leaves:
+                group_max = new_max
+            if first + LEAVES_PER_GROUP >= leaves:
                 mbarrier.arrive(q_empty, count=1)
             if slot >= 0:
                 at_row = opaque(slot).to(gl.int64) * 16
                 to = acc_ptr + at_row * 512 + places(dim, row)
                 gl.store(to, group_low, mask=live[None, :])
                 gl.store(to + 256 * 16, group_high, mask=live[None, :])
-                gl.store(peak_ptr + at_row + opaque(row), group_peak, mask=live)
-                gl.store(total_ptr + at_row + opaque(row), group_total, mask=live)
+                gl.store(row_max_ptr + at_row + opaque(row), group_max, mask=live)
+                gl.store(row_sum_ptr + at_row + opaque(row), group_sum, mask=live)
             else:
-                new_peak = gl.maximum(sum_peak, group_peak)
-                keep = gl.exp2(sum_peak - new_peak)
-                weight = gl.exp2(group_peak - new_peak)
-                sum_total = gl.fma(sum_total, keep, group_total * weight)
-                sum_peak = new_peak
-                share = 1.0 / gl.where(sum_total == 0.0, 1.0, sum_total)
-                ends = (first > 0, first + GROUP >= leaves)
+                new_max = gl.maximum(run_max, group_max)
+                keep = gl.exp2(run_max - new_max)
+                weight = gl.exp2(group_max - new_max)
+                run_sum = gl.fma(run_sum, keep, group_sum * weight)
+                run_max = new_max
+                share = 1.0 / gl.where(run_sum == 0.0, 1.0, run_sum)
+                ends = (first > 0, first + LEAVES_PER_GROUP >= leaves)
                 factors = (keep[None, :], weight[None, :], share[None, :])
                 sums = sum_ptr + opaque(gl.program_id(0)) * (16 * 512)
-                answer = out_ptr + opaque(seq).to(gl.int64) * (HEADS * 512)
-                settle(group_low, sums, answer, dim, row, factors, ends, live)
-                settle(group_high, sums, answer, 256 + dim, row, factors, ends, live)
+                target = out_ptr + opaque(seq).to(gl.int64) * (HEADS * 512)
+                settle(group_low, sums, target, dim, row, factors, ends, live)
+                settle(group_high, sums, target, 256 + dim, row, factors, ends, live)
                 if WANTS_LSE:
-                    lse = gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
+                    lse = gl.where(run_sum == 0.0, float("-inf"), (run_max + gl.log2(run_sum)) * LN_2)
                     gl.store(lse_ptr + opaque(row).to(gl.int64) * num_tokens + seq, lse, mask=live & ends[1])
         turn += 1
-        seq, _q_len, _tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turn)
+        seq, _q_len, _tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turn)

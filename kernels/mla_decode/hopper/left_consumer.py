@@ -1,6 +1,6 @@
-"""The left consumer of mla_decode for Hopper: scores, softmax, and the first 256 numbers of the values.
+"""The left consumer of mla_decode for Hopper: scores, softmax, and the first 256 dimensions of the values.
 
-Knows its mate only through what it hands over: the weights of a tile, and how a leaf joins the total.
+It hands the right consumer the weights of each tile, and the factors by which a leaf is added to the sum.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.pieces import clear_tail, has_moved, join, part_at
+from kernels.mla_decode.hopper.leaves import clear_tail, has_moved, join, part_at
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 
@@ -20,7 +20,7 @@ def attend_left(
     scale_log2,
     shared,
     bars,
-    mailbox,
+    work,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
@@ -29,7 +29,7 @@ def attend_left(
     SLOT_ROWS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, _, acc_ptr, peak_ptr, total_ptr, sum_ptr = results
+    out_ptr, _, acc_ptr, row_max_ptr, row_sum_ptr, sum_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, decays, folds = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
@@ -45,9 +45,9 @@ def attend_left(
     dim = gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     zeros = gl.zeros([64, TILE], gl.float32, SCORES)
     step = 0
-    # One register for two counts: items below, leaves that joined a total from bit 16 on.
+    # One register for two counts: items below, leaves that were added from bit 16 on.
     turns = 0
-    q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
+    q_start, q_len, tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turns)
     while leaves >= 0:
         if not MULTI:
             q_len = 1
@@ -56,14 +56,14 @@ def attend_left(
         if MULTI:
             last_seen += gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
         mbarrier.wait(q_full, turns & 1)
-        sum_peak = gl.full([64], NO_KEYS, gl.float32, SR)
-        sum_total = gl.full([64], 0.0, gl.float32, SR)
+        run_max = gl.full([64], NO_KEYS, gl.float32, SR)
+        run_sum = gl.full([64], 0.0, gl.float32, SR)
         for n in range(leaves):
             start = (leaf + n) * LEAF
             count = (gl.minimum(length - start, LEAF) + TILE - 1) // TILE
             # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
-            peak = gl.full([64], NO_KEYS, gl.float32, SR)
-            total = gl.full([64], 0.0, gl.float32, SR)
+            row_max = gl.full([64], NO_KEYS, gl.float32, SR)
+            row_sum = gl.full([64], 0.0, gl.float32, SR)
             acc = gl.zeros([64, 256], gl.float32, VALUES)
             for i in range(count):
                 s = step % STAGES
@@ -77,17 +77,17 @@ def attend_left(
                 first = start + i * TILE
                 if first + TILE > length - q_len + 1:
                     scores = gl.where((first + column)[None, :] <= (row * 0 + last_seen)[:, None], scores, MASKED)
-                new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
-                weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
-                decay = gl.exp2(peak - new_peak)
-                peak = new_peak
+                new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+                weights = gl.exp2(scores * scale_log2 - new_max[:, None])
+                decay = gl.exp2(row_max - new_max)
+                row_max = new_max
                 half = weights.to(gl.bfloat16)
                 mbarrier.wait(hand_empty, (step & 1) ^ 1)
                 handed.store(half)
                 decays.store(decay)
                 thread_barrier()
                 mbarrier.arrive(hand_full, count=1)
-                total = gl.fma(total, decay, gl.sum(weights, 1))
+                row_sum = gl.fma(row_sum, decay, gl.sum(weights, 1))
                 acc = acc * gl.convert_layout(decay, OR)[:, None]
                 if first + TILE > length:
                     clear_tail(left.index(s), length - first, TILE)
@@ -97,7 +97,7 @@ def attend_left(
                 step += 1
             if n == leaves - 1:
                 mbarrier.arrive(q_empty, count=1)
-            # What follows from an item's numbers is made here once more: kept, it would cost registers in the loop.
+            # Addresses are computed here once more: kept, they would cost registers in the loop.
             row = opaque(gl.arange(0, 64, SR))
             out_row = opaque(gl.arange(0, 64, OR))
             live = row < q_len * HEADS - tile * 64
@@ -105,24 +105,22 @@ def attend_left(
             if slot >= 0:
                 at = slot.to(gl.int64) * SLOT_ROWS
                 gl.store(acc_ptr + at * 512 + part_at(out_row, dim, SLOT_ROWS), acc, mask=out_live)
-                gl.store(peak_ptr + at + row, peak, mask=live)
-                gl.store(total_ptr + at + row, total, mask=live)
+                gl.store(row_max_ptr + at + row, row_max, mask=live)
+                gl.store(row_sum_ptr + at + row, row_sum, mask=live)
             else:
                 # The reference moves only where a leaf rises far above it: see `join`.
-                new_peak = gl.where(peak > sum_peak + FAR, peak, sum_peak)
-                keep = gl.exp2(sum_peak - new_peak)
-                weight = gl.exp2(peak - new_peak)
-                sum_total = gl.where(n == 0, total, gl.fma(sum_total, keep, total * weight))
-                sum_peak = new_peak
-                share = 1.0 / gl.where(sum_total == 0.0, 1.0, sum_total)
+                new_max = gl.where(row_max > run_max + FAR, row_max, run_max)
+                keep = gl.exp2(run_max - new_max)
+                weight = gl.exp2(row_max - new_max)
+                run_sum = gl.where(n == 0, row_sum, gl.fma(run_sum, keep, row_sum * weight))
+                run_max = new_max
+                share = 1.0 / gl.where(run_sum == 0.0, 1.0, run_sum)
                 mbarrier.wait(fold_empty, ((turns >> 16) & 1) ^ 1)
                 folds.index(0).store(keep)
                 folds.index(1).store(weight)
                 folds.index(2).store(share)
                 if WANTS_LSE:
-                    folds.index(3).store(
-                        gl.where(sum_total == 0.0, float("-inf"), (sum_peak + gl.log2(sum_total)) * LN_2)
-                    )
+                    folds.index(3).store(gl.where(run_sum == 0.0, float("-inf"), (run_max + gl.log2(run_sum)) * LN_2))
                 thread_barrier()
                 mbarrier.arrive(fold_full, count=1)
                 turns ^= 65536
@@ -134,4 +132,4 @@ def attend_left(
                     result = (acc * gl.convert_layout(share, OR)[:, None]).to(gl.bfloat16)
                     gl.store(out_ptr + (at + out_row)[:, None] * 512 + dim[None, :], result, mask=out_live)
         turns = (turns & 65536) | ((turns + 1) & 3)
-        q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
+        q_start, q_len, tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turns)

@@ -1,7 +1,4 @@
-"""What mla_decode's warps for Hopper share: an item of the plan, the end of a sequence, how leaves join.
-
-Knows no order of work.
-"""
+"""What the partitions of mla_decode for Hopper share: items of the plan, cleared tails, sums over leaves."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,13 +18,13 @@ def planned_item(items_ptr, index):
 
 @gluon.jit
 def clear_tail(values, live, TILE: gl.constexpr):
-    """Zeroes the rows past a sequence's last latent: nobody wrote them, and 0 * NaN is not 0."""
+    """Clears the rows past a sequence's last latent, which may hold anything: 0 * NaN is not 0."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     pairs = values._reinterpret(gl.int32, [TILE, values.shape[1] // 2], PAIRS)
     for first in gl.static_range(0, TILE, 16):
-        # A branch of its own, so that the compiler does not load all parts before it stores the first; and row numbers
-        # that it does not keep from the kernel's start.
+        # A branch keeps the compiler from loading all parts before it stores the first; opaque row numbers are not kept
+        # in registers from the kernel's start.
         if first + 16 > live:
             part = pairs.slice(first, 16, 0)
             row = first + opaque(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)))
@@ -38,39 +35,39 @@ def clear_tail(values, live, TILE: gl.constexpr):
 
 @gluon.jit
 def part_at(row, dim, ROWS: gl.constexpr):
-    """Where a number of a partial result lies: eight of a row, then the next row's, so that a warp's stores touch."""
+    """Returns the offsets of a partial result: eight values of a row, then eight of the next: stores coalesce."""
     row = opaque(row).to(gl.int64)
     return (row * 8)[:, None] + (dim // 8 * (ROWS * 8) + dim % 8).to(gl.int64)[None, :]
 
 
 @gluon.jit
 def fold(sum_ptr, at, acc, keep, weight, mask):
-    """The running total of the leaves so far, and this leaf's part in it."""
-    total = gl.load(sum_ptr + at, mask=mask, other=0.0)
-    return gl.fma(total, keep + gl.zeros_like(total), acc * weight)
+    """Returns the sum of the leaves so far, in memory, plus this leaf's part."""
+    row_sum = gl.load(sum_ptr + at, mask=mask, other=0.0)
+    return gl.fma(row_sum, keep + gl.zeros_like(row_sum), acc * weight)
 
 
 @gluon.jit
 def scaled(x, factor):
-    """A product that no sum swallows: everybody who folds leaves rounds here, and again where he adds."""
+    """Returns the rounded product: inline PTX, so that ptxas makes no FMA of it. fold.py rounds identically."""
     return gl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, factor], gl.float32, True, 1)
 
 
 @gluon.jit
 def plus(x, y):
-    """A sum as memory makes it."""
+    """Returns the sum with the rounding and flush to zero of red.add.f32."""
     return gl.inline_asm_elementwise("add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, True, 1)
 
 
 @gluon.jit
 def has_moved(keep):
-    """Whether a row's reference has: read by every warp for itself."""
+    """Returns whether any row's reference maximum changed; every warp reads all of them."""
     return gl.min(keep.load(gl.BlockedLayout([2], [32], [4], [0])), 0) < 1.0
 
 
 @gluon.jit
 def rescale(sum_ptr, keep, FIRST: gl.constexpr):
-    """The total in memory under a new reference, sixteen columns at a time; each thread what it will add to."""
+    """Rescales the sum in memory to a new reference, sixteen columns at a time; a thread rescales what it adds to."""
     SOME: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16])
     row = gl.arange(0, 64, gl.SliceLayout(1, SOME))
     dim = gl.arange(0, 16, gl.SliceLayout(0, SOME))
@@ -83,10 +80,10 @@ def rescale(sum_ptr, keep, FIRST: gl.constexpr):
 
 @gluon.jit
 def join(sum_ptr, acc, n, leaves, factors, moved, row, dim, live, FIRST: gl.constexpr):
-    """A leaf joins the total in memory, which is added to where it lies: nothing is read before the last one.
+    """Adds a leaf to the sum in memory by reductions; returns what the sum becomes, which only the last leaf reads.
 
-    So the total keeps a reference, its first leaf's peak; where a leaf rises so far above it that its numbers might
-    overflow, the reference moves, and what lies in memory is multiplied. Rows decide on that one by one.
+    So the sum keeps its first leaf's maximum as reference. Where a leaf rises so far above it that values might
+    overflow, the reference changes and the sum in memory is rescaled, row by row.
     """
     keep, weight = factors
     if leaves > 1:

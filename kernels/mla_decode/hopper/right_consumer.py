@@ -1,7 +1,4 @@
-"""The right consumer of mla_decode for Hopper: the last 256 numbers of the values, with the left one's weights.
-
-Knows no scores.
-"""
+"""The right consumer of mla_decode for Hopper: the last 256 dimensions of the values, with the left one's weights."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.pieces import clear_tail, has_moved, join, part_at
+from kernels.mla_decode.hopper.leaves import clear_tail, has_moved, join, part_at
 
 
 @gluon.jit
@@ -18,7 +15,7 @@ def attend_right(
     num_tokens,
     shared,
     bars,
-    mailbox,
+    work,
     HEADS: gl.constexpr,
     LEAF: gl.constexpr,
     TILE: gl.constexpr,
@@ -38,9 +35,9 @@ def attend_right(
     row = gl.arange(0, 64, OR)
     dim = 256 + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
     step = 0
-    # One register for two counts: items below, leaves that joined a total from bit 16 on.
+    # One register for two counts: items below, leaves that were added from bit 16 on.
     turns = 0
-    q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
+    q_start, q_len, tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turns)
     while leaves >= 0:
         live = (row < q_len * HEADS - tile * 64)[:, None]
         for n in range(leaves):
@@ -86,4 +83,4 @@ def attend_right(
                     result = (acc * share[:, None]).to(gl.bfloat16)
                     gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live)
         turns = (turns & 65536) | ((turns + 1) & 3)
-        q_start, q_len, tile, leaf, leaves, length, slot = take(mailbox[0], mailbox[1], mailbox[2], turns)
+        q_start, q_len, tile, leaf, leaves, length, slot = take(work[0], work[1], work[2], turns)
