@@ -5,16 +5,13 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def clear_rows_outside(values, first, start, stop, ROWS: gl.constexpr):
-    """Clears the rows of `values` whose keys, counted from `first`, are outside start..stop; ROWS rows at a time.
+def clear_rows_outside(values, part, first, start, stop, ROWS: gl.constexpr):
+    """Clears, of the ROWS rows of `values` in this part, those whose keys are outside start..stop; `first` is its key.
 
-    A branch for each part keeps the compiler from loading all of them before it stores the first, which would fill the
-    registers.
+    Call it in a branch for each part that needs it: without one the compiler loads all parts before it stores the
+    first, which fills the registers.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for part in gl.static_range(values.shape[0] // ROWS):
-        lowest = first + part * ROWS
-        if (lowest < start) | (lowest + ROWS > stop):
-            key = lowest + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            some = values.slice(part * ROWS, ROWS, 0)
-            some.store(gl.where(((key >= start) & (key < stop))[:, None], some.load(LAYOUT), 0.0))
+    key = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    some = values.slice(part * ROWS, ROWS, 0)
+    some.store(gl.where(((key >= start) & (key < stop))[:, None], some.load(LAYOUT), 0.0))

@@ -94,7 +94,10 @@ def gather_values(p_smem, v_smem, acc, first, start, stop, LAYOUT: gl.constexpr)
     TILE: gl.constexpr = v_smem.shape[0]
     if v_smem.dtype == p_smem.dtype:
         if (first < start) | (first + TILE > stop):
-            clear_rows_outside(v_smem, first, start, stop, 8)
+            for part in gl.static_range(TILE // 8):
+                lowest = first + part * 8
+                if (lowest < start) | (lowest + 8 > stop):
+                    clear_rows_outside(v_smem, part, lowest, start, stop, 8)
             fence_async_shared()
             thread_barrier()
         acc = warpgroup_mma(v_smem.permute((1, 0)), p_smem, acc, is_async=True)

@@ -81,8 +81,12 @@ def _clear_hidden_values(values, full, phase, tile, lowest, kv_len, BN: gl.const
     own product; they write the same values.
     """
     if ((tile + 1) * BN > kv_len) | (tile * BN < lowest):
+        ROWS: gl.constexpr = 8 if D > 128 else 16
         mbarrier.wait(full, phase)
-        clear_rows_outside(values, tile * BN, lowest, kv_len, 8 if D > 128 else 16)
+        for part in gl.static_range(BN // ROWS):
+            first = tile * BN + part * ROWS
+            if (first + ROWS > kv_len) | (first < lowest):
+                clear_rows_outside(values, part, first, lowest, kv_len, ROWS)
         fence_async_shared()
         thread_barrier()
 
