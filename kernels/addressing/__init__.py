@@ -3,9 +3,11 @@
 `triton` holds the jit functions, this module what the launchers pass to them.
 """
 
-from kernels.layout import KvLayout
+import torch
 
-__all__ = ["PROBES", "layout_index", "search_levels"]
+from kernels.layout import KvLayout, PageShape, pack_width
+
+__all__ = ["PROBES", "layout_index", "page_constants", "row_strides", "search_levels"]
 
 _INDICES = {KvLayout.NHD: 0, KvLayout.HND: 1, KvLayout.SHUFFLE: 2}
 
@@ -13,6 +15,17 @@ _INDICES = {KvLayout.NHD: 0, KvLayout.HND: 1, KvLayout.SHUFFLE: 2}
 def layout_index(layout: KvLayout) -> int:
     """Returns the number that kernels know a layout by."""
     return _INDICES[layout]
+
+
+def page_constants(shape: PageShape, layout: KvLayout, dtype: torch.dtype) -> dict[str, int]:
+    """Returns what a kernel knows of pages when it is compiled; `dtype` is theirs."""
+    index = layout_index(layout)
+    return {"HEADS": shape.heads, "D": shape.dim, "PAGE": shape.page_tokens, "X": pack_width(dtype), "LAYOUT": index}
+
+
+def row_strides(k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[int, ...]:
+    """Returns strides of dense rows by token and head, keys' before values', then those of both pools by page."""
+    return (*k.stride()[:2], *v.stride()[:2], k_pages.stride(0), v_pages.stride(0))
 
 
 # Starts of sequences that a search looks at in one step.

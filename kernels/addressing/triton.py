@@ -12,45 +12,56 @@ _PROBES = tl.constexpr(PROBES)
 
 
 @triton.jit
-def key_offset(
+def page_offset(
     slot,
     head,
     d,
+    KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     X: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Of element d of a key; slot, head and d broadcast against each other."""
+    """Returns where element d of a key (KEYS) or of a value lies; slot, head and d broadcast against each other."""
     if LAYOUT == 0:
         offset = (slot * HEADS + head) * D + d
     elif LAYOUT == 1:
         offset = (head * PAGE + slot) * D + d
-    else:
+    elif KEYS:
         offset = ((head * (D // X) + d // X) * PAGE + slot) * X + d % X
+    else:
+        offset = ((head * (PAGE // X) + slot // X) * D + d) * X + slot % X
     return offset
 
 
 @triton.jit
-def value_offset(
+def load_keys_values(
+    k_pages_ptr,
+    v_pages_ptr,
+    page,
     slot,
     head,
     d,
+    ok,
+    stride_k_page,
+    stride_v_page,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     X: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Of element d of a value; slot, head and d broadcast against each other."""
-    if LAYOUT == 0:
-        offset = (slot * HEADS + head) * D + d
-    elif LAYOUT == 1:
-        offset = (head * PAGE + slot) * D + d
-    else:
-        offset = ((head * (PAGE // X) + slot // X) * D + d) * X + slot % X
-    return offset
+    """Returns one head's keys [dims, n] and values [n, dims] of slots [n] in pages [n], zeros where not ok."""
+    k_at = (page * stride_k_page)[None, :] + page_offset(
+        slot[None, :], head, d[:, None], True, HEADS, D, PAGE, X, LAYOUT
+    )
+    v_at = (page * stride_v_page)[:, None] + page_offset(
+        slot[:, None], head, d[None, :], False, HEADS, D, PAGE, X, LAYOUT
+    )
+    k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
+    v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    return k, v
 
 
 @triton.jit

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.addressing import layout_index
-from kernels.addressing.triton import key_offset, value_offset
+from kernels.addressing import page_constants, row_strides
+from kernels.addressing.triton import page_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantise_rows
-from kernels.layout import KvLayout, PageShape, pack_width
+from kernels.layout import KvLayout, PageShape
 
 # Elements of K (and of V) that one program moves: 2 to 4 KiB keep the memory system busiest.
 ELEMENTS = 1024
@@ -50,8 +50,8 @@ def append_rows(
     offset = (slot % PAGE).to(tl.int32)[:, None]
     k = tl.load(k_ptr + token[:, None] * stride_k_token + head * stride_k_head + d, mask=ok)
     v = tl.load(v_ptr + token[:, None] * stride_v_token + head * stride_v_head + d, mask=ok)
-    k_at = page * stride_k_page + key_offset(offset, head, d, HEADS, D, PAGE, X, LAYOUT)
-    v_at = page * stride_v_page + value_offset(offset, head, d, HEADS, D, PAGE, X, LAYOUT)
+    k_at = page * stride_k_page + page_offset(offset, head, d, True, HEADS, D, PAGE, X, LAYOUT)
+    v_at = page * stride_v_page + page_offset(offset, head, d, False, HEADS, D, PAGE, X, LAYOUT)
     tl.store(k_pages_ptr + k_at, k, mask=ok)
     tl.store(v_pages_ptr + v_at, v, mask=ok)
 
@@ -99,8 +99,8 @@ def append_quantized(
     k = quantise_rows(k, row_ok, k_scales_ptr, page * stride_k_scales_page + scale_at, PER_TOKEN)
     v = quantise_rows(v, row_ok, v_scales_ptr, page * stride_v_scales_page + scale_at, PER_TOKEN)
     slot_in = offset[:, None]
-    k_at = (page * stride_k_page)[:, None] + key_offset(slot_in, head, d, HEADS, D, PAGE, X, LAYOUT)
-    v_at = (page * stride_v_page)[:, None] + value_offset(slot_in, head, d, HEADS, D, PAGE, X, LAYOUT)
+    k_at = (page * stride_k_page)[:, None] + page_offset(slot_in, head, d, True, HEADS, D, PAGE, X, LAYOUT)
+    v_at = (page * stride_v_page)[:, None] + page_offset(slot_in, head, d, False, HEADS, D, PAGE, X, LAYOUT)
     tl.store(k_pages_ptr + k_at, k, mask=ok)
     tl.store(v_pages_ptr + v_at, v, mask=ok)
 
@@ -144,19 +144,10 @@ def _launch_quantized(
             scales.v,
             slot_mapping,
             k.shape[0],
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_pages.stride(0),
-            v_pages.stride(0),
+            *row_strides(k, v, k_pages, v_pages),
             scales.k.stride(0),
             scales.v.stride(0),
-            HEADS=shape.heads,
-            D=shape.dim,
-            PAGE=shape.page_tokens,
-            X=pack_width(k_pages.dtype),
-            LAYOUT=layout_index(layout),
+            **page_constants(shape, layout, k_pages.dtype),
             TOKENS=per_program,
             BLOCK_D=block_d,
             PER_TOKEN=scales.kind is ScaleKind.PER_TOKEN,
@@ -185,17 +176,8 @@ def _launch_rows(
             v_pages,
             slot_mapping,
             tokens,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_pages.stride(0),
-            v_pages.stride(0),
-            HEADS=shape.heads,
-            D=shape.dim,
-            PAGE=shape.page_tokens,
-            X=pack_width(k_pages.dtype),
-            LAYOUT=layout_index(layout),
+            *row_strides(k, v, k_pages, v_pages),
+            **page_constants(shape, layout, k_pages.dtype),
             TOKENS=per_program,
             COLUMNS=columns,
             num_warps=1,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels import softmax
 from kernels.addressing import layout_index
-from kernels.addressing.triton import key_offset, value_offset
+from kernels.addressing.triton import load_keys_values
 from kernels.decode_attention.call import DecodeCall
 from kernels.fp8 import ScaleKind
 from kernels.layout import pack_width
@@ -116,14 +116,22 @@ def attend_split(
         ok = (key >= lowest) & (key < last)
         page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
         slot = key % PAGE
-        k_at = (page * stride_k_page)[None, :] + key_offset(
-            slot[None, :], kv_head, d[:, None], HEADS, D, PAGE, X, LAYOUT
+        k, v = load_keys_values(
+            k_pages_ptr,
+            v_pages_ptr,
+            page,
+            slot,
+            kv_head,
+            d,
+            ok,
+            stride_k_page,
+            stride_v_page,
+            HEADS,
+            D,
+            PAGE,
+            X,
+            LAYOUT,
         )
-        v_at = (page * stride_v_page)[:, None] + value_offset(
-            slot[:, None], kv_head, d[None, :], HEADS, D, PAGE, X, LAYOUT
-        )
-        k = tl.load(k_pages_ptr + k_at, mask=ok[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(v_pages_ptr + v_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
         if SCALES > 0:
             # q's dtype holds every fp8 value; the scales are applied after the products.
             k = k.to(tl.float32).to(q.dtype)

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.addressing import layout_index, search_levels
-from kernels.addressing.triton import key_offset, sequence_of, value_offset
+from kernels.addressing import page_constants, row_strides, search_levels
+from kernels.addressing.triton import page_offset, sequence_of
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import dequantise_rows, quantise_rows
-from kernels.layout import KvLayout, PageShape, pack_width
+from kernels.layout import KvLayout, PageShape
 
 ELEMENTS = 1024
 
@@ -65,8 +65,8 @@ def move_tokens(
     row = token.to(tl.int64)[:, None]
     k_dense = k_ptr + row * stride_k_token + head * stride_k_head + d
     v_dense = v_ptr + row * stride_v_token + head * stride_v_head + d
-    k_paged = k_pages_ptr + page * stride_k_page + key_offset(offset, head, d, HEADS, D, PAGE, X, LAYOUT)
-    v_paged = v_pages_ptr + page * stride_v_page + value_offset(offset, head, d, HEADS, D, PAGE, X, LAYOUT)
+    k_paged = k_pages_ptr + page * stride_k_page + page_offset(offset, head, d, True, HEADS, D, PAGE, X, LAYOUT)
+    v_paged = v_pages_ptr + page * stride_v_page + page_offset(offset, head, d, False, HEADS, D, PAGE, X, LAYOUT)
     if GATHER:
         k = tl.load(k_paged, mask=ok)
         v = tl.load(v_paged, mask=ok)
@@ -121,8 +121,8 @@ def convert_tokens(
     row = token.to(tl.int64)[:, None]
     k_dense = k_ptr + row * stride_k_token + head * stride_k_head + d
     v_dense = v_ptr + row * stride_v_token + head * stride_v_head + d
-    k_at = (page * stride_k_page)[:, None] + key_offset(slot, head, d, HEADS, D, PAGE, X, LAYOUT)
-    v_at = (page * stride_v_page)[:, None] + value_offset(slot, head, d, HEADS, D, PAGE, X, LAYOUT)
+    k_at = (page * stride_k_page)[:, None] + page_offset(slot, head, d, True, HEADS, D, PAGE, X, LAYOUT)
+    v_at = (page * stride_v_page)[:, None] + page_offset(slot, head, d, False, HEADS, D, PAGE, X, LAYOUT)
     k_scale_at = page * stride_k_scales_page + head * PAGE + offset
     v_scale_at = page * stride_v_scales_page + head * PAGE + offset
     if GATHER:
@@ -165,18 +165,9 @@ def launch(
             block_tables,
             cu_seqlens_k,
             num_seqs,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_pages.stride(0),
-            v_pages.stride(0),
+            *row_strides(k, v, k_pages, v_pages),
             block_tables.stride(0),
-            HEADS=shape.heads,
-            D=shape.dim,
-            PAGE=shape.page_tokens,
-            X=pack_width(k_pages.dtype),
-            LAYOUT=layout_index(layout),
+            **page_constants(shape, layout, k_pages.dtype),
             TOKENS=per_program,
             COLUMNS=columns,
             LEVELS=search_levels(num_seqs),
@@ -211,20 +202,11 @@ def launch_converting(
             block_tables,
             cu_seqlens_k,
             num_seqs,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_pages.stride(0),
-            v_pages.stride(0),
+            *row_strides(k, v, k_pages, v_pages),
             scales.k.stride(0),
             scales.v.stride(0),
             block_tables.stride(0),
-            HEADS=shape.heads,
-            D=shape.dim,
-            PAGE=shape.page_tokens,
-            X=pack_width(k_pages.dtype),
-            LAYOUT=layout_index(layout),
+            **page_constants(shape, layout, k_pages.dtype),
             TOKENS=per_program,
             BLOCK_D=block_d,
             LEVELS=search_levels(num_seqs),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.addressing import layout_index
-from kernels.addressing.triton import key_offset, value_offset
+from kernels.addressing.triton import page_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantized, stored_scale
 from kernels.layout import KvLayout, PageShape, pack_width
@@ -57,10 +57,7 @@ def store_in_page(
     """Elements [START, START + SIZE) of one head of slot [n] in the page at page_ptr [n]."""
     d = tl.arange(0, BLOCK)[None, :]
     ok = row_ok[:, None] & (d < SIZE)
-    if KEYS:
-        at = key_offset(slot[:, None], head[:, None], START + d, HEADS, D, PAGE, X, LAYOUT)
-    else:
-        at = value_offset(slot[:, None], head[:, None], START + d, HEADS, D, PAGE, X, LAYOUT)
+    at = page_offset(slot[:, None], head[:, None], START + d, KEYS, HEADS, D, PAGE, X, LAYOUT)
     tl.store(page_ptr[:, None] + at, x, mask=ok)
 
 
