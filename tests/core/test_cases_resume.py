@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.base.resume import resume
+from cache_service.core.kinds.layout import make_layout
+from cache_service.core.kinds.rule import resume
 from session.words import GroupKind, GroupSpec
 from tests.core.world import full, state, window
 from tests.examples import examples
@@ -22,7 +23,7 @@ Group = tuple[GroupSpec, set[int]]
 def boundary(groups: list[Group], bound: int, page: int = 4) -> int:
     """In tokens."""
     flags = [bytes(int(i in pages) for i in range(bound)) for _, pages in groups]
-    return resume([spec for spec, _ in groups], page, flags, bound) * page
+    return resume(make_layout(tuple(spec for spec, _ in groups), page).rules, flags, bound) * page
 
 
 @pytest.mark.parametrize(

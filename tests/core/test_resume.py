@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.base.resume import limiting_group, residency, resume, window_pages, window_start
+from cache_service.core.kinds.layout import make_layout
+from cache_service.core.kinds.rule import GroupRule, limiting_rule, residency, resume
 from session.words import GroupKind, GroupSpec
 
 PAGE = 4
@@ -14,6 +15,10 @@ PAGE = 4
 
 def spec(kind: str, window: int = 0) -> GroupSpec:
     return GroupSpec(f"{kind}{window}", GroupKind[kind], 100, 0, window)
+
+
+def rule(group: GroupSpec) -> GroupRule:
+    return make_layout((group,), PAGE).rules[0]
 
 
 def can_resume(group: GroupSpec, flags: bytes, boundary: int) -> bool:
@@ -37,19 +42,19 @@ def test_the_largest_boundary_at_which_every_group_can_resume(
 ) -> None:
     flags = [bytes(data.draw(st.lists(st.integers(0, 1), min_size=limit, max_size=limit))) for _ in groups]
     expected = max(b for b in range(limit + 1) if all(map(can_resume, groups, flags, [b] * len(groups))))
-    assert resume(groups, PAGE, flags, limit) == expected
-    limiting = limiting_group(groups, PAGE, flags, limit)
+    assert resume(list(map(rule, groups)), flags, limit) == expected
+    limiting = limiting_rule(list(map(rule, groups)), flags, limit)
     blocked = [group for group, held in zip(groups, flags, strict=True) if not can_resume(group, held, limit)]
-    assert limiting == (blocked[0] if blocked else None)
+    assert (limiting.spec if limiting else None) == (blocked[0] if blocked else None)
 
 
 @pytest.mark.parametrize(("window", "pages"), [(1, 0), (2, 1), (4, 1), (5, 1), (6, 2), (10, 3)])
 def test_window_pages(window: int, pages: int) -> None:
-    assert window_pages(spec("WINDOW", window), PAGE) == pages
+    assert rule(spec("WINDOW", window)).reach_pages() == pages
 
 
 def test_a_window_starts_w_minus_1_tokens_before() -> None:
-    assert [window_start(b, spec("WINDOW", 10), PAGE) for b in (0, 8, 9, 13, 20)] == [0, 0, 0, 1, 2]
+    assert [rule(spec("WINDOW", 10)).first_page(b) for b in (0, 8, 9, 13, 20)] == [0, 0, 0, 1, 2]
 
 
 def test_residency_is_a_byte_a_page() -> None:

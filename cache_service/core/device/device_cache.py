@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from cache_service.core.base.layout import make_layout
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.types import Removed, SpillPolicy
 from cache_service.core.device.event_log import EventLog
@@ -22,6 +21,7 @@ from cache_service.core.device.radix_tree import RadixTree
 from cache_service.core.device.sparse_pages import SparsePages
 from cache_service.core.device.transfer_table import TicketIds, TransferTable
 from cache_service.core.host.hash_index import HostView
+from cache_service.core.kinds.layout import make_layout
 from session.messages import Hello, Rates
 from session.words import HASH_BYTES, PAGE_ID_BYTES, MissReason, PageHash
 

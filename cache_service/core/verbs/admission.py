@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache_service.core.base.layout import Layout
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.base.resume import window_start
 from cache_service.core.base.types import FetchPolicy
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.radix_tree import Walk
+from cache_service.core.kinds.layout import Layout
 from cache_service.core.verbs.survey import Survey, survey
 from session.messages import Acquire, Refusal
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Match, MissReason, RefusalReason
@@ -66,7 +65,7 @@ def plan_acquire(
     total = -(-len(tokens) // layout.page_bytes)
     if total + acquire.reserve_pages > layout.most_pages or layout.window:
         never = never_fits(cache, acquire)
-        if never:
+        if never is not None:
             return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, never)
     host = cache.host if may_fetch else None
     if acquire.bypass_cache:
@@ -117,32 +116,19 @@ def fetch_pays(cache: DeviceCache, found: Survey) -> bool:
     if cache.config.fetch is FetchPolicy.ALWAYS or rates.prefill_tokens_per_s <= 0 or rates.fetch_bytes_per_s <= 0:
         return True
     layout = cache.layout
-    pages = max(found.host - found.matched, 0)
-    num_bytes = pages * sum(layout.specs[group].page_bytes for group in layout.full)
-    for group in layout.window:
-        spec = layout.specs[group]
-        reads = found.host - window_start(found.host * layout.page_tokens, spec, layout.page_tokens)
-        num_bytes += reads * spec.page_bytes
-    num_bytes += sum(layout.specs[group].page_bytes for group in layout.state)
+    num_bytes = sum(rule.fetch_bytes(found.matched, found.host) for rule in layout.rules)
     tokens = (found.host - found.usable) * layout.page_tokens
     return num_bytes / rates.fetch_bytes_per_s < tokens / rates.prefill_tokens_per_s
 
 
-def never_fits(cache: DeviceCache, acquire: Acquire) -> str:
-    """Why the prompt could not run on an empty worker either; empty when it could."""
+def never_fits(cache: DeviceCache, acquire: Acquire) -> str | None:
+    """Returns why the prompt could not run on an empty worker either; None when it could."""
     layout, num_tokens = cache.layout, len(acquire.tokens) // TOKEN_BYTES
-    total = layout.pages(num_tokens)
-    for group in layout.full:
-        spec = layout.specs[group]
-        if total + acquire.reserve_pages > spec.num_pages:
-            wanted = f"{total} pages" + (f" and a reserve of {acquire.reserve_pages}" if acquire.reserve_pages else "")
-            return f"{num_tokens} tokens take {wanted}; group {spec.name} has {spec.num_pages}"
-    for group in layout.window:
-        spec = layout.specs[group]
-        first_chunk = layout.pages(min(num_tokens, acquire.chunk_tokens or num_tokens))
-        if first_chunk > spec.num_pages:
-            return f"the first chunk takes {first_chunk} pages; group {spec.name} has {spec.num_pages}"
-    return ""
+    for group in (*layout.full, *layout.sparse):
+        never = layout.rules[group].never_fits(num_tokens, acquire.chunk_tokens, acquire.reserve_pages)
+        if never is not None:
+            return never
+    return None
 
 
 def _plan_sparse(plan: Plan, layout: Layout, acquire: Acquire) -> None:
@@ -151,7 +137,7 @@ def _plan_sparse(plan: Plan, layout: Layout, acquire: Acquire) -> None:
     start = boundary * layout.page_tokens
     end = layout.pages(min(num_tokens, start + (acquire.chunk_tokens or num_tokens)))
     for group in layout.window:
-        first = window_start(start, layout.specs[group], layout.page_tokens)
+        first = layout.rules[group].first_page(start)
         ids = found.sparse_ids[group][first * PAGE_ID_BYTES : boundary * PAGE_ID_BYTES]
         hits = {first + at: page_id for at, page_id in enumerate(unpack(ids)) if page_id}
         plan.windows[group] = WindowPlan(first, end, hits)

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache_service.core.base.resume import window_start
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import HeldSlot, Lease, WindowHold
 from cache_service.core.device.page_pool import PagePool, unpack
@@ -170,7 +169,7 @@ def _claim_full(pool: PagePool, claim: Claim, table: GroupPages, standing: bytes
 
 def _window(cache: DeviceCache, adopt: Adopt, table: GroupPages, standing: list[int]) -> WindowClaim:
     spec = cache.layout.specs[table.group]
-    first = window_start(adopt.computed_tokens, spec, cache.layout.page_tokens)
+    first = cache.layout.rules[table.group].first_page(adopt.computed_tokens)
     kept = unpack(table.page_ids)[max(first - table.first_page, 0) :]
     if first < table.first_page or not all(kept):
         raise InvalidInput("tables", f"group {spec.name} has a hole inside its window")

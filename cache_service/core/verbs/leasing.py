@@ -5,7 +5,6 @@ Knows no other worker, no stream and no clock. A commit pins the hits, then evic
 
 from __future__ import annotations
 
-from cache_service.core.base.resume import holes, window_start
 from cache_service.core.base.types import SpillPolicy
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold
@@ -15,7 +14,16 @@ from cache_service.core.device.sparse_pages import Rank
 from cache_service.core.verbs import fetching, publishing, renewal
 from cache_service.core.verbs.admission import Plan, lacks_for_extend, match_of, plan_acquire
 from session.messages import Acquire, Extend, ExtendGrant, Grant, Refusal
-from session.words import TOKEN_BYTES, GroupPages, PageId, RefusalReason, ReleaseReason, SnapshotSlot, Transfer
+from session.words import (
+    PAGE_ID_BYTES,
+    TOKEN_BYTES,
+    GroupPages,
+    PageId,
+    RefusalReason,
+    ReleaseReason,
+    SnapshotSlot,
+    Transfer,
+)
 
 # Acquire.
 
@@ -189,7 +197,7 @@ def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
         out.append(GroupPages(group, 0, _page_ids(lease, group)))
     if lease.windows:
         for group, hold in lease.windows.items():
-            out.append(GroupPages(group, 0, bytes(holes(hold.first)) + pack(hold.page_ids)))
+            out.append(GroupPages(group, 0, bytes(hold.first * PAGE_ID_BYTES) + pack(hold.page_ids)))
         out.sort()
     return tuple(out)
 
@@ -263,7 +271,7 @@ def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
             return f"{total} pages at once; group {spec.name} has {spec.num_pages}"
     for group, hold in lease.windows.items():
         spec = layout.specs[group]  # a launch from the last extend's end on reads the window before it
-        first = max(hold.first, window_start(lease.room, spec, layout.page_tokens))
+        first = max(hold.first, layout.rules[group].first_page(lease.room))
         if total - first > spec.num_pages:
             return f"{total - first} pages at once; group {spec.name} has {spec.num_pages}"
     return ""

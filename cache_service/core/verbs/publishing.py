@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cache_service.core.base.resume import window_pages, window_start
 from cache_service.core.base.types import SpillPolicy, Stored
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
@@ -201,13 +200,13 @@ def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
     """Drop the published pages that no later launch reads."""
     layout = cache.layout
     for group, hold in lease.windows.items():
-        spec = layout.specs[group]
-        first = min(window_start(lease.computed, spec, layout.page_tokens), hold.end)
+        rule = layout.rules[group]
+        first = min(rule.first_page(lease.computed), hold.end)
         if not lease.bypass:
             first = min(first, lease.published)
         if first <= hold.first:
             continue
-        run = window_pages(spec, layout.page_tokens)
+        run = rule.reach_pages()
         ends = lease.resume_boundaries(layout.page_tokens, lease.resumed)
         dropped = hold.page_ids[: first - hold.first]
         warm = [any(end - run <= hold.first + at < end for end in ends) for at in range(len(dropped))]

@@ -166,7 +166,7 @@ def acquire(cache: DeviceCache, item: Acquire, *, barred: bool = False) -> Grant
 
 def _barred(cache: DeviceCache, acquire: Acquire) -> Refusal:
     detail = never_fits(cache, acquire)
-    if detail:
+    if detail is not None:
         return Refusal(acquire.sequence_id, RefusalReason.NEVER_FITS, detail)
     return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, "an earlier sequence of the step has no room")
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_service.core.base.layout import Layout
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.base.resume import limiting_group, residency, resume, window_pages
 from cache_service.core.device.ghost_table import GhostKind
 from cache_service.core.device.radix_node import Root
 from cache_service.core.device.radix_tree import RadixTree, Walk
 from cache_service.core.host.hash_index import HostView
-from session.words import HASH_BYTES, PAGE_ID_BYTES, GroupKind, Match, MissReason, Namespace
+from cache_service.core.kinds.layout import Layout
+from cache_service.core.kinds.rule import limiting_rule, residency, resume
+from session.words import HASH_BYTES, PAGE_ID_BYTES, Match, MissReason, Namespace
 
 # Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
 _MOST_AT_ONCE = 512
@@ -69,8 +69,8 @@ def survey(
     found = Survey(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
     if layout.sparse:
         _resume_on_device(found, tree, layout)
-    if found.usable < limit:
-        found.reason = _miss_reason(found, tree, layout, tokens, root)
+    if found.usable < limit and not found.limiting:
+        found.reason = _why_absent(tree, tokens, root, matched)
     if host is not None and found.usable < limit and not host.index.breaker.is_open:
         _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_bytes))
     return found
@@ -84,20 +84,12 @@ def _resume_on_device(found: Survey, tree: RadixTree, layout: Layout) -> None:
         if walk.child is not None:
             parts.append(walk.child.pages[group][: walk.pages * PAGE_ID_BYTES])
         found.sparse_ids[group] = b"".join(parts)
-    specs = [layout.specs[group] for group in layout.sparse]
+    rules = [layout.rules[group] for group in layout.sparse]
     flags = [residency(found.sparse_ids[group]) for group in layout.sparse]
-    found.usable = resume(specs, layout.page_tokens, flags, found.matched)
-    if found.usable < found.matched:
-        spec = limiting_group(specs, layout.page_tokens, flags, found.matched)
-        found.limiting = spec.name if spec is not None else ""
-        found.host = found.usable
-
-
-def _miss_reason(found: Survey, tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> MissReason:
-    if found.usable < found.matched:
-        limiting = next(spec for spec in layout.specs if spec.name == found.limiting)
-        return MissReason.WINDOW_GONE if limiting.kind == GroupKind.WINDOW else MissReason.NO_SNAPSHOT
-    return _why_absent(tree, tokens, root, found.matched)
+    found.usable = found.host = resume(rules, flags, found.matched)
+    limiting = limiting_rule(rules, flags, found.matched)
+    if limiting is not None:
+        found.limiting, found.reason = limiting.spec.name, limiting.miss_reason
 
 
 def _why_absent(tree: RadixTree, tokens: bytes, root: Root, page: int) -> MissReason:
@@ -127,7 +119,7 @@ def _look_in_host(found: Survey, tree: RadixTree, layout: Layout, host: HostView
     if layout.sparse:
         first = _first_page_of_interest(found, layout)
         flags = [_with_host(found, group, first, end, host) for group in layout.sparse]
-        boundary = resume([layout.specs[group] for group in layout.sparse], layout.page_tokens, flags, end)
+        boundary = resume([layout.rules[group] for group in layout.sparse], flags, end)
     found.host = max(boundary, found.usable)
 
 
@@ -168,9 +160,9 @@ def _reach(found: Survey, layout: Layout, host: HostView, hashes: PromptHashes) 
 
 
 def _first_page_of_interest(found: Survey, layout: Layout) -> int:
-    """A boundary beyond `usable` needs no WINDOW page before this one."""
-    runs = (window_pages(layout.specs[group], layout.page_tokens) for group in layout.window)
-    return max(0, found.usable + 1 - max(runs, default=1) - 1)
+    """A boundary beyond `usable` needs no WINDOW or STATE page before this one."""
+    reach = max(layout.rules[group].reach_pages() for group in layout.sparse)
+    return max(0, found.usable + 1 - reach - 1)
 
 
 def _with_host(found: Survey, group: int, first: int, end: int, host: HostView) -> bytes:
