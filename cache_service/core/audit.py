@@ -43,7 +43,7 @@ def nodes_of(cache: DeviceCache) -> Iterator[Node]:
 
 
 def _check_shape(cache: DeviceCache, where: str) -> None:
-    tree, size = cache.tree, cache.layout.page_bytes
+    tree, size = cache.tree, cache.layout.page_key_bytes
     num_nodes = evictable = 0
     for node in nodes_of(cache):
         parent = node.parent
@@ -92,23 +92,25 @@ def _check_pins(cache: DeviceCache, where: str) -> None:
 
 
 def _check_leases(cache: DeviceCache, where: str) -> None:
-    size = cache.layout.page_bytes
+    size = cache.layout.page_key_bytes
     for lease in cache.leases.all():
         name = f"{where}, sequence {lease.sequence_id}"
-        assert lease.node.end == lease.published, f"{name}: cursor at {lease.node.end}, published {lease.published}"
+        assert lease.node.end == lease.published_pages, (
+            f"{name}: cursor at {lease.node.end}, published {lease.published_pages}"
+        )
         path = b"".join(bytes(node.key) for node in cache.tree.path(lease.node))
-        assert path == lease.tokens(0, lease.published * size), f"{name}: its node is not on its path"
+        assert path == lease.tokens(0, lease.published_pages * size), f"{name}: its node is not on its path"
         assert lease.node.root.namespace == lease.namespace, f"{name}: its node is in another namespace"
-        assert lease.computed <= lease.num_tokens, f"{name}: computed more than it has"
+        assert lease.computed_tokens <= lease.num_tokens, f"{name}: computed more than it has"
         if not lease.fetches:
-            whole = lease.computed // cache.layout.page_tokens
-            assert lease.published >= whole or lease.bypass, f"{name}: whole pages are not published"
-            assert not (lease.bypass and lease.published), f"{name}: bypasses the cache, and published"
+            whole = lease.computed_tokens // cache.layout.page_tokens
+            assert lease.published_pages >= whole or lease.bypass, f"{name}: whole pages are not published"
+            assert not (lease.bypass and lease.published_pages), f"{name}: bypasses the cache, and published"
         else:
             waiting = lease.fetches <= cache.transfers.fetches.keys()
             assert waiting, f"{name}: waits for a closed ticket"
         for group in cache.layout.full:
-            end = lease.published + len(lease.private[group]) // PAGE_ID_BYTES
+            end = lease.published_pages + len(lease.private[group]) // PAGE_ID_BYTES
             assert lease.full_end == end, f"{name}: group {group} ends at {end}, not at {lease.full_end}"
         for group, hold in lease.windows.items():
             assert all(hold.page_ids), f"{name}: a hole in the window of group {group}"
@@ -188,7 +190,7 @@ def _check_sparse_pool(cache: DeviceCache, group: int, where: str) -> None:
 
 
 def _check_hashes(cache: DeviceCache, where: str) -> None:
-    size = cache.layout.page_bytes
+    size = cache.layout.page_key_bytes
     for node in nodes_of(cache):
         have = len(node.hashes) // HASH_BYTES
         assert have <= node.resident, f"{where}: more hashes than pages"

@@ -18,7 +18,7 @@ def standing(manager: CacheManager, worker_id: WorkerId, num_groups: int) -> lis
     """Every findable page of every group."""
     view: list[dict[Path, int]] = [{} for _ in range(num_groups)]
     tree = manager.workers[worker_id].cache.tree
-    size = tree.page_bytes
+    size = tree.page_key_bytes
     for namespace, root in tree.roots.items():
         stack = [(child, b"") for child in root.children.values()]
         while stack:

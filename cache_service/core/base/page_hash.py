@@ -24,22 +24,22 @@ def namespace_digest(namespace: Namespace) -> bytes:
     return sha256(_frame(_NAMESPACE_TAG) + b"".join(_frame(field.encode()) for field in namespace)).digest()
 
 
-def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_bytes: int) -> bytes:
+def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_bytes: int) -> bytes:
     """Hashes of the whole pages in `tokens`, packed, chained on from `parent` (empty at the start of a prompt)."""
-    return b"".join(chain(digest, parent, tokens, page_bytes))
+    return b"".join(chain(digest, parent, tokens, page_key_bytes))
 
 
-def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_bytes: int) -> list[bytes]:
+def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_bytes: int) -> list[bytes]:
     """The same, one by one."""
     head = _frame(_PAGE_TAG) + _frame(digest)
-    length = page_bytes.to_bytes(8, "little")
+    length = page_key_bytes.to_bytes(8, "little")
     inner = sha256(head + HASH_BYTES.to_bytes(8, "little"))
     first = inner if parent else sha256(head + bytes(8))
     hashed, out = parent, []
-    for start in range(0, len(tokens), page_bytes):
+    for start in range(0, len(tokens), page_key_bytes):
         # A copy of the hashed head costs 0.6 us a page, hashing the head again 0.95 us.
         state = (inner if start else first).copy()
-        state.update(hashed + length + tokens[start : start + page_bytes])
+        state.update(hashed + length + tokens[start : start + page_key_bytes])
         hashed = state.digest()
         out.append(hashed)
     return out
@@ -48,17 +48,17 @@ def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_bytes: i
 class PromptHashes:
     """Page hashes of one prompt from its start, computed as far as somebody asks.
 
-    Shared by the surveys of many workers, so that a prompt is hashed once and not once for each worker.
+    Shared by the matches of many workers, so that a prompt is hashed once and not once for each worker.
     """
 
-    __slots__ = ("_known", "_page_bytes", "_tokens", "digest", "reach")
+    __slots__ = ("_known", "_page_key_bytes", "_tokens", "digest", "reach")
 
-    def __init__(self, namespace: Namespace, tokens: bytes, page_bytes: int) -> None:
+    def __init__(self, namespace: Namespace, tokens: bytes, page_key_bytes: int) -> None:
         self.digest = namespace_digest(namespace)
-        self._tokens, self._page_bytes = tokens, page_bytes
+        self._tokens, self._page_key_bytes = tokens, page_key_bytes
         self._known: list[bytes] = []
         self.reach: dict[object, list[tuple[int, int]]] = {}
-        """Kept by the survey: runs of pages that a host tier holds."""
+        """Kept by `prefix_match`: runs of pages that a host tier holds."""
 
     @property
     def num_pages(self) -> int:
@@ -72,7 +72,7 @@ class PromptHashes:
 
     def run(self, first: int, end: int) -> list[bytes]:
         """Of pages first .. end - 1."""
-        known, size = self._known, self._page_bytes
+        known, size = self._known, self._page_key_bytes
         if end > len(known):
             tokens = self._tokens[len(known) * size : end * size]
             known += chain(self.digest, known[-1] if known else b"", tokens, size)

@@ -45,27 +45,28 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One sequence. `node` is the deepest node that it pins; `published` pages lie at or before it."""
+    """One sequence. `node` is the deepest node that it pins; `published_pages` pages lie at or before it."""
 
     sequence_id: SequenceId
     namespace: Namespace
     prompt: bytes
     node: Node
-    published: int
+    published_pages: int
     full_end: int  # the page number behind the last FULL page; FULL groups go in step
-    private: list[bytearray]  # for each FULL group: own pages from page number `published` on; else empty
+    private: list[bytearray]  # for each FULL group: own pages from page number `published_pages` on; else empty
     priority: int = 0
     chunk_tokens: int = 0
     bypass: bool = False  # reuses nothing and publishes nothing: all that it holds is its own
-    computed: int = 0  # tokens
-    resumed: int = 0  # the page boundary at which it started; this and `matched` only beside WINDOW or STATE groups
-    matched: int = 0  # the page boundary up to which KV was found
+    computed_tokens: int = 0
+    # The page boundaries at which it started and up to which KV was found; only beside WINDOW or STATE groups.
+    resumed_pages: int = 0
+    matched_pages: int = 0
     windows: dict[int, WindowHold] = field(default_factory=dict)
     working: tuple[HeldSlot, ...] = ()
     rolling: tuple[HeldSlot, ...] = ()
     restore: tuple[HeldSlot, ...] = ()  # read until the launch that restores them is reported
     leave: tuple[LeaveSlot, ...] = ()
-    room: int = 0  # tokens up to which snapshot boundaries have been offered
+    room_tokens: int = 0  # up to which snapshot boundaries have been offered
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
     fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets
     arrived: tuple[Arrival, ...] = ()  # what the acks said so far
@@ -82,8 +83,8 @@ class Lease:
         """Page boundaries at which later prompts are likely to resume: what they need there is worth keeping.
 
         They are the last boundary at which this very prompt could resume, the end of its whole pages, and `branch`,
-        where it parted from what was cached. For snapshots that is `matched`, where KV was found but perhaps no
-        snapshot; there is one at `resumed` already. For windows it is `resumed`: the pages before it were hit.
+        where it parted from what was cached. For snapshots that is `matched_pages`, where KV was found but perhaps no
+        snapshot; there is one at `resumed_pages` already. For windows it is `resumed_pages`: pages before it were hit.
         """
         num_tokens = len(self.prompt) // TOKEN_BYTES
         return (num_tokens - 1) // page_tokens, branch, num_tokens // page_tokens

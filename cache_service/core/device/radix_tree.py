@@ -50,7 +50,7 @@ class RadixTree:
     """All namespaces of one worker."""
 
     def __init__(self, page_tokens: int, num_groups: int, policy: LeafOrder, ghosts: GhostTable) -> None:
-        self.page_bytes = page_tokens * TOKEN_BYTES
+        self.page_key_bytes = page_tokens * TOKEN_BYTES
         self.policy = policy
         self.roots: dict[Namespace, Root] = {}
         self.num_nodes = 0
@@ -85,7 +85,7 @@ class RadixTree:
 
     def walk(self, node: Node, tokens: bytes, pos: int, limit: int) -> Walk:
         """Follow tokens[pos:limit], a whole number of pages, down from `node`."""
-        size = self.page_bytes
+        size = self.page_key_bytes
         while pos < limit:
             child = node.children.get(tokens[pos : pos + size])
             if child is None:
@@ -100,7 +100,7 @@ class RadixTree:
 
     def common_pages(self, node: Node, tokens: bytes, pos: int, limit: int) -> int:
         """Leading pages of the node that tokens[pos:limit] share; the first one is known to match."""
-        size, key = self.page_bytes, memoryview(node.key)
+        size, key = self.page_key_bytes, memoryview(node.key)
         end = min(len(key), limit - pos)
         if tokens.startswith(key[:end], pos):  # a prompt that was asked before, but for its last page
             return end // size
@@ -141,7 +141,7 @@ class RadixTree:
         while step.parent is not None and len(step.hashes) < step.resident * HASH_BYTES:
             lacking.append(step)
             step = step.parent
-        size = self.page_bytes
+        size = self.page_key_bytes
         for step in reversed(lacking):
             have = len(step.hashes)
             parent = step.hashes[-HASH_BYTES:] if have else step.parent.hashes[-HASH_BYTES:]  # type: ignore[union-attr]
@@ -222,7 +222,7 @@ class RadixTree:
     def attach(self, parent: Node, key: Packed, pages: list[bytearray], count: int) -> Node:
         """A new leaf behind `parent`."""
         leaf = Node(parent, parent.start + parent.resident, key, pages, count)
-        parent.children[bytes(key[: self.page_bytes])] = leaf
+        parent.children[bytes(key[: self.page_key_bytes])] = leaf
         self.num_nodes += 1
         self.evictable_pages += count
         return leaf
@@ -230,13 +230,13 @@ class RadixTree:
     def split(self, node: Node, count: int) -> Node:
         """Cut a node in two; answers the new upper half of `count` pages. `node` stays the lower half."""
         assert node.parent is not None
-        parent, at = node.parent, count * self.page_bytes
+        parent, at = node.parent, count * self.page_key_bytes
         if node.queue is not None:
             self.policy.shrunk(node, count)
         top = Node(parent, node.start, bytes(memoryview(node.key)[:at]), [], 0)
         top.pages = [pages[: count * PAGE_ID_BYTES] for pages in node.pages]
         top.resident = count
-        parent.children[top.key[: self.page_bytes]] = top  # type: ignore[index]
+        parent.children[top.key[: self.page_key_bytes]] = top  # type: ignore[index]
         node.key, node.parent, node.start = _tail(node.key, at), top, node.start + count
         node.pages = [pages[count * PAGE_ID_BYTES :] for pages in node.pages]
         node.resident -= count
@@ -245,7 +245,7 @@ class RadixTree:
         top.uses, top.priority, top.soft_until_ms = node.uses, node.priority, node.soft_until_ms
         top.used_at = node.used_at
         top.renewed_ms = node.renewed_ms
-        top.children[bytes(node.key[: self.page_bytes])] = node
+        top.children[bytes(node.key[: self.page_key_bytes])] = node
         top.pins = 1 if node.pins else 0
         self.num_nodes += 1
         self.soft_pins.was_split(top, node)
@@ -269,9 +269,9 @@ class RadixTree:
         if node.queue is not None:
             self.policy.shrunk(node, count)
         if isinstance(node.key, bytes):
-            node.key = node.key[: keep * self.page_bytes]
+            node.key = node.key[: keep * self.page_key_bytes]
         else:
-            del node.key[keep * self.page_bytes :]  # in place: no copy
+            del node.key[keep * self.page_key_bytes :]  # in place: no copy
         node.resident = keep
         if node.hashes:
             del node.hashes[keep * HASH_BYTES :]
@@ -285,7 +285,7 @@ class RadixTree:
         assert parent is not None and not node.children
         if node.queue is not None:
             self.policy.remove(node)
-        del parent.children[bytes(node.key[: self.page_bytes])]
+        del parent.children[bytes(node.key[: self.page_key_bytes])]
         removed, node.pages = node.pages, []
         node.hashes.clear()
         node.resident = node.spilled = 0
@@ -301,12 +301,12 @@ class RadixTree:
 
     def ghost_at(self, root: Root, tokens: bytes, page: int) -> Ghost | None:
         """What became of that page of a prompt; None where nothing is known of it."""
-        size = self.page_bytes
+        size = self.page_key_bytes
         return self.ghosts.find(fingerprint(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
 
     def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
         """Marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
-        size, key, digest, add = self.page_bytes, node.key, node.root.digest, self.ghosts.add
+        size, key, digest, add = self.page_key_bytes, node.key, node.root.digest, self.ghosts.add
         first, end = node.start + keep, node.end
         page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
         while page > first:
@@ -328,7 +328,7 @@ class RadixTree:
         part from the evicted ones at a multiple of `STRIDE_PAGES`, else too many by fewer pages than that. A lost mark
         ends the run early.
         """
-        size, page = self.page_bytes, parent.end
+        size, page = self.page_key_bytes, parent.end
         start, end = page, page + (limit - pos) // size
         before = bytes(parent.key[-size:])
         origin = pos - page * size  # where page 0 would stand

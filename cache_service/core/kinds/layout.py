@@ -34,7 +34,7 @@ class Layout:
     state: tuple[int, ...]
     sparse: tuple[int, ...]
     full_mask: int
-    page_bytes: int
+    page_key_bytes: int  # of a page's token ids, by which nodes are found
     most_pages: int  # of the smallest FULL group; 0 without one
 
     def pages(self, num_tokens: int) -> int:
@@ -60,6 +60,6 @@ def make_layout(specs: tuple[GroupSpec, ...], page_tokens: int) -> Layout:
         state=of(GroupKind.STATE),
         sparse=tuple(group for group, rule in enumerate(rules) if rule.has_holes),
         full_mask=sum(1 << group for group in full),
-        page_bytes=page_tokens * TOKEN_BYTES,
+        page_key_bytes=page_tokens * TOKEN_BYTES,
         most_pages=min((specs[group].num_pages for group in full), default=0),
     )

@@ -17,7 +17,7 @@ from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.kinds.layout import Layout
-from cache_service.core.verbs.survey import Survey, survey
+from cache_service.core.verbs.prefix_match import PrefixMatch, match_prefix
 from session.messages import Acquire, Refusal
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Match, MissReason, RefusalReason
 
@@ -39,7 +39,7 @@ class WindowPlan:
 class Plan:
     """Boundaries in pages: the lease pins the path up to `base`, its first launch starts at `boundary` once fetched."""
 
-    survey: Survey
+    found: PrefixMatch
     boundary: int
     base: int
     place: Walk  # where `base` lies
@@ -49,9 +49,9 @@ class Plan:
 
 
 def match_of(plan: Plan, layout: Layout) -> Match:
-    """What the survey found, unless a pool could never hold the window before its usable boundary."""
-    match = plan.survey.match(layout.page_tokens)
-    if plan.boundary >= plan.survey.usable:
+    """What was found, unless a pool could never hold the window before its usable boundary."""
+    match = plan.found.match(layout.page_tokens)
+    if plan.boundary >= plan.found.usable_pages:
         return match
     limiting = layout.specs[layout.window[0]].name
     return match._replace(usable_tokens=0, limiting_group=limiting, miss_reason=MissReason.WINDOW_GONE)
@@ -62,7 +62,7 @@ def plan_acquire(
 ) -> Plan | Refusal:
     """The best way in that fits: with a fetch, without, and from 0 where a pool could never hold the resumed window."""
     layout, tokens = cache.layout, acquire.tokens
-    total = -(-len(tokens) // layout.page_bytes)
+    total = -(-len(tokens) // layout.page_key_bytes)
     if total + acquire.reserve_pages > layout.most_pages or layout.window:
         never = never_fits(cache, acquire)
         if never is not None:
@@ -71,14 +71,14 @@ def plan_acquire(
     if acquire.bypass_cache:
         found = _nothing(layout, acquire)
     else:
-        found = survey(cache.tree, layout, acquire.namespace, tokens, host, hashes)
+        found = match_prefix(cache.tree, layout, acquire.namespace, tokens, host, hashes)
     most = cache.config.max_lease_bytes
     if cache.leases.num_bytes + len(tokens) > most and cache.leases:
         return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, f"live sequences may hold {most} bytes of tokens")
     detail = ""
-    plain = found.host == found.usable and not layout.window
-    for boundary in (found.usable,) if plain else _boundaries(cache, found):
-        base, place = found.matched, found.walk
+    plain = found.host_pages == found.usable_pages and not layout.window
+    for boundary in (found.usable_pages,) if plain else _boundaries(cache, found):
+        base, place = found.matched_pages, found.walk
         if boundary < base:
             base, place = boundary, locate(place, boundary)
         plan = Plan(found, boundary, base, place, total, {}, {})
@@ -87,28 +87,28 @@ def plan_acquire(
         detail = _lacks(cache, plan, acquire.reserve_pages)
         if not detail:
             return plan
-        if boundary <= found.usable and not _can_never_hold(cache, plan):
+        if boundary <= found.usable_pages and not _can_never_hold(cache, plan):
             break
     return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, detail)
 
 
-def _nothing(layout: Layout, acquire: Acquire) -> Survey:
+def _nothing(layout: Layout, acquire: Acquire) -> PrefixMatch:
     """What a request that bypasses the cache finds."""
     walk = Walk(Root(acquire.namespace, len(layout.specs)), None, 0)
-    limit = (len(acquire.tokens) - 1) // layout.page_bytes
-    return Survey(walk, limit, 0, 0, 0, MissReason.BYPASSED, dict.fromkeys(layout.sparse, b""))
+    limit = (len(acquire.tokens) - 1) // layout.page_key_bytes
+    return PrefixMatch(walk, limit, 0, 0, 0, MissReason.BYPASSED, dict.fromkeys(layout.sparse, b""))
 
 
-def _boundaries(cache: DeviceCache, found: Survey) -> Sequence[int]:
+def _boundaries(cache: DeviceCache, found: PrefixMatch) -> Sequence[int]:
     """A fetch that pays, then what is usable, then 0: a pool may never hold the window before a usable boundary."""
-    options = [found.host] if found.host > found.usable and fetch_pays(cache, found) else []
-    options.append(found.usable)
-    if found.usable and cache.layout.window:
+    options = [found.host_pages] if found.host_pages > found.usable_pages and fetch_pays(cache, found) else []
+    options.append(found.usable_pages)
+    if found.usable_pages and cache.layout.window:
         options.append(0)
     return options
 
 
-def fetch_pays(cache: DeviceCache, found: Survey) -> bool:
+def fetch_pays(cache: DeviceCache, found: PrefixMatch) -> bool:
     """By measured rates; granted until they are known."""
     if cache.transfers.num_fetching >= cache.config.max_open_tickets:
         return False
@@ -116,8 +116,8 @@ def fetch_pays(cache: DeviceCache, found: Survey) -> bool:
     if cache.config.fetch is FetchPolicy.ALWAYS or rates.prefill_tokens_per_s <= 0 or rates.fetch_bytes_per_s <= 0:
         return True
     layout = cache.layout
-    num_bytes = sum(rule.fetch_bytes(found.matched, found.host) for rule in layout.rules)
-    tokens = (found.host - found.usable) * layout.page_tokens
+    num_bytes = sum(rule.fetch_bytes(found.matched_pages, found.host_pages) for rule in layout.rules)
+    tokens = (found.host_pages - found.usable_pages) * layout.page_tokens
     return num_bytes / rates.fetch_bytes_per_s < tokens / rates.prefill_tokens_per_s
 
 
@@ -133,7 +133,7 @@ def never_fits(cache: DeviceCache, acquire: Acquire) -> str | None:
 
 def _plan_sparse(plan: Plan, layout: Layout, acquire: Acquire) -> None:
     """Windows of the first chunk, and the snapshots at the boundary."""
-    found, boundary, num_tokens = plan.survey, plan.boundary, len(acquire.tokens) // TOKEN_BYTES
+    found, boundary, num_tokens = plan.found, plan.boundary, len(acquire.tokens) // TOKEN_BYTES
     start = boundary * layout.page_tokens
     end = layout.pages(min(num_tokens, start + (acquire.chunk_tokens or num_tokens)))
     for group in layout.window:

@@ -59,7 +59,7 @@ def adopt(cache: DeviceCache, item: Adopt) -> Grant | Refusal:
         return Refusal(item.sequence_id, RefusalReason.NO_ROOM, claim)
     lease = _commit(cache, item, claim)
     page_tokens = cache.layout.page_tokens
-    done = lease.published * page_tokens
+    done = lease.published_pages * page_tokens
     reason = MissReason.BYPASSED if item.bypass_cache else MissReason.NONE
     return Grant(
         sequence_id=item.sequence_id,
@@ -128,7 +128,7 @@ def _claimed(cache: DeviceCache, adopt: Adopt) -> Claim | str:
     root = None if adopt.bypass_cache else cache.tree.roots.get(adopt.namespace)
     if root is not None:
         limit = adopt.computed_tokens // layout.page_tokens
-        claim.walk = cache.tree.walk(root, adopt.tokens, 0, limit * layout.page_bytes)
+        claim.walk = cache.tree.walk(root, adopt.tokens, 0, limit * layout.page_key_bytes)
         claim.shared = claim.walk.end
     for table in adopt.tables:
         spec = layout.specs[table.group]
@@ -216,18 +216,18 @@ def _commit(cache: DeviceCache, adopt: Adopt, claim: Claim) -> Lease:
         namespace=adopt.namespace,
         prompt=adopt.tokens,
         node=node,
-        published=claim.shared,
-        computed=adopt.computed_tokens,
+        published_pages=claim.shared,
+        computed_tokens=adopt.computed_tokens,
         priority=adopt.priority,
         chunk_tokens=0,
-        resumed=claim.shared,
-        matched=claim.shared,
+        resumed_pages=claim.shared,
+        matched_pages=claim.shared,
         private=private,
         full_end=claim.shared + own_pages,
         windows={group: window.hold for group, window in claim.windows.items()},
         working=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.working),
         rolling=tuple(HeldSlot(slot.group, slot.slot) for slot in adopt.rolling),
-        room=adopt.computed_tokens,
+        room_tokens=adopt.computed_tokens,
         bypass=adopt.bypass_cache,
     )
     cache.leases.add(lease)

@@ -29,7 +29,7 @@ def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
     is fetched by the plan that follows the acks.
     """
     sparse = _sparse_targets(cache, lease, plan)
-    brings_full = cache.layout.full and plan.boundary > plan.survey.matched
+    brings_full = cache.layout.full and plan.boundary > plan.found.matched_pages
     full = range(plan.base, plan.boundary) if brings_full else range(0)
     starts = [target.page for target in sparse] + ([full.start] if full else [])
     step = cache.config.transfer_pages
@@ -43,24 +43,24 @@ def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
         moved = range(max(full.start, pages.start), min(full.stop, pages.stop)) if full else range(0)
         if mine or moved:
             transfers.append(_open(cache, lease, plan, pages, moved, mine))
-    lease.hashes = plan.survey.hashes
+    lease.hashes = plan.found.hashes
     return tuple(transfers)
 
 
 def _open(
     cache: DeviceCache, lease: Lease, plan: Plan, pages: range, full: range, sparse: tuple[SparsePage, ...]
 ) -> Transfer:
-    assert cache.host is not None and plan.survey.hashes is not None
+    assert cache.host is not None and plan.found.hashes is not None
     ids: dict[int, bytes] = {}
     for group in cache.layout.full if full else ():
-        targets = lease.private[group][_cut(full, lease.published)]
+        targets = lease.private[group][_cut(full, lease.published_pages)]
         ids[group] = bytes((full.start - pages.start) * PAGE_ID_BYTES) + bytes(targets)
     rows: dict[int, list[int]] = {}
     for target in sparse:
         row = rows.setdefault(target.group, [NO_PAGE] * len(pages))
         row[target.page - pages.start] = target.page_id
     ids.update((group, pack(row)) for group, row in rows.items())
-    hashes = b"".join(plan.survey.hashes.run(pages.start, pages.stop))
+    hashes = b"".join(plan.found.hashes.run(pages.start, pages.stop))
     index, fingerprint = cache.host.index, cache.host.fingerprint
     groups = (TransferPages(g, ids[g], index.key_prefix(fingerprint, g), hashes) for g in sorted(ids))
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), pages.start, len(pages))
@@ -98,7 +98,7 @@ def orphan(cache: DeviceCache, lease: Lease) -> None:
     for fetch in sorted(fetches, key=lambda fetch: -fetch.full.start):  # from behind, so that places stay true
         fetch.orphaned = True
         for group in cache.layout.full if fetch.full else ():
-            cut = _cut(fetch.full, lease.published)
+            cut = _cut(fetch.full, lease.published_pages)
             fetch.full_targets[group] = bytes(lease.private[group][cut])
             del lease.private[group][cut]
         kept |= {(target.group, target.page_id) for target in fetch.sparse}
@@ -186,11 +186,11 @@ def free_targets(cache: DeviceCache, fetch: Fetch) -> None:
 
 
 def _publish_done(cache: DeviceCache, lease: Lease, fetches: list[Fetch], done: int) -> None:
-    if done > lease.published and (any(fetch.full for fetch in fetches) or not cache.layout.full):
+    if done > lease.published_pages and (any(fetch.full for fetch in fetches) or not cache.layout.full):
         publishing.publish_pages(cache, lease, done)
     slots = {leave.slot for leave in lease.leave}
     for target in (target for fetch in fetches for target in fetch.sparse):
-        if target.page >= min(done, lease.published):
+        if target.page >= min(done, lease.published_pages):
             continue
         if target.group in cache.layout.state and target.page_id in slots:
             publishing.publish_slot(cache, lease.node, target.group, target.page + 1, target.page_id)

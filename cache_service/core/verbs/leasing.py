@@ -42,9 +42,9 @@ def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | No
     if earlier is not None:
         lease.device_tokens, lease.fetched_any = earlier.device_tokens, earlier.fetched_any
     cache.leases.add(lease)
-    if plan.boundary > plan.survey.usable:
+    if plan.boundary > plan.found.usable_pages:
         if earlier is None:
-            lease.device_tokens = plan.survey.usable * cache.layout.page_tokens
+            lease.device_tokens = plan.found.usable_pages * cache.layout.page_tokens
         return _grant(cache, lease, plan, fetches=fetching.start(cache, lease, plan))
     return _admit(cache, lease, plan)
 
@@ -55,8 +55,8 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     leave: tuple[SnapshotSlot, ...] = ()
     if cache.sparse:
         _take_rolling(cache, lease)
-        lease.room = plan.boundary * cache.layout.page_tokens
-        leave = _offer_leave(cache, lease, min(num_tokens, lease.room + (lease.chunk_tokens or num_tokens)))
+        lease.room_tokens = plan.boundary * cache.layout.page_tokens
+        leave = _offer_leave(cache, lease, min(num_tokens, lease.room_tokens + (lease.chunk_tokens or num_tokens)))
     grant = _grant(cache, lease, plan, leave)
     counters = cache.counters
     counters.prompt += num_tokens
@@ -81,7 +81,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
         _mark_use(cache, node, priority)
     private = [bytearray()] * len(cache.layout.specs)
     lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, private, priority, chunk_tokens, bypass)
-    lease.computed = plan.boundary * cache.layout.page_tokens
+    lease.computed_tokens = plan.boundary * cache.layout.page_tokens
     if cache.sparse:
         _read_hits(cache, lease, plan)
     need = plan.total - plan.base
@@ -95,7 +95,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
 
 def _read_hits(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
     """What the plan reuses is read before anything is evicted."""
-    lease.resumed, lease.matched = plan.boundary, plan.survey.matched
+    lease.resumed_pages, lease.matched_pages = plan.boundary, plan.found.matched_pages
     for group, window in plan.windows.items():
         cache.sparse[group].read(window.hits.values())
     lease.restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
@@ -139,21 +139,21 @@ def _take_rolling(cache: DeviceCache, lease: Lease) -> None:
 
 
 def _offer_leave(cache: DeviceCache, lease: Lease, room: int) -> tuple[SnapshotSlot, ...]:
-    """Slots for the wanted boundaries in (lease.room, room], while there are any; a snapshot is never a refusal."""
-    if room <= lease.room:
+    """Slots for the wanted boundaries in (lease.room_tokens, room], while there are any; too few refuse nothing."""
+    if room <= lease.room_tokens:
         return ()
     page_tokens = cache.layout.page_tokens
-    wanted = set(lease.resume_boundaries(page_tokens, lease.matched))
+    wanted = set(lease.resume_boundaries(page_tokens, lease.matched_pages))
     offered = []
     for boundary in sorted(wanted) if not lease.bypass else ():
-        if not lease.room < boundary * page_tokens <= room:
+        if not lease.room_tokens < boundary * page_tokens <= room:
             continue
         for group in cache.layout.state:
             if cache.sparse[group].num_available:
                 slot = cache.sparse[group].take(1)[0]
                 lease.leave += (LeaveSlot(group, boundary, slot),)
                 offered.append(SnapshotSlot(group, boundary * page_tokens, PageId(slot)))
-    lease.room = room
+    lease.room_tokens = room
     cache.trim_all()
     return tuple(offered)
 
@@ -166,7 +166,7 @@ def _grant(
     fetches: tuple[Transfer, ...] = (),
 ) -> Grant:
     layout, match = cache.layout, match_of(plan, cache.layout)
-    usable = (plan.survey.usable if fetches else plan.boundary) * layout.page_tokens
+    usable = (plan.found.usable_pages if fetches else plan.boundary) * layout.page_tokens
     fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
     cached = usable - fetched
     if not layout.state:
@@ -271,7 +271,7 @@ def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
             return f"{total} pages at once; group {spec.name} has {spec.num_pages}"
     for group, hold in lease.windows.items():
         spec = layout.specs[group]  # a launch from the last extend's end on reads the window before it
-        first = max(hold.first, layout.rules[group].first_page(lease.room))
+        first = max(hold.first, layout.rules[group].first_page(lease.room_tokens))
         if total - first > spec.num_pages:
             return f"{total - first} pages at once; group {spec.name} has {spec.num_pages}"
     return ""

@@ -9,8 +9,8 @@ from cache_service.core.base.stats import GroupStats, WorkerStats
 from cache_service.core.base.types import Explanation, Residence, Segment
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.worker import Worker
+from cache_service.core.verbs.prefix_match import PrefixMatch
 from cache_service.core.verbs.prompt_match import PromptMatch
-from cache_service.core.verbs.survey import Survey
 from session.words import TOKEN_BYTES, MissReason, Namespace
 
 # Namespaces that Explain looks at between two yields: about 1 ms.
@@ -33,7 +33,7 @@ def explain(
 ) -> Generator[None, None, Explanation]:
     """Where each part of the prompt is, and why the rest is missing; in slices."""
     cache = worker.cache
-    found = prompt.survey(cache)
+    found = prompt.prefix(cache)
     pinned, left_ms = _pinned(cache, found, now_ms)
     match = found.match(cache.layout.page_tokens)
     segments = _segments(found, cache.layout.page_tokens, len(tokens) // TOKEN_BYTES)
@@ -48,17 +48,21 @@ def explain(
     return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms)
 
 
-def _segments(found: Survey, page_tokens: int, num_tokens: int) -> list[Segment]:
+def _segments(found: PrefixMatch, page_tokens: int, num_tokens: int) -> list[Segment]:
     segments = []
-    if found.usable:
-        segments.append(Segment(0, found.usable * page_tokens, Residence.DEVICE))
-    if found.host > found.usable:
-        segments.append(Segment(found.usable * page_tokens, (found.host - found.usable) * page_tokens, Residence.HOST))
-    rest = found.host * page_tokens
+    if found.usable_pages:
+        segments.append(Segment(0, found.usable_pages * page_tokens, Residence.DEVICE))
+    if found.host_pages > found.usable_pages:
+        segments.append(
+            Segment(
+                found.usable_pages * page_tokens, (found.host_pages - found.usable_pages) * page_tokens, Residence.HOST
+            )
+        )
+    rest = found.host_pages * page_tokens
     return [*segments, Segment(rest, num_tokens - rest, Residence.MISSING)]
 
 
-def _pinned(cache: DeviceCache, found: Survey, now_ms: int) -> tuple[int, int]:
+def _pinned(cache: DeviceCache, found: PrefixMatch, now_ms: int) -> tuple[int, int]:
     """Leading tokens under a Pin call, and for how many ms more all of them are."""
     walk = found.walk
     path = [*cache.tree.path(walk.node), *([walk.child] if walk.child is not None and walk.pages else [])]
@@ -70,9 +74,9 @@ def _pinned(cache: DeviceCache, found: Survey, now_ms: int) -> tuple[int, int]:
 
 
 def _is_under_other_salt(
-    cache: DeviceCache, found: Survey, namespace: Namespace, tokens: bytes
+    cache: DeviceCache, found: PrefixMatch, namespace: Namespace, tokens: bytes
 ) -> Generator[None, None, bool]:
-    first = tokens[: cache.layout.page_bytes]
+    first = tokens[: cache.layout.page_key_bytes]
     for number, (other, root) in enumerate(list(cache.tree.roots.items())):
         if number % ROOTS_IN_A_SLICE == ROOTS_IN_A_SLICE - 1:
             yield
@@ -80,7 +84,7 @@ def _is_under_other_salt(
             continue
         if (
             other.salt != namespace.salt
-            and cache.tree.walk(root, tokens, 0, len(first) * found.limit).end > found.matched
+            and cache.tree.walk(root, tokens, 0, len(first) * found.limit_pages).end > found.matched_pages
         ):
             return True
     return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.ghost_table import fingerprint
-from cache_service.core.verbs.survey import Survey, resident, survey
+from cache_service.core.verbs.prefix_match import PrefixMatch, match_prefix, resident
 from session.words import Match, MissReason, Namespace
 
 
@@ -22,25 +22,25 @@ class PromptMatch:
         self._cold: dict[object, Match] = {}
         self._warm: dict[tuple[int, MissReason, int], Match] = {}
 
-    def survey(self, cache: DeviceCache) -> Survey:
+    def prefix(self, cache: DeviceCache) -> PrefixMatch:
         hashes = self.hashes(cache) if cache.host is not None else None
-        return survey(cache.tree, cache.layout, self._namespace, self._tokens, cache.host, hashes)
+        return match_prefix(cache.tree, cache.layout, self._namespace, self._tokens, cache.host, hashes)
 
     def match(self, cache: DeviceCache) -> Match:
-        """The survey's match; it is shared by all workers that neither hold the first page nor evicted it lately."""
+        """Returns the worker's match; workers that neither hold the first page nor evicted it lately share one."""
         layout, root = cache.layout, cache.tree.roots.get(self._namespace)
-        first_page = self._first_pages.get(layout.page_bytes)
+        first_page = self._first_pages.get(layout.page_key_bytes)
         if first_page is None:
-            first_page = self._first_pages[layout.page_bytes] = self._tokens[: layout.page_bytes]
+            first_page = self._first_pages[layout.page_key_bytes] = self._tokens[: layout.page_key_bytes]
         if (root is not None and first_page in root.children) or self._was_evicted(cache, first_page):
             if root is None or layout.sparse or cache.host is not None:
-                return self.survey(cache).match(layout.page_tokens)
+                return self.prefix(cache).match(layout.page_tokens)
             return self._on_device(*resident(cache.tree, layout, self._tokens, root), layout.page_tokens)
         # Layouts are shared by the workers that declare the same groups, so their identity tells them apart.
         key = (id(cache.layout), cache.host)
         found = self._cold.get(key)
         if found is None:
-            found = self._cold[key] = self.survey(cache).match(cache.layout.page_tokens)
+            found = self._cold[key] = self.prefix(cache).match(cache.layout.page_tokens)
         return found
 
     def _on_device(self, num_pages: int, reason: MissReason, page_tokens: int) -> Match:
@@ -56,7 +56,7 @@ class PromptMatch:
         return ghosts.num_pages > 0 and ghosts.find(fingerprint(self.hashes(cache).digest, 0, first_page)) is not None
 
     def hashes(self, cache: DeviceCache) -> PromptHashes:
-        size = cache.layout.page_bytes
+        size = cache.layout.page_key_bytes
         if size not in self._hashes:
             self._hashes[size] = PromptHashes(self._namespace, self._tokens, size)
         return self._hashes[size]

@@ -35,10 +35,10 @@ def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> R
     """Take over the accepted tokens and the computed length; every page wholly below it becomes findable."""
     if tokens:
         cache.leases.accept(lease, tokens)
-    lease.computed = computed
+    lease.computed_tokens = computed
     remaps: list[GroupPages] = []
     end = computed // cache.layout.page_tokens
-    if end > lease.published and not lease.bypass:
+    if end > lease.published_pages and not lease.bypass:
         remaps = publish_pages(cache, lease, end)
     if cache.sparse:
         _publish_snapshots(cache, lease)
@@ -58,7 +58,7 @@ def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages
     if node is not old and not cache.tree.hand_down(old, node):
         cache.tree.pin(node)  # the deeper pin exists before the shallower one is dropped
         cache.unpin(old)
-    lease.node, lease.published = node, end
+    lease.node, lease.published_pages = node, end
     if runs is not None:
         if cache.sparse:
             _fill_windows(cache, lease, runs, remaps)
@@ -71,10 +71,10 @@ def _grow(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None) ->
 
     Its run is noted in `runs`, where somebody asks for them.
     """
-    node, start = lease.node, lease.published
+    node, start = lease.node, lease.published_pages
     if node.children or node.pins != 1 + node.ticket_pins or node.parent is None or node.soft_until_ms:
         return False
-    size, count = cache.layout.page_bytes, end - start
+    size, count = cache.layout.page_key_bytes, end - start
     cache.tree.grow(node, lease.tokens(start * size, end * size), _take_own(cache, lease, count), count)
     if runs is not None:
         runs.append(Run(node, start, end, True))
@@ -83,8 +83,8 @@ def _grow(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None) ->
 
 def _descend(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None, remaps: list[GroupPages]) -> Node:
     """Returns the node that ends at page number `end`."""
-    tree, size = cache.tree, cache.layout.page_bytes
-    node, page = lease.node, lease.published
+    tree, size = cache.tree, cache.layout.page_key_bytes
+    node, page = lease.node, lease.published_pages
     tokens, pos = lease.prompt, page * size
     if end * size > len(tokens):
         tokens, pos = lease.tokens(page * size, end * size), 0
@@ -137,7 +137,7 @@ def _remap_full(cache: DeviceCache, lease: Lease, node: Node, page: int, remaps:
 
 def _drop_restored(cache: DeviceCache, lease: Lease) -> None:
     """The launch that restored the snapshots is reported."""
-    if lease.computed > lease.resumed * cache.layout.page_tokens:
+    if lease.computed_tokens > lease.resumed_pages * cache.layout.page_tokens:
         for held in lease.restore:
             cache.sparse[held.group].drop((held.slot,), Rank.WARM)
         lease.restore = ()
@@ -163,7 +163,7 @@ def _publish_snapshots(cache: DeviceCache, lease: Lease) -> None:
     """Snapshots whose boundary a completed launch has passed."""
     waiting = []
     for leave in lease.leave:
-        if leave.boundary > lease.published or leave.boundary * cache.layout.page_tokens > lease.computed:
+        if leave.boundary > lease.published_pages or leave.boundary * cache.layout.page_tokens > lease.computed_tokens:
             waiting.append(leave)
         else:
             publish_slot(cache, lease.node, leave.group, leave.boundary, leave.slot)
@@ -190,7 +190,7 @@ def fill_hole(cache: DeviceCache, node: Node, target: SparsePage) -> None:
 
 def publish_rolling(cache: DeviceCache, lease: Lease, boundary: int) -> None:
     """The snapshot of the page boundary that the worker names, if what lies before it is published."""
-    if 0 < boundary <= lease.published:
+    if 0 < boundary <= lease.published_pages:
         for held in lease.rolling:
             publish_slot(cache, lease.node, held.group, boundary, held.slot)
         lease.rolling = ()
@@ -201,13 +201,13 @@ def _slide_windows(cache: DeviceCache, lease: Lease) -> None:
     layout = cache.layout
     for group, hold in lease.windows.items():
         rule = layout.rules[group]
-        first = min(rule.first_page(lease.computed), hold.end)
+        first = min(rule.first_page(lease.computed_tokens), hold.end)
         if not lease.bypass:
-            first = min(first, lease.published)
+            first = min(first, lease.published_pages)
         if first <= hold.first:
             continue
         run = rule.reach_pages()
-        ends = lease.resume_boundaries(layout.page_tokens, lease.resumed)
+        ends = lease.resume_boundaries(layout.page_tokens, lease.resumed_pages)
         dropped = hold.page_ids[: first - hold.first]
         warm = [any(end - run <= hold.first + at < end for end in ends) for at in range(len(dropped))]
         del hold.page_ids[: len(dropped)]
@@ -233,7 +233,7 @@ def _tell(cache: DeviceCache, lease: Lease, runs: list[Run]) -> None:
 
 
 def _record_stored(cache: DeviceCache, run: Run) -> None:
-    node, size = run.node, cache.layout.page_bytes
+    node, size = run.node, cache.layout.page_key_bytes
     first, end = run.first - node.start, run.end - node.start
     packed = bytes(node.hashes[first * HASH_BYTES : end * HASH_BYTES])
     hashes = tuple(PageHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES))

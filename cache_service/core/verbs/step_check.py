@@ -61,8 +61,12 @@ def check_publish(cache: DeviceCache, publish: Publish) -> Lease:
     num_tokens = (len(lease.prompt) + len(lease.accepted) + num_bytes) // TOKEN_BYTES
     if num_tokens > cache.config.max_sequence_tokens:
         raise InvalidInput("tokens", f"{num_tokens} tokens; at most {cache.config.max_sequence_tokens}")
-    if not lease.computed <= computed <= num_tokens:
-        wrong = f"is less than {lease.computed}" if computed < lease.computed else f"of {num_tokens} accepted tokens"
+    if not lease.computed_tokens <= computed <= num_tokens:
+        wrong = (
+            f"is less than {lease.computed_tokens}"
+            if computed < lease.computed_tokens
+            else f"of {num_tokens} accepted tokens"
+        )
         raise InvalidInput("computed_tokens", f"{computed} {wrong}")
     layout = cache.layout
     if computed > lease.full_end * layout.page_tokens and layout.full:

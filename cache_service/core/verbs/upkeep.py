@@ -36,7 +36,7 @@ def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms
 
 def _cached(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> Walk | None:
     root = cache.tree.roots.get(namespace)
-    size = cache.layout.page_bytes
+    size = cache.layout.page_key_bytes
     return cache.tree.walk(root, tokens, 0, len(tokens) // size * size) if root is not None else None
 
 

@@ -21,62 +21,62 @@ _MOST_AT_ONCE = 512
 
 
 @dataclass(slots=True)
-class Survey:
+class PrefixMatch:
     """Boundaries in pages. `sparse_ids` are the path's page ids of each WINDOW and STATE group, with holes.
 
-    0 ........ usable ........ matched ........ host
+    0 ........ usable_pages ........ matched_pages ........ host_pages
     """
 
     walk: Walk
-    limit: int
-    matched: int
-    usable: int
-    host: int  # the boundary that a fetch would reach; `usable` without one
+    limit_pages: int
+    matched_pages: int
+    usable_pages: int
+    host_pages: int  # the boundary that a fetch would reach; `usable_pages` without one
     reason: MissReason
     sparse_ids: dict[int, bytes]
     limiting: str = ""
-    hashes: PromptHashes | None = None  # up to the page before `host`; None where no host copy was found
+    hashes: PromptHashes | None = None  # up to the page before `host_pages`; None where no host copy was found
 
     def match(self, page_tokens: int) -> Match:
-        usable = self.usable
+        usable = self.usable_pages
         return Match(
-            self.matched * page_tokens,
+            self.matched_pages * page_tokens,
             usable * page_tokens,
-            (self.host - usable) * page_tokens,
+            (self.host_pages - usable) * page_tokens,
             self.limiting,
             self.reason,
         )
 
 
-def survey(
+def match_prefix(
     tree: RadixTree,
     layout: Layout,
     namespace: Namespace,
     tokens: bytes,
     host: HostView | None,
     hashes: PromptHashes | None = None,
-) -> Survey:
+) -> PrefixMatch:
     """Walk once, then take the largest boundary at which every group can resume.
 
     `hashes` are the prompt's, where several workers are asked about it.
     """
-    limit = (len(tokens) - 1) // layout.page_bytes
+    limit = (len(tokens) - 1) // layout.page_key_bytes
     root = tree.roots.get(namespace)
     if root is None:
         root = Root(namespace, len(layout.specs))  # a stand-in that hangs on no tree
-    walk = tree.walk(root, tokens, 0, limit * layout.page_bytes)
+    walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
     matched = walk.end
-    found = Survey(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
+    found = PrefixMatch(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
     if layout.sparse:
         _resume_on_device(found, tree, layout)
-    if found.usable < limit and not found.limiting:
+    if found.usable_pages < limit and not found.limiting:
         found.reason = _why_absent(tree, tokens, root, matched)
-    if host is not None and found.usable < limit and not host.index.breaker.is_open:
-        _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_bytes))
+    if host is not None and found.usable_pages < limit and not host.index.breaker.is_open:
+        _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_key_bytes))
     return found
 
 
-def _resume_on_device(found: Survey, tree: RadixTree, layout: Layout) -> None:
+def _resume_on_device(found: PrefixMatch, tree: RadixTree, layout: Layout) -> None:
     walk = found.walk
     path = tree.path(walk.node)
     for group in layout.sparse:
@@ -86,8 +86,8 @@ def _resume_on_device(found: Survey, tree: RadixTree, layout: Layout) -> None:
         found.sparse_ids[group] = b"".join(parts)
     rules = [layout.rules[group] for group in layout.sparse]
     flags = [residency(found.sparse_ids[group]) for group in layout.sparse]
-    found.usable = found.host = resume(rules, flags, found.matched)
-    limiting = limiting_rule(rules, flags, found.matched)
+    found.usable_pages = found.host_pages = resume(rules, flags, found.matched_pages)
+    limiting = limiting_rule(rules, flags, found.matched_pages)
     if limiting is not None:
         found.limiting, found.reason = limiting.spec.name, limiting.miss_reason
 
@@ -101,18 +101,18 @@ def _why_absent(tree: RadixTree, tokens: bytes, root: Root, page: int) -> MissRe
 
 def resident(tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> tuple[int, MissReason]:
     """Returns how many leading pages of the prompt the device holds, and why not more. FULL groups only."""
-    limit = (len(tokens) - 1) // layout.page_bytes
-    walk = tree.walk(root, tokens, 0, limit * layout.page_bytes)
+    limit = (len(tokens) - 1) // layout.page_key_bytes
+    walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
     if walk.end == limit:
         return limit, MissReason.PAGE_TAIL
     return walk.end, _why_absent(tree, tokens, root, walk.end)
 
 
-def _look_in_host(found: Survey, tree: RadixTree, layout: Layout, host: HostView, hashes: PromptHashes) -> None:
+def _look_in_host(found: PrefixMatch, tree: RadixTree, layout: Layout, host: HostView, hashes: PromptHashes) -> None:
     """Goes on from the matched pages and stops at the first absent page, so a long miss costs one hash."""
     _seed(found, tree, hashes)
     end = _reach(found, layout, host, hashes)
-    if end == found.usable:
+    if end == found.usable_pages:
         return
     found.hashes = hashes
     boundary = end
@@ -120,12 +120,12 @@ def _look_in_host(found: Survey, tree: RadixTree, layout: Layout, host: HostView
         first = _first_page_of_interest(found, layout)
         flags = [_with_host(found, group, first, end, host) for group in layout.sparse]
         boundary = resume([layout.rules[group] for group in layout.sparse], flags, end)
-    found.host = max(boundary, found.usable)
+    found.host_pages = max(boundary, found.usable_pages)
 
 
-def _seed(found: Survey, tree: RadixTree, hashes: PromptHashes) -> None:
+def _seed(found: PrefixMatch, tree: RadixTree, hashes: PromptHashes) -> None:
     """The tree keeps the hashes of the matched pages once somebody has asked for them."""
-    if hashes.num_pages >= found.matched:
+    if hashes.num_pages >= found.matched_pages:
         return
     walk = found.walk
     partly = walk.child if walk.pages else None
@@ -136,18 +136,18 @@ def _seed(found: Survey, tree: RadixTree, hashes: PromptHashes) -> None:
     hashes.seed(b"".join(parts))
 
 
-def _reach(found: Survey, layout: Layout, host: HostView, hashes: PromptHashes) -> int:
+def _reach(found: PrefixMatch, layout: Layout, host: HostView, hashes: PromptHashes) -> int:
     """The first page number from the matched ones on that the tier does not hold whole.
 
     What was found for one worker holds for the next: 64 workers would look up the same 8,192 pages each.
     """
     runs = hashes.reach.setdefault((host.index, host.fingerprint, layout.full_mask), [])
     for first, end in runs:
-        if first <= found.matched <= end:
+        if first <= found.matched_pages <= end:
             return end
-    page, count = found.matched, 1
-    while page < found.limit:
-        stop = min(page + count, found.limit)
+    page, count = found.matched_pages, 1
+    while page < found.limit_pages:
+        stop = min(page + count, found.limit_pages)
         held = host.index.leading(
             host.fingerprint, hashes.run(page, stop), layout.full_mask, host.index.floor(hashes.digest)
         )
@@ -155,17 +155,17 @@ def _reach(found: Survey, layout: Layout, host: HostView, hashes: PromptHashes) 
         if page < stop:
             break
         count = min(2 * count, _MOST_AT_ONCE)
-    runs.append((found.matched, page))
+    runs.append((found.matched_pages, page))
     return page
 
 
-def _first_page_of_interest(found: Survey, layout: Layout) -> int:
-    """A boundary beyond `usable` needs no WINDOW or STATE page before this one."""
+def _first_page_of_interest(found: PrefixMatch, layout: Layout) -> int:
+    """A boundary beyond `usable_pages` needs no WINDOW or STATE page before this one."""
     reach = max(layout.rules[group].reach_pages() for group in layout.sparse)
-    return max(0, found.usable + 1 - reach - 1)
+    return max(0, found.usable_pages + 1 - reach - 1)
 
 
-def _with_host(found: Survey, group: int, first: int, end: int, host: HostView) -> bytes:
+def _with_host(found: PrefixMatch, group: int, first: int, end: int, host: HostView) -> bytes:
     """Residency of a group up to `end`, counting the host's pages from page number `first` on."""
     flags = bytearray(residency(found.sparse_ids[group]))
     flags += bytes(end - len(flags))
