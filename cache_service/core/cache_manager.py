@@ -227,8 +227,8 @@ class CacheManager:
             raise InvalidInput("ttl_ms", "must not be negative")
         until_ms = now_ms + ttl_ms if ttl_ms else 0
         caches = [worker.cache for worker in self.workers.values()]
-        lacks = next(filter(None, (upkeep.lacks_pin_room(cache, namespace, tokens) for cache in caches)), "")
-        if until_ms and lacks:
+        lacks = next(filter(None, (upkeep.lacks_pin_room(cache, namespace, tokens) for cache in caches)), None)
+        if until_ms and lacks is not None:
             raise TooMany("tokens", lacks)
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 

@@ -7,7 +7,8 @@ import pytest
 from cache_service.core.base.types import Cleared
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.host import hash_index
-from cache_service.core.host.hash_index import Breaker, HashIndex
+from cache_service.core.host.breaker import Breaker
+from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
 from session.words import HostTierKind, PageHash, WorkerId

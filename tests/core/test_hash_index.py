@@ -7,7 +7,8 @@ from typing import Any
 
 from cache_service.core.base.page_hash import namespace_digest
 from cache_service.core.host import hash_index
-from cache_service.core.host.hash_index import Breaker, HashIndex
+from cache_service.core.host.breaker import Breaker
+from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, parse_key
 from session.words import Namespace, PageHash
 

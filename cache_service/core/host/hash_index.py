@@ -1,6 +1,6 @@
-"""Page hash -> host copies of one host tier: rows, their quota and last use, and the breaker.
+"""Page hash -> host copies of one host tier: rows, their quota and last use.
 
-Knows no tree and no store. A row says which groups of a page the tier holds; rows of different fingerprints never meet.
+A row says which groups of a page the tier holds; rows of different fingerprints never meet.
 What the store is to do (keys to delete, keys whose time to live is to be refreshed) is queued here as values.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.host_key import HostKey, key_prefix
 from session.words import HASH_BYTES, Namespace
 
@@ -42,35 +43,6 @@ class HostRow:
     namespace: Namespace | None
     stamp: int
     used_ms: int = 0
-
-
-@dataclass(slots=True)
-class Breaker:
-    """Opens after consecutive failures; asks again after a pause."""
-
-    failures_to_open: int
-    pause_ms: int
-    failures: int = 0
-    open_until_ms: int | None = None
-
-    def failed(self, now_ms: int) -> None:
-        self.failures += 1
-        if self.failures >= self.failures_to_open:
-            self.open_until_ms = now_ms + self.pause_ms
-
-    def succeeded(self) -> None:
-        self.failures = 0
-        self.open_until_ms = None
-
-    def tick(self, now_ms: int) -> None:
-        """After the pause one more failure opens it again."""
-        if self.open_until_ms is not None and now_ms >= self.open_until_ms:
-            self.open_until_ms = None
-            self.failures = self.failures_to_open - 1
-
-    @property
-    def is_open(self) -> bool:
-        return self.open_until_ms is not None
 
 
 @dataclass(slots=True)

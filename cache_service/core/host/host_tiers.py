@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import HostTierStats
-from cache_service.core.host.hash_index import Breaker, HashIndex, HostView
+from cache_service.core.host.breaker import Breaker
+from cache_service.core.host.hash_index import HashIndex, HostView
 from cache_service.core.host.host_key import parse_key
 from session.messages import Hello
 from session.words import HostTierKind, WorkerId

@@ -84,9 +84,10 @@ def plan_acquire(
         plan = Plan(found, boundary, base, place, total, {}, {})
         if layout.sparse:
             _plan_sparse(plan, layout, acquire)
-        detail = _lacks(cache, plan, acquire.reserve_pages)
-        if not detail:
+        lacks = _lacks(cache, plan, acquire.reserve_pages)
+        if lacks is None:
             return plan
+        detail = lacks
         if boundary <= found.usable_pages and not _can_never_hold(cache, plan):
             break
     return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, detail)
@@ -152,16 +153,16 @@ def _can_never_hold(cache: DeviceCache, plan: Plan) -> bool:
     return any(w.end - w.first > cache.layout.specs[group].num_pages for group, w in plan.windows.items())
 
 
-def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str:
-    """Which group has too few pages for the plan; empty when it fits."""
+def _lacks(cache: DeviceCache, plan: Plan, reserve: int) -> str | None:
+    """Returns which group has too few pages for the plan; None when it fits."""
     need = plan.total - plan.base + reserve - (cache.tree.evictable_pages - evictable_hits(plan.place))
     for group, pool in cache.full_pools:
         if pool.num_free < need:
             return f"group {cache.layout.specs[group].name} lacks pages"
-    return _lacks_sparse(cache, plan) if cache.sparse else ""
+    return _lacks_sparse(cache, plan) if cache.sparse else None
 
 
-def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str:
+def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str | None:
     layout = cache.layout
     for group, window in plan.windows.items():
         pages = cache.sparse[group]
@@ -174,7 +175,7 @@ def _lacks_sparse(cache: DeviceCache, plan: Plan) -> str:
         restored = slot is not None and slot != 0 and pages.is_unread(slot)
         if pages.num_available - restored < 1 + (slot == 0):
             return f"group {layout.specs[group].name} lacks slots"
-    return ""
+    return None
 
 
 def locate(walk: Walk, base: int) -> Walk:
@@ -199,8 +200,8 @@ def evictable_hits(place: Walk) -> int:
     return hits
 
 
-def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
-    """Which group has too few pages for a length of `total` pages; empty when it fits."""
+def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str | None:
+    """Returns which group has too few pages for a length of `total` pages; None when it fits."""
     need = total - lease.full_end - cache.tree.evictable_pages
     for group, pool in cache.full_pools:
         if pool.num_free < need:
@@ -208,4 +209,4 @@ def lacks_for_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
     for group, hold in lease.windows.items():
         if cache.sparse[group].num_available < total - hold.end:
             return f"group {cache.layout.specs[group].name} lacks pages"
-    return ""
+    return None

@@ -184,13 +184,13 @@ def _first_taken(pool: PagePool, page_ids: Iterable[int]) -> int:
     return next((page_id for page_id in page_ids if not pool.is_free(page_id)), 0)
 
 
-def _taken_slot(cache: DeviceCache, slots: tuple[SnapshotSlot, ...]) -> str:
+def _taken_slot(cache: DeviceCache, slots: tuple[SnapshotSlot, ...]) -> str | None:
     seen: set[tuple[int, PageId]] = set()
     for slot in slots:
         if (slot.group, slot.slot) in seen or not cache.sparse[slot.group].pool.is_free(slot.slot):
             return f"slot {slot.slot} of group {cache.layout.specs[slot.group].name} is taken"
         seen.add((slot.group, slot.slot))
-    return ""
+    return None
 
 
 # The commit: cannot fail.

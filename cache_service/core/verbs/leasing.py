@@ -238,7 +238,7 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
     if total <= held and not layout.sparse:
         return ExtendGrant(item.sequence_id, ())
     detail = lacks_for_extend(cache, lease, total)
-    if detail:
+    if detail is not None:
         never = _can_never_extend(cache, lease, total)
         cache.counters.refusals += 1
         reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
@@ -263,7 +263,8 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
     return ExtendGrant(item.sequence_id, tuple(pages), _offer_leave(cache, lease, item.num_tokens))
 
 
-def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
+def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str | None:
+    """Returns why the sequence could not grow on an empty worker either; None when it could."""
     layout = cache.layout
     for group in layout.full:
         spec = layout.specs[group]
@@ -274,7 +275,7 @@ def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str:
         first = max(hold.first, layout.rules[group].first_page(lease.room_tokens))
         if total - first > spec.num_pages:
             return f"{total - first} pages at once; group {spec.name} has {spec.num_pages}"
-    return ""
+    return None
 
 
 # Release.

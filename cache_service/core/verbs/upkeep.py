@@ -1,4 +1,4 @@
-"""What people and time do to one worker's cache: soft pins and ticks. Knows no session."""
+"""What people and time do to one worker's cache: soft pins and ticks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from cache_service.core.verbs import fetching, renewal, spilling
 from session.words import Namespace
 
 
-def lacks_pin_room(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> str:
-    """Why the cached prefix may not be pinned; empty when it may."""
+def lacks_pin_room(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> str | None:
+    """Returns why the cached prefix may not be pinned; None when it may."""
     found = _cached(cache, namespace, tokens)
     if found is None:
-        return ""
+        return None
     pinned = sum(node.resident for node in cache.tree.path(found.node) if node.soft_until_ms)
     num_pages = cache.soft_pins.num_pages + found.end - pinned
     most = int(cache.num_pages * cache.config.max_pinned_share)
-    return f"{num_pages} pages of {cache.worker_id} would be pinned; at most {most} may be" if num_pages > most else ""
+    if num_pages <= most:
+        return None
+    return f"{num_pages} pages of {cache.worker_id} would be pinned; at most {most} may be"
 
 
 def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms: int) -> int:
-    """Rank the cached prefix last in eviction until then (0: as usual again); answers its tokens."""
+    """Rank the cached prefix last in eviction until then (0: as usual again); returns its tokens."""
     found = _cached(cache, namespace, tokens)
     if found is None:
         return 0

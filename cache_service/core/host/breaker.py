@@ -1,0 +1,34 @@
+"""A circuit breaker: stops asking a host tier that fails, and tries again after a pause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Opens after consecutive failures; asks again after a pause."""
+
+    failures_to_open: int
+    pause_ms: int
+    failures: int = 0
+    open_until_ms: int | None = None
+
+    def failed(self, now_ms: int) -> None:
+        self.failures += 1
+        if self.failures >= self.failures_to_open:
+            self.open_until_ms = now_ms + self.pause_ms
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.open_until_ms = None
+
+    def tick(self, now_ms: int) -> None:
+        """After the pause one more failure opens it again."""
+        if self.open_until_ms is not None and now_ms >= self.open_until_ms:
+            self.open_until_ms = None
+            self.failures = self.failures_to_open - 1
+
+    @property
+    def is_open(self) -> bool:
+        return self.open_until_ms is not None
