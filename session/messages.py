@@ -68,7 +68,12 @@ class Acquire(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A sequence may run on these pages; while there are `fetches` it waits for the acks of all of them instead."""
+    """A sequence may run on these pages; while there are `fetches` it waits for the acks of all of them instead.
+
+    The rest is for STATE groups: `restore` are the snapshots to load before the first launch; `leave` the slots in
+    which the coming chunk stores the state at those boundaries; `working` each group's slot for the running state;
+    `rolling` each group's slot for the state at the last boundary that decoding crossed.
+    """
 
     sequence_id: SequenceId
     usable_tokens: int

@@ -1,6 +1,6 @@
 """The verbs over all workers: hello, step, goodbye, match, explain, pin, clear, tick.
 
-Knows no clock, no transport and no thread: time comes in as `now_ms`; orders, events and host keys are taken out.
+Time comes in as `now_ms`; orders, events and host keys are taken out.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class CacheManager:
         """The state that Hello's generation names goes on; any other of this worker is dropped for a new one.
 
         A new incarnation replaces the old, which is refused from then on.
+
+        Raises InvalidInput, Superseded for an incarnation that was replaced, TooMany beyond `max_workers`.
         """
         check_hello(hello)
         if hello.incarnation in self._superseded.get(hello.worker_id, ()):
@@ -138,6 +140,7 @@ class CacheManager:
             worker.gone_since_ms = now_ms
 
     def goodbye(self, worker_id: WorkerId) -> None:
+        """Forget the worker. Raises UnknownWorker."""
         self._forget(self._worker(worker_id))
         self._prune_tiers()
 
@@ -148,10 +151,11 @@ class CacheManager:
         return worker
 
     def step(self, worker_id: WorkerId, step: Step, now_ms: int) -> StepReply:
-        """Items that are wrong are refused in the reply; a repeated step id is answered with the kept reply.
+        """Items that are wrong are refused in the reply; for a repeated step id the kept reply is returned.
 
-        A FieldError changes nothing. Any other exception is a fault of ours that may have left a step half applied:
-        the worker's state is dropped, so that the step cannot be repeated on it, and the worker adopts what it holds.
+        Raises UnknownWorker, InvalidInput for a step id or ack that is wrong, UnknownTicket; then nothing changed.
+        Any other exception is a fault of ours that may have left a step half applied: the worker's state is dropped,
+        so that the step cannot be repeated on it, and the worker adopts what it holds.
         """
         worker = self._worker(worker_id)
         if worker.kept_reply is not None and step.step_id == worker.last_step_id:
@@ -171,7 +175,8 @@ class CacheManager:
         """The device cache of a connected worker; for audits, replays and tests."""
         return self._worker(worker_id).cache
 
-    # One verb at a time, for replays and tests. A FieldError changes nothing.
+    # One verb at a time, for replays and tests. Each raises UnknownWorker and what `step_check` finds wrong with the
+    # item (InvalidInput, TooMany, UnknownSequence, DuplicateSequence); then nothing changed.
 
     def acquire(self, worker_id: WorkerId, item: Acquire) -> Grant | Refusal:
         return stepping.acquire(self._worker(worker_id).cache, item)
@@ -188,7 +193,10 @@ class CacheManager:
     # For people, routers and tools.
 
     def match(self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None) -> tuple[WorkerMatch, ...]:
-        """Read-only: how far each connected worker of the model could reuse the prompt."""
+        """Returns how far each connected worker of the model (or the one named) could reuse the prompt; read-only.
+
+        Raises InvalidInput and TooMany for tokens that are wrong, UnknownWorker.
+        """
         step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         prompt = PromptMatch(namespace, tokens)
         matches = []
@@ -206,7 +214,10 @@ class CacheManager:
     def explaining(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None, now_ms: int
     ) -> Generator[None, None, tuple[Explanation, ...]]:
-        """For the operator only: may say that another salt holds the tokens. Other calls may come in between."""
+        """For the operator only: may say that another salt holds the tokens. Other calls may come in between.
+
+        Raises what `match` raises.
+        """
         step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         prompt = PromptMatch(namespace, tokens)
         out = []
@@ -221,7 +232,10 @@ class CacheManager:
         return [w for w in self.workers.values() if w.gone_since_ms is None and w.hello.model in models]
 
     def pin(self, namespace: Namespace, tokens: bytes, ttl_ms: int, now_ms: int) -> int:
-        """Rank the cached prefix last for so long (0 unpins); answers the most tokens on any worker."""
+        """Rank the cached prefix last in eviction for `ttl_ms` (0 unpins). Returns its most tokens on any worker.
+
+        Raises InvalidInput, and TooMany where more than `max_pinned_share` of a worker's pages would be pinned.
+        """
         step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         if ttl_ms < 0:
             raise InvalidInput("ttl_ms", "must not be negative")
@@ -233,7 +247,7 @@ class CacheManager:
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 
     def clear(self, namespace: Namespace | None, unused_only: bool) -> ClearResult:
-        """All slices of `clearing` at once; for tests and replays."""
+        """All slices of `clearing` at once; for tests and replays. Raises LeasesInScope."""
         return _to_the_end(self.clearing(namespace, unused_only))
 
     def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
@@ -306,7 +320,7 @@ class CacheManager:
         return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
 
     def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Rows found by a background scan after a restart; answers how many became findable."""
+        """Rows found by a background scan after a restart. Returns how many became findable."""
         return self.tiers.adopt(host_tier_id, fingerprint, keys)
 
     def host_lost(self, host_tier_id: str) -> None:

@@ -1,7 +1,4 @@
-"""One worker's pools, tree, policy, leases and tickets: the only place where they are paired.
-
-Knows no plan, no other worker, no stream and no clock; the verbs that work on it stand above.
-"""
+"""One worker's pools, tree, policy, leases and tickets: the only place where they are paired."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Events until somebody takes them: what nobody takes costs a bounded memory. Knows no watcher and no cause.
+"""Events until somebody takes them: what nobody takes costs a bounded memory.
 
 While nobody wants events, none are made: the hashes that they carry cost 78 % more core time in a decoding step.
 
-Beyond the limit the oldest are dropped and counted, so that whoever takes the others can tell that there is a gap.
+Beyond the limit the oldest are dropped and counted, so that those who take the others can tell that there is a gap.
 """
 
 from __future__ import annotations

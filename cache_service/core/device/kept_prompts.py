@@ -1,4 +1,4 @@
-"""Tokens of sequences that wait for pages, so that they cross the wire once. Knows no lease and no page."""
+"""Tokens of sequences that wait for pages, so that they cross the wire once."""
 
 from __future__ import annotations
 

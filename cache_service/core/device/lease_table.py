@@ -1,4 +1,4 @@
-"""What each live sequence of one worker holds and reads. Knows no pool and no policy; it frees nothing itself."""
+"""What each live sequence of one worker holds and reads. Frees nothing itself."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The free pages of one group on one worker. Knows no token, hash, lease or time.
+"""The free pages of one group on one worker.
 
 Pages that were given back are taken first; the others have never been handed out and need no memory here:
 
     1 .. fresh - 1       taken or in `_free`
     fresh .. num_pages   never handed out, but for those in `_ahead`, which were claimed by their ids
 
-Only claims and `is_free` ask where a page stands in `_free`. The answer is kept in `_places` from the first question
+Only claims and `is_free` ask where a page stands in `_free`. It is kept in `_places` from the first question
 on, and dropped when more pages have moved since than a new look would cost: ordinary takes and gives stay slices.
 """
 

@@ -1,6 +1,6 @@
 """Page-aligned runs of tokens -> pages of every group; walk, pin, grow, attach, split, cut.
 
-Knows no pool, lease, ticket or time. A node is a run of pages on one path:
+Frees no page itself. A node is a run of pages on one path:
 
     key       |  page  |  page  |  page  |
     pages[g]  |   17   |    4   |    9   |      `resident` = 3
@@ -228,7 +228,7 @@ class RadixTree:
         return leaf
 
     def split(self, node: Node, count: int) -> Node:
-        """Cut a node in two; answers the new upper half of `count` pages. `node` stays the lower half."""
+        """Cut a node in two; returns the new upper half of `count` pages. `node` stays the lower half."""
         assert node.parent is not None
         parent, at = node.parent, count * self.page_key_bytes
         if node.queue is not None:
@@ -252,7 +252,7 @@ class RadixTree:
         return top
 
     def cut(self, node: Node, count: int, is_cleared: bool = False) -> list[bytearray]:
-        """Take the last `count` pages off an unpinned leaf; answers them, group by group. Ghosts stay behind."""
+        """Take the last `count` pages off an unpinned leaf; returns them, group by group. Ghosts stay behind."""
         kind = GhostKind.AGAIN if node.uses else GhostKind.ONCE
         if is_cleared or (self.detached and node.root in self.detached):
             kind = GhostKind.CLEARED

@@ -1,4 +1,4 @@
-"""Prefixes under a Pin call: which nodes, how many pages, and which pins have run out. Knows no order and no pool.
+"""Prefixes under a Pin call: which nodes, how many pages, and which pins have run out.
 
 A node leaves when it lost its last page, so that no more is kept here than is cached.
 """

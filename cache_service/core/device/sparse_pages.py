@@ -114,7 +114,7 @@ class SparsePages:
         self._uses: dict[int, Use] = {}
         self._clock = 0
         self.num_evicted = 0
-        self.emptied: list[Node] = []  # nodes that lost a page to an eviction; whoever trims paths empties it
+        self.emptied: list[Node] = []  # nodes that lost a page to an eviction; `DeviceCache.trim_all` empties it
 
     @property
     def num_evictable(self) -> int:
@@ -151,7 +151,7 @@ class SparsePages:
                 self._leave_order(page_id)
 
     def drop(self, page_ids: Iterable[int], rank: Rank) -> None:
-        """One reader less; at none an unpublished page goes free, a published one becomes evictable, just used."""
+        """One reader less; at none an unpublished page is freed, a published one becomes evictable, just used."""
         freed = []
         for page_id in page_ids:
             held = self.readers[page_id] - 1
@@ -191,7 +191,7 @@ class SparsePages:
         return order
 
     def drop_unused(self, page_id: int) -> None:
-        """One reader less that was no use: the page takes the place in the order that its last use gave it."""
+        """One reader less that did not use the page: it takes the place in the order that its last use gave it."""
         held, place = self.readers[page_id], self.places[page_id]  # a ticket's pages stand in the tree
         if held > 1:
             self.readers[page_id] = held - 1
@@ -233,7 +233,7 @@ class SparsePages:
         self.pool.give(pack([page_id]))
 
     def discard(self, page_ids: bytes | bytearray) -> int:
-        """Free the evictable pages of a run that was cut off the tree; holes are skipped. Answers how many."""
+        """Free the evictable pages of a run that was cut off the tree; holes are skipped. Returns how many."""
         freed = [page_id for page_id in unpack(page_ids) if page_id]
         for page_id in freed:
             del self.places[page_id]

@@ -1,4 +1,4 @@
-"""The name of one value in the host tier, and back. Readable ASCII; knows nothing of who stores it."""
+"""The name of one value in the host tier, and back. Readable ASCII."""
 
 from __future__ import annotations
 

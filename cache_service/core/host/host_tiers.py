@@ -1,6 +1,6 @@
 """The host tiers that workers named: one index for each shared store, one for each worker's private memory.
 
-Knows no device page. Everything that a store is to do leaves as keys.
+Everything that a store is to do leaves as keys.
 """
 
 from __future__ import annotations

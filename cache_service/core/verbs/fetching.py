@@ -1,6 +1,6 @@
 """Fetch tickets: what to bring from the host tier, and what an ack makes findable.
 
-Knows no rates and no breaker rule beyond reporting to it. While the lease lives it holds the targets; if it ends first,
+While the lease lives it holds the targets; if it ends first,
 each open ticket takes its own over until its ack, since the mover may still write there.
 
     page     base                                            boundary

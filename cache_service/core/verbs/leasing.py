@@ -1,6 +1,6 @@
 """Give a sequence its pages and take them back: acquire, extend, release, and the new plan after a fetch.
 
-Knows no other worker, no stream and no clock. A commit pins the hits, then evicts, then takes; it cannot fail.
+A commit pins the hits, then evicts, then takes; it cannot fail.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason, rolling_tok
 
 
 def drop_holdings(cache: DeviceCache, lease: Lease) -> None:
-    """Everything that the lease still holds; what is unpublished goes free."""
+    """Everything that the lease still holds; what is unpublished is freed."""
     for group, pool in cache.full_pools:
         pool.give(lease.private[group])
     if cache.sparse:

@@ -1,4 +1,4 @@
-"""Explanations and statistics of one worker, for people. Reads only; knows no transport."""
+"""Explanations and statistics of one worker, for people. Reads only."""
 
 from __future__ import annotations
 

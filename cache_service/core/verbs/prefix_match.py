@@ -1,7 +1,4 @@
-"""Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later.
-
-Knows no pool and no need for pages; the plan does.
-"""
+"""Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later."""
 
 from __future__ import annotations
 

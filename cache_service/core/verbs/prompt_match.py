@@ -1,7 +1,4 @@
-"""One prompt that many workers are asked about: hashed once, and the workers that hold nothing of it matched once.
-
-Knows no worker's name and no transport.
-"""
+"""One prompt that many workers are asked about: hashed once, and the workers that hold nothing of it matched once."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Make computed pages findable: go on at the lease's own node, merge per group and page, say which pages to remap.
 
-Knows no plan and no ticket.
-
-    tree    hole              -> takes the sequence's page
-            a different page  -> the sequence is remapped to it, its own page goes free
-            the same page     -> nothing
+tree    hole              -> takes the sequence's page
+        a different page  -> the sequence is remapped to it, its own page is freed
+        the same page     -> nothing
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> R
 
 
 def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages]:
-    """Put the lease's pages up to page number `end` into the tree; answers what to remap."""
+    """Put the lease's pages up to page number `end` into the tree; returns what to remap."""
     remaps: list[GroupPages] = []
     runs: list[Run] | None = None
     if cache.sparse or cache.host is not None or cache.events.is_wanted:
@@ -171,7 +169,7 @@ def _publish_snapshots(cache: DeviceCache, lease: Lease) -> None:
 
 
 def publish_slot(cache: DeviceCache, node: Node, group: int, boundary: int, slot: int) -> None:
-    """Give a private slot to the tree; where a snapshot stands already, the slot goes free."""
+    """Give a private slot to the tree; where there is a snapshot already, the slot is freed."""
     node = node.holder(boundary - 1)
     pages = cache.sparse[group]
     if not node.page_id(group, boundary - 1):

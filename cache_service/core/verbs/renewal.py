@@ -1,7 +1,4 @@
-"""Keeps host copies of what is in use: hits renew them, and what a store lost is filled again, a little at each tick.
-
-Knows no key and no clock.
-"""
+"""Keeps host copies of what is in use: hits renew them; what a store lost is refilled, a little at each tick."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Apply a Step to one worker's cache, in this order: acks, publishes, releases, adopts, extends, acquires.
 
-Knows no session. Each item is checked right before it is applied: one that is wrong is refused alone, and changes
+Each item is checked right before it is applied: one that is wrong is refused alone, and changes
 nothing. Any other exception in here is a fault of ours, and leaves the cache in no state to go on from.
 """
 
@@ -38,7 +38,7 @@ Answer = TypeVar("Answer", Grant, ExtendGrant, Remap)
 
 
 class _Reply:
-    """Collects the answers; a no_room bars every later acquire of the step."""
+    """Collects the results; a no_room bars every later acquire of the step."""
 
     def __init__(self) -> None:
         self.grants: list[Grant] = []
