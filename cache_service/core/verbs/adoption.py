@@ -15,15 +15,14 @@ from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import HeldSlot, Lease, WindowHold
 from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_tree import Walk
+from cache_service.core.kinds.rule import GroupRule
 from cache_service.core.verbs import leasing, publishing
 from cache_service.core.verbs.step_check import check_sequence, check_tokens
 from session.errors import InvalidInput
 from session.messages import Adopt, Grant, Refusal
 from session.words import (
     PAGE_ID_BYTES,
-    GroupKind,
     GroupPages,
-    GroupSpec,
     Match,
     MissReason,
     PageId,
@@ -86,14 +85,15 @@ def _check(cache: DeviceCache, adopt: Adopt) -> None:
         raise InvalidInput("tables", f"one table for each of the groups {expected} is needed")
     computed_pages = cache.layout.pages(adopt.computed_tokens)
     for number, table in enumerate(adopt.tables):
-        _check_table(table, cache.layout.specs[table.group], f"tables[{number}]", computed_pages)
+        _check_table(table, cache.layout.rules[table.group], f"tables[{number}]", computed_pages)
     lengths = {len(table.page_ids) for table in adopt.tables if table.group in cache.pools}
     if len(lengths) > 1:
         raise InvalidInput("tables", "the tables of FULL groups must have the same length")
     _check_slots(cache, adopt)
 
 
-def _check_table(table: GroupPages, spec: GroupSpec, where: str, computed_pages: int) -> None:
+def _check_table(table: GroupPages, rule: GroupRule, where: str, computed_pages: int) -> None:
+    spec = rule.spec
     num_pages, rest = divmod(len(table.page_ids), PAGE_ID_BYTES)
     if rest or table.first_page < 0:
         raise InvalidInput(f"{where}.page_ids", "is no whole number of uint32 page ids")
@@ -106,8 +106,8 @@ def _check_table(table: GroupPages, spec: GroupSpec, where: str, computed_pages:
         raise InvalidInput(f"{where}.page_ids", "names a page twice")
     if table.first_page + num_pages < computed_pages:
         raise InvalidInput(f"{where}.page_ids", "does not cover the computed tokens")
-    if spec.kind == GroupKind.FULL and (table.first_page or num_holes):
-        raise InvalidInput(f"{where}.page_ids", "a FULL group has no holes")
+    if not rule.has_holes and (table.first_page or num_holes):
+        raise InvalidInput(f"{where}.page_ids", f"a {spec.kind.name} group has no holes")
 
 
 def _check_slots(cache: DeviceCache, adopt: Adopt) -> None:
@@ -131,9 +131,9 @@ def _claimed(cache: DeviceCache, adopt: Adopt) -> Claim | str:
         claim.walk = cache.tree.walk(root, adopt.tokens, 0, limit * layout.page_key_bytes)
         claim.shared = claim.walk.end
     for table in adopt.tables:
-        spec = layout.specs[table.group]
+        rule = layout.rules[table.group]
         standing = _standing(cache, claim.walk, table.group)
-        if spec.kind == GroupKind.FULL:
+        if not rule.has_holes:
             pool = cache.pools[table.group]
             taken = _claim_full(pool, claim, table, standing)
         else:
@@ -141,7 +141,7 @@ def _claimed(cache: DeviceCache, adopt: Adopt) -> Claim | str:
             claim.windows[table.group] = window = _window(cache, adopt, table, unpack(standing))
             taken = _first_taken(pool, window.fresh)
         if taken:
-            return f"page {taken} of group {spec.name} is taken"
+            return f"page {taken} of group {rule.spec.name} is taken"
     return _taken_slot(cache, (*adopt.working, *adopt.rolling)) or claim
 
 

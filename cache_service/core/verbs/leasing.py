@@ -265,16 +265,12 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
 
 def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str | None:
     """Returns why the sequence could not grow on an empty worker either; None when it could."""
-    layout = cache.layout
-    for group in layout.full:
-        spec = layout.specs[group]
-        if total > spec.num_pages:
-            return f"{total} pages at once; group {spec.name} has {spec.num_pages}"
-    for group, hold in lease.windows.items():
-        spec = layout.specs[group]  # a launch from the last extend's end on reads the window before it
-        first = max(hold.first, layout.rules[group].first_page(lease.room_tokens))
-        if total - first > spec.num_pages:
-            return f"{total - first} pages at once; group {spec.name} has {spec.num_pages}"
+    for group in (*cache.layout.full, *lease.windows):
+        rule, hold = cache.layout.rules[group], lease.windows.get(group)
+        # A launch from the last extend's end on reads what its rule says from there.
+        first = max(hold.first if hold is not None else 0, rule.first_page(lease.room_tokens))
+        if total - first > rule.spec.num_pages:
+            return f"{total - first} pages at once; group {rule.spec.name} has {rule.spec.num_pages}"
     return None
 
 
