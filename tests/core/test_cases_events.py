@@ -1,4 +1,4 @@
-"""Identity and what watchers hear: cases 25 and 44, E6-E12, E29, H22, M2, M18-M20, M29, R1.
+"""Identity of pages, events and statistics. The ids in test names are those of docs/cases.md.
 
 Knows nothing beyond the driver.
 """
@@ -266,7 +266,7 @@ def test_hashes_are_the_same_on_every_worker_and_in_every_manager() -> None:
     assert hashes[0] == hashes[1] == tuple(PageHash(whole[i : i + 32]) for i in range(0, len(whole), 32))
 
 
-def test_m31_an_unwatched_manager_decides_the_same() -> None:
+def test_an_unwatched_manager_decides_the_same() -> None:
     told_apart = []
     for watch in (True, False):
         world = World(watch=watch)

@@ -1,4 +1,4 @@
-"""Order and extent of eviction: cases 13 and 32, H15-H16, E1-E5, E13-E17, E26-E28, M21-M25.
+"""Order and extent of eviction. The ids in test names are those of docs/cases.md.
 
 Knows nothing beyond the driver and the events.
 """

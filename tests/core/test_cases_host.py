@@ -1,4 +1,4 @@
-"""Acceptance cases 5, 33-37, E6, E25 and fetches around them: spill, fetch, missing pages, aborts, failures.
+"""The host tier: spill, fetch, missing pages, aborts, failures. The ids in test names are those of docs/cases.md.
 
 Knows nothing beyond the driver, whose mover works only when told and whose store the tests may damage.
 """

@@ -1,4 +1,4 @@
-"""Acceptance case E21: a prefix that ten thousand sequences share is kept once; a tree costs little beyond tokens."""
+"""E21: a prefix that ten thousand sequences share is kept once; a tree costs little beyond tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acceptance cases 20-27: what a running sequence published serves its siblings, and nothing else does.
+"""What a running sequence published serves its siblings, and nothing else does; ids as in docs/cases.md.
 
 Knows nothing beyond the driver.
 """

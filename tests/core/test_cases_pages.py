@@ -1,4 +1,4 @@
-"""Acceptance cases 1-14: the pages of one FULL group: hits, room, order and growth. Page 4 unless noted.
+"""The pages of one FULL group: hits, room, order and growth; ids as in docs/cases.md. Page 4 unless noted.
 
 Knows nothing beyond the driver: prompts in, cached tokens and free pages out.
 """

@@ -1,4 +1,4 @@
-"""Acceptance cases 38-42 on bare residency: which boundary do several groups share. Pages of 4 tokens unless noted.
+"""Which boundary several groups share, by residency alone; ids as in docs/cases.md. Pages of 4 tokens unless noted.
 
 Knows no tree: a group is the set of page numbers that are resident.
 """

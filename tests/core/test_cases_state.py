@@ -1,4 +1,4 @@
-"""Hybrid models: cases 41 and 42, H1-H7, H13, H18, M6-M9c, M27, M30 and E18: where snapshots are left and restored.
+"""Hybrid models: where snapshots are left and restored. The ids in test names are those of docs/cases.md.
 
 Knows nothing beyond the driver: a snapshot that is not there shows as tokens computed again.
 """

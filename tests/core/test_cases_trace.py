@@ -1,4 +1,4 @@
-"""Acceptance case E30: the first 5,000 requests of the public conversation trace, from the file STEMCACHE_TRACE.
+"""E30: the first 5,000 requests of the public conversation trace, from the file STEMCACHE_TRACE.
 
 Knows nothing of time: only what hits and what leaks.
 """

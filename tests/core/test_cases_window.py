@@ -1,4 +1,4 @@
-"""Acceptance cases 28-31, 38, 42 and 43: FULL beside WINDOW groups: rows and room. Page 2 unless noted.
+"""FULL beside WINDOW groups: rows and room; ids as in docs/cases.md. Page 2 unless noted.
 
 Knows nothing beyond the driver. Room is counted per group: free and evictable pages together.
 """

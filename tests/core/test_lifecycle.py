@@ -1,4 +1,4 @@
-"""Sessions that break: repeated steps, incarnations, grace, restarts of either side, adoption (case 37, R11, M5, M21).
+"""Sessions that break: repeated steps, incarnations, grace, restarts of either side, adoption.
 
 Knows nothing beyond the driver.
 """

@@ -15,7 +15,7 @@ from tests.kernels.target import Target
 
 RANK, ROPE = 512, 64
 WIDTH = RANK + ROPE
-# Cached and new tokens of each sequence, as acceptance's case H25 has them: nothing cached, one of each, lengths at and
+# Cached and new tokens of each sequence, as in H25 of docs/cases.md: nothing cached, one of each, lengths at and
 # around a page's 64 tokens, sequences with nothing cached among others.
 BATCHES = [
     [(0, 17)],

@@ -73,7 +73,7 @@ def test_qwen_windows_need_their_switch() -> None:
 
 
 def test_window_is_found_in_the_nested_text_config() -> None:
-    """Requirement R46: the top level first, then text_config."""
+    """R46: the top level first, then text_config."""
     nested = {key: value for key, value in BASE.items() if key != "architectures"}
     wrapper = {"architectures": ["MistralForCausalLM"], "text_config": {**nested, "sliding_window": 48}}
     assert parse_model_config(wrapper).windows == (48,) * 4

@@ -21,7 +21,7 @@ from worker_service.core.errors import InvalidField, QueueFull
 from worker_service.core.scheduler import Launch
 from worker_service.core.sequence import FinishReason, Request, SamplingParams
 
-# -- the cached prefix: cases 15, 18, M10-M13 --
+# -- the cached prefix --
 
 
 def test_only_what_is_not_cached_is_scheduled() -> None:
@@ -183,7 +183,7 @@ def test_window_pages_come_chunk_by_chunk() -> None:
     assert launches(driven, distinct(30, 1)) == [[8], [8], [8], [6]]
 
 
-# -- several tokens at once: R13-R16, R42 --
+# -- several tokens at once --
 
 
 def accept(driven: RealMachine, tokens: list[int]) -> Launch:
@@ -199,7 +199,7 @@ def accept(driven: RealMachine, tokens: list[int]) -> Launch:
 
 @pytest.mark.parametrize("page_tokens", [1, 2, 4])
 def test_accepting_more_tokens_than_a_page_holds(page_tokens: int) -> None:
-    """R14, R16: the room grows to every page that is needed, and only accepted tokens with KV are published."""
+    """R14, R16, R42: the room grows to every page that is needed, and only accepted tokens with KV are published."""
     driven = machine(page_tokens=page_tokens, decode_lookahead=4)
     driven.ask([1, 2, 3], max_tokens=20)
     driven.turn()

@@ -1,4 +1,4 @@
-"""Chunks, their budget and their threshold: cases 16, 17, R31-R33."""
+"""Chunks, their budget and their threshold."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from worker_service.core.scheduler import Scheduler
     ],
 )
 def test_threshold_caps_each_sequence(lengths: list[int], threshold: int, expected: list[list[int]]) -> None:
+    """Case 16, R31: no chunk is longer than the threshold; 0 means that there is none."""
     driven = machine(page_tokens=8 if threshold == 8 else 16, long_prefill_token_threshold=threshold)
     assert launches(driven, *(distinct(length, start) for start, length in enumerate(lengths))) == expected
 
@@ -37,7 +38,7 @@ def test_threshold_means_nothing_without_chunks() -> None:
 
 
 def test_threshold_and_budget_together() -> None:
-    """Budget 10, threshold 8: what is left for the second is less than a page, so it is taken as it is."""
+    """Case 16 with a budget of 10: what is left for the second is less than a page, so it is taken as it is."""
     driven = machine(page_tokens=8, long_prefill_token_threshold=8, token_budget=10, max_num_seqs=4)
     assert launches(driven, distinct(20, 1), distinct(20, 2))[0] == [8, 2]
 
@@ -48,6 +49,7 @@ def test_chunks_end_on_pages() -> None:
 
 
 def test_budget_is_shared_in_order() -> None:
+    """Case 17: the last chunk is cut to whole pages of what the budget has left."""
     driven = machine(token_budget=200)
     assert launches(driven, *(distinct(128, start) for start in range(3)))[0] == [128, 64]
 
