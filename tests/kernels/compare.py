@@ -1,7 +1,4 @@
-"""How near is near enough, by dtype, and equality of bits.
-
-Knows no op.
-"""
+"""How near is near enough, by dtype, and equality of bits."""
 
 import torch
 

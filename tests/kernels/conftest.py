@@ -1,7 +1,7 @@
 """Where the kernel tests run: the references on the CPU, Triton on a GPU, or Triton in its interpreter.
 
-Knows no op. TRITON_INTERPRET is read when Triton is imported, so one process is either a real one (references, and
-Triton on a GPU if there is one) or an interpreting one; test_interpreted.py starts the latter.
+TRITON_INTERPRET is read when Triton is imported, so one process is either a real one (references, and Triton on a GPU
+if there is one) or an interpreting one; test_interpreted.py starts the latter.
 """
 
 import os

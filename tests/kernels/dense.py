@@ -1,6 +1,6 @@
 """Attention as its definition says it, in fp64, one query head at a time, over dense keys.
 
-Knows nothing of pages. This is what the references are measured against; it is written to be read, not to be fast.
+This is what the references are measured against; it is written to be read, not to be fast.
 """
 
 import torch

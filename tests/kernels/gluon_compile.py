@@ -1,7 +1,4 @@
-"""Compiles kernels for Hopper on a machine without a GPU, and says what the assembler found.
-
-Knows no op.
-"""
+"""Compiles kernels for Hopper on a machine without a GPU, and says what the assembler found."""
 
 import contextlib
 import io

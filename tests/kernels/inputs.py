@@ -1,8 +1,8 @@
 """Paged inputs for tests and benchmarks: ragged lengths, permuted and shared pages, poison in everything unused.
 
-Knows no op. Pages are written by plain indexing straight from the definition of each layout, not through the
-package's own helpers. Everything that no sequence holds is NaN: page 0, spare pages, the tail of a last page, and
-pages that a window has left behind (their table entries are page 0, the hole).
+Pages are written by plain indexing straight from the definition of each layout, not through the package's own helpers.
+Everything that no sequence holds is NaN: page 0, spare pages, the tail of a last page, and pages that a window has left
+behind (their table entries are page 0, the hole).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Mends Triton's CPU interpreter, so that what it computes is what a GPU would.
 
-Knows no kernel of ours. Holds for Triton 3.6 and 3.7, and must run before the first launch of a process that has
-TRITON_INTERPRET=1 set since before Triton was imported:
+Holds for Triton 3.6 and 3.7, and must run before the first launch of a process that has TRITON_INTERPRET=1 set since
+before Triton was imported:
 
     what goes wrong                                              what is done here
     loops with tensor bounds die under numpy >= 2.4 (3.6 only)   a scalar tensor gives its item

@@ -1,6 +1,6 @@
 """Latent attention's inputs and its truth: ragged lengths, permuted pages, poison in everything unused.
 
-Knows no op. The truth is what the definition says, in fp64, one head at a time, with keys and values of every head.
+The truth is what the definition says, in fp64, one head at a time, with keys and values of every head.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""One place where an op can run.
-
-Knows no op and no test.
-"""
+"""One place where an op can run."""
 
 from typing import NamedTuple
 

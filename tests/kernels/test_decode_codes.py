@@ -1,6 +1,6 @@
 """decode_attention over fp8 pages on Hopper: codes become fp16 numbers in registers, in orders of their own.
 
-Knows no other GPU: elsewhere these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
+On any other GPU these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """decode_attention's Gluon kernel compiles for Hopper on a machine without a GPU: it spills nothing and fits.
 
-Knows no result. A spill is a register's value in memory; wgmma that the assembler serialises waits after each product.
+A spill is a register's value in memory; wgmma that the assembler serialises waits after each product.
 """
 
 from pathlib import Path

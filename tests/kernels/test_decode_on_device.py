@@ -1,7 +1,7 @@
 """decode_attention on Hopper: the Gluon kernel against dense attention, and the promise that nothing around a sequence
 changes its bits: other requests, programs, chunks, repetition, other new tokens, replays of a captured graph.
 
-Knows no other GPU: elsewhere these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
+On any other GPU these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
 """
 
 from collections.abc import Iterator

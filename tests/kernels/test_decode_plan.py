@@ -1,7 +1,6 @@
 """DecodePlan: every unit of work in exactly one chunk, in order, whatever the lengths; room is checked by name.
 
-Knows no attention. The plan kernel is plain Triton, so it runs in the interpreter and on a GPU; there is no torch
-version of it to test.
+The plan kernel is plain Triton, so it runs in the interpreter and on a GPU; there is no torch version of it to test.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """Runs this folder's tests once more in processes that interpret Triton, and reports them file by file.
 
-Knows no op. The interpreter is chosen when Triton is imported, hence processes of their own: one for each part, and
-parts of about as long, so that two of them may run side by side.
+The interpreter is chosen when Triton is imported, hence processes of their own: one for each part, and parts of about
+as long, so that two of them may run side by side.
 """
 
 import os

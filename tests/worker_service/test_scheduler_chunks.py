@@ -38,7 +38,7 @@ def test_threshold_means_nothing_without_chunks() -> None:
 
 
 def test_threshold_and_budget_together() -> None:
-    """Case 16 with a budget of 10: what is left for the second is less than a page, so it is taken as it is."""
+    """Case 16, budget 10, threshold 8: what is left for the second is less than a page, so it is taken as it is."""
     driven = machine(page_tokens=8, long_prefill_token_threshold=8, token_budget=10, max_num_seqs=4)
     assert launches(driven, distinct(20, 1), distinct(20, 2))[0] == [8, 2]
 
