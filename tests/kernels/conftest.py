@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.kernels.target import CUDA, INTERPRETER, REFERENCE, Target
+from tests.kernels.target import CUDA, HOPPER, INTERPRETER, REFERENCE, Target
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -18,12 +18,13 @@ if INTERPRETING:
     mend()
 
 _GPU = pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)
+_HOPPER = pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu)
 _INTERPRETER = pytest.param(INTERPRETER, id="interpreter")
 _REFERENCE = pytest.param(REFERENCE, id="reference")
 
 
 def _available(target: Target) -> Target:
-    if target is CUDA:
+    if target.device == CUDA.device:
         import torch
 
         if not torch.cuda.is_available():
@@ -31,7 +32,15 @@ def _available(target: Target) -> Target:
     return target
 
 
-@pytest.fixture(params=[_INTERPRETER] if INTERPRETING else [_REFERENCE, _GPU])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every implementation of an op that this process can run. The attention ops have Gluon tests of their own."""
+    if "target" in metafunc.fixturenames:
+        targets = [_INTERPRETER] if INTERPRETING else [_REFERENCE, _GPU]
+        if not INTERPRETING and ".test_mla" in metafunc.module.__name__:
+            targets.append(_HOPPER)
+        metafunc.parametrize("target", targets, indirect=True)
+
+
+@pytest.fixture
 def target(request: pytest.FixtureRequest) -> Target:
-    """Every implementation of an op that this process can run."""
     return _available(request.param)

@@ -23,3 +23,5 @@ class Target(NamedTuple):
 REFERENCE = Target("cpu", Backend.REFERENCE)
 INTERPRETER = Target("cpu", Backend.TRITON)
 CUDA = Target("cuda", Backend.TRITON)
+# What a GPU takes by itself: the Gluon kernel of an op that has one, where it is a Hopper.
+HOPPER = Target("cuda", Backend.AUTO)

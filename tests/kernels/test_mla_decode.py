@@ -10,7 +10,7 @@ from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums
 from tests.kernels.mla_inputs import LATENT, SCALE, WIDTH, LatentCase, attention_truth, make_latents, permuted
-from tests.kernels.target import Target
+from tests.kernels.target import HOPPER, Target
 
 # The longer of the two trees' leaves: two of the shorter.
 LEAF = tree_of(128, one_query=True).leaf
@@ -207,7 +207,7 @@ def test_a_pool_beyond_32_bits() -> None:
 def _cuda() -> Target:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return Target("cuda", Backend.TRITON)
+    return HOPPER
 
 
 @pytest.mark.parametrize(
