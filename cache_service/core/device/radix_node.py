@@ -12,7 +12,11 @@ Queue = OrderedDict["Node", None]
 
 
 class Node:
-    """One run; `start` is the page number of its first page."""
+    """One run; `start` is the page number of its first page.
+
+    One object: two more, for recency and host copies, take 80 bytes a node (measured), which are 5 of the 183 bytes
+    that a page takes in runs of 16.
+    """
 
     __slots__ = (
         "children",
@@ -36,17 +40,20 @@ class Node:
     )
 
     def __init__(self, parent: Node | None, start: int, key: Packed, pages: list[bytearray], resident: int) -> None:
+        # Structure.
         self.parent = parent
         self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
         self.start, self.key, self.pages, self.resident = start, key, pages, resident
         self.children: dict[bytes, Node] = {}
-        self.hashes = bytearray()  # of leading resident pages
+        # Pins; `ticket_pins` of them belong to spill tickets, which forbid neither growth nor a place in the order.
+        self.pins = self.ticket_pins = 0
+        # Recency, for the eviction policy; `queued_at` and `used_at` are on its clock.
         self.queue: Queue | None = None  # while no lease holds it and it has no child
-        # `ticket_pins`: how many of the pins belong to spill tickets, which mind neither growth nor the order.
-        # `spilled`: leading pages that need no look at the host tier any more.
-        # `queued_at` and `used_at` are on the policy's clock; `renewed_ms`: when its host copies were last renewed.
-        self.pins = self.ticket_pins = self.spilled = self.queued_at = self.used_at = 0
-        self.uses = self.priority = self.soft_until_ms = self.renewed_ms = 0
+        self.queued_at = self.used_at = self.uses = self.priority = self.soft_until_ms = 0
+        # Host copies: leading pages that need no look at the host tier any more; when they were last renewed there.
+        self.spilled = self.renewed_ms = 0
+        # Page hashes of leading resident pages, for events and the host tier.
+        self.hashes = bytearray()
 
     @property
     def end(self) -> int:
