@@ -1,8 +1,8 @@
 """Time the manager alone: a trace (also as a share of a small baseline), the longest match, a chunked publish, one
 eviction. Fails when an audit does.
 
-Knows no network. `python -m benchmarks.bench_core [--trace PATH]`; without a trace the generator's traffic is used,
-whose hit rates are not comparable.
+`python -m benchmarks.bench_core [--trace PATH]`; without a trace the generator's traffic is used, whose hit rates are
+not comparable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times every kernel op on a CUDA device beside its peers, the card's own ceilings and the figures it is to reach.
 
-Knows no service. An op is timed only after its result on the very same inputs agreed with its reference; one that does
-not agree gets no figure, and the exit code is 1. A target that is missed is shown, and no failure.
+An op is timed only after its result on the very same inputs agreed with its reference; one that does not agree gets no
+figure, and the exit code is 1. A target that is missed is shown, and no failure.
 
     python -m benchmarks.bench_gpu [--only decode ...] [--out benchmarks/results/gpu-h200.json]
 

@@ -1,7 +1,6 @@
 """Times the Redis tier over TCP loopback: pages of 2 MiB, written with their checksum and read with it verified.
 
-Knows no GPU and no cache service. Refuses to print a figure unless every page came back bit for bit, and unless a
-changed byte in the store is noticed.
+Refuses to print a figure unless every page came back bit for bit, and unless a changed byte in the store is noticed.
 
     python -m benchmarks.bench_host_tier [--rounds 9] [--threads 2]
 """

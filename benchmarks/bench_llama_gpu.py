@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_llama_gpu [--invariance strict batch fast] --out model.json
 
-Each `invariance` gets a process of its own: cuBLAS reads its settings once. Knows no service; the floors that the times
+Each `invariance` gets a process of its own: cuBLAS reads its settings once. The floors that the times
 are held against are measured in the same process. Nothing is timed before the captured launch gave the tokens of the
 uncaptured one, and the cached prompt the tokens of the cold one.
 """

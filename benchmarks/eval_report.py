@@ -3,7 +3,7 @@
     stemcache eval --questions 200 --registers 20 --json > benchmarks/results/eval-cpu.json
     python -m benchmarks.eval_report
 
-and one sentence on a run with `--device cuda`. Knows reports' JSON only: figures come from there, never from here.
+and one sentence on a run with `--device cuda`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What is measured of the attention ops: prompts behind prefixes, decode steps, and the merge of two states.
 
-Knows neither how time is taken nor where results go. A plan is prepared beforehand, as a launch does once for all of
-its layers.
+A plan is prepared beforehand, as a launch does once for all of its layers.
 """
 
 from __future__ import annotations

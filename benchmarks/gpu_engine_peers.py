@@ -1,7 +1,7 @@
 """The attention kernels of other serving engines, where one is installed: vLLM's and SGLang's, both in Triton.
 
-Knows no measurement. An engine that is not installed is no peer; one whose kernel takes other arguments than these
-fails when it is timed, and its row says so. Written against vLLM 0.33 and SGLang 0.5.10.
+An engine that is not installed is no peer; one whose kernel takes other arguments than these fails when it is timed,
+and its row says so. Written against vLLM 0.33 and SGLang 0.5.10.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What is measured of latent attention: prompts, decode steps, the projection, and the two paths of an extend.
 
-Knows neither how time is taken nor where results go. The shapes are DeepSeek-V3's: 128 heads on one card, or the 16
-that one of eight cards holds.
+The shapes are DeepSeek-V3's: 128 heads on one card, or the 16 that one of eight cards holds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is measured of the ops that move and touch up rows: fused append, norms, activation, latents, spill staging.
 
-Knows neither how time is taken nor where results go. The figure is bytes read plus bytes written, each counted once.
+The figure is bytes read plus bytes written, each counted once.
 """
 
 from __future__ import annotations

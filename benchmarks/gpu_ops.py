@@ -1,7 +1,6 @@
 """What is measured of the ops that move whole pages and write new tokens into them.
 
-Knows neither how time is taken nor where results go. Each area gives makers of measurements, so that one case's
-tensors are freed before the next one's are made.
+Each area gives makers of measurements, so that one case's tensors are freed before the next one's are made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Other open kernels for paged attention that a machine may have; torch's own stand beside the ops.
 
-Knows nothing of how time is taken. A kernel that is not installed is no peer.
+A kernel that is not installed is no peer.
 """
 
 from __future__ import annotations

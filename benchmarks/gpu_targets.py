@@ -1,6 +1,6 @@
 """The figures that an op is to reach on one H200, by op and case, in the unit of its row.
 
-Knows no measurement. A row without an entry has no target.
+A row without an entry has no target.
 """
 
 TARGETS: dict[str, dict[str, float]] = {

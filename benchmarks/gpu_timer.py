@@ -1,7 +1,6 @@
 """Times work on a CUDA device, and the device's own ceilings to hold the times against.
 
-Knows no op. One sample is a replay of a captured graph with the L2 cache flushed before it; a time is the median of
-them.
+One sample is a replay of a captured graph with the L2 cache flushed before it; a time is the median of them.
 """
 
 from __future__ import annotations

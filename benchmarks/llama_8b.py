@@ -1,7 +1,4 @@
-"""A model of random weights in the shape of Llama-3-8B on a CUDA device, with pages and a runner; benchmarks share it.
-
-Knows no clock.
-"""
+"""Random weights in the shape of Llama-3-8B on a CUDA device, with pages and a runner; benchmarks share it."""
 
 from __future__ import annotations
 

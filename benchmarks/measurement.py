@@ -1,7 +1,4 @@
-"""What a measurement of a kernel op is: the work, its check, what bounds it, and other ways to do the same.
-
-Knows no op, neither how time is taken nor where results go.
-"""
+"""What a measurement of a kernel op is: the work, its check, what bounds it, and other ways to do the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A fake worker on a real manager: it launches, publishes, moves pages in its shadow, and checks each page it is given.
 
-Knows nothing of how the manager works: only steps, grants, orders and contents. The simulation uses it too.
+The simulation uses it too.
 """
 
 from __future__ import annotations

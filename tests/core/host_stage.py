@@ -1,7 +1,4 @@
-"""Worlds with a host tier for the acceptance cases: a worker that joins one, spills to it, and forgets its pages.
-
-Knows no case.
-"""
+"""Worlds with a host tier for the acceptance cases: a worker that joins one, spills to it, and forgets its pages."""
 
 from __future__ import annotations
 

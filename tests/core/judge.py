@@ -1,4 +1,4 @@
-"""Is an answer to an acquire the one that the oracle forecast? Knows no rule of the state machine."""
+"""Is an answer to an acquire the one that the oracle forecast?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a launch reads and writes, in the shadow: each page that is read must hold the very prefix of its sequence.
-
-Knows no manager and no step.
-"""
+"""What a launch reads and writes, in the shadow: each page that is read must hold the very prefix of its sequence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A fake worker's mover: it carries out spills and fetches, and checks what each page and each key holds.
-
-Knows nothing of tokens.
-"""
+"""A fake worker's mover: it carries out spills and fetches, and checks what each page and each key holds."""
 
 from __future__ import annotations
 

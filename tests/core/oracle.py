@@ -1,8 +1,8 @@
 """A slow, plain model of one worker's cache: which prefixes are resident in which group, who holds them, what
 must happen next.
 
-Knows no tree, no node and no order: prefixes are tuples in dicts, counts are recounted each time. It learns what became
-findable and what went from the events, and judges each of them by the laws; everything else it predicts.
+There is no tree, node or order here: prefixes are tuples in dicts, counts are recounted each time. It learns what
+became findable and what went from the events, and judges each of them by the laws; everything else it predicts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A fake worker's stream to a real manager: hello, steps whose answers are applied, and streams that break.
-
-Knows nothing of why a step is made.
-"""
+"""A fake worker's stream to a real manager: hello, steps whose answers are applied, and streams that break."""
 
 from __future__ import annotations
 

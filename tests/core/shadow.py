@@ -1,7 +1,4 @@
-"""What a worker's pages really hold: a mark for each token slot, so that a wrong page is seen at once.
-
-Knows no manager: it is told what a launch writes and asked what a page holds.
-"""
+"""What a worker's pages really hold: a mark for each token slot, so that a wrong page is seen at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a fake worker knows of its sequences' pages: tables, slots and room, as the manager's answers change them.
-
-Knows no step.
-"""
+"""What a fake worker knows of its sequences' pages: tables, slots and room, as the manager's answers change them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a caller did wrong: an error of the right kind that names the field, and nothing changed.
 
-Knows nothing beyond the driver. Each row is one wrong thing in an otherwise good call.
+Each row is one wrong thing in an otherwise good call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests that bypass the cache: they find nothing, leave nothing, and hold no more pages than they need.
-
-Knows nothing beyond the driver.
-"""
+"""Requests that bypass the cache: they find nothing, leave nothing, and hold no more pages than they need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Identity of pages, events and statistics. The ids in test names are those of docs/cases.md.
-
-Knows nothing beyond the driver.
-"""
+"""Identity of pages, events and statistics. The ids in test names are those of docs/cases.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Order and extent of eviction. The ids in test names are those of docs/cases.md.
-
-Knows nothing beyond the driver and the events.
-"""
+"""Order and extent of eviction. The ids in test names are those of docs/cases.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The host tier: spill, fetch, missing pages, aborts, failures. The ids in test names are those of docs/cases.md.
-
-Knows nothing beyond the driver, whose mover works only when told and whose store the tests may damage.
-"""
+"""The host tier: spill, fetch, missing pages, aborts, failures. The ids in test names are those of docs/cases.md."""
 
 from __future__ import annotations
 

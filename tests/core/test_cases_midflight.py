@@ -1,7 +1,4 @@
-"""What a running sequence published serves its siblings, and nothing else does; ids as in docs/cases.md.
-
-Knows nothing beyond the driver.
-"""
+"""What a running sequence published serves its siblings, and nothing else does; ids as in docs/cases.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The pages of one FULL group: hits, room, order and growth; ids as in docs/cases.md. Page 4 unless noted.
-
-Knows nothing beyond the driver: prompts in, cached tokens and free pages out.
-"""
+"""The pages of one FULL group: hits, room, order and growth; ids as in docs/cases.md. Page 4 unless noted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which boundary several groups share, by residency alone; ids as in docs/cases.md. Pages of 4 tokens unless noted.
-
-Knows no tree: a group is the set of page numbers that are resident.
-"""
+"""Which boundary several groups share, by residency alone; ids as in docs/cases.md. Pages of 4 tokens unless noted."""
 
 from __future__ import annotations
 

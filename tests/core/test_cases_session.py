@@ -1,7 +1,4 @@
-"""What a session's state is: generations, adopts inside Steps, kept prompts, and a fault in the middle of a Step.
-
-Knows nothing beyond the driver.
-"""
+"""What a session's state is: generations, adopts inside Steps, kept prompts, and a fault in the middle of a Step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hybrid models: where snapshots are left and restored. The ids in test names are those of docs/cases.md.
-
-Knows nothing beyond the driver: a snapshot that is not there shows as tokens computed again.
-"""
+"""Hybrid models: where snapshots are left and restored. The ids in test names are those of docs/cases.md."""
 
 from __future__ import annotations
 

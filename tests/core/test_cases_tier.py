@@ -1,7 +1,4 @@
-"""More about the host tier: races of acks with releases, whose tickets and rows are whose, which rows outlive which.
-
-Knows nothing beyond the driver.
-"""
+"""More about the host tier: races of acks with releases, whose tickets and rows are whose, which rows outlive which."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""E30: the first 5,000 requests of the public conversation trace, from the file STEMCACHE_TRACE.
-
-Knows nothing of time: only what hits and what leaks.
-"""
+"""E30: the first 5,000 requests of the public conversation trace, from the file STEMCACHE_TRACE."""
 
 from __future__ import annotations
 

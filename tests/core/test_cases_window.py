@@ -1,6 +1,6 @@
 """FULL beside WINDOW groups: rows and room; ids as in docs/cases.md. Page 2 unless noted.
 
-Knows nothing beyond the driver. Room is counted per group: free and evictable pages together.
+Room is counted per group: free and evictable pages together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Clear and Explain in slices: steps come in between, and nothing old is found once the first slice has run.
-
-Knows nothing beyond the driver.
-"""
+"""Clear and Explain in slices: steps come in between, and nothing old is found once the first slice has run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A fetch in several tickets: acked in any order, cut short, orphaned, limited, and a tier that goes away meanwhile.
-
-Knows nothing beyond the driver.
-"""
+"""A fetch in several tickets: acked in any order, cut short, orphaned, limited, and a tier that goes away meanwhile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The host tier's rules: which pages are spilled when, what a fetch must save, quota, breaker, restarts, ranks.
-
-Knows nothing beyond the driver, as the acceptance cases do.
-"""
+"""The host tier's rules: which pages are spilled when, what a fetch must save, quota, breaker, restarts, ranks."""
 
 from __future__ import annotations
 

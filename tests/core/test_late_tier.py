@@ -1,7 +1,4 @@
-"""A worker whose host tier answers only after its first Hello, and hashes that are made when somebody needs them.
-
-Knows nothing beyond the driver.
-"""
+"""A worker whose host tier answers only after its first Hello, and hashes that are made when somebody needs them."""
 
 from __future__ import annotations
 

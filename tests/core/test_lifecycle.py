@@ -1,7 +1,4 @@
-"""Sessions that break: repeated steps, incarnations, grace, restarts of either side, adoption.
-
-Knows nothing beyond the driver.
-"""
+"""Sessions that break: repeated steps, incarnations, grace, restarts of either side, adoption."""
 
 from __future__ import annotations
 

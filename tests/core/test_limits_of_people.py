@@ -1,7 +1,4 @@
-"""What people and slow workers may make the manager keep: pins, queued spills, old tickets, tokens of leases.
-
-Knows nothing beyond the driver.
-"""
+"""What people and slow workers may make the manager keep: pins, queued spills, old tickets, tokens of leases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Host copies of what is in use: they are renewed, written again when they are gone, and filled again after a flush.
-
-Knows nothing beyond the driver.
-"""
+"""Host copies of what is in use: they are renewed, written again when they are gone, and filled again after a flush."""
 
 from __future__ import annotations
 

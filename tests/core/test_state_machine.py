@@ -1,6 +1,5 @@
 """A Hypothesis state machine over the manager, judged by the oracle, the audit and the shadow contents of every page.
 
-Knows no acceptance case: alphabet 2, pages of 2 tokens, pools of about 8, every verb in any order.
 STEMCACHE_HYPOTHESIS=thorough runs longer.
 """
 

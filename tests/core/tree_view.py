@@ -1,7 +1,4 @@
-"""What stands in a worker's tree: for each group, prefix -> page id. The only test code that looks inside.
-
-Knows no law; the oracle judges what is seen here.
-"""
+"""What stands in a worker's tree: for each group, prefix -> page id. The only test code that looks inside."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the manager's state machine lives in: pools, workers with an oracle each, transfers, people and faults.
-
-Knows no request.
-"""
+"""What the manager's state machine lives in: pools, workers with an oracle each, transfers, people and faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The stage of the manager's tests: a manager, its clock, its workers' sequences and host tiers.
-
-Knows no launch: what runs on the stage is the driver's.
-"""
+"""The stage of the manager's tests: a manager, its clock, its workers' sequences and host tiers."""
 
 from __future__ import annotations
 
