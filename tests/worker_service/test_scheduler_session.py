@@ -121,13 +121,13 @@ def test_restarted_manager_adopts_what_was_computed() -> None:
     decodes, prefills, waits = in_all_states(driven)
     driven.exchange()
     driven.end_launch()
-    computed = {i: driven.manager.leases[i].published for i in (decodes, prefills)}
+    computed = {i: driven.manager.leases[i].published_pages for i in (decodes, prefills)}
     driven.restart_manager()
     assert driven.scheduler.num_adopting == 2
     assert driven.scheduler.next_launch() is None
     driven.adopt_all()
     assert set(driven.manager.leases) == {decodes, prefills}
-    assert all(driven.manager.leases[i].published >= computed[i] for i in computed)
+    assert all(driven.manager.leases[i].published_pages >= computed[i] for i in computed)
     chunks_before = sum(driven.prefilled[prefills])
     finish(driven)
     assert sum(driven.prefilled[prefills]) == 50 > chunks_before  # nothing of it was computed twice
