@@ -6,7 +6,6 @@ Any text can be encoded: what the merges never saw falls back to bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -64,10 +63,6 @@ class Encoder:
         self._tokenizer = tokenizer
         self._names: dict[str, tuple[int, int]] = {}
         self.begin, self.end = _special_id(tokenizer, BEGIN), _special_id(tokenizer, END)
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> Encoder:
-        return cls(Tokenizer.from_file(str(folder / TOKENIZER)))
 
     def register(self, register: Register) -> list[int]:
         """With the begin token before it."""

@@ -57,10 +57,6 @@ class Batch:
     def num_tokens(self) -> int:
         return self.cu_seqlens_q[-1]
 
-    @property
-    def total_keys(self) -> int:
-        return self.cu_seqlens_k[-1]
-
 
 def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], page_tokens: int) -> Batch:
     """Returns the rows as one batch. A row samples when it reaches the end of its sequence's tokens.
