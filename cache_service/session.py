@@ -1,11 +1,12 @@
 """The Session streams: one for each connected worker, the newest of each winning.
 
-Knows no page and no policy: it carries each message to the manager's verb and the answer back.
+Each message goes to the manager's verb, and the reply goes back. What becomes of a worker's state when it comes back,
+as the same process or as a new one, is decided by `CacheManager.hello`.
 
     Hello ──▶ current ──Step──▶ current ──Goodbye──▶ gone, with its state
                  │
                  ├── stream ends or breaks ─▶ disconnected: the manager's grace period runs
-                 └── a newer stream says Hello ─▶ ABORTED; nothing else happens to the worker
+                 └── a newer stream says Hello ─▶ ABORTED; the newer one goes on
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class HostTierKind(IntEnum):
 
 
 class Namespace(NamedTuple):
-    """What must agree before KV may be shared."""
+    """What must agree before KV may be shared: each has a radix tree of its own, and is part of every page's hash."""
 
     model: str
     adapter: str = ""

@@ -1,6 +1,7 @@
 """decode_attention: the newest tokens of each sequence attend to all of that sequence's pages.
 
-How a sequence is split is a function of its own length, so its bits never depend on other requests.
+The order in which a sequence is summed is a function of its own length, so its bits never depend on other requests;
+which program sums which part depends on the batch.
 """
 
 from typing import Unpack

@@ -1,5 +1,6 @@
 """DecodePlan: the buffers of decode steps and their division into chunks of work, made on the device.
 
+How many chunks a sequence gets is computed in plan_triton.py; the plain Triton kernel has a fixed SPLIT of its own.
 One plan serves every layer of a step and, as its counters return to zero, every captured graph.
 """
 

@@ -1,6 +1,7 @@
 """Frames a page for the host tier: a 64-byte header in front of its bytes, checked whole before the page is used again.
 
-The digest function is an argument.
+The digest function is an argument. What is rejected here is reported as CORRUPT by transfer/page_mover.py; the pages
+before it count.
 
     offset  0        4     6     8      10     12    14    16          32           40            48          64
             magic    ver   codec dtype  group  rank  zero  key digest  payload_len  unpacked_len  checksum    payload

@@ -1,4 +1,7 @@
-"""ModelWorker's messages between protobuf and the worker's core; bad input is an InvalidField that names the field."""
+"""ModelWorker's messages between protobuf and the worker's core; bad input is an InvalidField that names the field.
+
+The ranges of sampling parameters are in `SamplingParams.validate`.
+"""
 
 from __future__ import annotations
 

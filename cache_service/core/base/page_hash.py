@@ -1,6 +1,7 @@
 """Chained content hash of a page: a pure function of namespace, parent hash and tokens.
 
-Knows no tree and no store. Every field is framed by its length, so that no two different inputs share an encoding.
+It keeps namespaces apart in hashes and in the host tier's keys; on the device each has a root of its own
+(`RadixTree.roots`). Every field is framed by its length, so that no two different inputs share an encoding.
 """
 
 from __future__ import annotations

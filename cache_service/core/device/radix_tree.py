@@ -1,6 +1,7 @@
 """Page-aligned runs of tokens -> pages of every group; walk, pin, grow, attach, split, cut.
 
-Frees no page itself. A node is a run of pages on one path:
+Frees no page itself. A leaf that nobody pins may be evicted, and is then in the policy's order. A node is a run of
+pages on one path:
 
     key       |  page  |  page  |  page  |
     pages[g]  |   17   |    4   |    9   |      `resident` = 3

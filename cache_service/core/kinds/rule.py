@@ -1,6 +1,7 @@
 """What a kind of group means: at which page boundaries a sequence can resume, what that reads, and what never fits.
 
-A rule is asked about one group. It reads packed residency in prompt order, one byte for each page, 0 for a hole.
+A new kind is a file in this folder and a line in `RULES` (layout.py). A rule is asked about one group. It reads packed
+residency in prompt order, one byte for each page, 0 for a hole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Take over the pages of a live sequence from an earlier state: whole computed pages are published as they stand.
+"""After the manager lost its state: take over the pages that a worker's live sequence still holds.
 
-Sequences that shared pages share them again: a page that stands in the tree at the same place is a
-hit. Pages that are not whole and computed stay private. The tree is walked once, and bytes are compared as bytes: the
-cost is that of the sequence's own pages, whatever the pool's size.
+Whole computed pages are published as they are. Sequences that shared pages share them again: a page that is in the
+tree at the same place is a hit. Pages that are not whole and computed stay private. The tree is walked once, and bytes
+are compared as bytes: the cost is that of the sequence's own pages, whatever the pool's size.
 """
 
 from __future__ import annotations
