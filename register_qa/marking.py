@@ -1,4 +1,4 @@
-"""Whether a generated text answers a question: word for word, or it does not."""
+"""Says whether a generated text is the right answer to a question: it must match word for word."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class TokenRequest(NamedTuple):
-    """A request as packed int32 token ids; `output` stands in for what a model would have generated."""
+    """A request as packed int32 token ids; `output` replaces what a model would generate."""
 
     prompt: bytes
     output: bytes

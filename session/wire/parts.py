@@ -1,4 +1,4 @@
-"""What stands in several messages: namespaces, groups, page tables, snapshot slots, transfers, matches."""
+"""Parts that several messages share: namespaces, groups, page tables, snapshot slots, transfers, matches."""
 
 from __future__ import annotations
 

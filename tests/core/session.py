@@ -1,4 +1,4 @@
-"""A fake worker's stream to a real manager: hello, steps whose answers are applied, and streams that break."""
+"""A fake worker's stream to a real manager: Hello, Steps whose replies it applies, and broken streams."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def _first_unheld(queue: Queue) -> Node | None:
     return None
 
 
-# Each makes a policy for a pool of so many pages.
+# The policies by name; each is made with the number of pages of its pool.
 POLICIES: dict[str, Callable[[int], LeafOrder]] = {
     "adaptive": Adaptive,
     "lru": lambda num_pages: Lru(),

@@ -5,7 +5,7 @@ Pages that were given back are taken first; the others have never been handed ou
     1 .. fresh - 1       taken or in `_free`
     fresh .. num_pages   never handed out, but for those in `_ahead`, which were claimed by their ids
 
-Only claims and `is_free` ask where a page stands in `_free`. It is kept in `_places` from the first question
+Only claims and `is_free` need the index of a page in `_free`. It is kept in `_places` from the first such call
 on, and dropped when more pages have moved since than a new look would cost: ordinary takes and gives stay slices.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cache_service.core.kinds.rule import GroupRule
+from cache_service.core.kinds.rule import GroupRule, pages_of
 from session.words import MissReason
 
 
@@ -32,7 +32,7 @@ class FullRule(GroupRule):
 
     def never_fits(self, num_tokens: int, chunk_tokens: int, reserve_pages: int) -> str | None:
         """The whole prompt and the reserve are held at once."""
-        pages, spec = self.pages_of(num_tokens), self.spec
+        pages, spec = pages_of(num_tokens, self.page_tokens), self.spec
         if pages + reserve_pages <= spec.num_pages:
             return None
         wanted = f"{pages} pages" + (f" and a reserve of {reserve_pages}" if reserve_pages else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cache_service.core.kinds.full import FullRule
-from cache_service.core.kinds.rule import GroupRule
+from cache_service.core.kinds.rule import GroupRule, pages_of
 from cache_service.core.kinds.state import StateRule
 from cache_service.core.kinds.window import WindowRule
 from session.words import TOKEN_BYTES, GroupKind, GroupSpec
@@ -38,8 +38,8 @@ class Layout:
     most_pages: int  # of the smallest FULL group; 0 without one
 
     def pages(self, num_tokens: int) -> int:
-        """Returns the pages that hold so many tokens, rounded up."""
-        return -(-num_tokens // self.page_tokens)
+        """Returns how many pages hold `num_tokens` tokens."""
+        return pages_of(num_tokens, self.page_tokens)
 
 
 @lru_cache(maxsize=256)

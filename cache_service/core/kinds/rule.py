@@ -46,9 +46,10 @@ class GroupRule(ABC):
         """Returns why a prompt cannot run on an empty worker either; `chunk_tokens`: those of its first launch."""
         return None
 
-    def pages_of(self, num_tokens: int) -> int:
-        """Returns the pages that hold so many tokens, rounded up."""
-        return -(-num_tokens // self.page_tokens)
+
+def pages_of(num_tokens: int, page_tokens: int) -> int:
+    """Returns how many pages of `page_tokens` tokens hold `num_tokens` tokens."""
+    return -(-num_tokens // page_tokens)
 
 
 def residency(page_ids: bytes | bytearray) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cache_service.core.kinds.full import leading
-from cache_service.core.kinds.rule import GroupRule
+from cache_service.core.kinds.rule import GroupRule, pages_of
 from session.words import MissReason
 
 
@@ -25,7 +25,7 @@ class WindowRule(GroupRule):
         return min(leading(resident, limit), run - 1)
 
     def reach_pages(self) -> int:
-        return self.pages_of(self.spec.window_tokens - 1)
+        return pages_of(self.spec.window_tokens - 1, self.page_tokens)
 
     def first_page(self, boundary_tokens: int) -> int:
         return max(0, boundary_tokens - (self.spec.window_tokens - 1)) // self.page_tokens
@@ -35,7 +35,7 @@ class WindowRule(GroupRule):
 
     def never_fits(self, num_tokens: int, chunk_tokens: int, reserve_pages: int) -> str | None:
         """The first chunk is held at once; pages behind the window go before the next one."""
-        pages, spec = self.pages_of(min(num_tokens, chunk_tokens or num_tokens)), self.spec
+        pages, spec = pages_of(min(num_tokens, chunk_tokens or num_tokens), self.page_tokens), self.spec
         if pages <= spec.num_pages:
             return None
         return f"the first chunk takes {pages} pages; group {spec.name} has {spec.num_pages}"
