@@ -61,9 +61,9 @@ $(COMPILED)/.made: setup.py pyproject.toml constraints.txt $(shell find cache_se
 	@STEMCACHE_COMPILE=1 $(BIN)/python setup.py -q build --build-base build --build-lib build/lib >build/log 2>&1 || { tail build/log >&2; exit 1; }
 	@mv build/lib/cache_service build/lib/stemcache__mypyc*.so $(COMPILED) && touch $@
 
-test-compiled: compile ## run the manager's tests with the compiled manager
+test-compiled: compile ## run the manager's tests, and those of reuse over gRPC, with the compiled manager
 	@$(WITH_COMPILED) $(BIN)/python -m pytest --import-mode=append -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
-		tests/core tests/simulation tests/cache_service $(ARGS)
+		tests/core tests/simulation tests/cache_service tests/e2e/test_reuse.py tests/e2e/test_windows.py $(ARGS)
 
 bench-core: compile ## time the manager, as Python and compiled, and measure its memory; TRACE=path takes the public trace
 	@$(BIN)/python -m benchmarks.bench_core $(if $(TRACE),--trace $(TRACE))

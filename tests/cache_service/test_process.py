@@ -104,6 +104,7 @@ async def test_the_log_tells_the_configuration_without_secrets() -> None:
         running.process.terminate()
         code, log = await running.end()
     serving = next(line for line in log if line["message"] == "serving")
+    assert serving["core"] == os.environ.get("STEMCACHE_CORE", "python"), "the form of the manager that was asked for"
     assert serving["config"]["policy"] == "slru"
     assert serving["config"]["redis_url"] == "redis://me:***@127.0.0.1:1/0"
     assert "hunter2" not in json.dumps(log)
