@@ -13,7 +13,7 @@ JOBS ?= 2
 COMPILED := build/compiled
 WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED):$(CURDIR) STEMCACHE_CORE=compiled
 
-.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-gpu test-gpu up down
+.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-gpu bench-serving test-gpu up down
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -70,8 +70,14 @@ bench-core: compile ## time the manager, as Python and compiled, and measure its
 	@$(WITH_COMPILED) $(BIN)/python -m benchmarks.bench_core $(if $(TRACE),--trace $(TRACE))
 	@$(WITH_COMPILED) $(BIN)/python -m benchmarks.bench_memory
 
+bench-cpu: setup ## serve the model in the box on one CPU thread, beside transformers' generate; ARGS="--rounds 2" is shorter
+	@$(BIN)/python -m benchmarks.bench_cpu_worker $(ARGS)
+
 bench-gpu: setup ## time the kernels on a CUDA device
 	@$(BIN)/python -m benchmarks.bench_gpu
+
+bench-serving: setup ## time what clients of an 8B-shaped model on a CUDA device see; ARGS="--device cpu --quick" tries it here
+	@$(BIN)/python -m benchmarks.bench_serving $(ARGS)
 
 test-gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.bench_core import machine
-from cache_service.collector import seldom_collected
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2, types_pb2
+from rpc.collector import LONG_LIVED, seldom_collected
 from session.messages import Hello
 from session.wire.reply import encode_reply
 from session.wire.step import decode_step
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=1_000_000)
     told = parser.parse_args()
     shape = (told.workers, told.sequences, told.pages, told.pool)
-    with seldom_collected():
+    with seldom_collected(LONG_LIVED):
         measured = {"watch_on": measure(*shape, watch=True), "watch_off": measure(*shape, watch=False)}
     result = {
         "num_workers": told.workers,

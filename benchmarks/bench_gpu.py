@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,14 +27,16 @@ from rich.table import Table
 from benchmarks import gpu_attention, gpu_mla, gpu_moves, gpu_ops
 from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
-from benchmarks.measurement import Measurement
+from benchmarks.host import commit, gpu, short_name
+from benchmarks.measurement import Measurement, Work
 
 RESULTS = Path(__file__).parent / "results"
 AREAS = {**gpu_attention.AREAS, **gpu_mla.AREAS, **gpu_ops.AREAS, **gpu_moves.AREAS}
 
 MODEL = "model"
 
-Clock = Callable[[Callable[[], object]], float]
+# The microseconds of a call of each, or the complaint of one that cannot run.
+Clock = Callable[[Sequence[Work]], list[float | str]]
 
 
 @dataclass(slots=True)
@@ -56,19 +57,18 @@ class Row:
 
 
 def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | None = None) -> Row:
-    """Checks, then times the op and its peers; `clock` gives the microseconds of a call."""
+    """Checks, then times the op beside its peers. Raises RuntimeError if the op itself cannot be timed."""
     error = measurement.error()
     row = Row(measurement.op, measurement.case, measurement.unit, error, measurement.tolerance)
     row.target = target(row.op, row.case)
     if not error <= measurement.tolerance:
         return row
-    micros = clock(measurement.run)
+    micros, *others = clock([measurement.run, *(peer.run for peer in measurement.peers)])
+    if isinstance(micros, str):
+        raise RuntimeError(f"{row.op} {row.case}: {micros}")
     figure = measurement.amount / micros * 1e6
-    for peer in measurement.peers:
-        try:
-            row.peers[peer.name] = round(peer.amount / clock(peer.run) * 1e6, 1)
-        except (RuntimeError, ImportError, AttributeError, TypeError) as failure:
-            row.peers[peer.name] = str(failure).partition("\n")[0]
+    for peer, time in zip(measurement.peers, others, strict=True):
+        row.peers[peer.name] = time if isinstance(time, str) else round(peer.amount / time * 1e6, 1)
     row.microseconds, row.figure = round(micros, 2), round(figure, 1)
     ceiling = (limits or {}).get(measurement.ceiling)
     row.of_ceiling = round(figure / ceiling, 3) if ceiling else None
@@ -81,34 +81,24 @@ def measured(areas: Iterable[str], timer: Timer, limits: dict[str, float]) -> It
     for area in areas:
         for make in AREAS[area]:
             for measurement in make():
-                yield measure(measurement, timer.microseconds, limits)
+                yield measure(measurement, timer.side_by_side, limits)
 
 
 def about_device() -> dict[str, str | None]:
     """What the figures were taken on, and with which commit; "unknown" outside a checkout."""
-    name = torch.cuda.get_device_name()
     return {
-        # A copy of the sources without their history is told which commit it is.
-        "commit": os.environ.get("STEMCACHE_COMMIT") or _said_by("git", "rev-parse", "--short", "HEAD"),
-        "device": name,
-        "driver": _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": commit(),
+        "device": torch.cuda.get_device_name(),
+        "driver": gpu()["driver"],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
     }
 
 
-def _said_by(*command: str) -> str:
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return output.strip().partition("\n")[0]
-
-
 def result_path() -> Path:
     """results/gpu-h200.json for an "NVIDIA H200"."""
-    return RESULTS / f"gpu-{torch.cuda.get_device_name().lower().removeprefix('nvidia ').replace(' ', '-')}.json"
+    return RESULTS / f"gpu-{short_name(torch.cuda.get_device_name())}.json"
 
 
 def shown(rows: Iterable[Row]) -> Table:

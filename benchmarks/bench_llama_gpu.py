@@ -28,7 +28,6 @@ from worker_service.core.batch import Batch
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.runner import LaunchResult, RunnerLimits
-from worker_service.model.sampling_arrays import sampling_arrays
 
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)
@@ -187,7 +186,7 @@ class Bench:
         """The launch's attention alone, in all layers, over its own pages and with random queries."""
         config = self.llama.config
         with torch.inference_mode():
-            inputs = self.runner._staged(batch, sampling_arrays(batch.sampled)).inputs
+            inputs = self.runner._staged(batch).inputs
             attend = self.runner.attention(inputs)
             rows, others = inputs.token_ids.shape[0], inputs.token_ids.shape[0] - inputs.num_decode
             group = config.num_heads // config.num_kv_heads

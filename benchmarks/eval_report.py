@@ -76,12 +76,12 @@ def _elsewhere(where: str, report: Mapping[str, Any]) -> str:
     )
 
 
-def inserted(readme: str, block: str) -> str:
-    """The README with this block in the place of the one that it has."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def inserted(readme: str, block: str, first: str = BEGIN, last: str = END) -> str:
+    """The README with this block in the place of the one that it has between these markers."""
+    before, begin, rest = readme.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"README.md: has no {BEGIN.strip()} and {END.strip()}")
+        raise ValueError(f"README.md: has no {first.strip()} and {last.strip()}")
     return before + block + after
 
 

@@ -5,6 +5,7 @@ A plan is prepared beforehand, as a launch does once for all of its layers.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -33,11 +34,15 @@ from kernels.prefill_attention import PrefillPlan, prefill_attention
 from tests.kernels.inputs import PagedCase, make_case
 
 PREFILLS = ((8, 4096, 512), (4, 0, 8192), (1, 32768, 2048))
-# Work is dealt out by groups of 2,048 keys: lengths just past a multiple cost most for what they hold.
+# On and off the grid of the summation tree: a leaf is 512 keys, a group 2,048.
 DECODES = (
-    *((1, 4096), (1, 32768), (16, 4096), (16, 4097), (16, 5000), (16, 32768)),
-    *((64, 4096), (64, 4097), (64, 5000), (256, 4096)),
+    *((1, 4096), (1, 4097), (1, 32768), (1, 33000), (16, 2049), (16, 4096), (16, 4097), (16, 4600), (16, 5000)),
+    *((16, 8193), (16, 32768), (64, 4096), (64, 4097), (64, 5000), (256, 4096), (256, 4097)),
 )
+# Lengths drawn from 1 to 8,192.
+MIXED_DECODES = (16, 64, 256)
+# One sequence of this many keys, among others of 1,000.
+LONG_AMONG_SHORT = (31, 60000)
 DECODES_OF_CODES = ((1, 32768), (16, 4096), (64, 4096), (256, 4096))
 HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.dim)
 
@@ -129,23 +134,40 @@ def prefill_codes(sequences: int, cached: int, new: int) -> list[Measurement]:
 
 
 def decode(sequences: int, length: int) -> list[Measurement]:
-    """GB/s of keys and values read."""
-    case = make_case([(length - 1, 1)] * sequences, SHAPE)
-    lengths, amount = case.seqlens_k, 1e-9 * sequences * length * TOKEN_BYTES
-    plan = DecodePlan(sequences, length, *HEADS, device="cuda")
-    plan.prepare(lengths)
+    """GB/s of keys and values read, of sequences of one length."""
+    lengths = [length] * sequences
+    amount = 1e-9 * sum(lengths) * TOKEN_BYTES
+    dense = dense_peers(sequences, 1, length, causal=False, amount=amount)
+    return decode_lengths(f"B{sequences} L{length}", lengths, dense)
+
+
+def decode_mixed(sequences: int) -> list[Measurement]:
+    """Lengths from 1 to 8,192, the same in every run."""
+    rng = random.Random(sequences)
+    return decode_lengths(f"B{sequences} L1-8192", [rng.randint(1, 8192) for _ in range(sequences)])
+
+
+def decode_long_among_short(short: int, length: int) -> list[Measurement]:
+    """One long sequence beside `short` ones of 1,000 keys."""
+    return decode_lengths(f"B{short + 1} L1000, one {length}", [length, *[1000] * short])
+
+
+def decode_lengths(name: str, lengths: list[int], dense: tuple[Peer, ...] = ()) -> list[Measurement]:
+    case = make_case([(length - 1, 1) for length in lengths], SHAPE)
+    seqlens, longest, amount = case.seqlens_k, max(lengths), 1e-9 * sum(lengths) * TOKEN_BYTES
+    plan = DecodePlan(len(lengths), longest, *HEADS, device="cuda")
+    plan.prepare(seqlens)
 
     def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
         pages = (case.k_pages, case.v_pages, case.block_tables)
         if backend is Backend.REFERENCE:
-            return decode_attention(case.q, *pages, lengths, max_seqlen_k=length, backend=backend)
-        return decode_attention(case.q, *pages, lengths, max_seqlen_k=length, plan=plan)
+            return decode_attention(case.q, *pages, seqlens, max_seqlen_k=longest, backend=backend)
+        return decode_attention(case.q, *pages, seqlens, max_seqlen_k=longest, plan=plan)
 
-    dense = dense_peers(sequences, 1, length, causal=False, amount=amount)
     return [
         Measurement(
             op="decode_attention",
-            case=f"B{sequences} L{length}",
+            case=name,
             unit="GB/s",
             amount=amount,
             run=call,
@@ -210,6 +232,8 @@ AREAS: dict[str, tuple[Maker, ...]] = {
     "prefill": tuple(partial(maker, *sizes) for maker in (prefill, prefill_codes) for sizes in PREFILLS),
     "decode": (
         *(partial(decode, *sizes) for sizes in DECODES),
+        *(partial(decode_mixed, sequences) for sequences in MIXED_DECODES),
+        partial(decode_long_among_short, *LONG_AMONG_SHORT),
         *(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
     ),
     "merge": (merge,),

@@ -1,6 +1,7 @@
 """Times work on a CUDA device, and the device's own ceilings to hold the times against.
 
-One sample is a replay of a captured graph with the L2 cache flushed before it; a time is the median of them.
+One sample is a replay of a captured graph with the L2 cache flushed before it; a time is the median of them. What is
+compared is sampled in turns, every second round in reverse: clocks and power change within a run.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from benchmarks.gpu_reader import readers
+from benchmarks.measurement import Work
+
+T = TypeVar("T")
 
 WARM_UPS = 3
 SAMPLES = 40
@@ -29,19 +34,14 @@ class Timer:
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def microseconds(self, work: Callable[[], object]) -> float:
+    def microseconds(self, work: Work) -> float:
         """The median time of one call of `work`, which must not wait for the device."""
-        for _ in range(WARM_UPS):
-            work()
-        torch.cuda.synchronize()
-        _give_back()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        graph.replay()
-        samples = [self._sample(graph) for _ in range(SAMPLES)]
-        del graph
-        return statistics.median(samples)
+        graph = _captured(work)
+        return statistics.median([self._sample(graph) for _ in range(SAMPLES)])
+
+    def side_by_side(self, works: Sequence[Work]) -> list[float | str]:
+        """The median time of each work's calls, or the complaint of one that cannot run."""
+        return in_turns(works, _captured, self._sample, SAMPLES)
 
     def _sample(self, graph: torch.cuda.CUDAGraph) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -51,6 +51,40 @@ class Timer:
         stop.record()
         torch.cuda.synchronize()
         return float(start.elapsed_time(stop)) * 1e3
+
+
+def in_turns(
+    works: Sequence[Work], capture: Callable[[Work], T], sample: Callable[[T], float], rounds: int
+) -> list[float | str]:
+    """Returns the median of each work's samples, taken in turns, or the complaint of one that could not be captured."""
+    captured: dict[int, T] = {}
+    result: list[float | str] = []
+    for number, work in enumerate(works):
+        try:
+            captured[number] = capture(work)
+            result.append("")
+        except (RuntimeError, ImportError, AttributeError, TypeError) as failure:
+            result.append(str(failure).partition("\n")[0])
+    samples: dict[int, list[float]] = {number: [] for number in captured}
+    for turn in range(rounds):
+        for number in list(captured)[:: -1 if turn % 2 else 1]:
+            samples[number].append(sample(captured[number]))
+    for number, taken in samples.items():
+        result[number] = statistics.median(taken)
+    return result
+
+
+def _captured(work: Work) -> torch.cuda.CUDAGraph:
+    """One call of `work` as a graph, warmed up."""
+    for _ in range(WARM_UPS):
+        work()
+    torch.cuda.synchronize()
+    _give_back()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    return graph
 
 
 def _give_back() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
-from worker_service.core.sequence import SamplingParams
+from worker_service.core.sampling_params import SamplingParams
+from worker_service.core.sequence import NO_SLOT
 from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.config import ModelConfig, parse_model_config
@@ -43,6 +44,15 @@ class PagedTokens:
     tokens: array[int]
     tables: list[array[int]]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_pending: int = 0
+    sample_index: int = 0
+    prompt_len: int = 0
+    penalty_slot: int = NO_SLOT
+    counted_len: int = -1
+
+    @property
+    def planned_len(self) -> int:
+        return len(self.tokens) + self.num_pending
 
 
 class Llama8B:

@@ -1,6 +1,6 @@
 """Builds the cache service from its settings, runs it, and takes it down in order. The only constructor of things.
 
-Knows every part and decides nothing.
+Only `__main__` and the command line import it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 
 from cache_service import status
-from cache_service.collector import seldom_collected
 from cache_service.compiled import CORE_FORM
 from cache_service.config import CacheConfig
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cache_service.effects import Effects
+from cache_service.effect_dispatcher import EffectDispatcher
 from cache_service.host_keys import HostKeysConfig, RedisHostKeys, open_client
 from cache_service.metrics import ManagerCollector, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
@@ -30,6 +29,7 @@ from cache_service.session import Sessions, StreamLimits
 from cache_service.watchers import Watchers, WatchLimits
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.address import HostPort
+from rpc.collector import LONG_LIVED, seldom_collected
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.interceptor import Around
@@ -124,8 +124,8 @@ async def running(
     watchers = Watchers(epoch, watch_limits(config), manager.watch)
     async with AsyncExitStack() as stack:
         host_keys = await stack.enter_async_context(_host_keys(config, manager))
-        effects = Effects(manager, watchers, host_keys)
-        sessions = Sessions(manager, effects, clock, stream_limits(config), step_observer(registry))
+        dispatcher = EffectDispatcher(manager, watchers, host_keys)
+        sessions = Sessions(manager, dispatcher, clock, stream_limits(config), step_observer(registry))
         gauge_of(registry, "sessions", "Workers with a Session stream.", lambda: len(sessions))
         gauge_of(registry, "watchers", "Watch streams.", lambda: len(watchers))
         if host_keys is not None:
@@ -198,7 +198,7 @@ async def serve(config: CacheConfig, announce: Callable[[str], None]) -> None:
     async with running(config) as service:
         _log.info("serving", extra={"address": str(service.address), "core": CORE_FORM, "config": describe(config)})
         announce(_announcement(service))
-        with seldom_collected():
+        with seldom_collected(LONG_LIVED):
             await stop.wait()
         _log.info("stopping")
     _log.info("stopped")

@@ -1,6 +1,6 @@
 """The cache service's settings: one frozen dataclass, filled from flags and STEMCACHE_CACHE_* variables.
 
-Knows no manager; bootstrap turns settings into what the parts take.
+Bootstrap turns settings into what the parts take.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class CacheConfig:
         MANAGER.write_back_low_water, "Free share of a pool below which write_back spills.", minimum=0, maximum=1
     )
     max_pinned_share: float = setting(
-        MANAGER.max_pinned_share, "Share of a worker's pages that Pin calls may rank last.", minimum=0, maximum=1
+        MANAGER.max_pinned_share,
+        "Share of a worker's pages that Pin calls may have evicted last.",
+        minimum=0,
+        maximum=1,
     )
     max_spill_s: int = setting(
         MANAGER.max_spill_ms // 1000, "Time after which a transfer that is not acknowledged has failed.", minimum=1

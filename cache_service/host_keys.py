@@ -183,7 +183,10 @@ class RedisHostKeys:
         return True
 
     def _lives_in_order(self, count: int) -> list[int]:
-        """Times to live of so many keys: longer than set where keys would not end in the order of their touches."""
+        """Returns the times to live of `count` keys, in ms.
+
+        Longer than `ttl_ms` where keys would otherwise not end in the order of their touches.
+        """
         now_ms, ttl_ms = self._clock(), self._config.ttl_ms
         first_ms = max(now_ms + ttl_ms, self._last_end_ms + BATCH_GAP_MS)
         if first_ms > now_ms + ttl_ms + ttl_ms // 8:

@@ -1,6 +1,6 @@
 """Prometheus metrics of the manager, read from its stats when somebody scrapes; named in docs/metrics.md.
 
-Knows no HTTP. Collecting runs on the event loop, between two of the manager's verbs, so the figures fit together.
+Collecting runs on the event loop, between two of the manager's verbs, so the figures fit together.
 """
 
 from __future__ import annotations

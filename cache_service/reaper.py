@@ -1,6 +1,6 @@
 """Lets time pass for the manager: grace periods, pins, write-back spills, the breaker.
 
-Knows none of these; it tells the manager what time it is, and then lets the consequences out.
+It tells the manager what time it is, then dispatches what that brought about.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reaper:
 
     def tick(self) -> None:
         self._sessions.manager.tick(self._sessions.clock())
-        self._sessions.effects.flush()
+        self._sessions.dispatcher.flush()
         self._sessions.wake()
 
     async def run(self) -> None:

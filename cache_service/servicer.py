@@ -1,6 +1,6 @@
 """The PrefixCache and CacheAdmin calls: each decodes, asks the manager once, encodes.
 
-Knows no state of its own. The manager's methods do not wait, so nothing can come between a question and its answer;
+The manager's methods do not wait, so nothing can come between a question and its answer;
 Explain and Clear are made of slices, between which Steps are answered.
 """
 
@@ -61,7 +61,7 @@ class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
 
     def __init__(self, sessions: Sessions, max_pin_ms: int) -> None:
         self._manager = sessions.manager
-        self._effects = sessions.effects
+        self._dispatcher = sessions.dispatcher
         self._clock = sessions.clock
         self._limits = sessions.manager.limits
         self._max_pin_ms = max_pin_ms
@@ -71,20 +71,20 @@ class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
         namespace, tokens = codec.decode_prompt(request, self._limits)
         ttl_ms = codec.decode_ttl_ms(request, self._max_pin_ms)
         pinned = self._manager.pin(namespace, tokens, ttl_ms, self._clock())
-        self._effects.flush()
+        self._dispatcher.flush()
         return cache_pb2.PinResponse(pinned_tokens=pinned)
 
     async def _clear(self, clearing: Slices, dry_run: bool) -> ClearResult:
         if dry_run:
             return await in_slices(clearing)
-        await self._effects.clear_begins()
+        await self._dispatcher.clear_begins()
         keep_marks = False
         try:
-            cleared = await in_slices(clearing, self._effects.flush)
+            cleared = await in_slices(clearing, self._dispatcher.flush)
             keep_marks = cleared.num_hidden_rows > 0
             return cleared
         finally:
-            self._effects.clear_ends(keep_marks=keep_marks)
+            self._dispatcher.clear_ends(keep_marks=keep_marks)
 
     async def Clear(self, request: cache_pb2.ClearRequest, context: Context) -> cache_pb2.ClearResponse:  # noqa: N802
         clearing = self._manager.clearing(codec.decode_scope(request), request.unused_only, request.dry_run)

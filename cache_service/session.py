@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from cache_service.core.base.errors import Superseded
 from cache_service.core.cache_manager import CacheManager
-from cache_service.effects import Effects
+from cache_service.effect_dispatcher import EffectDispatcher
 from protos.v1 import cache_pb2
 from rpc.interceptor import Context
 from session.errors import FieldError, InvalidInput, TooMany
@@ -56,13 +56,13 @@ class Sessions:
     def __init__(
         self,
         manager: CacheManager,
-        effects: Effects,
+        dispatcher: EffectDispatcher,
         clock: Clock,
         limits: StreamLimits,
         observe_step_s: Callable[[float], None],
     ) -> None:
         self.manager = manager
-        self.effects = effects
+        self.dispatcher = dispatcher
         self.clock = clock
         self.limits = limits
         self.observe_step_s = observe_step_s
@@ -166,7 +166,7 @@ class Session:
     async def run(self) -> None:
         welcome = self._manager.hello(self._hello, self._sessions.clock())
         self._sessions.enter(self)
-        self._sessions.effects.flush()
+        self._sessions.dispatcher.flush()
         fields = {"worker": self.worker_id, "incarnation": self._hello.incarnation, "endpoint": self._hello.endpoint}
         _log.info("worker connected", extra=fields)
         try:
@@ -174,7 +174,7 @@ class Session:
         finally:
             if self._sessions.leave(self):
                 self._manager.disconnect(self.worker_id, self._hello.incarnation, self._sessions.clock())
-                self._sessions.effects.flush()
+                self._sessions.dispatcher.flush()
             _log.info("worker's stream ended", extra=fields)
 
     async def _serve(self, welcome: Welcome) -> None:
@@ -213,13 +213,13 @@ class Session:
         started = time.perf_counter()
         reply = self._manager.step(self.worker_id, step, self._sessions.clock())
         self._sessions.observe_step_s(time.perf_counter() - started)
-        self._sessions.effects.flush()
+        self._sessions.dispatcher.flush()
         await self._answer(encode_reply(reply, self._num_groups))
 
     def _goodbye(self) -> None:
         self._sessions.leave(self)
         self._manager.goodbye(self.worker_id)
-        self._sessions.effects.flush()
+        self._sessions.dispatcher.flush()
 
     async def _push_orders(self) -> None:
         while True:

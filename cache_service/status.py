@@ -1,6 +1,6 @@
 """Which status answers which error of ours: the one table.
 
-Knows no call; rpc.errors applies it.
+rpc.errors applies it.
 """
 
 from __future__ import annotations

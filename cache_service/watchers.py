@@ -1,6 +1,6 @@
 """Tells the manager's events to everybody who watches, each at its own pace.
 
-Knows no manager. A watcher that falls behind loses its queue and is told how much it lost; one that reads nothing at
+A watcher that falls behind loses its queue and is told how much it lost; one that reads nothing at
 all is cut off, so that its place is free again.
 """
 

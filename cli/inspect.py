@@ -65,7 +65,7 @@ def pin(
     salt: SaltOption = "",
     json_: JsonOption = False,
 ) -> None:
-    """Rank a cached prefix last for eviction, for a while."""
+    """Evict a cached prefix last, for a while."""
     output = Output(as_json=json_)
 
     async def ask() -> cache_pb2.PinResponse:

@@ -1,9 +1,9 @@
-"""GPU operations on paged keys and values; one folder for each op.
+"""GPU operations of LLM serving, most of them on paged keys and values; one folder for each op.
 
-Knows nothing of requests, trees or services: tensors come in, tensors go out. Each folder holds the op itself
-(`__init__`: it checks its arguments and chooses), the Triton kernel with its launcher (`triton`), the torch reference
-that is the truth for the tests and what a worker without a GPU serves with (`reference`), and where it pays a plan of a
-step's work (`plan`, `plan_triton`) and a Gluon kernel for Hopper (`hopper`).
+Tensors come in, tensors go out. Each folder holds the op itself (`__init__`: it checks its arguments and chooses), the
+Triton kernel with its launcher (`triton`), the torch reference that is the truth for the tests and what a worker
+without a GPU serves with (`reference`), and where it pays a plan of a step's work (`plan`, `plan_triton`) and a Gluon
+kernel for Hopper (`hopper`).
 
     from kernels.append_kv import append_kv, rotate_append_kv
     from kernels.append_latent import append_latent
@@ -21,5 +21,7 @@ step's work (`plan`, `plan_triton`) and a Gluon kernel for Hopper (`hopper`).
     from kernels.prefill_attention import prefill_attention
     from kernels.project_latents import project_latents
     from kernels.rms_norm import rms_norm
+    from kernels.sample_tokens import sample_tokens
     from kernels.silu_mul import silu_mul
+    from kernels.top_logprobs import top_logprobs
 """

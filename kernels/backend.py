@@ -16,7 +16,8 @@ from kernels.errors import KernelArgumentError
 class Backend(Enum):
     """AUTO decides by the device and the case; the others are asked for by tests and benchmarks.
 
-    GLUON is the kernel for Hopper of an op that has one, TRITON the plain kernel that takes every case.
+    GLUON is the kernel for Hopper of an op that has one, TRITON the plain kernel that takes every case. On a CPU AUTO
+    takes an op's `cpu` module where it has one for the case, else the reference.
     """
 
     AUTO = "auto"

@@ -1,6 +1,6 @@
 """The small real model in the box, and its task: questions about a register, which is nothing but reading the prefix.
 
-Knows no service: a register is a text, a question is a suffix, and the model is a folder.
+A register is a text, a question is a suffix, and the model is a folder.
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""What both sides must call by the same name: the protocol's version and the keys of the host tier's store."""
+"""What both sides must call by the same name: the protocol's version and the keys of the host tier's store.
+
+Limits are in limits.py, messages in messages.py.
+"""
 
 from __future__ import annotations
 

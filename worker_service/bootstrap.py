@@ -21,6 +21,7 @@ from kernels.backend import Backend
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.address import HostPort
 from rpc.client import open_channel
+from rpc.collector import SHORT_LIVED, seldom_collected
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.health import NOT_SERVING, SERVING
@@ -168,9 +169,12 @@ def scheduler_config(config: WorkerConfig, compute: Compute) -> SchedulerConfig:
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
+        mixed_prefill_tokens=config.mixed_prefill_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         chunked_prefill=config.chunked_prefill,
         reserve_pages=config.reserve_pages,
+        decode_ahead_tokens=config.decode_ahead_tokens,
+        async_scheduling=config.async_scheduling,
     )
 
 
@@ -347,7 +351,8 @@ async def serve(config: WorkerConfig, compute: Compute, announce: Callable[[str]
         _log.info("serving", extra={"address": str(service.address), "config": describe(config)})
         announce(_announcement(service))
         drained = asyncio.ensure_future(service.drained.wait())
-        await asyncio.wait({stop, drained, service.running}, return_when=asyncio.FIRST_COMPLETED)
+        with seldom_collected(SHORT_LIVED):
+            await asyncio.wait({stop, drained, service.running}, return_when=asyncio.FIRST_COMPLETED)
         _log.info("stopping", extra={"reason": "drained" if drained.done() else "signal, or the engine ended"})
     stop.cancel()
     drained.cancel()

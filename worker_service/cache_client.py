@@ -1,6 +1,6 @@
 """The session with the cache service: CachePort over one gRPC stream.
 
-Knows no scheduler. One reader task sorts what arrives: replies to the calls that wait for them, orders to a bounded
+One reader task sorts what arrives: replies to the calls that wait for them, orders to a bounded
 queue. Every failure of a stream is a SessionLost; only a Hello that is refused twice for the same reason is
 final, a SessionRefused: one refusal may be a message that was damaged on its way.
 """

@@ -49,9 +49,16 @@ class WorkerConfig:
     max_num_seqs: int = setting(64, "Sequences in one launch.", minimum=1)
     max_waiting: int = setting(1024, "Requests that may wait; more are refused.", minimum=1)
     token_budget: int = setting(2048, "Tokens computed in one launch.", minimum=1)
+    mixed_prefill_tokens: int = setting(
+        192, "Most tokens of prompts beside decoding sequences, while few prompts wait; 0: no limit.", minimum=0
+    )
     long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in one launch; 0: no limit.", minimum=0)
     chunked_prefill: bool = setting(True, "Whether a prompt may spread over several launches.")
     prefix_caching: bool = setting(True, "Whether requests reuse each other's prefixes.")
+    decode_ahead_tokens: int = setting(
+        32, "Tokens ahead for which a decoding sequence asks pages, to go on without the cache service.", minimum=0
+    )
+    async_scheduling: bool = setting(True, "Whether a launch is queued while the one before it runs.")
     reserve_pages: int = setting(0, "Pages that stay free or evictable after an admission.", minimum=0)
     invariance: str = setting(
         "batch",

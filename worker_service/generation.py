@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from session.words import SequenceId
-from worker_service.core.sequence import FinishReason, SamplingParams, Timing, TokenLogprobs, Usage
-from worker_service.text_stream import StopFilter
+from worker_service.core.sampling_params import SamplingParams, TokenLogprobs
+from worker_service.core.sequence import FinishReason, Timing, Usage
+from worker_service.stop_filter import StopFilter
 
 
 class Detokenizer(Protocol):
@@ -43,6 +44,10 @@ class Generation:
         self.is_finished = False
         self._detokenizer = detokenizer
         self._filter = StopFilter(sampling.stop)
+        self._has_stop_strings = bool(sampling.stop)
+        self._undecoded: list[int] = []
+        # When the reader was last given something; negative before that.
+        self.shown_s = -1.0
         self._shows_stop_token = sampling.include_stop_token_text
         self._arrived_s = now_s
         self._started_s: float | None = None
@@ -69,22 +74,35 @@ class Generation:
         *,
         ends_with_stop_token: bool = False,
     ) -> bool:
-        """Add tokens sampled at `now_s`; True when their text completes a stop string.
+        """Adds tokens sampled at `now_s`; True when their text completes a stop string.
 
-        The text of a stop token is left out unless the request asks for it.
+        The text of a stop token is left out unless the request asks for it. The reader sees nothing before `show`.
         """
         self._first_token_s = now_s if self._first_token_s is None else self._first_token_s
         self._last_token_s = now_s
-        shown = token_ids[:-1] if ends_with_stop_token and not self._shows_stop_token else token_ids
-        cut = self._filter.push(self._detokenizer.add(shown))
         self._piece.token_ids.extend(token_ids)
         self._piece.logprobs.extend(item for item in logprobs if item is not None)
+        hides_last = ends_with_stop_token and not self._shows_stop_token
+        self._undecoded.extend(token_ids[:-1] if hides_last else token_ids)
+        return self._has_stop_strings and self._decode()
+
+    def _decode(self) -> bool:
+        """Turns the tokens that have no text yet into text; later, when they are read, where no stop string may end it.
+
+        Many at once cost less than each alone."""
+        tokens, self._undecoded = self._undecoded, []
+        cut = self._filter.push(self._detokenizer.add(tokens))
         self._piece.text += cut.text
-        self._news.set()
         return cut.stopped
+
+    def show(self, now_s: float) -> None:
+        """Lets the reader have what was added."""
+        self.shown_s = now_s
+        self._news.set()
 
     def finish(self, reason: FinishReason, usage: Usage, *, by_stop_string: bool = False) -> Timing:
         if not by_stop_string:
+            self._decode()
             cut = self._filter.push(self._detokenizer.finish())
             self._piece.text += cut.text if cut.stopped else cut.text + self._filter.flush()
         self._piece.finish_reason = reason
@@ -111,5 +129,7 @@ class Generation:
         self._news.clear()
         if self._error is not None:
             raise self._error
+        if self._undecoded:
+            self._decode()
         piece, self._piece = self._piece, Piece()
         return piece

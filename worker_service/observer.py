@@ -5,6 +5,8 @@ The default does nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from worker_service.core.sequence import Timing, Usage
 
 
@@ -13,12 +15,13 @@ class Observer:
 
     def stepped(self, seconds: float) -> None: ...
 
-    def launched(self, num_tokens: int, seconds: float) -> None: ...
+    def launched(self, num_tokens: int, busy_s: float, idle_s: float) -> None:
+        """A launch ended. It kept the device busy for `busy_s`; before it the device waited `idle_s` for the host."""
 
     def launch_failed(self) -> None: ...
 
-    def generated(self, num_tokens: int, since_last_s: float | None) -> None:
-        """Tokens of one request, also if it is aborted later; `since_last_s` is None for its first ones."""
+    def generated(self, num_tokens: int, inter_token_s: Sequence[float]) -> None:
+        """New tokens of one launch, of whatever requests; and for those behind a first one the time since the last."""
 
     def finished(self, usage: Usage, timing: Timing) -> None: ...
 

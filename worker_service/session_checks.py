@@ -1,6 +1,6 @@
 """Whether a reply of the cache service fits this worker's pools.
 
-Knows no protobuf and no sequence. A page id beyond the pool would be read from memory that is not the pool's, a hole in
+A page id beyond the pool would be read from memory that is not the pool's, a hole in
 a table without holes from page 0; both are a SessionLost before any table changes.
 """
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from cache_service.core.base.page_hash import page_hashes
 from cache_service.core.cache_manager import CacheManager
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_node import Node
-from cache_service.core.device.sparse_pages import Rank
-from session.words import HASH_BYTES, PAGE_ID_BYTES
+from cache_service.core.device.sparse_pages import Retention
+from cache_service.core.device_cache import DeviceCache
+from cache_service.core.kinds.group import Group, SparseGroup, present
+from session.words import HASH_BYTES, PAGE_ID_BYTES, Transfer
 
 
 def check(manager: CacheManager) -> None:
@@ -24,10 +24,10 @@ def check(manager: CacheManager) -> None:
         _check_pins(cache, where)
         _check_leases(cache, where)
         _check_late(cache, where)
-        for group in cache.layout.full:
-            _check_full_pool(cache, group, f"{where}, group {group}")
-        for group in cache.layout.sparse:
-            _check_sparse_pool(cache, group, f"{where}, group {group}")
+        for number in cache.pools:
+            _check_full_pool(cache, cache.groups[number], f"{where}, group {number}")
+        for sparse in cache.sparse:
+            _check_sparse_pool(cache, sparse, f"{where}, group {sparse.number}")
         _check_hashes(cache, where)
         cache.kept.check()
     _check_host(manager)
@@ -109,11 +109,11 @@ def _check_leases(cache: DeviceCache, where: str) -> None:
         else:
             waiting = lease.fetches <= cache.transfers.fetches.keys()
             assert waiting, f"{name}: waits for a closed ticket"
-        for group in cache.layout.full:
-            end = lease.published_pages + len(lease.private[group]) // PAGE_ID_BYTES
-            assert lease.full_end == end, f"{name}: group {group} ends at {end}, not at {lease.full_end}"
-        for group, hold in lease.windows.items():
-            assert all(hold.page_ids), f"{name}: a hole in the window of group {group}"
+        for group in cache.groups:
+            held = unpack(group.held(lease))
+            assert all(held), f"{name}: holds a hole of group {group.number}"
+            end = lease.published_pages + len(held) if group.number in cache.pools else lease.full_end
+            assert lease.full_end == end, f"{name}: group {group.number} ends at {end}, not at {lease.full_end}"
 
 
 def _conserved(pool: PagePool, held: list[int], where: str) -> None:
@@ -138,39 +138,33 @@ def _check_late(cache: DeviceCache, where: str) -> None:
     assert late <= cache.transfers.fetches.keys(), f"{where}: a closed fetch counts as late"
 
 
-def _check_full_pool(cache: DeviceCache, group: int, where: str) -> None:
-    held = [page_id for node in nodes_of(cache) for page_id in unpack(node.pages[group])]
-    for lease in cache.leases.all():
-        held += unpack(lease.private[group])
-    for fetch in cache.transfers.fetches.values():
-        held += unpack(fetch.full_targets.get(group, b""))
-    _conserved(cache.pools[group], held, where)
+def _moved(transfer: Transfer, group: Group) -> list[int]:
+    return [page_id for row in transfer.groups if row.group == group.number for page_id in present(row.page_ids)]
 
 
-def _lease_slots(lease: Lease, group: int) -> list[int]:
-    hold = lease.windows.get(group)
-    slots = list(hold.page_ids) if hold is not None else []
-    slots += [held.slot for held in (*lease.working, *lease.rolling, *lease.restore) if held.group == group]
-    slots += [leave.slot for leave in lease.leave if leave.group == group]
-    return slots
+def _held(cache: DeviceCache, group: Group) -> list[int]:
+    """By leases, and by the fetches that outlived theirs."""
+    held = [page_id for lease in cache.leases.all() for page_id in unpack(group.held(lease))]
+    fetches = [fetch.transfer for fetch in cache.transfers.fetches.values() if fetch.orphaned]
+    return held + [page_id for transfer in fetches for page_id in _moved(transfer, group)]
 
 
-def _check_sparse_pool(cache: DeviceCache, group: int, where: str) -> None:
-    pages = cache.sparse[group]
+def _check_full_pool(cache: DeviceCache, group: Group, where: str) -> None:
+    standing = [page_id for node in nodes_of(cache) for page_id in unpack(node.pages[group.number])]
+    _conserved(group.pool, standing + _held(cache, group), where)
+
+
+def _check_sparse_pool(cache: DeviceCache, group: SparseGroup, where: str) -> None:
+    pages = group.pages
     standing: dict[int, tuple[Node, int]] = {}
     for node in nodes_of(cache):
-        for at, page_id in enumerate(unpack(node.pages[group])):
+        for at, page_id in enumerate(unpack(node.pages[group.number])):
             if page_id:
                 assert page_id not in standing, f"{where}: page {page_id} stands twice in the tree"
                 standing[page_id] = (node, node.start + at)
-    readers: Counter[int] = Counter()
-    for lease in cache.leases.all():
-        readers.update(_lease_slots(lease, group))
-    for fetch in cache.transfers.fetches.values():
-        if fetch.orphaned:
-            readers.update(page.page_id for page in fetch.sparse if page.group == group)
+    readers = Counter(_held(cache, group))
     for spill in cache.transfers.spills.values():
-        readers.update(page.page_id for page in spill.sparse if page.group == group)
+        readers.update(_moved(spill.transfer, group))
     assert dict(readers) == pages.readers, f"{where}: readers {pages.readers}, holders {dict(readers)}"
     assert set(standing) == set(pages.places), f"{where}: places are not those of the tree"
     for page_id, place in pages.places.items():
@@ -181,11 +175,12 @@ def _check_sparse_pool(cache: DeviceCache, group: int, where: str) -> None:
     assert len(ordered) == len(set(ordered)), f"{where}: a page is in two orders"
     evictable = {page_id for page_id in standing if page_id not in readers}
     assert set(ordered) == evictable, f"{where}: evictable order {sorted(ordered)}, evictable {sorted(evictable)}"
-    for (rank, worth), page_ids in order.items():
-        assert worth == 0 or rank is Rank.WARM, f"{where}: pages of rank {rank.name} have class {worth}"
+    for (retention, worth), page_ids in order.items():
+        assert worth == 0 or retention is Retention.WARM, f"{where}: {retention.name} pages have class {worth}"
         for page_id in page_ids:
             is_soft = bool(standing[page_id][0].soft_until_ms)
-            assert is_soft == (rank is Rank.SOFT), f"{where}: page {page_id} under a pin: {is_soft}, in {rank.name}"
+            right = is_soft == (retention is Retention.SOFT)
+            assert right, f"{where}: page {page_id} under a pin: {is_soft}, in {retention.name}"
     _conserved(pages.pool, sorted({*standing, *readers}), where)
 
 

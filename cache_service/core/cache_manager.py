@@ -13,14 +13,14 @@ from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWor
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ClearResult, ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.eviction import make_policy
 from cache_service.core.device.transfer_table import TicketIds
-from cache_service.core.device.worker import Worker
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.host_tiers import HostTiers
 from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
-from cache_service.core.verbs.prompt_match import PromptMatch
+from cache_service.core.verbs.many_workers_match import PromptMatch
+from cache_service.core.worker import Worker
 from session.errors import InvalidInput, TooMany
 from session.hello_check import check_hello
 from session.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS, SessionLimits
@@ -232,7 +232,7 @@ class CacheManager:
         return [w for w in self.workers.values() if w.gone_since_ms is None and w.hello.model in models]
 
     def pin(self, namespace: Namespace, tokens: bytes, ttl_ms: int, now_ms: int) -> int:
-        """Rank the cached prefix last in eviction for `ttl_ms` (0 unpins). Returns its most tokens on any worker.
+        """Evict the cached prefix last for `ttl_ms` (0 unpins). Returns its most tokens on any worker.
 
         Raises InvalidInput, and TooMany where more than `max_pinned_share` of a worker's pages would be pinned.
         """
@@ -306,7 +306,7 @@ class CacheManager:
 
     def num_host_deletes(self) -> int:
         """Rows whose keys wait to be taken for deletion."""
-        return sum(len(index.deletes) for index in self.tiers.shared.values())
+        return sum(len(index.queues.deletes) for index in self.tiers.shared.values())
 
     def take_host_touches(self) -> tuple[bytes, ...]:
         """Keys whose time to live is to be refreshed, tails before heads."""

@@ -68,11 +68,12 @@ def _row(way: Mapping[str, Any], y: float, accuracy: Panel, times: Panel) -> Ite
     yield f"<text x='{LEFT - 12}' y='{middle}' text-anchor='end'>{escape(str(way['title']))}</text>"
     for offset, key, colour in ((0, "one_fact_accuracy", ONE_FACT), (BAR + 1, "two_facts_accuracy", TWO_FACTS)):
         if way[key] is not None:
-            yield from _bar(accuracy, y + offset, way[key], colour, f"{way[key]:.1%}")
-    yield from _bar(times, y + BAR / 2, way["first_token_s"], TIME, f"{way['first_token_s'] * 1e3:,.0f} ms")
+            yield from bar(accuracy, y + offset, way[key], colour, f"{way[key]:.1%}")
+    yield from bar(times, y + BAR / 2, way["first_token_s"], TIME, f"{way['first_token_s'] * 1e3:,.0f} ms")
 
 
-def _bar(panel: Panel, y: float, value: float, colour: str, label: str) -> Iterator[str]:
+def bar(panel: Panel, y: float, value: float, colour: str, label: str) -> Iterator[str]:
+    """Returns the lines of one bar with its label behind it."""
     length = panel.length(value)
     yield f"<rect x='{panel.left:g}' y='{y:g}' width='{length:.1f}' height='{BAR}' fill='{colour}'/>"
     yield f"<text x='{panel.left + length + 6:.1f}' y='{y + BAR - 2:g}' fill='{FAINT}'>{escape(label)}</text>"

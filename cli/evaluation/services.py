@@ -69,9 +69,9 @@ class EvalServices:
         return -(-(max(sheet.longest for sheet in self.sheets) + MAX_ANSWER_TOKENS) // self.page_tokens)
 
     async def tight_worker(self) -> SpecialWorker:
-        """Its pool holds one register only."""
+        """Its pool holds one register only. Without pages ahead, a request lacks one at a token that is known."""
         pages = self.tight_pages
-        env = {"POOL_PAGES": pages, "POOL_MB": 0, "MAX_MODEL_LEN": pages * self.page_tokens}
+        env = {"POOL_PAGES": pages, "POOL_MB": 0, "MAX_MODEL_LEN": pages * self.page_tokens, "DECODE_AHEAD_TOKENS": 0}
         return await self._special_worker("worker-tight", {name: str(value) for name, value in env.items()})
 
     async def chunking_worker(self) -> SpecialWorker:

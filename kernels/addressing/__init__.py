@@ -33,7 +33,7 @@ PROBES = 64
 
 
 def search_levels(num_seqs: int) -> int:
-    """How many steps find one of so many sequences."""
+    """Returns the steps of a search over `num_seqs` sequences that looks at PROBES of them in each step."""
     levels = 1
     while num_seqs > PROBES**levels:
         levels += 1

@@ -19,7 +19,7 @@ from kernels.attention import (
     output_for,
 )
 from kernels.backend import Backend, choose_backend
-from kernels.decode_attention import reference
+from kernels.decode_attention import cpu, reference
 from kernels.decode_attention.call import DecodeCall
 from kernels.decode_attention.hopper import reason_against
 from kernels.decode_attention.plan import DecodePlan
@@ -158,5 +158,7 @@ def _compute(
         from kernels.decode_attention.triton import launch
 
         launch(call, out, lse)
+    elif backend is Backend.AUTO and cpu.reason_against(call, lse) is None:
+        cpu.decode_attention(call, out)
     else:
         reference.decode_attention(call, out, lse)

@@ -11,18 +11,23 @@ from kernels.errors import KernelArgumentError
 
 __all__ = ["LEAF", "LEAVES_PER_GROUP", "DecodePlan"]
 
-# The summation tree: keys of a leaf, leaves of a group. Every result's bits depend on both.
+# The summation tree: keys of a tile and of a leaf, leaves of a group. Every result's bits depend on all three.
+TILE = 64
 LEAF = 512
 LEAVES_PER_GROUP = 4
-# Chunks for each program where there is enough work: slow programs take fewer of them.
-WAVES = 4
 # Columns of one launch: with 64 of them registers spill, and reading the keys twice takes less time than that.
 MAX_COLUMNS = 32
-# Up to so many (sequence, kv head) pairs, one program of three stages on each multiprocessor is faster than two of two.
+# Up to this number of (sequence, kv head) pairs, one program of three stages on a multiprocessor beats two of two.
 FEW_PAIRS = 8
-# Fields of a chunk: sequence, kv head, first unit within the pair, number of units, the sequence's length; then what is
-# the same for all, so that a program starts with one load: number of chunks, leaves of a unit, units of a chunk.
+# Fields of a chunk: sequence, kv head, first leaf within the pair, leaves, the sequence's length, parts of the pair,
+# its first partial; and the number of chunks, the same for all, so that a program starts with one load.
 CHUNK_FIELDS = 8
+# Chunks for each program beyond one for each pair, at most.
+MAX_ROUNDS = 4
+# What the plan's model counts with, by programs on a multiprocessor: the share of a tile's time among all programs that
+# it takes one alone, what a part of a cut pair costs in tiles, and what each part adds to the pair's merge. Fitted to
+# one H200: 132 programs for up to 8 pairs, 264 for more.
+COSTS = {1: (0.8, 1.5, 0.45), 2: (0.52, 0.85, 0.2)}
 
 
 class DecodePlan:
@@ -64,18 +69,15 @@ class DecodePlan:
     def _allocate(self) -> None:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         pairs = self.max_seqs * self.kv_heads
+        max_chunks = pairs + MAX_ROUNDS * 2 * self.multiprocessors
         groups = pairs * max(1, -(-self.max_seqlen_k // (LEAF * LEAVES_PER_GROUP)))
-        # Leaves are the unit of work only where there are too few groups for the programs.
-        units = max(groups, min(LEAVES_PER_GROUP * groups, 2 * LEAVES_PER_GROUP * self.multiprocessors)) + pairs
+        # A partial for each group, and behind each cut for the leaves of a group that another chunk began.
+        partials = groups + (LEAVES_PER_GROUP - 1) * (max_chunks - pairs)
         self.acc, self.row_max, self.row_sum = (
-            torch.empty(units * self.rows * width, dtype=torch.float32, device=self.device)
+            torch.empty(partials * self.rows * width, dtype=torch.float32, device=self.device)
             for width in (self.dim, 1, 1)
         )
-        max_chunks = 2 * WAVES * 2 * self.multiprocessors
-        self.bases, self.chunks = (
-            torch.empty(size, dtype=torch.int32, device=self.device)
-            for size in (self.max_seqs, max_chunks * CHUNK_FIELDS)
-        )
+        self.chunks = torch.empty(max_chunks * CHUNK_FIELDS, dtype=torch.int32, device=self.device)
         # Drawn chunks, finished programs, and arrivals of each pair: all return to zero with every launch.
         counters = torch.zeros(2 + pairs, dtype=torch.int32, device=self.device)
         self.work, self.arrivals = counters[:2], counters[2:]
@@ -92,13 +94,13 @@ class DecodePlan:
 
         launch(
             seqlens_k,
-            self.bases,
-            self.chunks,
+            self.chunks.view(-1, CHUNK_FIELDS),
             kv_heads=self.kv_heads,
             programs=self.programs(num_seqs),
+            tile=TILE,
             leaf=LEAF,
             leaves_per_group=LEAVES_PER_GROUP,
-            waves=WAVES,
+            costs=COSTS[self.programs_per_multiprocessor(num_seqs)],
         )
 
     def programs_per_multiprocessor(self, num_seqs: int) -> int:
@@ -107,7 +109,7 @@ class DecodePlan:
         return 1 if few or self.dim > 128 or self.rows > 16 else 2
 
     def programs(self, num_seqs: int) -> int:
-        """How many programs a launch over so many sequences has."""
+        """Returns the number of programs of a launch over `num_seqs` sequences."""
         return self.programs_per_multiprocessor(num_seqs) * self.multiprocessors
 
     def check(self, sizes: dict[str, int], heads: tuple[int, int, int], device: torch.device) -> None:

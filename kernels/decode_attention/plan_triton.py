@@ -2,120 +2,194 @@
 
 A plan holds for every layer of a step, windowed or not.
 
-A pair is one sequence and one kv head; its keys are leaves of LEAF keys, its leaves groups of LEAVES_PER_GROUP. The
-unit of work is a group, or a leaf where groups are too few to fill the card. Units are numbered pair after pair, and a
-chunk is a run of `per` of them. There are several chunks for each program where there is enough work: a program that
-has finished one draws the next, so programs end at the same time though some are slower than others.
+A pair is one sequence and one kv head; its keys are tiles of TILE, its tiles leaves of PER_LEAF. A chunk is a whole
+pair, or one of the equal parts into which a pair is cut, at leaves. How many parts a sequence's pairs have follows from
+one number for the batch: the tiles that a chunk may hold. Several are tried, and the one taken whose step a model of
+the card says is the shortest. Programs draw chunks, the longest first, until there are
+none.
 
-    pairs     | seq 0 head 0 | seq 0 head 1 | ... | seq 1 head 0 | ...
-    units     | 0  1  2  3   | 4  5  6  7   |
-    chunks    |  0    |  1   |   2   |   3  |                           here with per = 2
+    tiles of a pair     | 33            | 9   | 70                                |      here with up to 35 a chunk
+    chunks              | 0             | 1   | 2                | 3              |
+
+The model: memory serves all programs alike, so a round of one chunk for each takes as long as their tiles together;
+but a program that is left alone needs `least` of its time in company. A chunk of a pair that is cut takes a program as
+long as `cut_tiles` more, and a pair's merge, at the end, as long as `part_tiles` for each of its parts.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.decode_attention.plan import CHUNK_FIELDS
-
 BLOCK_ELEMENTS = 8192
 
 
 @triton.jit
-def groups_per_chunk(groups, programs, WAVES: tl.constexpr):
-    """Returns groups per chunk: ceil(groups / (programs * WAVES)), but 2 instead of 1 if that takes no more rounds.
+def parts_of(tiles, limit, PER_LEAF: tl.constexpr):
+    """Returns how many parts a pair is cut into for about `limit` tiles each, a leaf or more.
 
-    With 2 a pair of two groups, say 4,096 keys, stays in one chunk and needs no merge.
+    Less than half a leaf above it is no reason for one part more.
     """
-    per = tl.maximum(tl.cdiv(groups, programs * WAVES), 1)
-    two = 2 * tl.cdiv(tl.cdiv(groups, 2), programs) <= tl.cdiv(groups, programs)
-    return tl.where((per == 1) & two, 2, per)
+    return tl.minimum(tl.cdiv(tl.maximum(tiles - (PER_LEAF // 2 - 1), 1), limit), tl.cdiv(tiles, PER_LEAF))
+
+
+@triton.jit
+def part_start(part, parts, tiles, leaves, PER_LEAF: tl.constexpr):
+    """Returns the first leaf of a part: the one that begins nearest to its share of the pair's tiles."""
+    tiles = tl.maximum(tiles, parts * PER_LEAF)
+    return tl.where(part < parts, (part * tiles + parts * (PER_LEAF // 2)) // (parts * PER_LEAF), leaves)
+
+
+@triton.jit
+def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
+    """Returns 16 limits to choose from, of PER_LEAF tiles or more.
+
+    Two are of a leaf (the first makes a part of any rest of one), some cut the longest pair into equal parts, and some
+    lie around a program's share of all tiles.
+    """
+    number = tl.arange(0, 16)
+    longest = tl.max(tiles, 0)
+    pairs = tl.maximum(tl.sum(busy.to(tl.int32), 0) * HEADS, 1)
+    share = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS / programs
+    equal = tl.where(number < 9, number - 1, tl.maximum(programs // pairs, 1) * (number - 8))
+    rounds = tl.exp2((number - 12).to(tl.float32) * 0.5)
+    limits = tl.where(number < 11, tl.cdiv(longest, tl.maximum(equal, 1)), tl.ceil(share / rounds).to(tl.int32))
+    return tl.where(number > 1, tl.maximum(limits, PER_LEAF), PER_LEAF - 1 + number)
+
+
+@triton.jit
+def estimates(tiles, busy, limits, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF: tl.constexpr):
+    """Returns how long a step with each limit takes, in tiles of a program among all others; too many chunks never."""
+    parts = tl.where(busy[None, :], parts_of(tiles[None, :], limits[:, None], PER_LEAF), 0)
+    total = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS
+    # Cuts lie at leaves: what equal parts leave over is one more leaf for some, or the last leaf's rest.
+    even = tiles[None, :] // tl.maximum(parts * PER_LEAF, 1) * PER_LEAF
+    longest = even + tl.minimum(tiles[None, :] - parts * even, PER_LEAF)
+    largest = tl.max(tl.where(busy[None, :], longest, 0), 1).to(tl.float32)
+    chunks = tl.sum(parts.to(tl.float32), 1) * HEADS
+    cut = tl.sum(tl.where(parts > 1, parts, 0).to(tl.float32), 1) * HEADS
+    mean = total / tl.maximum(chunks, 1.0)
+    full_rounds = tl.floor(chunks / programs)
+    rest = chunks / programs - full_rounds
+    # What is drawn last is not spread evenly over the multiprocessors, as first chunks are.
+    rounds = full_rounds + tl.where(
+        rest > 0.0, tl.maximum(tl.where(full_rounds > 0, 0.3 + 0.7 * rest, rest), least), 0.0
+    )
+    merged = tl.max(tl.where(parts > 1, parts, 0), 1).to(tl.float32)
+    # The longest come first: the more chunks a program draws, the less it matters how long one is.
+    uneven = least * (largest - mean) / tl.maximum(chunks / programs, 1.0)
+    cost = mean * rounds + uneven + cut_tiles * cut / programs + part_tiles * merged
+    return tl.where(chunks <= most, cost, float("inf"))
+
+
+@triton.jit
+def chunk_limit(tiles, busy, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF: tl.constexpr):
+    """Returns the tiles that a chunk may hold: those of the shortest step, the longest pair's where none may be cut."""
+    limits = limits_to_try(tiles, busy, programs, HEADS, PER_LEAF)
+    cost = estimates(tiles, busy, limits, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF)
+    return tl.max(tl.where(cost == tl.min(cost, 0), limits, 1), 0)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @triton.jit(do_not_specialize=["num_seqs"])
 def plan_chunks(
     seqlens_ptr,
-    bases_ptr,
     chunks_ptr,
     num_seqs,
     programs,
     max_chunks,
+    least,
+    cut_tiles,
+    part_tiles,
     HEADS: tl.constexpr,
-    LEAF: tl.constexpr,
+    TILE: tl.constexpr,
+    PER_LEAF: tl.constexpr,
     LEAVES_PER_GROUP: tl.constexpr,
-    WAVES: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     CHUNK_FIELDS: tl.constexpr,
 ):
     """Every program of the plan sums over all sequences and writes its own slice of the chunks."""
-    seq = tl.arange(0, BLOCK_SEQS)
-    real = seq < num_seqs
+    place = tl.arange(0, BLOCK_SEQS)
+    real = place < num_seqs
+    length = tl.load(seqlens_ptr + place, mask=real, other=0)
+    tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
+    most = max_chunks - empty * HEADS
+    limit = chunk_limit(tiles, length > 0, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF)
+    # Longest chunks first: what is drawn last then keeps no program long behind the others. Beyond what a sort has bits
+    # for they count as equal.
+    chunk_tiles = tl.where(real, tl.minimum(tl.cdiv(tiles, parts_of(tiles, limit, PER_LEAF)), 1 << 18), 0)
+    seq = tl.sort(((1 << 18) - chunk_tiles) * BLOCK_SEQS + place) % BLOCK_SEQS
     length = tl.load(seqlens_ptr + seq, mask=real, other=0)
-    units = tl.where(real, tl.maximum(tl.cdiv(length, LEAF * LEAVES_PER_GROUP), 1), 0)
-    groups = tl.sum(units, 0) * HEADS
-    unit = LEAVES_PER_GROUP
-    per = groups_per_chunk(groups, programs, WAVES)
-    if groups * 8 < programs * 7:
-        unit = 1
-        units = tl.where(real, tl.maximum(tl.cdiv(length, LEAF), 1), 0)
-        per = tl.cdiv(tl.sum(units, 0) * HEADS, programs)
-    total = tl.sum(units, 0) * HEADS
-    per = tl.maximum(per, tl.cdiv(total, max_chunks))
-    base = tl.cumsum(units, 0) - units
-    if tl.program_id(0) == 0:
-        tl.store(bases_ptr + seq, base, mask=real)
+    tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    leaves = tl.cdiv(tiles, PER_LEAF)
+    parts = tl.where(real, parts_of(tiles, limit, PER_LEAF), 0)
+    # Partials of a pair: one for each group, and what may be left alone behind each cut.
+    spare = LEAVES_PER_GROUP - 1
+    partials = tl.where(parts > 1, tl.cdiv(leaves, LEAVES_PER_GROUP) + spare * (parts - 1), 0)
+    base = tl.cumsum(parts, 0) - parts
+    partials_base = tl.cumsum(partials, 0) - partials
 
     chunk = tl.program_id(0) * BLOCK_CHUNKS + tl.arange(0, BLOCK_CHUNKS)
-    first = chunk * per
-    before = ((base * HEADS)[None, :] <= first[:, None]) & real[None, :]
+    before = ((base * HEADS)[None, :] <= chunk[:, None]) & real[None, :]
     owner = tl.maximum(tl.sum(before.to(tl.int32), 1) - 1, 0)
-    own = seq[None, :] == owner[:, None]
-    own_units = tl.maximum(tl.sum(tl.where(own, units[None, :], 0), 1), 1)
-    offset = first - tl.sum(tl.where(own, base[None, :], 0), 1) * HEADS
+    own = place[None, :] == owner[:, None]
+    own_parts = tl.maximum(tl.sum(tl.where(own, parts[None, :], 0), 1), 1)
+    own_length = tl.sum(tl.where(own, length[None, :], 0), 1)
+    own_tiles = tl.maximum(tl.cdiv(own_length, TILE), 1)
+    own_leaves = tl.cdiv(own_tiles, PER_LEAF)
+    own_partials = tl.sum(tl.where(own, partials[None, :], 0), 1)
+    first = tl.sum(tl.where(own, partials_base[None, :], 0), 1) * HEADS
+    offset = chunk - tl.sum(tl.where(own, base[None, :], 0), 1) * HEADS
+    head = offset // own_parts % HEADS
+    part = offset % own_parts
+    start = part_start(part, own_parts, own_tiles, own_leaves, PER_LEAF)
+    stop = part_start(part + 1, own_parts, own_tiles, own_leaves, PER_LEAF)
+    total = tl.sum(parts, 0) * HEADS
     at = chunks_ptr + chunk * CHUNK_FIELDS
     ok = chunk < max_chunks
-    nil = tl.zeros_like(chunk)
-    tl.store(at, owner, mask=ok)
-    tl.store(at + 1, offset // own_units % HEADS, mask=ok)
-    tl.store(at + 2, offset % own_units, mask=ok)
-    tl.store(at + 3, tl.maximum(tl.minimum(per, total - first), 0), mask=ok)
-    tl.store(at + 4, tl.sum(tl.where(own, length[None, :], 0), 1), mask=ok)
-    tl.store(at + 5, tl.cdiv(total, per) + nil, mask=ok)
-    tl.store(at + 6, unit + nil, mask=ok)
-    tl.store(at + 7, per + nil, mask=ok)
+    tl.store(at, tl.sum(tl.where(own, seq[None, :], 0), 1), mask=ok)
+    tl.store(at + 1, head, mask=ok)
+    tl.store(at + 2, start, mask=ok)
+    tl.store(at + 3, tl.where(chunk < total, stop - start, 0), mask=ok)
+    tl.store(at + 4, own_length, mask=ok)
+    tl.store(at + 5, own_parts, mask=ok)
+    tl.store(at + 6, first + head * own_partials, mask=ok)
+    tl.store(at + 7, total + tl.zeros_like(chunk), mask=ok)
 
 
 def launch(
     seqlens_k: torch.Tensor,
-    bases: torch.Tensor,
     chunks: torch.Tensor,
     *,
     kv_heads: int,
     programs: int,
+    tile: int,
     leaf: int,
     leaves_per_group: int,
-    waves: int,
+    costs: tuple[float, float, float],
 ) -> None:
-    """Launches over at least one sequence; `chunks` has CHUNK_FIELDS fields for each chunk there is room for."""
-    num_seqs, max_chunks = seqlens_k.shape[0], chunks.shape[0] // CHUNK_FIELDS
+    """Launches over at least one sequence; `chunks` [max_chunks, fields] int32 has the room.
+
+    `costs` are the model's least, cut_tiles and part_tiles.
+    """
+    num_seqs, max_chunks = seqlens_k.shape[0], chunks.shape[0]
     block_seqs = max(16, triton.next_power_of_2(num_seqs))
     block_chunks = max(1, min(64, BLOCK_ELEMENTS // block_seqs))
     with torch.cuda.device_of(seqlens_k):
         plan_chunks[(triton.cdiv(max_chunks, block_chunks),)](
             seqlens_k,
-            bases,
             chunks,
             num_seqs,
             programs,
             max_chunks,
+            *costs,
             HEADS=kv_heads,
-            LEAF=leaf,
+            TILE=tile,
+            PER_LEAF=leaf // tile,
             LEAVES_PER_GROUP=leaves_per_group,
-            WAVES=waves,
             BLOCK_SEQS=block_seqs,
             BLOCK_CHUNKS=block_chunks,
-            CHUNK_FIELDS=CHUNK_FIELDS,
-            num_warps=4,
+            CHUNK_FIELDS=chunks.shape[1],
+            num_warps=4 if block_seqs <= 256 else 8,
         )

@@ -2,7 +2,7 @@
 
 Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes while it has no workspace to
 split K into (the process sees to that before cuBLAS starts), and a Triton GEMM of one fixed tile. `keeps_rows` finds
-out, on the weights' own device, whether the first one will do.
+out, on the weights' own device, whether the first one will do. On a CPU fp32 weights are packed for oneDNN.
 """
 
 from enum import Enum
@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
-from kernels.linear import reference
+from kernels.linear import packed, reference
 
-__all__ = ["LEAST_ROWS", "Route", "keeps_rows", "linear"]
+__all__ = ["LEAST_PACKED_ROWS", "LEAST_ROWS", "Route", "keeps_rows", "linear", "packed_weight"]
 
 # The library takes other kernels, with another order of sums, for fewer rows.
 LEAST_ROWS = 8
+LEAST_PACKED_ROWS = packed.LEAST_ROWS
 # Numbers of rows on both sides of where the library changes its tiles.
 ROWS_TO_TRY = (LEAST_ROWS, 9, 16, 17, 32, 48, 64, 65, 100, 128, 200, 256, 384, 512, 777, 1024, 2048)
 
@@ -37,14 +38,20 @@ def linear(
     route: Route = Route.LIBRARY,
     backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
-    """x [num_rows, K] times weight [N, K] transposed, plus bias [N]. On CUDA fewer than LEAST_ROWS rows are padded."""
+    """x [num_rows, K] times weight [N, K] transposed, plus bias [N]. On CUDA fewer than LEAST_ROWS rows are padded.
+
+    A weight that `packed_weight` returned takes the CPU's route, whatever `route` and `backend` say.
+    """
     check_tensor("weight", weight, (None, None), KV_DTYPES, x.device)
-    check_contiguous("weight", weight)
+    if not weight.is_mkldnn:
+        check_contiguous("weight", weight)
     check_tensor("x", x, (None, weight.shape[1]), (weight.dtype,), x.device)
     check_rows("x", x)
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[0],), (weight.dtype,), x.device)
         check_contiguous("bias", bias)
+    if weight.is_mkldnn:
+        return packed.linear(x, weight, bias)
     if backend is Backend.REFERENCE:
         return reference.linear(x, weight, bias)
     if route is Route.TILED and uses_triton(backend, x):
@@ -58,6 +65,11 @@ def linear(
     if x.is_cuda and LEAST_ROWS > missing > 0:
         return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
     return functional.linear(x, weight, bias)
+
+
+def packed_weight(weight: torch.Tensor, backend: Backend = Backend.AUTO) -> torch.Tensor:
+    """Returns the weight as `linear` takes it best: packed for fp32 on a CPU, itself on CUDA and for other backends."""
+    return packed.pack(weight) if backend is Backend.AUTO and packed.can_pack(weight) else weight
 
 
 def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -> bool:

@@ -108,4 +108,13 @@ class MlaDecodePlan:
         check_lengths("seqlens_k", seqlens_k, num_seqs, self.items.device)
         from kernels.mla_decode.plan_triton import launch
 
-        launch(self, seqlens_k, cu_seqlens_q)
+        launch(
+            (self.items, self.counts, self.shared),
+            seqlens_k,
+            cu_seqlens_q,
+            programs=self.programs,
+            heads=self.heads,
+            rows=self.rows,
+            leaf=self.tree.leaf,
+            leaves_per_group=self.tree.leaves_per_group,
+        )

@@ -1,17 +1,42 @@
 """The plan of mla_decode in Triton: one program lists one sequence's items.
 
-Items come longest first. What is too long for one program is shared out by groups of leaves where that keeps the
+Items come longest first, counted in tiles of TILE latents: a sequence's last item may be a small rest, and rests come
+behind all that is full. What is too long for one program is shared out by groups of leaves where that keeps the
 programs as busy as leaves would: fewer partial results to write and to fold.
-"""
 
-from typing import TYPE_CHECKING
+    items      | 0 ........ | 1 ........ | 2 .. | 3 .. | 4 |      here of two sequences of 2, and one of 1 full item
+    programs   | 0          | 1          | 2    | 0    | 1 |
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from kernels.mla_decode.plan import MlaDecodePlan
+# Latents that a program attends to at a time.
+TILE = 64
+
+
+@triton.jit
+def step_of(tiles, size, enough, programs, PER_LEAF: tl.constexpr, LEAVES_PER_GROUP: tl.constexpr):
+    """Returns the leaves of an item: a group's, if `tiles` of rows of so many tiles of latents then take no longer.
+
+    Full groups take whole rounds of all programs; their rests go to those that are free in the last round, or on top.
+    """
+    PER_GROUP: tl.constexpr = PER_LEAF * LEAVES_PER_GROUP
+    groups = tl.sum(tiles * (size // PER_GROUP), 0)
+    rest = tl.where(tiles > 0, size % PER_GROUP, 0)
+    rests = tl.sum(tl.where(rest > 0, tiles, 0), 0)
+    rounds = tl.cdiv(groups, programs)
+    on_top = tl.cdiv(tl.maximum(rests - (rounds * programs - groups), 0), programs)
+    return tl.where(rounds * PER_GROUP + on_top * tl.max(rest, 0) <= enough, LEAVES_PER_GROUP, 1)
+
+
+@triton.jit
+def longer(full, rest, parts, tiles, size, fulls_first, rests_first):
+    """Returns how many items of each sequence come before those of `size`; of equal ones fulls or rests may."""
+    fulls = (full > size) | ((full == size) & fulls_first)
+    rests = (rest > size) | ((rest == size) & rests_first)
+    return tiles * (tl.where(fulls, parts - 1, 0) + tl.where(rests, 1, 0))
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -25,6 +50,7 @@ def list_items(
     programs,
     HEADS: tl.constexpr,
     LEAF: tl.constexpr,
+    TILE: tl.constexpr,
     LEAVES_PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MULTI: tl.constexpr,
@@ -42,20 +68,22 @@ def list_items(
         q_len = tl.where(ok, 1, 0)
     tiles = (q_len * HEADS + ROWS - 1) // ROWS
     leaves = tl.maximum((length + LEAF - 1) // LEAF, 1)
-    share = (tl.sum(tiles * leaves, 0) + programs - 1) // programs
-    # A tile that takes a program hardly longer than its share of the batch is not split, and needs no fold.
+    size = tl.maximum((length + TILE - 1) // TILE, 1)
+    share = (tl.sum(tiles * size, 0) + programs - 1) // programs
+    # A tile of rows that takes a program hardly longer than its share of the batch is not split, and needs no fold.
     enough = share + share // 8
-    whole = leaves <= enough
-    groups = tl.sum(tl.where(whole, 0, tiles * ((leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP)), 0)
-    step = tl.where((groups + programs - 1) // programs * LEAVES_PER_GROUP <= enough, LEAVES_PER_GROUP, 1)
+    whole = (size <= enough) | (leaves == 1)
+    step = step_of(tl.where(whole, 0, tiles), size, enough, programs, LEAF // TILE, LEAVES_PER_GROUP)
     parts = tl.where(whole, 1, (leaves + step - 1) // step)
     items = tiles * parts
     slots = tl.where(whole, 0, items)
-    key = tl.where(whole, leaves, step)
+    full = tl.where(whole, size, step * (LEAF // TILE))
+    rest = size - (parts - 1) * full
 
     seq = tl.program_id(0)
     mine = seqs == seq
-    own_key = tl.sum(tl.where(mine, key, 0), 0)
+    own_full = tl.sum(tl.where(mine, full, 0), 0)
+    own_rest = tl.sum(tl.where(mine, rest, 0), 0)
     own_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
     own_leaves = tl.sum(tl.where(mine, leaves, 0), 0)
     own_length = tl.sum(tl.where(mine, length, 0), 0)
@@ -63,8 +91,9 @@ def list_items(
     own_queries = tl.sum(tl.where(mine, q_len, 0), 0)
     own_parts = tl.sum(tl.where(mine, parts, 0), 0)
     own_items = own_tiles * own_parts
-    ahead = (key > own_key) | ((key == own_key) & (seqs < seq))
-    base = tl.sum(tl.where(ahead, items, 0), 0)
+    base = tl.sum(longer(full, rest, parts, tiles, own_full, seqs < seq, seqs < seq), 0)
+    # Its own full items are before a sequence's rests.
+    rest_base = tl.sum(longer(full, rest, parts, tiles, own_rest, seqs <= seq, seqs < seq), 0)
     slot_base = tl.sum(tl.where(seqs < seq, slots, 0), 0)
     shared = tl.sum(tl.where(mine, slots, 0), 0) > 0
     if seq == 0:
@@ -81,7 +110,8 @@ def list_items(
         item = first + tl.arange(0, STEP)
         part = item // tl.maximum(own_tiles, 1)
         tile = item % tl.maximum(own_tiles, 1)
-        at = items_ptr + (base + item) * 8
+        is_rest = part == own_parts - 1
+        at = items_ptr + tl.where(is_rest, rest_base + tile, base + item) * 8
         inside = item < own_items
         tl.store(at, tl.zeros([STEP], tl.int32) + seq, mask=inside)
         tl.store(at + 1, tl.zeros([STEP], tl.int32) + own_start, mask=inside)
@@ -93,24 +123,33 @@ def list_items(
         tl.store(at + 7, tl.where(shared, slot_base + tile * own_parts + part, -1), mask=inside)
 
 
-def launch(plan: "MlaDecodePlan", seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> None:
-    """Launches over checked arguments."""
+def launch(
+    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    *,
+    programs: int,
+    heads: int,
+    rows: int,
+    leaf: int,
+    leaves_per_group: int,
+) -> None:
+    """Launches over checked arguments. `lists` are the plan's items, counts and shared, which it fills."""
     num_seqs = seqlens_k.shape[0]
     if num_seqs == 0:
         return
     with torch.cuda.device_of(seqlens_k):
         list_items[(num_seqs,)](
-            plan.items,
-            plan.counts,
-            plan.shared,
+            *lists,
             seqlens_k,
             cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
             num_seqs,
-            plan.programs,
-            HEADS=plan.heads,
-            LEAF=plan.tree.leaf,
-            LEAVES_PER_GROUP=plan.tree.leaves_per_group,
-            ROWS=plan.rows,
+            programs,
+            HEADS=heads,
+            LEAF=leaf,
+            TILE=TILE,
+            LEAVES_PER_GROUP=leaves_per_group,
+            ROWS=rows,
             MULTI=cu_seqlens_q is not None,
             SEQS=max(triton.next_power_of_2(num_seqs), 16),
             STEP=64,

@@ -42,4 +42,4 @@ class MlaPrefillPlan:
         check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, self.order.device)
         from kernels.mla_prefill.plan_triton import launch
 
-        launch(self.order, self.counts, cu_seqlens_q, cu_seqlens_k, q_offsets, causal, self.max_tiles)
+        launch(self.order, self.counts, cu_seqlens_q, cu_seqlens_k, q_offsets, causal, self.max_tiles, BLOCK)

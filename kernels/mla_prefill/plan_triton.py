@@ -7,8 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.mla_prefill.plan import BLOCK
-
 COMPARED = 4096  # tiles times sequences that a program compares at a time
 
 
@@ -77,8 +75,9 @@ def launch(
     q_offsets: torch.Tensor | None,
     causal: bool,
     max_tiles: int,
+    block: int,
 ) -> None:
-    """Launches over checked arguments."""
+    """Launches over checked arguments. `block`: the tokens of a tile."""
     num_seqs = cu_seqlens_q.shape[0] - 1
     seqs = max(triton.next_power_of_2(num_seqs), 16)
     slots = max(min(COMPARED // seqs, 64), 16)
@@ -91,7 +90,7 @@ def launch(
             q_offsets if q_offsets is not None else cu_seqlens_q,
             num_seqs,
             MODE=1 if q_offsets is not None else 0 if causal else 2,
-            BLOCK=BLOCK,
+            BLOCK=block,
             SEQS=seqs,
             SLOTS=slots,
             num_warps=8,

@@ -21,7 +21,7 @@ from kernels.attention import (
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
-from kernels.prefill_attention import reference
+from kernels.prefill_attention import cpu, reference
 from kernels.prefill_attention.call import PrefillCall
 from kernels.prefill_attention.hopper import reason_against
 from kernels.prefill_attention.plan import PrefillPlan
@@ -134,5 +134,7 @@ def _compute(
         from kernels.prefill_attention.triton import launch
 
         launch(call, out, lse)
+    elif backend is Backend.AUTO and cpu.reason_against(call, lse) is None:
+        cpu.prefill_attention(call, out)
     else:
         reference.prefill_attention(call, out, lse)

@@ -25,14 +25,20 @@ def rotate_append_kv(
     num_unpacked: int,
 ) -> None:
     """Fills the slots, out and packed_out."""
-    q, k, v = qkv[:, : -2 * shape.heads], qkv[:, -2 * shape.heads : -shape.heads], qkv[:, -shape.heads :]
+    qk, v = qkv[:, : -shape.heads], qkv[:, -shape.heads :]
+    q_heads = qk.shape[1] - shape.heads
     if norms is not None:
-        q = functional.rms_norm(q, norms.q.shape, norms.q, norms.eps)
-        k = functional.rms_norm(k, norms.k.shape, norms.k, norms.eps)
-    cos, sin = rotary.cos_sin[positions.long()].unsqueeze(2).unbind(1)
-    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-    kept = slot_mapping >= 0
-    write_rows(k[kept], v[kept], k_pages, v_pages, slot_mapping[kept], scales, layout)
+        q = functional.rms_norm(qk[:, :q_heads], norms.q.shape, norms.q, norms.eps)
+        k = functional.rms_norm(qk[:, q_heads:], norms.k.shape, norms.k, norms.eps)
+        qk = torch.cat((q, k), dim=1)
+    cos, sin = rotary.cos_sin.index_select(0, positions).unsqueeze(2).unbind(1)
+    # Queries and keys in one: on a CPU a short batch costs as much as it has calls of torch.
+    qk = rotated(qk, cos, sin)
+    q, k = qk[:, :q_heads], qk[:, q_heads:]
+    kept = (slot_mapping >= 0).nonzero().squeeze(1)
+    if kept.numel() != slot_mapping.numel():
+        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
+    write_rows(k, v, k_pages, v_pages, slot_mapping, scales, layout)
     out[:num_unpacked] = q[:num_unpacked]
     packed_out.copy_(q[num_unpacked:].view(-1, packed_out.shape[0], packed_out.shape[2], shape.dim).transpose(0, 1))
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/worker.proto\x12\x0cstemcache.v1\x1a\x15protos/v1/types.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"\xfe\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.stemcache.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.stemcache.v1.SamplingParams\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x19\n\x11no_special_tokens\x18\x08 \x01(\x08\x12\x14\n\x0c\x62ypass_cache\x18\t \x01(\x08\x42\x08\n\x06prompt\"\x9d\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x01(\x0c\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x17include_stop_token_text\x18\x0c \x01(\x08\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\xb9\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.stemcache.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.stemcache.v1.FinishReason\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.stemcache.v1.Usage\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc0\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x06 \x01(\x01\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\r\x12\x16\n\x0ematched_tokens\x18\t \x01(\r\x12\x15\n\rusable_tokens\x18\n \x01(\r\x12\x16\n\x0elimiting_group\x18\x0b \x01(\t\x12-\n\x0bmiss_reason\x18\x0c \x01(\x0e\x32\x18.stemcache.v1.MissReason\"Y\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x19\n\x11no_special_tokens\x18\x04 \x01(\x08\"Q\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12*\n\tnamespace\x18\x02 \x01(\x0b\x32\x17.stemcache.v1.Namespace\"\x11\n\x0f\x44\x65scribeRequest\"\xd0\x03\n\x10\x44\x65scribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12*\n\tnamespace\x18\x04 \x01(\x0b\x32\x17.stemcache.v1.Namespace\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\'\n\x06groups\x18\n \x03(\x0b\x32\x17.stemcache.v1.GroupSpec\x12\x13\n\x0bnum_running\x18\x0b \x01(\r\x12\x13\n\x0bnum_waiting\x18\x0c \x01(\r\x12\x13\n\x0b\x63\x61\x63he_epoch\x18\r \x01(\t\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12:\n\x06\x63onfig\x18\x0f \x03(\x0b\x32*.stemcache.v1.DescribeResponse.ConfigEntry\x12\x10\n\x08num_held\x18\x10 \x01(\r\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\":\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\r\x12\x13\n\x0bnum_aborted\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf0\x01\n\x0bModelWorker\x12K\n\x08Generate\x12\x1d.stemcache.v1.GenerateRequest\x1a\x1e.stemcache.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.stemcache.v1.TokenizeRequest\x1a\x1e.stemcache.v1.TokenizeResponse\x12I\n\x08\x44\x65scribe\x12\x1d.stemcache.v1.DescribeRequest\x1a\x1e.stemcache.v1.DescribeResponse2O\n\x0bWorkerAdmin\x12@\n\x05\x44rain\x12\x1a.stemcache.v1.DrainRequest\x1a\x1b.stemcache.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/worker.proto\x12\x0cstemcache.v1\x1a\x15protos/v1/types.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"\xfe\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.stemcache.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.stemcache.v1.SamplingParams\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x19\n\x11no_special_tokens\x18\x08 \x01(\x08\x12\x14\n\x0c\x62ypass_cache\x18\t \x01(\x08\x42\x08\n\x06prompt\"\xd2\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x01(\x0c\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x17include_stop_token_text\x18\x0c \x01(\x08\x12\x18\n\x10presence_penalty\x18\r \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0e \x01(\x02\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\xb9\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.stemcache.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.stemcache.v1.FinishReason\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.stemcache.v1.Usage\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc0\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x06 \x01(\x01\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\r\x12\x16\n\x0ematched_tokens\x18\t \x01(\r\x12\x15\n\rusable_tokens\x18\n \x01(\r\x12\x16\n\x0elimiting_group\x18\x0b \x01(\t\x12-\n\x0bmiss_reason\x18\x0c \x01(\x0e\x32\x18.stemcache.v1.MissReason\"Y\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x19\n\x11no_special_tokens\x18\x04 \x01(\x08\"Q\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12*\n\tnamespace\x18\x02 \x01(\x0b\x32\x17.stemcache.v1.Namespace\"\x11\n\x0f\x44\x65scribeRequest\"\xd0\x03\n\x10\x44\x65scribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12*\n\tnamespace\x18\x04 \x01(\x0b\x32\x17.stemcache.v1.Namespace\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\'\n\x06groups\x18\n \x03(\x0b\x32\x17.stemcache.v1.GroupSpec\x12\x13\n\x0bnum_running\x18\x0b \x01(\r\x12\x13\n\x0bnum_waiting\x18\x0c \x01(\r\x12\x13\n\x0b\x63\x61\x63he_epoch\x18\r \x01(\t\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12:\n\x06\x63onfig\x18\x0f \x03(\x0b\x32*.stemcache.v1.DescribeResponse.ConfigEntry\x12\x10\n\x08num_held\x18\x10 \x01(\r\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\":\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\r\x12\x13\n\x0bnum_aborted\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf0\x01\n\x0bModelWorker\x12K\n\x08Generate\x12\x1d.stemcache.v1.GenerateRequest\x1a\x1e.stemcache.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.stemcache.v1.TokenizeRequest\x1a\x1e.stemcache.v1.TokenizeResponse\x12I\n\x08\x44\x65scribe\x12\x1d.stemcache.v1.DescribeRequest\x1a\x1e.stemcache.v1.DescribeResponse2O\n\x0bWorkerAdmin\x12@\n\x05\x44rain\x12\x1a.stemcache.v1.DrainRequest\x1a\x1b.stemcache.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,36 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBERESPONSE_CONFIGENTRY']._loaded_options = None
   _globals['_DESCRIBERESPONSE_CONFIGENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1973
-  _globals['_FINISHREASON']._serialized_end=2068
+  _globals['_FINISHREASON']._serialized_start=2026
+  _globals['_FINISHREASON']._serialized_end=2121
   _globals['_TOKENIDS']._serialized_start=63
   _globals['_TOKENIDS']._serialized_end=86
   _globals['_GENERATEREQUEST']._serialized_start=89
   _globals['_GENERATEREQUEST']._serialized_end=343
   _globals['_SAMPLINGPARAMS']._serialized_start=346
-  _globals['_SAMPLINGPARAMS']._serialized_end=631
-  _globals['_GENERATERESPONSE']._serialized_start=634
-  _globals['_GENERATERESPONSE']._serialized_end=819
-  _globals['_TOKENLOGPROBS']._serialized_start=821
-  _globals['_TOKENLOGPROBS']._serialized_end=892
-  _globals['_USAGE']._serialized_start=895
-  _globals['_USAGE']._serialized_end=1215
-  _globals['_TOKENIZEREQUEST']._serialized_start=1217
-  _globals['_TOKENIZEREQUEST']._serialized_end=1306
-  _globals['_TOKENIZERESPONSE']._serialized_start=1308
-  _globals['_TOKENIZERESPONSE']._serialized_end=1389
-  _globals['_DESCRIBEREQUEST']._serialized_start=1391
-  _globals['_DESCRIBEREQUEST']._serialized_end=1408
-  _globals['_DESCRIBERESPONSE']._serialized_start=1411
-  _globals['_DESCRIBERESPONSE']._serialized_end=1875
-  _globals['_DESCRIBERESPONSE_CONFIGENTRY']._serialized_start=1830
-  _globals['_DESCRIBERESPONSE_CONFIGENTRY']._serialized_end=1875
-  _globals['_DRAINREQUEST']._serialized_start=1877
-  _globals['_DRAINREQUEST']._serialized_end=1911
-  _globals['_DRAINRESPONSE']._serialized_start=1913
-  _globals['_DRAINRESPONSE']._serialized_end=1971
-  _globals['_MODELWORKER']._serialized_start=2071
-  _globals['_MODELWORKER']._serialized_end=2311
-  _globals['_WORKERADMIN']._serialized_start=2313
-  _globals['_WORKERADMIN']._serialized_end=2392
+  _globals['_SAMPLINGPARAMS']._serialized_end=684
+  _globals['_GENERATERESPONSE']._serialized_start=687
+  _globals['_GENERATERESPONSE']._serialized_end=872
+  _globals['_TOKENLOGPROBS']._serialized_start=874
+  _globals['_TOKENLOGPROBS']._serialized_end=945
+  _globals['_USAGE']._serialized_start=948
+  _globals['_USAGE']._serialized_end=1268
+  _globals['_TOKENIZEREQUEST']._serialized_start=1270
+  _globals['_TOKENIZEREQUEST']._serialized_end=1359
+  _globals['_TOKENIZERESPONSE']._serialized_start=1361
+  _globals['_TOKENIZERESPONSE']._serialized_end=1442
+  _globals['_DESCRIBEREQUEST']._serialized_start=1444
+  _globals['_DESCRIBEREQUEST']._serialized_end=1461
+  _globals['_DESCRIBERESPONSE']._serialized_start=1464
+  _globals['_DESCRIBERESPONSE']._serialized_end=1928
+  _globals['_DESCRIBERESPONSE_CONFIGENTRY']._serialized_start=1883
+  _globals['_DESCRIBERESPONSE_CONFIGENTRY']._serialized_end=1928
+  _globals['_DRAINREQUEST']._serialized_start=1930
+  _globals['_DRAINREQUEST']._serialized_end=1964
+  _globals['_DRAINRESPONSE']._serialized_start=1966
+  _globals['_DRAINRESPONSE']._serialized_end=2024
+  _globals['_MODELWORKER']._serialized_start=2124
+  _globals['_MODELWORKER']._serialized_end=2364
+  _globals['_WORKERADMIN']._serialized_start=2366
+  _globals['_WORKERADMIN']._serialized_end=2445
 # @@protoc_insertion_point(module_scope)

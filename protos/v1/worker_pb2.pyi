@@ -123,6 +123,8 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_TOKEN_TEXT_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Default 16."""
     temperature: _builtins.float
@@ -133,7 +135,9 @@ class SamplingParams(_message.Message):
     """0, and anything from the vocabulary's size on, is off."""
     min_p: _builtins.float
     repetition_penalty: _builtins.float
-    """0 is 1.0 (off); else from 0.001 to 1000."""
+    """0 is 1.0 (off); else from 0.001 to 1000. Divides positive scores of tokens of the prompt and the answer, multiplies
+    negative ones.
+    """
     seed: _builtins.int
     """Randomness depends on the seed and the position only; drawn when unset."""
     stop_token_ids: _builtins.bytes
@@ -143,6 +147,9 @@ class SamplingParams(_message.Message):
     """Log-probabilities of the sampled token and of this many best ones; unset: none."""
     include_stop_token_text: _builtins.bool
     """Whether the text of the stop token that ended the answer is part of the text. Its id always is among token_ids."""
+    presence_penalty: _builtins.float
+    """From -2 to 2, 0 is off: subtracted from the scores of tokens that the answer has, once, or once for each time."""
+    frequency_penalty: _builtins.float
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -160,10 +167,12 @@ class SamplingParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         include_stop_token_text: _builtins.bool = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "logprobs", b"logprobs", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "include_stop_token_text", b"include_stop_token_text", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_token_text", b"include_stop_token_text", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

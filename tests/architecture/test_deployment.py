@@ -210,6 +210,19 @@ def test_rules_and_dashboard_use_metrics_that_exist() -> None:
     assert json.loads((ROOT / "docker/grafana-dashboard.json").read_text())["panels"]
 
 
+def test_grafana_finds_prometheus_and_its_dashboard() -> None:
+    grafana = compose()["services"]["grafana"]
+    mounted = {target: source for source, target, _ in (volume.split(":") for volume in grafana["volumes"])}
+    assert all((ROOT / source).is_file() for source in mounted.values())
+    (source,) = yaml.safe_load((ROOT / "docker/grafana/datasource.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((ROOT / "docker/grafana/dashboards.yml").read_text())["providers"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert mounted[home] == "./docker/grafana-dashboard.json"
+    assert home.startswith(provider["options"]["path"] + "/")
+    assert all(port.startswith("127.0.0.1:") for port in grafana["ports"])
+
+
 def test_a_worker_outside_of_the_profile_is_no_target() -> None:
     jobs = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["scrape_configs"]
     (workers,) = (job for job in jobs if job["job_name"] == "workers")
@@ -262,7 +275,7 @@ def _services(profile: str) -> set[str]:
 def test_profiles(services: dict[str, set[str]]) -> None:
     assert services[""] == {"redis", "cache", "worker-1", "worker-2"}
     assert services["gpu"] == {"redis", "cache", "worker-gpu"}
-    assert services["cpu,observability"] == services[""] | {"prometheus"}
+    assert services["cpu,observability"] == services[""] | {"prometheus", "grafana"}
 
 
 def test_ci_can_be_run() -> None:

@@ -18,7 +18,7 @@ from cache_service.bootstrap import CacheService, running
 from cache_service.config import CacheConfig
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
-from tests.cache_service.messages import hello, sealed
+from tests.session.messages import hello, sealed
 
 PATIENCE_S = 20.0
 

@@ -11,11 +11,11 @@ import pytest
 
 from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
-from tests.cache_service.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
-from tests.cache_service.test_decode import BAD_HELLOS, BAD_ITEMS, BAD_STEPS, Spoil
 from tests.core.snapshot import snapshot
 from tests.rpc.echo import call, code_of
+from tests.session.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64
+from tests.session.test_wire_to_service import BAD_HELLOS, BAD_ITEMS, BAD_STEPS, Spoil
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 MESSAGE_MB = 1

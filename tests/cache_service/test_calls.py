@@ -7,7 +7,10 @@ import pytest
 
 from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
-from tests.cache_service.messages import (
+from tests.cache_service.peer import Client, Clock, Peer, started, until
+from tests.core.snapshot import snapshot
+from tests.rpc.echo import code_of
+from tests.session.messages import (
     MODEL,
     PAGE,
     acquire,
@@ -20,9 +23,6 @@ from tests.cache_service.messages import (
     u32,
     u64,
 )
-from tests.cache_service.peer import Client, Clock, Peer, started, until
-from tests.core.snapshot import snapshot
-from tests.rpc.echo import code_of
 
 PROMPT = tokens(40)
 

@@ -8,15 +8,15 @@ import gc
 import pytest
 
 from cache_service import bootstrap
-from cache_service.collector import THRESHOLDS, seldom_collected
 from cache_service.config import load_config
+from rpc.collector import LONG_LIVED, seldom_collected
 
 
 def test_what_exists_is_frozen_until_the_end() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    with seldom_collected():
+    with seldom_collected(LONG_LIVED):
         assert gc.get_freeze_count() > frozen
-        assert gc.get_threshold() == THRESHOLDS
+        assert gc.get_threshold() == LONG_LIVED
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
 
 
@@ -32,5 +32,5 @@ async def test_the_service_does_it_while_it_serves(monkeypatch: pytest.MonkeyPat
     addresses = ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--metrics-listen", ""]
     before = gc.get_threshold()
     await bootstrap.serve(load_config(addresses, {}), lambda line: None)
-    assert seen == [THRESHOLDS]
+    assert seen == [LONG_LIVED]
     assert gc.get_threshold() == before

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
-from tests.cache_service.messages import MODEL, PAGE, acquire, hello, hybrid_hello, publish, release, tokens, u32, u64
 from tests.cache_service.peer import Client, Peer, started
 from tests.cache_service.test_bad_input import METHODS, raw_call
 from tests.core.snapshot import snapshot
 from tests.examples import examples
+from tests.session.messages import MODEL, PAGE, acquire, hello, hybrid_hello, publish, release, tokens, u32, u64
 
 ALLOWED = {
     grpc.StatusCode.OK,

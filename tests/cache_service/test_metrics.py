@@ -12,8 +12,8 @@ from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.metrics import ManagerCollector, step_observer
 from protos.v1 import cache_pb2
 from session.words import GroupKind, MissReason, WorkerId
-from tests.cache_service.messages import acquire, publish, release, tokens
 from tests.cache_service.peer import Client, started
+from tests.session.messages import acquire, publish, release, tokens
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
-from tests.cache_service.messages import acquire, tokens
 from tests.cache_service.peer import PATIENCE_S, Peer
+from tests.session.messages import acquire, tokens
 
 COMMAND = (sys.executable, "-m", "cache_service")
 ROOT = Path(__file__).parents[2]

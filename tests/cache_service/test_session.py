@@ -14,9 +14,9 @@ import pytest
 from cache_service.core.base.errors import Superseded, UnknownSequence
 from protos.v1 import cache_pb2
 from rpc.client import open_channel
-from tests.cache_service.messages import hello, sealed
 from tests.cache_service.peer import Client, Peer, started, until
 from tests.cache_service.scripted import ScriptedManager, order
+from tests.session.messages import hello, sealed
 
 
 @asynccontextmanager

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from cache_service.core.audit import nodes_of
 from cache_service.core.cache_manager import CacheManager
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.radix_node import Node, Root
+from cache_service.core.device_cache import DeviceCache
 from session.words import TOKEN_BYTES
 
 
@@ -21,8 +21,8 @@ def snapshot(manager: CacheManager) -> tuple[object, ...]:
             tuple((key, repr(row)) for key, row in index.rows.items()),
             tuple(index.pending.items()),
             repr(index.breaker),
-            tuple(index.deletes),
-            tuple(index.touches),
+            tuple(index.queues.deletes),
+            tuple(index.queues.touches),
         )
         for index in manager.tiers.all()
     )
@@ -49,7 +49,7 @@ def _worker_state(cache: DeviceCache) -> tuple[object, ...]:
                 tuple(sorted(pages.readers.items())),
                 repr(pages.order()),
             )
-            for pages in cache.sparse.values()
+            for pages in (group.pages for group in cache.sparse)
         ),
         tuple(_lease_state(lease, numbers) for lease in cache.leases.all()),
         tuple(repr(fetch) for fetch in cache.transfers.fetches.values()),
@@ -82,7 +82,5 @@ def _lease_state(lease: Lease, numbers: dict[Node, int]) -> tuple[object, ...]:
             sorted(lease.fetches),
             len(lease.arrived),
         ),
-        tuple(bytes(private) for private in lease.private),
-        repr(lease.windows),
-        (tuple(lease.working), tuple(lease.rolling), tuple(lease.restore), tuple(lease.leave)),
+        repr(lease.holds),
     )

@@ -6,7 +6,7 @@ import pytest
 
 from cache_service.core.base.types import Cleared
 from cache_service.core.device.event_log import EventLog
-from cache_service.core.host import hash_index
+from cache_service.core.host import hash_index, key_queues
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, build_key
@@ -67,7 +67,7 @@ def test_half_seen_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_to_delete_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_index, "MAX_DELETES", 3)
+    monkeypatch.setattr(key_queues, "MAX_DELETES", 3)
     index = make_index(ranks=1)
     for number in range(5):
         index.add(FINGERPRINT, page(number), 1, NS)

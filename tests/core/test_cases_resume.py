@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.kinds.layout import make_layout
-from cache_service.core.kinds.rule import resume
+from cache_service.core.device.eviction import Lru
+from cache_service.core.kinds.group import resume
+from cache_service.core.kinds.layout import make_groups, make_layout
 from session.words import GroupKind, GroupSpec
 from tests.core.world import full, state, window
 from tests.examples import examples
@@ -20,7 +21,8 @@ Group = tuple[GroupSpec, set[int]]
 def boundary(groups: list[Group], bound: int, page: int = 4) -> int:
     """In tokens."""
     flags = [bytes(int(i in pages) for i in range(bound)) for _, pages in groups]
-    return resume(make_layout(tuple(spec for spec, _ in groups), page).rules, flags, bound) * page
+    layout = make_layout(tuple(spec for spec, _ in groups), page)
+    return resume(make_groups(layout, Lru()), flags, bound) * page
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cache_service.core.base.types import Cleared, FetchPolicy, SpillPolicy
-from cache_service.core.verbs import publishing
+from cache_service.core.kinds.window import WindowGroup
 from session.messages import Acquire, Refusal, Release
 from session.words import HostTierKind, Namespace, RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
@@ -242,14 +242,14 @@ def test_a_fault_in_the_middle_of_a_step_ends_the_state(monkeypatch: pytest.Monk
     for sequence in (live, other):
         worker.launch(sequence)
     world.tick()
-    fill, calls = publishing._fill_windows, iter([False, True])
+    merge, calls = WindowGroup.merge, iter([False, True])
 
     def breaks(*arguments: Any) -> None:
         if next(calls, False):
             raise KeyError("scripted")
-        fill(*arguments)
+        merge(*arguments)
 
-    monkeypatch.setattr(publishing, "_fill_windows", breaks)
+    monkeypatch.setattr(WindowGroup, "merge", breaks)
     with pytest.raises(KeyError):
         world.manager.step(
             worker.id,

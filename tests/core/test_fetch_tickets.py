@@ -148,6 +148,14 @@ def test_rounds_bring_windows_and_snapshots_too(groups: Any) -> None:
     worker.prefill(live)
 
 
+def test_a_window_of_one_has_nothing_to_fetch() -> None:
+    """No page before a boundary is read, so a fetch would have no ticket whose ack lets the sequence run."""
+    worker, live = fetching(window(20, 1))
+    assert not live.fetches and live.grant.usable_tokens == 0
+    worker.prefill(live)
+    worker.release(live)
+
+
 @pytest.mark.parametrize("tier", [HostTierKind.NONE, HostTierKind.PRIVATE, HostTierKind.SHARED])
 def test_another_tier_in_a_later_hello_leaves_the_open_fetches(tier: HostTierKind) -> None:
     """What they bring is the same content, whatever tier it came from."""

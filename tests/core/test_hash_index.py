@@ -59,7 +59,7 @@ def test_tails_are_touched_before_heads_so_that_heads_outlive_them() -> None:
     for number in (1, 2, 3):
         index.add(FINGERPRINT, page(number), 1, NS)
     index.touch(FINGERPRINT, [page(1), page(2), page(3)])
-    assert [key[-1] for key in index.touches] == [3, 2, 1]
+    assert [key[-1] for key in index.queues.touches] == [3, 2, 1]
     index.shrink()
     assert hashes_of(index.take_deletes(9)) == [3]
     assert hashes_of(index.take_touches(1)) == [2] and hashes_of(index.take_touches(9)) == [1]
@@ -81,7 +81,7 @@ def test_a_private_tier_has_no_keys_to_delete_or_touch() -> None:
     index.add(FINGERPRINT, page(1), 1, NS)
     index.touch(FINGERPRINT, [page(1)])
     index.shrink()
-    assert not index.rows and not index.deletes and not index.touches
+    assert not index.rows and not index.queues
 
 
 def test_an_adopted_row_is_visible_when_every_rank_was_seen() -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.kinds.layout import make_layout
-from cache_service.core.kinds.rule import GroupRule, limiting_rule, residency, resume
+from cache_service.core.device.eviction import Lru
+from cache_service.core.kinds.group import Group, limiting_group, residency, resume
+from cache_service.core.kinds.layout import make_groups, make_layout
 from session.words import GroupKind, GroupSpec
 
 PAGE = 4
@@ -17,8 +18,8 @@ def spec(kind: str, window: int = 0) -> GroupSpec:
     return GroupSpec(f"{kind}{window}", GroupKind[kind], 100, 0, window)
 
 
-def rule(group: GroupSpec) -> GroupRule:
-    return make_layout((group,), PAGE).rules[0]
+def rule(group: GroupSpec) -> Group:
+    return make_groups(make_layout((group,), PAGE), Lru())[0]
 
 
 def can_resume(group: GroupSpec, flags: bytes, boundary: int) -> bool:
@@ -43,7 +44,7 @@ def test_the_largest_boundary_at_which_every_group_can_resume(
     flags = [bytes(data.draw(st.lists(st.integers(0, 1), min_size=limit, max_size=limit))) for _ in groups]
     expected = max(b for b in range(limit + 1) if all(map(can_resume, groups, flags, [b] * len(groups))))
     assert resume(list(map(rule, groups)), flags, limit) == expected
-    limiting = limiting_rule(list(map(rule, groups)), flags, limit)
+    limiting = limiting_group(list(map(rule, groups)), flags, limit)
     blocked = [group for group, held in zip(groups, flags, strict=True) if not can_resume(group, held, limit)]
     assert (limiting.spec if limiting else None) == (blocked[0] if blocked else None)
 

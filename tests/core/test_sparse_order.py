@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cache_service.core.device.eviction import POLICIES, Adaptive, Lru, make_policy
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.radix_node import Node, Root
-from cache_service.core.device.sparse_pages import Rank, SparsePages
+from cache_service.core.device.sparse_pages import Retention, SparsePages
 from session.words import GroupSpec
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
@@ -23,7 +23,7 @@ def standing(count: int) -> tuple[SparsePages, list[int]]:
     held = pages.take(count)
     for at, page_id in enumerate(held):
         pages.publish(page_id, node, at)
-        pages.drop((page_id,), Rank.WARM)
+        pages.drop((page_id,), Retention.WARM)
     return pages, held
 
 
@@ -47,7 +47,7 @@ def test_a_use_during_the_copy_counts() -> None:
     pages, (first, second, third) = standing(3)
     pages.read((first,))
     pages.read((first,))
-    pages.drop((first,), Rank.WARM)
+    pages.drop((first,), Retention.WARM)
     pages.drop_unused(first)
     assert order(pages) == [second, third, first]
 
@@ -58,9 +58,9 @@ def test_pages_that_come_back_are_read_and_evicted_like_others() -> None:
         pages.read(held[:4])
         for page_id in held[:4]:
             pages.drop_unused(page_id)
-    assert len(pages._orders[Rank.WARM, 0]._heap) <= 2 * 4 + 65
+    assert len(pages._orders[Retention.WARM, 0]._heap) <= 2 * 4 + 65
     pages.read(held[1:2])
-    pages.drop(held[1:2], Rank.WARM)
+    pages.drop(held[1:2], Retention.WARM)
     pages.evict(3)
     assert order(pages) == [*held[4:], held[1]]
     assert pages.pool.num_free == 10 - 5
@@ -97,7 +97,7 @@ def test_warm_pages_go_in_the_order_of_their_nodes(
         if isinstance(policy, Adaptive):
             policy.lifetimes.clock += 1
         policy.add(node)
-        pages.drop((page_of[node],), Rank.WARM)
+        pages.drop((page_of[node],), Retention.WARM)
     wanted = [page_of[node] for node in policy.order()]
     freed = []
     for _ in wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,7 +16,7 @@ from worker_service import bootstrap
 from worker_service.config import WorkerConfig
 from worker_service.core.batch import Batch
 from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.runner import LaunchResult, Runner
+from worker_service.model.runner import Runner, RunningLaunch
 from worker_service.model.tokenizer import TOKENIZER
 
 PAGE = 16
@@ -31,10 +31,13 @@ class WatchedRunner:
         self._runner = runner
         self.last_table: list[int] = []
 
-    def run(self, batch: Batch) -> LaunchResult:
+    def submit(self, batch: Batch) -> RunningLaunch:
         assert batch.num_seqs == 1, "one request at a time, or nobody knows whose pages these are"
         self.last_table = batch.block_tables[FULL][: math.ceil(batch.max_seqlen_k / PAGE)].tolist()
-        return self._runner.run(batch)
+        return self._runner.submit(batch)
+
+    def set_previous(self, token_ids: Sequence[int]) -> None:
+        self._runner.set_previous(token_ids)
 
 
 class Cached(NamedTuple):

@@ -17,15 +17,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from cli.random_model import make_random_model
+from benchmarks.serving.checkpoint import LLAMA_8B, write_checkpoint
 from tests.e2e.client import Answer, Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
 from tests.redis_process import RedisProcess
-from worker_service.model.config import parse_model_config
-from worker_service.model.weights import expected_shapes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,26 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "torch_dtype": "bfloat16",
-}
-NUM_SHARDS = 4
-# Sharp attention: with flat attention a wrong page would hardly show in the answer.
-QUERY_KEY_GAIN = 2.0
+CONFIG = {**LLAMA_8B, "max_position_embeddings": 8192}
 PAGE = 16
 
 
@@ -65,39 +43,10 @@ class Machine(NamedTuple):
     trace: Path
 
 
-def write_model(folder: Path) -> None:
-    """A sharded checkpoint with an index, as large models come."""
-    make_random_model(folder, seed=1)  # for its tokenizer
-    (folder / "model.safetensors").unlink()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    generator = torch.Generator("cuda").manual_seed(1)
-    shards: list[dict[str, torch.Tensor]] = [{} for _ in range(NUM_SHARDS)]
-    weight_map = {}
-    for number, (name, shape) in enumerate(sorted(expected_shapes(parse_model_config(CONFIG)).items())):
-        shards[number % NUM_SHARDS][name] = _weight(name, shape, generator)
-        weight_map[name] = _shard_name(number % NUM_SHARDS)
-    for number, shard in enumerate(shards):
-        save_file(shard, folder / _shard_name(number), metadata={"format": "pt"})
-        shard.clear()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def _shard_name(number: int) -> str:
-    return f"model-{number + 1:05}-of-{NUM_SHARDS:05}.safetensors"
-
-
-def _weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    gain = QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
-    drawn = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-    return (drawn * gain / shape[1] ** 0.5).cpu()
-
-
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory, redis_binary: str) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("llama-8b")
-    write_model(folder)
+    write_checkpoint(folder, torch.device("cuda"), CONFIG)
     torch.cuda.empty_cache()
     trace = tmp_path_factory.mktemp("trace") / "trace.json"
     with ExitStack() as stack:

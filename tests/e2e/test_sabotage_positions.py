@@ -15,7 +15,7 @@ import tokenizers
 import torch
 
 from register_qa import MODEL_FOLDER, Split, draw_questions, draw_register
-from tests.worker_service.model_kit import NUM_PAGES, PAGE, Bench, FakeSequence, Part
+from tests.worker_service.model_kit import NUM_PAGES, PAGE, Bench, PagedTokens, Part
 from worker_service.model.tokenizer import TOKENIZER
 
 REGISTER = draw_register(77, split=Split.EVAL, holdings=12)
@@ -37,7 +37,7 @@ def tokens() -> list[int]:
     return list(ids)
 
 
-def logits(bench: Bench, sequence: FakeSequence, part: tuple[int, int], shift: int) -> torch.Tensor:
+def logits(bench: Bench, sequence: PagedTokens, part: tuple[int, int], shift: int) -> torch.Tensor:
     """Of the last token of this part, whose positions are all off by `shift`."""
     batch = bench.batch(Part(sequence, *part), num_decode=0)
     return bench.runner.logits(replace(batch, positions=array("i", [at + shift for at in batch.positions])))

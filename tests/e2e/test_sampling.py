@@ -91,16 +91,18 @@ async def test_a_stop_token_and_the_length_end_an_answer(client: Client, cluster
     assert responses[-1].finish_reason == worker_pb2.FINISH_REASON_STOP
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.8])
-async def test_a_repetition_penalty_makes_answers_vary(
-    client: Client, cluster: Cluster, draw: Draw, penalty: float
+@pytest.mark.parametrize(
+    "penalties", [{}, {"repetition_penalty": 1.8}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}]
+)
+async def test_penalties_make_answers_vary(
+    client: Client, cluster: Cluster, draw: Draw, penalties: dict[str, float]
 ) -> None:
     prompt, worker = draw(30), cluster.workers[1]
-    tokens, _, _ = await ask(client, worker, prompt, max_tokens=60, repetition_penalty=penalty)
-    again, _, _ = await ask(client, worker, prompt, max_tokens=60, repetition_penalty=penalty)
+    tokens, _, _ = await ask(client, worker, prompt, max_tokens=60, **penalties)
+    again, _, _ = await ask(client, worker, prompt, max_tokens=60, **penalties)
     plain, _, _ = await ask(client, worker, prompt, max_tokens=60)
     assert tokens == again
-    assert (len(set(tokens)) > len(set(plain))) == (penalty > 1.0)
+    assert (len(set(tokens)) > len(set(plain))) == bool(penalties)
 
 
 async def test_the_longest_answer_ends_at_the_models_length(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import triton
 
+from tests.kernels import assembled_cache
+
 HOPPER = 90
 
 
@@ -70,14 +72,26 @@ def compile_gluon(
 
 
 def compiled_source(source: Any, **options: object) -> Assembled:
-    """A source as Triton itself compiles it; the remarks are those of its own run of the assembler."""
-    from triton import knobs
+    """A source as Triton itself compiles it, now or in an earlier run of the tests; the remarks are the assembler's."""
     from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", HOPPER, 32)
+    key = assembled_cache.key_of(source, target, options)
+    kept = assembled_cache.recall(key)
+    if kept is not None:
+        return Assembled(*kept)
+    assembled = _assembled(source, target, options)
+    assembled_cache.keep(key, assembled)
+    return assembled
+
+
+def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assembled:
+    from triton import knobs
 
     said = io.StringIO()
     with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
+        compiled = triton.compile(source, target=target, options=options)
     remarks = said.getvalue()
     assert "ptxas info" in remarks, "taken from a cache, or the assembler's log was not printed"
     return Assembled(str(compiled.asm["ptx"]), remarks, compiled.metadata.shared)

@@ -1,11 +1,14 @@
 """The GPU benchmark times nothing that is wrong, and a peer that cannot run does not end it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.bench_gpu import measure
 from benchmarks.gpu_attention import attention_tflop
-from benchmarks.measurement import OUT_TOLERANCE, Measurement, Peer, row_error
+from benchmarks.gpu_timer import in_turns
+from benchmarks.measurement import OUT_TOLERANCE, Measurement, Peer, Work, row_error
 from kernels.backend import Backend
 from tests.kernels.target import Target
 
@@ -17,7 +20,7 @@ def fails() -> None:
 @pytest.mark.parametrize("error", [0.5, float("inf"), float("nan")])
 def test_a_wrong_result_gets_no_figure(error: float) -> None:
     wrong = Measurement("op", "case", "GB/s", 1.0, fails, lambda: error, tolerance=0.4)
-    row = measure(wrong, lambda work: pytest.fail("timed"))
+    row = measure(wrong, lambda works: pytest.fail("timed"))
     assert row.figure is None and row.microseconds is None and row.peers == {}
 
 
@@ -25,14 +28,30 @@ def test_figures_are_amount_over_time() -> None:
     peers = (Peer("half", dict, 1.0), Peer("broken", fails, 1.0))
     right = Measurement("op", "case", "GB/s", 2.0, list, lambda: 0.0, peers=peers)
 
-    def clock(work: object) -> float:
+    def captured(work: Work) -> float:
         if work is fails:
             fails()
         return 500.0
 
-    row = measure(right, clock)
+    row = measure(right, lambda works: in_turns(works, captured, float, 3))
     assert row.figure == 4000.0
     assert row.peers == {"half": 2000.0, "broken": "no such kernel"}
+    with pytest.raises(RuntimeError, match="op case: no such kernel"):
+        measure(replace(right, run=fails), lambda works: in_turns(works, captured, float, 3))
+
+
+def test_what_is_compared_is_sampled_in_turns() -> None:
+    """A drift of the clock hits all alike: every second round is in reverse."""
+    sampled: list[str] = []
+
+    def sample(name: str) -> float:
+        sampled.append(name)
+        return float(len(sampled))
+
+    works: list[Work] = [list, dict, tuple]
+    names = {list: "a", dict: "b", tuple: "c"}
+    assert in_turns(works, lambda work: names[work], sample, 4) == [6.5, 6.5, 6.5]  # type: ignore[index]
+    assert "".join(sampled) == "abccbaabccba"
 
 
 @pytest.mark.parametrize("size", [1.0, 0.0094])

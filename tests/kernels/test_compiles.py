@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
-FLOATS = {"scale_log2": "fp32", "eps": "fp32"}
+FLOATS = dict.fromkeys(("scale_log2", "eps", "least", "cut_tiles", "part_tiles"), "fp32")
 SHARED = {
     "HEADS": 8,
     "GQA_GROUP": 4,
@@ -44,20 +44,21 @@ def compile_for_hopper(
     constants: dict[str, object],
     num_warps: int,
     pointer: Callable[[str], str] = pointer,
+    aligned: tuple[str, ...] = (),
     **options: object,
 ) -> Assembled:
-    """A jit function whose pointers, strides and widths are multiples of 16, as they are in a real pool."""
+    """A jit function whose pointers, strides and widths, and what `aligned` names, are multiples of 16."""
     from triton.compiler import ASTSource
 
     names = function.arg_names
     kinds = {name: pointer(name) if name.endswith("_ptr") else FLOATS.get(name, "i32") for name in names}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith(("stride_", "words"))]
+    is_aligned = [n.endswith("_ptr") or n.startswith(("stride_", "words")) or n in aligned for n in names]
     source = ASTSource(
         function,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
+        {(i,): [["tt.divisibility", 16]] for i, holds in enumerate(is_aligned) if holds},
     )
     return compiled_source(source, num_warps=num_warps, **options)
 

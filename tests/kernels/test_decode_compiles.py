@@ -102,3 +102,15 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
     assert "cp.async.bulk.tensor" in built.ptx
     assert built.stack_bytes == 0 and not built.spills and not built.serialised, built.remarks
     assert built.shared_bytes <= (SHARED_BYTES if case.registers > 128 else SHARED_BYTES // 2)
+
+
+@pytest.mark.parametrize("sequences", [16, 256, 1024])
+def test_the_plan_spills_nothing(sequences: int) -> None:
+    from kernels.decode_attention.plan_triton import BLOCK_ELEMENTS, plan_chunks
+    from tests.kernels.test_compiles import compile_for_hopper as compile_plain
+
+    tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "CHUNK_FIELDS": 8}
+    blocks = {"BLOCK_SEQS": sequences, "BLOCK_CHUNKS": min(64, BLOCK_ELEMENTS // sequences)}
+    constants: dict[str, object] = {"HEADS": 8, **tree, **blocks}
+    built = compile_plain(plan_chunks, constants, 4 if sequences <= 256 else 8, lambda name: "*i32")
+    assert built.stack_bytes == 0 and not built.spills

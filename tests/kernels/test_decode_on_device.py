@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.backend import Backend
-from kernels.decode_attention import DecodePlan, decode_attention, decode_attention_lse, decode_route, plan
+from kernels.decode_attention import DecodePlan, decode_attention, decode_attention_lse, decode_route, plan, plan_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -138,10 +138,29 @@ def test_programs_and_chunks_change_no_bit(programs: int, window: int, monkeypat
     case = decoding([9001, 40, 513, 6000, 2048], window=window)
     wanted = run(case)
     monkeypatch.setattr(DecodePlan, "programs", lambda self, num_seqs: programs)
-    for waves in (plan.WAVES, 1, 2, 16):
-        monkeypatch.setattr(plan, "WAVES", waves)
+    # As the model has it; cuts that are dear, cost nothing, are worth something: from few chunks to one for each leaf.
+    for costs in (plan.COSTS[2], (0.5, 50.0, 5.0), (1.0, 0.0, 0.0), (0.5, -5.0, 0.0)):
+        monkeypatch.setattr(plan, "COSTS", dict.fromkeys(plan.COSTS, costs))
         for got, right in zip(run(case), wanted, strict=True):
             assert_same_bits(got, right)
+
+
+@pytest.mark.parametrize("parts", range(1, 18))
+@pytest.mark.parametrize("window", [0, 2500])
+def test_cuts_change_no_bit(parts: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of 17 leaves in as many equal parts: cuts at every leaf of a group, several in one, and none."""
+    case = decoding([8193, 8700, 4600], window=window)
+    wanted = run(case)
+    launch = plan_triton.launch
+
+    def cut(*args: object, **options: object) -> None:
+        """The model of a card on which a leaf's time is nearly all that counts, up to so many chunks."""
+        programs = parts * 3 * 2
+        launch(*args, **{**options, "programs": programs, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan_triton, "launch", cut)
+    for got, right in zip(run(case), wanted, strict=True):
+        assert_same_bits(got, right)
 
 
 def test_a_second_run_has_the_same_bits() -> None:

@@ -1,4 +1,5 @@
-"""DecodePlan: every unit of work in exactly one chunk, in order, whatever the lengths; room is checked by name.
+"""DecodePlan: every leaf of every pair in exactly one chunk, in order, whatever the lengths, and no chunk far above its
+share; room is checked by name.
 
 The plan kernel is plain Triton, so it runs in the interpreter and on a GPU; there is no torch version of it to test.
 """
@@ -8,14 +9,14 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan import CHUNK_FIELDS, LEAF, LEAVES_PER_GROUP, WAVES
+from kernels.decode_attention.plan import CHUNK_FIELDS, COSTS, LEAF, LEAVES_PER_GROUP, MAX_ROUNDS, TILE
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case
 from tests.kernels.target import Target
 
 HEADS = 2
 PROGRAMS = 12
-MAX_CHUNKS = 2 * WAVES * PROGRAMS
+GROUP = LEAF * LEAVES_PER_GROUP
 
 LENGTHS = {
     "one": [1],
@@ -26,36 +27,36 @@ LENGTHS = {
     "ragged": [1, 9000, 17, 2048, 40000, 600],
     "many": [2048 * (1 + i % 3) for i in range(40)],
     "one very long": [1 << 20],
+    "one long among short ones": [60000, *[1000] * 31],
 }
 
 
 class Planned:
-    """A plan's tensors on the host."""
+    """A plan's chunks on the host."""
 
-    def __init__(self, lengths: list[int], device: str) -> None:
+    def __init__(self, lengths: list[int], device: str, heads: int = HEADS, programs: int = PROGRAMS) -> None:
         from kernels.decode_attention.plan_triton import launch
 
+        self.room = len(lengths) * heads + MAX_ROUNDS * programs
         counts = {"dtype": torch.int32, "device": device}
-        bases = torch.full((len(lengths) + 1,), -1, **counts)
-        chunks = torch.full((MAX_CHUNKS * CHUNK_FIELDS,), -1, **counts)
+        chunks = torch.full((self.room, CHUNK_FIELDS), -1, **counts)
         launch(
             torch.tensor(lengths, **counts),
-            bases,
             chunks,
-            kv_heads=HEADS,
-            programs=PROGRAMS,
+            kv_heads=heads,
+            programs=programs,
+            tile=TILE,
             leaf=LEAF,
             leaves_per_group=LEAVES_PER_GROUP,
-            waves=WAVES,
+            costs=COSTS[2],
         )
-        self.bases: list[int] = bases.tolist()
-        self.chunks: list[list[int]] = chunks.view(-1, CHUNK_FIELDS).tolist()
-        self.count, self.unit, self.per = self.chunks[0][5:]
-        self.sizes = [chunk[3] for chunk in self.chunks[: self.count]]
+        self.chunks: list[list[int]] = chunks.tolist()
+        self.count = self.chunks[0][-1]
+        self.tiles = [tiles_of(*chunk[2:5]) for chunk in self.chunks[: self.count]]
 
 
-def units_of(length: int, unit: int) -> int:
-    return max(1, -(-length // (LEAF * unit)))
+def tiles_of(first: int, leaves: int, length: int) -> int:
+    return -(-min(length, (first + leaves) * LEAF) // TILE) - first * LEAF // TILE
 
 
 @pytest.fixture
@@ -66,59 +67,86 @@ def device(target: Target) -> str:
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_chunks_tile_all_units(device: str, name: str) -> None:
+def test_chunks_tile_all_leaves(device: str, name: str) -> None:
     lengths = LENGTHS[name]
     plan = Planned(lengths, device)
-    assert plan.unit in (1, LEAVES_PER_GROUP)
-    units = [
-        (seq, head, unit)
-        for seq, length in enumerate(lengths)
-        for head in range(HEADS)
-        for unit in range(units_of(length, plan.unit))
-    ]
-    assert plan.count == -(-len(units) // plan.per) <= MAX_CHUNKS
-    for number, (*place, count, length, _, _, _) in enumerate(plan.chunks[: plan.count]):
-        first = number * plan.per
-        assert tuple(place) == units[first] and length == lengths[place[0]]
-        assert count == min(plan.per, len(units) - first)
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for seq, head, first, leaves, length, parts, _, _ in plan.chunks[: plan.count]:
+        assert length == lengths[seq] and leaves > 0
+        found.setdefault((seq, head), []).append((first, leaves))
+        assert len(found[seq, head]) <= parts
+    assert sorted(found) == [(seq, head) for seq in range(len(lengths)) for head in range(HEADS)]
+    for (seq, _), runs in found.items():
+        assert [first for first, _ in runs] == [sum(leaves for _, leaves in runs[:i]) for i in range(len(runs))]
+        assert sum(leaves for _, leaves in runs) == max(1, -(-lengths[seq] // LEAF))
+    assert plan.count <= plan.room
     assert all(chunk[3] == 0 for chunk in plan.chunks[plan.count :])
-    assert {tuple(chunk[5:]) for chunk in plan.chunks} == {(plan.count, plan.unit, plan.per)}
+    assert {chunk[-1] for chunk in plan.chunks} == {plan.count}
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
-def test_bases_count_units(device: str, name: str) -> None:
+def test_the_longest_chunks_come_first(device: str, name: str) -> None:
+    """By what a pair's parts hold on average."""
     plan = Planned(LENGTHS[name], device)
-    counts = [units_of(length, plan.unit) for length in LENGTHS[name]]
-    assert plan.bases == [*(sum(counts[:seq]) for seq in range(len(counts))), -1]
+    mean = [-(-max(1, -(-chunk[4] // TILE)) // chunk[5]) for chunk in plan.chunks[: plan.count]]
+    assert mean == sorted(mean, reverse=True)
+
+
+@pytest.mark.parametrize("name", list(LENGTHS))
+def test_parts_of_a_pair_are_equal_to_within_a_leaf(device: str, name: str) -> None:
+    plan = Planned(LENGTHS[name], device)
+    for chunk, tiles in zip(plan.chunks, plan.tiles, strict=False):
+        _, _, _, _, length, parts, _, _ = chunk
+        assert abs(tiles - -(-length // TILE) / parts) <= LEAF // TILE
+
+
+@pytest.mark.parametrize("name", list(LENGTHS))
+def test_partials_of_pairs_lie_side_by_side(device: str, name: str) -> None:
+    """As many as a pair has groups, and what each cut may leave alone; a whole pair has none."""
+    lengths = LENGTHS[name]
+    plan = Planned(lengths, device)
+    pairs = {(chunk[0], chunk[1]): tuple(chunk[4:7]) for chunk in plan.chunks[: plan.count]}
+    expected = 0
+    for length, parts, base in sorted(pairs.values(), key=lambda pair: pair[2]):
+        if parts > 1:
+            assert base == expected
+            expected += -(-length // GROUP) + (LEAVES_PER_GROUP - 1) * (parts - 1)
+    most = len(lengths) * HEADS * -(-max(lengths) // GROUP)
+    assert expected <= most + (LEAVES_PER_GROUP - 1) * (plan.room - len(lengths) * HEADS)
 
 
 def test_few_leaves_are_dealt_out_one_by_one(device: str) -> None:
-    plan = Planned([LEAF * 5], device)
-    assert plan.unit == 1 and plan.sizes == [1] * 5 * HEADS
+    assert Planned([LEAF * 5], device).tiles == [LEAF // TILE] * 5 * HEADS
 
 
-def test_leaves_where_groups_are_too_few(device: str) -> None:
-    """Up to seven eighths of the programs: then no program gets more leaves than its share."""
-    plan = Planned([LEAF * LEAVES_PER_GROUP * (PROGRAMS // HEADS - 1)], device)
-    assert plan.unit == 1 and max(plan.sizes) == -(-sum(plan.sizes) // PROGRAMS)
+@pytest.mark.parametrize("sequences", [16, 64])
+@pytest.mark.parametrize("length", [2048, 4096, 8192, 32768])
+def test_one_key_more_makes_no_chunk_much_longer(device: str, length: int, sequences: int) -> None:
+    """A chunk grows by its tile or so, not by a leaf or a group."""
+    before, after = (Planned([keys] * sequences, device, heads=8, programs=264) for keys in (length, length + 1))
+    assert after.count == before.count and max(after.tiles) <= max(before.tiles) + 1
 
 
-def test_as_many_groups_as_programs_stay_whole(device: str) -> None:
-    plan = Planned([LEAF * LEAVES_PER_GROUP * PROGRAMS // HEADS], device)
-    assert plan.unit == LEAVES_PER_GROUP and plan.sizes == [1] * PROGRAMS
+def test_whole_pairs_where_they_come_out_even(device: str) -> None:
+    """Four pairs for each program: none is cut."""
+    plan = Planned([5000] * (4 * PROGRAMS // HEADS), device)
+    assert plan.count == 4 * PROGRAMS and plan.tiles == [-(-5000 // TILE)] * plan.count
 
 
-def test_much_work_is_drawn_in_several_chunks_for_each_program(device: str) -> None:
-    plan = Planned([LEAF * LEAVES_PER_GROUP * 50 * PROGRAMS // HEADS], device)
-    assert plan.unit == LEAVES_PER_GROUP and (WAVES - 1) * PROGRAMS < plan.count <= WAVES * PROGRAMS
+def test_large_batches_of_mixed_lengths_stay_whole(device: str) -> None:
+    """Eight pairs for each program, the longest first, come out even enough: cuts would cost more."""
+    lengths = [1 + 8191 * i // 255 for i in range(256)]
+    assert Planned(lengths, device, heads=8, programs=264).count == 256 * 8
 
 
-def test_two_groups_at_a_time_where_that_takes_no_longer(device: str) -> None:
-    """Pairs of two groups, four rounds of one or two rounds of two: no pair is cut."""
-    plan = Planned([LEAF * LEAVES_PER_GROUP * 2] * (2 * PROGRAMS // HEADS), device)
-    assert plan.unit == LEAVES_PER_GROUP and plan.sizes == [2] * 2 * PROGRAMS
-    plan = Planned([LEAF * LEAVES_PER_GROUP] * (5 * PROGRAMS // (2 * HEADS)), device)
-    assert plan.unit == LEAVES_PER_GROUP and plan.sizes == [1] * (5 * PROGRAMS // 2)
+def test_a_long_sequence_is_shared_by_all_programs(device: str) -> None:
+    plan = Planned(LENGTHS["one long among short ones"], device)
+    assert max(plan.tiles) <= 2 * sum(plan.tiles) / PROGRAMS
+
+
+def test_no_more_chunks_than_there_is_room_for(device: str) -> None:
+    plan = Planned([LEAF * 400] * 7, device)
+    assert plan.count <= plan.room
 
 
 @pytest.mark.parametrize(

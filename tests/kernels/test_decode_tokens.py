@@ -130,8 +130,8 @@ def test_padding_rows_among_spans(target: Target) -> None:
 
 
 def shifted(device: str, dim: int = 64) -> tuple[PagedCase, torch.Tensor, torch.Tensor]:
-    """A sequence without a query before each one that has one; their queries and output with guard rows behind."""
-    case = make_case([(64, 0), (199, 1), (40, 0), (299, 1)], CaseShape(dim=dim, device=device))
+    """A sequence without a query before and behind each one that has one; queries and output with guard rows behind."""
+    case = make_case([(64, 0), (199, 1), (40, 0), (299, 1), (77, 0)], CaseShape(dim=dim, device=device))
     guarded = torch.full((6, *case.q.shape[1:]), 7.0, dtype=case.q.dtype, device=device)
     queries = torch.full_like(guarded, float("nan"))
     queries[:2] = case.q
@@ -155,6 +155,25 @@ def check_shifted(case: PagedCase, queries: torch.Tensor, guarded: torch.Tensor,
 
 def test_a_sequence_without_a_query_moves_no_row(target: Target) -> None:
     check_shifted(*shifted(target.device), backend=target.backend)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_sequences_without_tokens_among_others(target: Target, window: int) -> None:
+    """First, in the middle and last; the others have the bits that they have without them."""
+    spans = [(9, 0), (40, 2), (0, 0), (300, 0), (20, 8), (520, 0)]
+    case = make_case(spans, CaseShape(window=window, device=target.device))
+    out, lse = run(case, target)
+    wanted, wanted_lse = dense_attention(case)
+    assert_output(out, wanted)
+    assert_lse(lse, wanted_lse)
+    kept = [seq for seq, (_, new) in enumerate(spans) if new]
+    bounds = torch.tensor([0, 2, 10], dtype=torch.int32, device=target.device)
+    others, others_lse = decode_attention_lse(
+        case.q, case.k_pages, case.v_pages, case.block_tables[kept], case.seqlens_k[kept],
+        cu_seqlens_q=bounds, max_q_tokens=MAX_Q_TOKENS, window=window, backend=target.backend,
+    )  # fmt: skip
+    assert_same_bits(out, others)
+    assert_same_bits(lse, others_lse)
 
 
 def test_counts_of_tokens_are_checked() -> None:

@@ -19,9 +19,9 @@ from tests.kernels.conftest import INTERPRETING
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PARTS = (
-    ("mla_extend", "mla_plans", "mla_prefill", "linear", "copy_pages", "rows"),
+    ("mla_extend", "mla_plans", "mla_prefill", "linear", "copy_pages", "rows", "interpreter"),
     ("rotate_append_kv", "fp8_pages", "append_kv", "sinks"),
-    ("mla_decode", "latents", "gather_pages", "prefill_work_list", "benchmark_gate"),
+    ("mla_decode", "latents", "gather_pages", "prefill_work_list", "benchmark_gate", "sample_tokens"),
     (
         "prefill_attention",
         "prefill_options",

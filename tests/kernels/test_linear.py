@@ -7,7 +7,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.linear import LEAST_ROWS, Route, keeps_rows, linear
+from kernels.linear import LEAST_PACKED_ROWS, LEAST_ROWS, Route, keeps_rows, linear, packed_weight
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.target import Target
 
@@ -94,3 +94,45 @@ def test_few_rows_are_padded() -> None:
     whole = linear(x, weight)
     for rows in range(1, LEAST_ROWS):
         assert_same_bits(linear(x[:rows], weight), whole[:rows])
+
+
+# Of the model in the box, of one with 3,072 inputs, and nothing that a vector's width divides.
+PACKED_SHAPES = [(512, 256), (256, 768), (1024, 3072), (97, 50)]
+
+
+def packed(outputs: int, depth: int) -> torch.Tensor:
+    weight = packed_weight(made(outputs, depth, dtype=torch.float32, seed=1))
+    if not weight.is_mkldnn:
+        pytest.skip("torch has no oneDNN here")
+    return weight
+
+
+@pytest.mark.parametrize(("outputs", "depth"), PACKED_SHAPES)
+def test_a_packed_product(outputs: int, depth: int) -> None:
+    plain, bias = made(outputs, depth, dtype=torch.float32, seed=1), made(outputs, dtype=torch.float32, seed=2)
+    x = made(70, 2 * depth, dtype=torch.float32)[:, :depth]
+    assert linear(x[:0], packed(outputs, depth)).shape == (0, outputs)
+    for rows in (1, 2, 33, 70):
+        assert_near(linear(x[:rows], packed(outputs, depth)), exact(x[:rows], plain, None))
+        assert_near(linear(x[:rows], packed(outputs, depth), bias), exact(x[:rows], plain, bias))
+
+
+@pytest.mark.parametrize(("outputs", "depth"), PACKED_SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_of_a_packed_product_has_its_own_bits(outputs: int, depth: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, weight = made(300, depth, dtype=torch.float32), packed(outputs, depth)
+        together = linear(x, weight)
+        for first, count in ((0, LEAST_PACKED_ROWS), (7, 3), (100, 15), (5, 16), (13, 33), (0, 64), (41, 200)):
+            assert_same_bits(linear(x[first : first + count], weight), together[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_not_packed() -> None:
+    """16-bit weights, and what the reference multiplies with."""
+    plain = made(64, 128, dtype=torch.float32)
+    assert packed_weight(WEIGHT) is WEIGHT
+    assert packed_weight(plain, Backend.REFERENCE) is plain

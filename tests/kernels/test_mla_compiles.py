@@ -107,7 +107,8 @@ def test_the_plain_kernels_spill_nothing() -> None:
     leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512}
     fold = {**leaf, "LEAVES_PER_GROUP": 8, "WANTS_LSE": True}
     tile = {"HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False}
-    listed = {"HEADS": 16, "LEAF": 512, "LEAVES_PER_GROUP": 8, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
+    tree = {"LEAF": 512, "TILE": 64, "LEAVES_PER_GROUP": 8}
+    listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
     cases = (
         (multiply_heads, {"K": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64}, 8),

@@ -81,6 +81,16 @@ def test_several_tokens_of_each_sequence(target: Target, heads: int) -> None:
     assert_lse(lse, wanted_lse)
 
 
+@pytest.mark.parametrize("heads", [2] if INTERPRETING else [16, 128])
+def test_sequences_without_a_query_among_others(target: Target, heads: int) -> None:
+    """First, in the middle and last: no row moves."""
+    case = make([(9, 0), (60, 4), (0, 0), (LEAF + 3, 0), (17, 1), (30, 0)], target)
+    q = latent_queries(case, heads)
+    (out, lse), (wanted, wanted_lse) = run(case, q, target), truth(case, q)
+    assert_output(out, wanted)
+    assert_lse(lse, wanted_lse)
+
+
 def test_a_padding_row_gives_zero(target: Target) -> None:
     case = make([(9, 1), (12, 1)], target)
     lengths = case.seqlens_k * torch.tensor([1, 0], dtype=torch.int32, device=target.device)

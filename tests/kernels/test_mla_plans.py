@@ -20,6 +20,13 @@ def planner(target: Target) -> str:
     return target.device
 
 
+def sizes_of(plan: MlaDecodePlan) -> list[int]:
+    """Tiles of 64 latents of each item, in order."""
+    items = plan.items[: int(plan.counts[0])].tolist()
+    spans = ((leaf * plan.tree.leaf, (leaf + leaves) * plan.tree.leaf, length) for *_, leaf, leaves, length, _ in items)
+    return [max(1, -(-(min(stop, length) - start) // 64)) for start, stop, length in spans]
+
+
 @pytest.mark.parametrize("programs", [1, 4, 12, 500])
 @pytest.mark.parametrize(("heads", "several"), [(16, False), (16, True), (128, True)])
 def test_decode_attends_to_every_leaf_of_every_tile_once(
@@ -53,8 +60,7 @@ def test_decode_attends_to_every_leaf_of_every_tile_once(
     ]
     assert sorted(done) == wanted
     assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.acc.shape[0]
-    sizes = [leaves if slot < 0 else step for *_, leaves, _, slot in plan.items[:count].tolist()]
-    assert sizes == sorted(sizes, reverse=True)
+    assert sizes_of(plan) == sorted(sizes_of(plan), reverse=True)
     # One program has no one to share with; of 500 most would have nothing to do.
     assert bool(slots) == (programs > 1) or programs == 4
 
@@ -65,6 +71,20 @@ def test_decode_shares_out_whole_groups_where_that_keeps_the_programs_busy(targe
         plan = MlaDecodePlan(8, 8192, 16, programs=16, device=device)
         plan.prepare(torch.full((sequences,), 8192, dtype=torch.int32, device=device))
         assert plan.counts.tolist() == [sequences * 16 // step, step, sequences]
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 8192])
+@pytest.mark.parametrize(("heads", "sequences"), [(16, 16), (16, 64), (128, 16), (128, 64)])
+def test_one_latent_more_makes_no_program_much_busier(target: Target, heads: int, sequences: int, length: int) -> None:
+    """Items go round the programs in order: the rest of a sequence is not taken for a leaf or a group."""
+    device, busiest, steps = planner(target), [], []
+    for latents in (length, length + 1):
+        plan = MlaDecodePlan(sequences, length + 1, heads, programs=132, device=device)
+        plan.prepare(torch.full((sequences,), latents, dtype=torch.int32, device=device))
+        sizes = sizes_of(plan)
+        busiest.append(max(sum(sizes[program::132]) for program in range(132)))
+        steps.append(int(plan.counts[1]))
+    assert steps[0] == steps[1] and busiest[1] <= busiest[0] + 2
 
 
 @pytest.mark.parametrize("mode", ["aligned", "offsets", "all"])

@@ -45,6 +45,15 @@ def test_causal_and_aligned_at_the_bottom_right(target: Target, lengths: list[tu
         assert_lse(lse, wanted_lse)
 
 
+def test_sequences_without_a_query_among_others(target: Target) -> None:
+    """First, in the middle and last, with keys and without."""
+    case = make([(9, 0), (40, 9), (0, 0), (130, 0), (3, 70), (20, 0)], target)
+    out, lse = run(case, projected(case), target)
+    wanted, wanted_lse = truth(case, projected(case), case.cached)
+    assert_output(out, wanted)
+    assert_lse(lse, wanted_lse)
+
+
 def test_every_key_is_visible_if_not_causal(target: Target) -> None:
     case = make([(40, 9), (0, 130)], target)
     out, lse = run(case, projected(case), target, causal=False)

@@ -15,10 +15,13 @@ from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention_lse
 from kernels.rms_norm import rms_norm
+from kernels.sample_tokens import sample_tokens
 from kernels.silu_mul import silu_mul
+from kernels.top_logprobs import top_logprobs
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
+from tests.kernels.sampling_inputs import sampled_case
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +55,11 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     latent_pages = case.k_pages.flatten(2)
     angles = torch.zeros(total, 2, 32, device="cuda")
     latents = k.flatten(1)
+    sampled = sampled_case(6, 9000, device="cuda")
+    best = sampled.logits.argmax(dim=-1).int()
     return [
+        lambda: sample_tokens(*sampled),
+        lambda: top_logprobs(sampled.logits, best, 5).top_tokens,
         lambda: append_kv(k, v, *own, slots) or own[0],
         lambda: rotate_append_kv(torch.cat((k, k, k), 1), slots, angles, *own, slots, q_heads=2).packed,
         lambda: rms_norm(rows, rows[0], 1e-5, residual=rows)[0],

@@ -15,7 +15,8 @@ from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums, 
 from tests.kernels.target import REFERENCE, Target
 
 # Cached: nothing, one page, an odd number of pages, inside a page; all mixed, and a sequence without queries.
-RAGGED = [(0, 33), (16, 5), (48, 16), (37, 70), (0, 1), (130, 1), (16, 0)]
+# A sequence without a new token first, in the middle and last: no row moves.
+RAGGED = [(20, 0), (0, 33), (16, 5), (0, 0), (48, 16), (37, 70), (0, 1), (130, 1), (16, 0)]
 
 
 def run(case: PagedCase, target: Target, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:

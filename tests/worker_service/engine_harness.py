@@ -1,4 +1,4 @@
-"""An Engine on fakes: a small manager, a model that knows what each slot holds, transfers that succeed.
+"""An Engine on the real cache manager, with a model that reads what each slot holds, and transfers that carry nothing.
 
 The runner reads what attention would read, through the block tables it is given; a token is a function of all of that,
 so a wrong page shows as a wrong answer.
@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 from session.messages import Ack, Step, StepReply, Welcome
 from session.words import GroupKind, GroupSpec, Namespace, Transfer, TransferStatus
-from tests.worker_service.fake_manager import FakeManager
+from tests.worker_service.audited_manager import WORKER, AuditedManager
 from worker_service.core.batch import Batch
 from worker_service.core.errors import SessionLost
 from worker_service.core.launch_plan import SchedulerConfig
+from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
-from worker_service.core.sequence import SamplingParams
 from worker_service.engine import Engine, EngineRequest
 from worker_service.generation import Generation, Piece
 from worker_service.launch.launcher import Launcher
+from worker_service.launch.runner_port import SerialRunner
 from worker_service.observer import Observer
 
 PAGE = 4
@@ -112,11 +113,10 @@ class ToyMover:
 
 
 class ToyCache:
-    """CachePort on a FakeManager. `lose_before` and `lose_after` break the session at that many steps from now."""
+    """CachePort on a manager. `lose_before` and `lose_after` break the session at that many steps from now."""
 
-    def __init__(self, groups: tuple[GroupSpec, ...]) -> None:
-        self._groups = groups
-        self.manager = FakeManager(groups, PAGE)
+    def __init__(self, groups: tuple[GroupSpec, ...], *, host: bool) -> None:
+        self.manager = AuditedManager(groups, PAGE, host=host)
         self.num_hellos = 0
         self.acks: list[Ack] = []
         self.steps: list[Step] = []
@@ -131,8 +131,9 @@ class ToyCache:
 
     def restart(self) -> None:
         """A new manager that knows nobody; the session to the old one is gone."""
-        epoch = f"epoch-{int(self.manager.epoch.partition('-')[2]) + 1}"
-        self.manager = FakeManager(self._groups, PAGE, epoch=epoch, limits=self.manager.limits)
+        old = self.manager
+        epoch = f"epoch-{int(old.epoch.partition('-')[2]) + 1}"
+        self.manager = AuditedManager(old.groups, PAGE, epoch, host=old.has_host, limits=old.limits)
 
     async def connect(self, generation: int) -> Welcome:
         assert self.is_hung_up, "one stream at a time"
@@ -152,9 +153,12 @@ class ToyCache:
         self.lose_before -= self.lose_before > 0
         self.acks += step.acks
         self.steps.append(step)
-        # The fake manager knows fetches only; spill orders are the tests'.
-        acks = tuple(ack for ack in step.acks if ack.ticket in self.manager.tickets)
+        # Some spill orders are the tests' own.
+        known = self.manager.cache.transfers
+        acks = tuple(ack for ack in step.acks if known.was_issued(ack.ticket))
         reply = self.manager.step(step._replace(acks=acks))
+        for order in self.manager.manager.take_orders(WORKER):
+            self.orders.put_nowait(order)
         if self.lose_after == 0:
             self.lose_after = -1
             raise SessionLost("before the reply arrived")
@@ -205,7 +209,7 @@ class EngineHarness:
     async def settled(self) -> None:
         """Until nothing runs and nothing is left to say."""
         async with asyncio.timeout(20):
-            while self.cache.manager.leases or self.engine.scheduler.num_unfinished:
+            while self.engine.scheduler.num_unfinished or not self.cache.manager.is_idle:
                 await asyncio.sleep(0.001)
 
 
@@ -224,19 +228,27 @@ async def collect(generation: Generation) -> Piece:
 
 @asynccontextmanager
 async def running_engine(
-    num_pages: int = 64, observer: Observer | None = None, launch_timeout_s: float = 0.0, **config: int
+    num_pages: int = 64,
+    observer: Observer | None = None,
+    launch_timeout_s: float = 0.0,
+    *,
+    host: bool = False,
+    runner: ToyRunner | None = None,
+    **config: int,
 ):
-    groups = (GroupSpec("full", GroupKind.FULL, num_pages, 0),)
+    groups = (GroupSpec("full", GroupKind.FULL, num_pages, 64),)
     limits = {"token_budget": 16, "max_num_seqs": 8, **config}
     scheduler = Scheduler(SchedulerConfig(PAGE, groups, max_model_len=200, vocab_size=VOCAB, **limits))
-    cache, runner = ToyCache(groups), ToyRunner()
+    cache, runner = ToyCache(groups, host=host), runner or ToyRunner()
     movers: list[ToyMover] = []
 
     def make_mover(on_ack: Callable[[Ack], None]) -> ToyMover:
         movers.append(ToyMover(on_ack))
         return movers[0]
 
-    engine = Engine(scheduler, cache, Launcher(runner, launch_timeout_s), make_mover, observer or Observer())
+    engine = Engine(
+        scheduler, cache, Launcher(SerialRunner(runner.run), launch_timeout_s), make_mover, observer or Observer()
+    )
     task = asyncio.create_task(engine.run())
     harness = EngineHarness(engine, cache, runner, movers[0], task)
     try:

@@ -19,16 +19,16 @@ import torch
 from worker_service.__main__ import main
 from worker_service.core.batch import Batch
 from worker_service.launch.device_runner import DeviceRunner
-from worker_service.model.runner import LaunchResult, Runner
+from worker_service.model.runner import Runner, RunningLaunch
 
 HOSTILE = (40, 13, 41)
 FAULT_VARIABLE = "STEMCACHE_TEST_FAULT"
 
-_run = Runner.run
+_submit = Runner.submit
 _is_dead = threading.Event()
 
 
-def _faulty_run(self: Runner, batch: Batch) -> LaunchResult:
+def _faulty_submit(self: Runner, batch: Batch) -> RunningLaunch:
     fault = os.environ[FAULT_VARIABLE]
     if fault == "memory" and batch.num_seqs > 2:
         if torch.cuda.is_available():
@@ -41,7 +41,7 @@ def _faulty_run(self: Runner, batch: Batch) -> LaunchResult:
             _is_dead.set()
             raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")
         torch._assert_async(torch.zeros(1, dtype=torch.bool, device="cuda"))
-    return _run(self, batch)
+    return _submit(self, batch)
 
 
 def _is_hostile(batch: Batch) -> bool:
@@ -55,7 +55,7 @@ def _synchronize(self: DeviceRunner) -> None:
 
 
 if __name__ == "__main__":
-    Runner.run = _faulty_run  # type: ignore[method-assign]
+    Runner.submit = _faulty_submit  # type: ignore[method-assign]
     if os.environ[FAULT_VARIABLE] == "dead":
         DeviceRunner._synchronize = _synchronize  # type: ignore[method-assign]
     sys.exit(main())

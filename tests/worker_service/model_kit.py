@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
 
+from benchmarks.llama_8b import PagedTokens
 from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
-from worker_service.core.sequence import SamplingParams
+from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model.config import read_model_config
@@ -97,19 +98,10 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
 
 
-@dataclass
-class FakeSequence:
-    """What batch building reads of a sequence."""
-
-    tokens: array[int]
-    tables: list[array[int]]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-
-
 class Part(NamedTuple):
     """Tokens [first, end) of a sequence, computed by one launch."""
 
-    sequence: FakeSequence
+    sequence: PagedTokens
     first: int
     end: int
 
@@ -133,12 +125,17 @@ class Bench:
                 pages[1:].fill_(torch.nan)
         model = Llama(config, load_weights(folder, config, dtype, device), device)
         self.runner = Runner(model, self.pages, device, limits)
+        self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
 
-    def sequence(self, tokens: Sequence[int], *page_ids: Sequence[int], **sampling: Any) -> FakeSequence:
+    def sequence(self, tokens: Sequence[int], *page_ids: Sequence[int], **sampling: Any) -> PagedTokens:
         """The same page ids serve every group unless each has its own."""
         groups = self.pages.num_groups
         tables = page_ids if len(page_ids) == groups else page_ids * groups
-        return FakeSequence(array("i", tokens), [array("i", ids) for ids in tables], SamplingParams(**sampling))
+        made = PagedTokens(array("i", tokens), [array("i", ids) for ids in tables], SamplingParams(**sampling))
+        made.prompt_len = len(tokens)
+        if made.sampling.has_penalties:
+            made.penalty_slot = next(self._slots)
+        return made
 
     def batch(self, *parts: Part, num_decode: int | None = None) -> Batch:
         """One-token parts must come first; they count as decode rows unless told otherwise."""
@@ -152,10 +149,10 @@ class Bench:
     def all_logits(self, *parts: Part, num_decode: int | None = None) -> torch.Tensor:
         """Logits of every computed token, packed: fp32 [num_tokens, vocab_size]."""
         batch = self.batch(*parts, num_decode=num_decode)
-        rows = tuple(SampledRow(0, SamplingParams(), 0, None) for _ in range(batch.num_tokens))
+        rows = tuple(SampledRow(0, SamplingParams(), 0) for _ in range(batch.num_tokens))
         return self.runner.logits(replace(batch, logits_rows=array("i", range(batch.num_tokens)), sampled=rows))
 
-    def chunked_logits(self, sequence: FakeSequence, chunk: int, start: int = 0) -> torch.Tensor:
+    def chunked_logits(self, sequence: PagedTokens, chunk: int, start: int = 0) -> torch.Tensor:
         length = len(sequence.tokens)
         cuts = [*range(start, length, chunk), length]
         parts = [Part(sequence, first, end) for first, end in pairwise(cuts)]

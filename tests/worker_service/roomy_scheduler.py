@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import VOCAB, full_group
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.scheduler import SchedulerConfig
 
 CONFIG = SchedulerConfig(
@@ -13,8 +12,8 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(**changes: object) -> RealMachine:
-    return RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(**changes: object) -> Machine:
+    return Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
 
 
 def distinct(length: int, start: int) -> list[int]:
@@ -22,7 +21,7 @@ def distinct(length: int, start: int) -> list[int]:
     return [start, *(token % VOCAB for token in range(length - 1))]
 
 
-def launches(driven: RealMachine, *prompts: list[int]) -> list[list[int]]:
+def launches(driven: Machine, *prompts: list[int]) -> list[list[int]]:
     """What each launch computes for prompts that arrive together."""
     for prompt in prompts:
         driven.ask(prompt)

@@ -1,4 +1,4 @@
-"""Drives a Scheduler against a FakeManager as the engine does, with a memory that knows what each slot holds.
+"""Drives a Scheduler against the real cache manager as the engine does, on a device that remembers who wrote what.
 
 Every launch writes its slots and reads what attention would read, as late as the rules allow: a wrong page shows as
 another prefix. Tokens are a function of the prefix, so any two runs of a request must agree.
@@ -11,38 +11,40 @@ from array import array
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+from cache_service.core import audit
 from session.limits import SessionLimits
-from session.messages import Ack, Step, StepReply
-from session.words import GroupKind, GroupSpec, Namespace, SequenceId, TransferStatus
-from tests.worker_service.fake_manager import FakeManager
-from worker_service.core.batch import Batch
-from worker_service.core.reply_handler import Failed, Fetch
+from session.messages import Step, StepReply
+from session.words import GroupKind, GroupSpec, Namespace, SequenceId
+from tests.worker_service.audited_manager import LIMITS, WORKER, AuditedManager
+from tests.worker_service.device_memory import DeviceMemory, marks_of
+from tests.worker_service.host_mover import HostMover
+from worker_service.core.batch_part import with_known_tokens
+from worker_service.core.reply_handler import Failed
+from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Launch, Output, Scheduler, SchedulerConfig
-from worker_service.core.sequence import Request, SamplingParams, Usage
+from worker_service.core.sequence import Request, Usage
 
 NAMESPACE = Namespace("model")
 VOCAB = 50
 STOPPED = "stopped by its text"
+PAGE_BYTES = 64
 
 
 def packed(tokens: list[int]) -> bytes:
     return array("i", tokens).tobytes()
 
 
-def prefix_mark(namespace: Namespace, tokens: list[int]) -> int:
-    mark = hash(namespace)
-    for token in tokens:
-        mark = hash((mark, token))
-    return mark
-
-
 def next_token(mark: int) -> int:
     return mark % VOCAB
 
 
+def next_of(prompt: list[int]) -> int:
+    return next_token(marks_of(NAMESPACE, prompt)[-1])
+
+
 def reference(namespace: Namespace, prompt: list[int], count: int) -> list[int]:
     """What a request generates, whatever else runs."""
-    mark, tokens = prefix_mark(namespace, prompt), []
+    mark, tokens = marks_of(namespace, prompt)[-1], []
     for _ in range(count):
         tokens.append(next_token(mark))
         mark = hash((mark, tokens[-1]))
@@ -50,11 +52,11 @@ def reference(namespace: Namespace, prompt: list[int], count: int) -> list[int]:
 
 
 def full_group(num_pages: int) -> GroupSpec:
-    return GroupSpec("full", GroupKind.FULL, num_pages, 0)
+    return GroupSpec("full", GroupKind.FULL, num_pages, PAGE_BYTES)
 
 
 def window_group(num_pages: int, window_tokens: int) -> GroupSpec:
-    return GroupSpec("window", GroupKind.WINDOW, num_pages, 0, window_tokens)
+    return GroupSpec("window", GroupKind.WINDOW, num_pages, PAGE_BYTES, window_tokens)
 
 
 @dataclass
@@ -62,29 +64,38 @@ class Client:
     prompt: list[int]
     namespace: Namespace
     max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     usage: Usage | None = None
     failed: str = ""
 
 
 class Machine:
-    """One worker. `rng` decides how many of several equal things happen; without one everything happens at once."""
+    """One worker; `rng` is its mover's. `launch` is the oldest launch in flight, `queued` the one behind it."""
 
-    def __init__(self, config: SchedulerConfig, *, host: bool = False, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        host: bool = False,
+        rng: random.Random | None = None,
+        limits: SessionLimits = LIMITS,
+    ) -> None:
         self.config = config
-        self.rng = rng
-        self.memory: dict[tuple[int, int], int] = {}
-        self.manager = self.new_manager({} if host else None)
+        self.memory = DeviceMemory(config)
+        self.manager = AuditedManager(config.groups, config.page_tokens, host=host, limits=limits)
         self.scheduler = Scheduler(config)
         self.say_hello()
         self.clients: dict[SequenceId, Client] = {}
-        self.fetches: list[Fetch] = []
+        self.mover = HostMover(self.memory, rng)
         self.launch: Launch | None = None
+        self.queued: Launch | None = None
+        self.num_ended = self.num_queued = 0
+        # A fetch waits for as many launches: those in flight when it was ordered may still write to its pages.
+        self.barrier = 0
+        self.last_tokens: list[int] = []
         self.launches: list[Launch] = []
         self.prefilled: dict[SequenceId, list[int]] = {}
-
-    def new_manager(self, host: dict[tuple[Namespace, bytes], list[object]] | None) -> FakeManager:
-        return FakeManager(self.config.groups, self.config.page_tokens, host, self.page_content)
 
     # -- clients --
 
@@ -96,12 +107,15 @@ class Machine:
         priority: int = 0,
         *,
         bypass_cache: bool = False,
+        stop_token_ids: Iterable[int] = (),
+        **params: float,
     ) -> SequenceId:
         sequence_id = SequenceId(len(self.clients) + 1)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        stops = frozenset(stop_token_ids)
+        sampling = SamplingParams(max_tokens, ignore_eos=True, stop_token_ids=stops, **params)  # type: ignore[arg-type]
         request = Request(sequence_id, namespace, packed(prompt), sampling, priority, bypass_cache=bypass_cache)
         self.scheduler.add(request)
-        self.clients[sequence_id] = Client(prompt, namespace, max_tokens)
+        self.clients[sequence_id] = Client(prompt, namespace, max_tokens, stops)
         return sequence_id
 
     def abort(self, sequence_id: SequenceId) -> None:
@@ -135,27 +149,48 @@ class Machine:
         return step is not None
 
     def apply(self, reply: StepReply) -> None:
-        effects = self.scheduler.apply(reply)
-        self.fetches += effects.fetches
-        self.give_up(effects.failed)
+        applied = self.scheduler.apply(reply)
+        self.mover.fetches += [fetch.transfer for fetch in applied.fetches]
+        self.barrier = len(self.launches) if applied.fetches else self.barrier
+        self.give_up(applied.failed)
+        for key in self.manager.manager.take_host_deletes():
+            self.mover.store.pop(key, None)
+        self.mover.spills += self.manager.manager.take_orders(WORKER)
 
     def give_up(self, failed: Iterable[Failed]) -> None:
         for sequence_id, detail, field_name in failed:
             self.clients[sequence_id].failed = f"{field_name}: {detail}"
 
     def start(self) -> bool:
-        self.launch = self.scheduler.next_launch()
+        """Launches, if nothing is in flight."""
         if self.launch is not None:
-            self.launches.append(self.launch)
-            self.check_budget(self.launch)
+            return False
+        self.launch = self._next_launch()
         return self.launch is not None
+
+    def start_ahead(self) -> bool:
+        """Queues a launch behind the one in flight."""
+        if self.launch is None or self.queued is not None:
+            return False
+        self.queued = self._next_launch()
+        self.num_queued += self.queued is not None
+        return self.queued is not None
+
+    def _next_launch(self) -> Launch | None:
+        launch = self.scheduler.next_launch()
+        if launch is not None:
+            self.launches.append(launch)
+            self.check_budget(launch)
+        return launch
 
     def end_launch(self, failed_rows: Container[int] = ()) -> bool:
         """The launch has ended; the requests of `failed_rows` (indices of its rows) are to be forgotten."""
-        launch, self.launch = self.launch, None
+        launch, self.launch, self.queued = self.launch, self.queued, None
         if launch is None:
             return False
-        tokens = self.compute(launch)
+        self.num_ended += 1
+        over = {row.sequence_id for row in launch.rows if self.clients[row.sequence_id].usage is not None}
+        tokens = self.last_tokens = self.compute(launch)
         gone = {row.sequence_id for row in launch.rows if self.clients[row.sequence_id].failed}
         for index, row in enumerate(launch.rows):
             if index in failed_rows and row.sequence_id not in gone:
@@ -164,8 +199,25 @@ class Machine:
         for output in outputs:
             self.take(output)
         sampled = {row.sequence_id for row in launch.rows if row.samples and not self.clients[row.sequence_id].failed}
+        sampled -= over
         assert sampled == {output.sequence_id for output in outputs}, "a sampled token was lost"
         return True
+
+    def end_launches(self) -> None:
+        while self.end_launch():
+            pass
+
+    def compute(self, launch: Launch) -> list[int]:
+        """Returns the tokens of the rows that sample."""
+        prefixes = []
+        launch = launch._replace(batch=with_known_tokens(launch.batch, self.last_tokens))
+        for index, row in enumerate(launch.rows):
+            client, end = self.clients[row.sequence_id], row.first_token + row.num_tokens
+            tokens = (client.prompt + client.tokens)[:end]
+            if len(tokens) < end:  # it is over, and its last token was not taken
+                tokens.append(launch.batch.token_ids[launch.batch.cu_seqlens_q[index]])
+            prefixes.append((client.namespace, tokens))
+        return [next_token(mark) for mark in self.memory.run(launch, prefixes)]
 
     def fail(self) -> None:
         """The launch fails as a whole."""
@@ -178,8 +230,6 @@ class Machine:
         if output.finish is not None:
             client.usage = output.usage
 
-    # -- the device --
-
     def check_budget(self, launch: Launch) -> None:
         batch = launch.batch
         assert batch.num_tokens <= self.config.token_budget
@@ -191,78 +241,14 @@ class Machine:
         for row in launch.rows[batch.num_decode_seqs :]:
             self.prefilled.setdefault(row.sequence_id, []).append(row.num_tokens)
 
-    def compute(self, launch: Launch) -> list[int]:
-        """Write each slot, then read each key; the tokens of the rows that sample."""
-        batch, marks = launch.batch, []
-        for index, row in enumerate(launch.rows):
-            client = self.clients[row.sequence_id]
-            all_tokens = client.prompt + client.tokens
-            end = row.first_token + row.num_tokens
-            first = batch.cu_seqlens_q[index]
-            assert batch.token_ids[first : first + row.num_tokens].tolist() == all_tokens[row.first_token : end]
-            assert batch.positions[first : first + row.num_tokens].tolist() == list(range(row.first_token, end))
-            marks.append(self.marks(client.namespace, all_tokens[:end]))
-            for group in self.config.paged_groups:
-                slots = batch.slot_mapping[group]
-                for offset, position in enumerate(range(row.first_token, end)):
-                    self.memory[group, slots[first + offset]] = marks[index][position]
-        for index, row in enumerate(launch.rows):
-            self.check_reads(batch, index, row.first_token, marks[index])
-        return [next_token(marks[sampled.row][-1]) for sampled in batch.sampled]
-
-    def marks(self, namespace: Namespace, tokens: list[int]) -> list[int]:
-        mark, marks = hash(namespace), []
-        for token in tokens:
-            mark = hash((mark, token))
-            marks.append(mark)
-        return marks
-
-    def check_reads(self, batch: Batch, index: int, first_token: int, marks: list[int]) -> None:
-        page_tokens = self.config.page_tokens
-        for group in self.config.paged_groups:
-            spec = self.config.groups[group]
-            width = batch.table_widths[group]
-            table = batch.block_tables[group][index * width : (index + 1) * width]
-            window = spec.window_tokens if spec.kind is GroupKind.WINDOW else len(marks)
-            for position in range(max(first_token - window + 1, 0), len(marks)):
-                page = table[position // page_tokens]
-                assert page, "attention reads a hole"
-                slot = page * page_tokens + position % page_tokens
-                assert self.memory.get((group, slot)) == marks[position], "attention reads another prefix"
-
-    def page_content(self, group: int, page: int) -> object:
-        start = page * self.config.page_tokens
-        return [self.memory.get((group, start + offset)) for offset in range(self.config.page_tokens)]
-
-    # -- the mover --
-
     def move_pages(self) -> bool:
-        """Carry out pending fetches (each now or later); never while a launch runs."""
-        assert self.launch is None
-        now = [fetch for fetch in self.fetches if self.rng is None or self.rng.random() < 0.5]
-        pending = len(self.fetches)
-        self.fetches = [fetch for fetch in self.fetches if fetch not in now]
-        for fetch in now:
-            self.scheduler.report(self.fetch(fetch))
-        return pending > 0
-
-    def fetch(self, fetch: Fetch) -> Ack:
-        ticket = self.manager.tickets[fetch.transfer.ticket]
-        assert self.manager.host is not None
-        for number, key in enumerate(ticket.keys):
-            content = self.manager.host.get(key)
-            if content is None or (self.rng is not None and self.rng.random() < 0.1):
-                return Ack(fetch.transfer.ticket, number, TransferStatus.MISSING)
-            for group, pages in enumerate(ticket.pages):
-                self.write_page(group, pages[number], content[group])
-        if self.rng is not None and self.rng.random() < 0.1:
-            return Ack(fetch.transfer.ticket, 0, TransferStatus.FAILED)
-        return Ack(fetch.transfer.ticket, len(ticket.keys), TransferStatus.DONE)
-
-    def write_page(self, group: int, page: int, content: object) -> None:
-        assert isinstance(content, list)
-        for offset, mark in enumerate(content):
-            self.memory[group, page * self.config.page_tokens + offset] = mark
+        """Carry out spills and pending fetches, once the launches have ended that were in flight when they came."""
+        if self.num_ended < self.barrier:
+            return False
+        happened = not (self.mover.is_idle or self.mover.is_stalled)
+        for ack in self.mover.move():
+            self.scheduler.report(ack)
+        return happened
 
     # -- losses --
 
@@ -272,15 +258,16 @@ class Machine:
         self.give_up(readmission.failed)
         return readmission.repeat
 
+    def new_manager(self, limits: SessionLimits) -> None:
+        """Another process, which knows nothing; the worker has not said Hello to it yet."""
+        old = self.manager
+        self.manager = AuditedManager(old.groups, old.page_tokens, old.epoch + "+", host=old.has_host, limits=limits)
+
     def restart_manager(self, limits: SessionLimits | None = None) -> None:
-        """It comes back knowing nothing; the mover was drained and the launch has ended."""
-        assert self.launch is None
-        self.fetches.clear()
-        former = self.manager
-        self.manager = self.new_manager(former.host)
-        self.manager.epoch = former.epoch + "+"
-        self.manager.order = former.order
-        self.manager.limits = limits or former.limits
+        """It comes back knowing nothing, with other limits when `limits` says so; the mover was drained."""
+        self.end_launches()
+        self.mover.forget()
+        self.new_manager(limits or self.manager.limits)
         assert self.say_hello() is None
 
     def adopt_all(self) -> None:
@@ -288,12 +275,19 @@ class Machine:
         while self.scheduler.num_adopting:
             assert self.exchange()
 
+    def drain(self) -> None:
+        """As before a Welcome is followed: the launches end, then what moves."""
+        self.end_launches()
+        while not self.mover.is_idle:
+            self.move_pages()
+
     def lose_session(self, *, reply_was_lost: bool) -> None:
         """The stream broke with a step on its way: either it or its reply never arrived."""
         step = self.scheduler.next_step()
         if step is not None and reply_was_lost:
             self.manager.step(step)
-        self.end_launch()
+        self.drain()
+        self.manager.disconnect()
         assert self.say_hello() is step
         if step is not None:
             self.apply(self.manager.step(step))
@@ -302,23 +296,28 @@ class Machine:
 
     def check_over(self) -> None:
         assert self.scheduler.num_unfinished == self.scheduler.num_waiting == self.scheduler.num_running == 0
-        assert not self.manager.leases and not self.manager.tickets
-        assert not any(any(readers.values()) for readers in self.manager.readers)
+        assert not self.manager.leases and not len(self.manager.cache.transfers)
+        audit.check(self.manager.manager)
         self.check_answers()
 
     def check_answers(self) -> None:
         for client in self.clients.values():
-            expected = reference(client.namespace, client.prompt, client.max_tokens)
+            expected = self.expected(client)
             if client.failed:
                 assert client.tokens == expected[: len(client.tokens)]
             else:
                 assert client.tokens == expected
                 self.check_usage(client)
 
+    def expected(self, client: Client) -> list[int]:
+        tokens = reference(client.namespace, client.prompt, client.max_tokens)
+        stop = next((at for at, token in enumerate(tokens) if token in client.stop_token_ids), len(tokens))
+        return tokens[: stop + 1]
+
     def check_usage(self, client: Client) -> None:
         usage = client.usage
         assert usage is not None
-        assert (usage.prompt_tokens, usage.generated_tokens) == (len(client.prompt), client.max_tokens)
+        assert (usage.prompt_tokens, usage.generated_tokens) == (len(client.prompt), len(client.tokens))
         reused = usage.cached_tokens + usage.fetched_tokens
         if usage.num_preemptions == 0:
             assert reused + usage.computed_tokens == usage.prompt_tokens

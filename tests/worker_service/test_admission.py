@@ -8,9 +8,8 @@ import pytest
 
 from session.messages import Step
 from session.words import MissReason, RefusalReason
-from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import VOCAB, full_group
+from tests.worker_service.audited_manager import LIMITS
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.scheduler import SchedulerConfig
 
 PAGE = 16
@@ -25,13 +24,13 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(max_kept_bytes: int, **changes: object) -> RealMachine:
-    driven = RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(max_kept_bytes: int, **changes: object) -> Machine:
+    driven = Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
     driven.restart_manager(LIMITS._replace(max_kept_bytes=max_kept_bytes))
     return driven
 
 
-def steps_of(driven: RealMachine) -> list[Step]:
+def steps_of(driven: Machine) -> list[Step]:
     """Run to the end; returns every step."""
     steps: list[Step] = []
     original = driven.manager.step

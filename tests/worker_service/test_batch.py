@@ -15,7 +15,8 @@ from tests.examples import examples
 from tests.worker_service.scheduler_machine import full_group, packed, window_group
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
-from worker_service.core.sequence import QueueOrder, Request, SamplingParams, Sequence
+from worker_service.core.sampling_params import SamplingParams
+from worker_service.core.sequence import QueueOrder, Request, Sequence
 
 GROUPS = (full_group(1000),)
 
@@ -126,16 +127,27 @@ def test_only_rows_that_reach_the_end_sample() -> None:
     assert batch.logits_rows.tolist() == [0, 7]
 
 
-def test_history_is_a_copy_and_only_for_a_penalty() -> None:
-    """An array that a tensor looks at cannot grow, and the sequence must."""
+def test_tokens_are_counted_anew_only_where_the_device_has_not_counted_them() -> None:
+    """The tokens are a copy: an array that a tensor looks at cannot grow, and the sequence must."""
     plain = sequence(range(3), [1])
-    penal = sequence(range(3), [2], sampling=SamplingParams(repetition_penalty=1.5))
+    penal = sequence(range(3), [2], sampling=SamplingParams(presence_penalty=0.5))
+    penal.penalty_slot = 4
     first, second = batch_of(Row(plain, 0, 3), Row(penal, 0, 3)).sampled
-    assert first.history is None
-    assert second.history is not None
-    with memoryview(second.history):
+    assert first.counted is None
+    assert second.counted is not None
+    assert second.counted.tokens is not None
+    with memoryview(second.counted.tokens):
         penal.tokens.append(3)
-    assert second.history.tolist() == [0, 1, 2]
+    assert second.counted == (4, array("i", [0, 1, 2]), 3)
+    penal.counted_len = 3
+    assert batch_of(Row(penal, 3, 1)).sampled[0].counted == (4, None, 3)
+    penal.counted_len = 2
+    assert batch_of(Row(penal, 3, 1)).sampled[0].counted == (4, array("i", [0, 1, 2, 3]), 3)
+
+
+def test_a_prompt_of_one_token_is_counted() -> None:
+    penal = sequence([5], [1], sampling=SamplingParams(repetition_penalty=1.5))
+    assert batch_of(Row(penal, 0, 1)).sampled[0].counted == (penal.penalty_slot, array("i", [5]), 1)
 
 
 def test_groups_have_tables_of_their_own_and_holes_stay() -> None:

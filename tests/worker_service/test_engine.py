@@ -10,9 +10,9 @@ from array import array
 
 import pytest
 
-from session.messages import Step
-from session.words import TicketId, Transfer, TransferPages
-from tests.worker_service.engine_harness import NAMESPACE, Letters, collect, reference, running_engine
+from session.messages import Step, StepReply
+from session.words import MissReason, TicketId, Transfer, TransferPages
+from tests.worker_service.engine_harness import Letters, collect, reference, running_engine
 from worker_service.core.batch import Batch
 from worker_service.core.errors import (
     DeviceLost,
@@ -50,8 +50,8 @@ async def test_a_repeated_prompt_computes_only_what_is_not_cached() -> None:
     async with running_engine() as harness:
         prompt = prompt_of(1, 22)
         first, second = await collect(harness.ask(prompt)), await collect(harness.ask(prompt))
-        assert first.usage == Usage(22, 0, 0, 22, 8, 0, 0, 0, "", 1)
-        assert second.usage == Usage(22, 20, 0, 2, 8, 0, 20, 20, "", 1)
+        assert first.usage == Usage(22, 0, 0, 22, 8, 0, 0, 0, "", MissReason.NEVER_SEEN)
+        assert second.usage == Usage(22, 20, 0, 2, 8, 0, 20, 20, "", MissReason.PAGE_TAIL)
         assert second.token_ids == first.token_ids
 
 
@@ -161,7 +161,7 @@ async def test_an_abort_frees_everything_at_every_stage(num_tokens: int) -> None
         harness.engine.abort(generation)
         harness.engine.abort(generation)
         await harness.settled()
-        assert not harness.engine._generations
+        assert not harness.engine.num_unfinished
         after = await collect(harness.ask(prompt_of(7, 30), 4))
         assert after.token_ids == reference(prompt_of(7, 30), 4)
 
@@ -203,7 +203,7 @@ async def test_a_stop_token_ends_the_answer() -> None:
 async def test_a_prompt_that_can_never_fit_is_an_error_and_others_go_on() -> None:
     async with running_engine(num_pages=10) as harness:
         too_long, fits = harness.ask(prompt_of(11, 44)), harness.ask(prompt_of(12, 12))
-        with pytest.raises(Unservable, match="does not fit"):
+        with pytest.raises(Unservable, match="44 tokens take 11 pages"):
             await collect(too_long)
         assert (await collect(fits)).token_ids == reference(prompt_of(12, 12), 8)
 
@@ -245,12 +245,14 @@ async def test_a_spill_order_is_carried_out_and_acknowledged_by_an_idle_engine()
 @pytest.mark.parametrize("is_aborted", [False, True])
 async def test_a_fetch_that_fails_at_once_is_recomputed_or_forgotten(is_aborted: bool) -> None:
     """The abort comes while the acquire is on its way: its grant and the ack of its fetch both find nobody waiting."""
-    async with running_engine() as harness:
-        manager, prompt = harness.cache.manager, prompt_of(17, 14)
-        packed = array("i", prompt).tobytes()
-        manager.host = {manager.key(NAMESPACE, packed, number): [] for number in range(3)}
-        manager.spill = lambda group, page: None
+    async with running_engine(num_pages=40, host=True) as harness:
+        prompt = prompt_of(17, 14)
+        await collect(harness.ask(prompt, 1))
+        await harness.settled()
+        await collect(harness.ask(prompt_of(19, 150), 8))  # pushes the prompt's pages out of the device
+        await harness.settled()
         # A launch in flight keeps the loop from its next step until the ack is there.
+        harness.runner.entered.clear()
         other = asyncio.create_task(collect(harness.ask(prompt_of(18, 9), 100)))
         await asyncio.to_thread(harness.runner.entered.wait, 20)
         generation = harness.ask(prompt)
@@ -262,7 +264,7 @@ async def test_a_fetch_that_fails_at_once_is_recomputed_or_forgotten(is_aborted:
         assert (await other).token_ids == reference(prompt_of(18, 9), 100)
         await harness.settled()
         assert len(harness.mover.fetches) == 1
-        assert not manager.tickets
+        assert not harness.cache.manager.cache.transfers.fetches
 
 
 async def test_drain_waits_for_running_requests_and_takes_no_new_ones() -> None:
@@ -297,7 +299,7 @@ async def test_the_end_releases_what_is_held_and_says_goodbye() -> None:
         harness.engine.stop()
         await harness.task
         assert harness.cache.said_goodbye
-        assert not harness.cache.manager.leases
+        assert harness.cache.manager.is_idle
 
 
 async def test_a_slow_reader_gets_longer_pieces_not_more() -> None:
@@ -317,3 +319,48 @@ async def test_sequence_ids_are_never_used_again() -> None:
             harness.engine.abort(generation)
         generations += [harness.ask([seed]) for seed in range(4)]
         assert len({generation.sequence_id for generation in generations}) == 8
+
+
+@pytest.mark.parametrize("ahead", [0, 24])
+async def test_streams_that_have_room_go_on_while_no_step_is_answered(ahead: int) -> None:
+    async with running_engine(decode_ahead_tokens=ahead) as harness:
+        answer_steps, step = asyncio.Event(), harness.cache.step
+        answer_steps.set()
+
+        async def hang(message: Step) -> StepReply:
+            await answer_steps.wait()
+            return await step(message)
+
+        harness.cache.step = hang  # type: ignore[method-assign]
+        generation = harness.ask(prompt_of(13, 9), 60)
+        seen = len((await generation.next_piece()).token_ids)
+        gate = harness.runner.gate = threading.Event()
+        await asyncio.sleep(0.02)  # what the last launches asked for is answered
+        answer_steps.clear()
+        before = harness.runner.num_launches
+        gate.set()
+        async with asyncio.timeout(20):
+            while harness.runner.num_launches < before + ahead // 3:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        # Without pages ahead no more than the rest of the page that was begun, and what was in flight.
+        assert ahead or harness.runner.num_launches <= before + 4 + 2
+        answer_steps.set()
+        rest = await collect(generation)
+        assert rest.token_ids == reference(prompt_of(13, 9), 60)[seen:]
+        assert rest.usage is not None and rest.usage.generated_tokens == 60
+        await harness.settled()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_answers_are_the_same_with_and_without_a_launch_ahead(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [prompt_of(rng.randrange(4), rng.randint(1, 40)) for _ in range(10)]
+    lengths = [rng.randint(1, 30) for _ in prompts]
+    answers = []
+    for ahead in (True, False):
+        async with running_engine(num_pages=30, async_scheduling=ahead) as harness:
+            asked = [harness.ask(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+            answers.append([(await collect(generation)).token_ids for generation in asked])
+            await harness.settled()
+    assert answers[0] == answers[1]

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from array import array
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -25,6 +26,8 @@ from worker_service.losses import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
 from worker_service.serving.servicer import CODES
 
 LENGTHS = (5, 30, 11, 22, 8)
+# Enough for a dozen steps.
+NUM_TOKENS = 50
 
 
 def prompts() -> list[list[int]]:
@@ -33,11 +36,11 @@ def prompts() -> list[list[int]]:
 
 
 async def check_answers(harness: EngineHarness, disturb: asyncio.Task[None] | None = None) -> None:
-    pieces = await asyncio.gather(*(collect(harness.ask(prompt, 12)) for prompt in prompts()))
+    pieces = await asyncio.gather(*(collect(harness.ask(prompt, NUM_TOKENS)) for prompt in prompts()))
     if disturb is not None:
         await disturb
     for prompt, piece in zip(prompts(), pieces, strict=True):
-        assert piece.token_ids == reference(prompt, 12)
+        assert piece.token_ids == reference(prompt, NUM_TOKENS)
     await harness.settled()
 
 
@@ -94,19 +97,26 @@ async def test_an_idle_worker_connects_again_when_its_session_ends() -> None:
                 await asyncio.sleep(0.001)
 
 
-async def test_the_launch_in_flight_has_ended_before_hello() -> None:
+async def test_launches_go_on_while_hello_is_on_its_way_and_have_ended_when_the_welcome_is_followed() -> None:
     async with running_engine() as harness:
-        harness.runner.gate = threading.Event()
-        request = asyncio.create_task(collect(harness.ask(prompts()[0], 4)))
-        await asyncio.to_thread(harness.runner.entered.wait, 20)
+        cache, runner = harness.cache, harness.runner
+        runner.gate = threading.Event()
+        request = asyncio.create_task(collect(harness.ask(prompts()[0], 20)))
+        await asyncio.to_thread(runner.entered.wait, 20)
+        cache.is_up.clear()
         harness.engine.reconnect_soon()
+        while not cache.is_hung_up:
+            await asyncio.sleep(0.001)
+        runner.gate.set()
+        # The prompt's two pages have room for three tokens more.
+        while runner.num_launches < 4:
+            await asyncio.sleep(0.001)
+        assert cache.num_hellos == 1
+        cache.is_up.set()
         other = asyncio.create_task(collect(harness.ask(prompts()[1], 4)))
-        await asyncio.sleep(0.02)
-        assert harness.cache.num_hellos == 1
-        harness.runner.gate.set()
-        assert (await request).token_ids == reference(prompts()[0], 4)
+        assert (await request).token_ids == reference(prompts()[0], 20)
         assert (await other).token_ids == reference(prompts()[1], 4)
-        assert harness.cache.num_hellos == 2
+        assert cache.num_hellos == 2
 
 
 async def test_steps_that_end_every_session_end_the_worker_not_the_world() -> None:
@@ -178,9 +188,10 @@ async def test_a_worker_that_was_replaced_says_so_to_its_clients() -> None:
 async def test_an_invalid_request_fails_alone_with_the_service_s_words() -> None:
     async with running_engine() as harness:
         await harness.engine.connected.wait()
-        harness.cache.manager.limits = harness.cache.manager.limits._replace(max_sequence_tokens=20)
+        cache = harness.cache.manager.cache
+        cache.config = replace(cache.config, max_sequence_tokens=20)  # less than its Welcome said
         bad, good = harness.ask(prompts()[1], 5), harness.ask(prompts()[0], 5)
-        with pytest.raises(Unservable, match="tokens: does not fit"):
+        with pytest.raises(Unservable, match=r"tokens: 30 tokens.*20"):
             await collect(bad)
         assert (await collect(good)).token_ids == reference(prompts()[0], 5)
         await harness.settled()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from session.words import Namespace, SequenceId
 from tests.examples import examples
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import VOCAB, full_group
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.holding import Siblings
+from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import SchedulerConfig
-from worker_service.core.sequence import QueueOrder, Request, SamplingParams, Sequence, State
+from worker_service.core.sequence import QueueOrder, Request, Sequence, State
 
 CONFIG = SchedulerConfig(
     page_tokens=4, groups=(full_group(500),), max_model_len=1000, vocab_size=VOCAB, token_budget=64, max_num_seqs=16
@@ -23,11 +23,11 @@ CONFIG = SchedulerConfig(
 PROMPT = [token % VOCAB for token in range(41)]
 
 
-def machine(**changes: object) -> RealMachine:
-    return RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(**changes: object) -> Machine:
+    return Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
 
 
-def computed(driven: RealMachine) -> list[int]:
+def computed(driven: Machine) -> list[int]:
     usages = [client.usage for client in driven.clients.values()]
     return [usage.computed_tokens if usage is not None else -1 for usage in usages]
 
@@ -143,7 +143,7 @@ def test_failed_sibling_lets_the_held_ones_go() -> None:
 
 def test_sibling_that_fetches_holds_too() -> None:
     """So that one fetch serves all: the pages come from the host tier once."""
-    driven = RealMachine(replace(CONFIG, groups=(full_group(20),), max_model_len=90), host=True)
+    driven = Machine(replace(CONFIG, groups=(full_group(20),), max_model_len=90), host=True)
     driven.ask(PROMPT)
     driven.run()
     driven.ask([7] * 80)  # pushes every page of the prompt out of the device

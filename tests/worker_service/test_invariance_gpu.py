@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker_service.model_kit import Bench, FakeSequence, Part
+from tests.worker_service.model_kit import Bench, PagedTokens, Part
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.gpu.kv_pages import KvPages
@@ -93,7 +93,7 @@ class World(Bench):
         decode = sum(part.end - part.first == 1 for part in parts) if num_decode is None else num_decode
         return build_batch(rows, decode, self.pages.specs(), self.page)
 
-    def new_sequence(self, tokens: list[int]) -> FakeSequence:
+    def new_sequence(self, tokens: list[int]) -> PagedTokens:
         return self.sequence(tokens, self.deal(len(tokens)))
 
 

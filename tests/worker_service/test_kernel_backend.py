@@ -12,7 +12,7 @@ import torch
 
 from cli.random_model import make_random_model
 from kernels.backend import Backend
-from tests.worker_service.model_kit import CPU, NUM_PAGES, PAGE, FakeSequence, Part
+from tests.worker_service.model_kit import CPU, NUM_PAGES, PAGE, PagedTokens, Part
 from tests.worker_service.model_kit import Bench as ModelBench
 from worker_service.gpu.kv_pages import KvPages
 from worker_service.model import attention, gemm_dispatch, llama
@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Backend]]:
 def launch(folder: Path, backend: Backend) -> list[int]:
     """Tokens of a launch with two prompts, and of one that decodes behind them."""
     bench = Bench(folder, backend)
-    sequences: list[FakeSequence] = [bench.sequence(range(3, 40), [1, 2, 3]), bench.sequence(range(90, 99), [4, 5])]
+    sequences: list[PagedTokens] = [bench.sequence(range(3, 40), [1, 2, 3]), bench.sequence(range(90, 99), [4, 5])]
     first = bench.run(*(Part(sequence, 0, len(sequence.tokens)) for sequence in sequences)).token_ids
     for sequence, token in zip(sequences, first, strict=True):
         sequence.tokens.append(token)

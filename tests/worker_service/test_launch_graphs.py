@@ -11,12 +11,20 @@ import torch
 
 from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
-from tests.worker_service.model_kit import PAGE, Bench, FakeSequence, Part, make_reference, random_tokens
+from tests.worker_service.model_kit import PAGE, Bench, PagedTokens, Part, make_reference, random_tokens
 from worker_service.core.batch import Batch
 from worker_service.model.attention import LaunchInputs
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.launch_graphs import GraphLimits, GraphOutput, LaunchGraphs, batch_sizes, buckets
+from worker_service.model.last_tokens import LastTokens
+from worker_service.model.launch_graphs import (
+    GraphLimits,
+    GraphOutput,
+    LaunchGraphs,
+    batch_sizes,
+    buckets,
+    prompt_sizes,
+)
 from worker_service.model.runner import RunnerLimits
 
 CUDA = torch.device("cuda", 0)
@@ -48,7 +56,8 @@ def test_prompts_are_captured_up_to_the_budget() -> None:
         (4, 0, 0, 0),
     ]
     prompts = {(bucket.num_decode, bucket.prompt_tokens) for bucket in buckets(limits) if bucket.prompt_tokens}
-    assert prompts == {(0, 16), (0, 64), (4, 64)}
+    assert {size for num_decode, size in prompts if not num_decode} == {16, 32, 48, 64, 80, 96, 100}
+    assert {pair for pair in prompts if pair[0]} == {(4, 16), (4, 64)}
     strict = buckets(limits._replace(one_phase=True))
     assert {bucket.num_decode for bucket in strict} == {0}
     assert [bucket.prompt_tokens for bucket in strict if not bucket.num_logits] == [1, 2, 4]
@@ -56,11 +65,20 @@ def test_prompts_are_captured_up_to_the_budget() -> None:
     assert {bucket.num_logits for bucket in many} == {0, 32}
 
 
+@pytest.mark.parametrize("budget", [16, 100, 2048, 3000, 8192])
+def test_a_prompt_of_any_length_gets_a_graph_with_few_padding_rows(budget: int) -> None:
+    sizes = prompt_sizes(budget)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == budget
+    for tokens in range(1, budget + 1):
+        size = min(size for size in sizes if size >= tokens)
+        assert size - tokens < max(16, tokens / 4)
+
+
 @pytest.mark.parametrize("one_phase", [False, True])
 def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool, tmp_path: Path) -> None:
     make_reference("llama", tmp_path)
-    bench = Bench(tmp_path)
-    graphs = LaunchGraphs(never, GraphLimits(4, 512, 256, PAGE, 1, 8, one_phase), torch.device("cpu"))
+    bench, cpu = Bench(tmp_path), torch.device("cpu")
+    graphs = LaunchGraphs(never, LastTokens(12, cpu), GraphLimits(4, 512, 256, PAGE, 1, 8, one_phase), cpu)
     decoding = [bench.sequence(random_tokens(9, seed), [seed]) for seed in (1, 2, 3)]
     prompt = bench.sequence(random_tokens(70, 4), range(4, 10))
     rows = [Part(entry, 8, 9) for entry in decoding]
@@ -71,7 +89,7 @@ def test_a_launch_gets_the_smallest_graph_that_gives_its_logits(one_phase: bool,
 
     assert sizes(*rows) == ((0, 4) if one_phase else (4, 0))
     assert sizes(rows[0]) == ((0, 1) if one_phase else (1, 0))
-    assert sizes(Part(prompt, 0, 70)) == (0, 128)
+    assert sizes(Part(prompt, 0, 70)) == (0, 80)
     assert sizes(Part(prompt, 0, 16)) == (0, 16)  # a chunk that samples nothing
     assert sizes(*rows, Part(prompt, 0, 60)) == ((0, 64) if one_phase else (4, 64))
     assert sizes(*rows, *rows) is None  # more sequences than the tables have rows
@@ -98,7 +116,7 @@ class Twins:
         sequences = [random_tokens(length + 1, length) for length in lengths]
         batches = []
         for bench in (self.captured, self.plain):
-            rows: list[FakeSequence] = []
+            rows: list[PagedTokens] = []
             for place, tokens in enumerate(sequences):
                 rows.append(bench.sequence(tokens, range(3 * place + 1, 3 * place + 4), **sampling))
                 bench.all_logits(Part(rows[-1], 0, len(tokens) - 1))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker_service.model_kit import CPU, VOCAB, Bench, FakeSequence, Part, make_reference, random_tokens
+from tests.worker_service.model_kit import CPU, VOCAB, Bench, PagedTokens, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
 from worker_service.model.device import pick_device, pick_dtype
-from worker_service.model.runner import Runner
+from worker_service.model.runner import Runner, RunningLaunch
 from worker_service.model.staging import Download, HostArray, Upload
 
 
@@ -27,7 +27,7 @@ def bench(folder: Path) -> Bench:
     return Bench(folder)
 
 
-def generate(bench: Bench, sequence: FakeSequence, count: int) -> list[int]:
+def generate(bench: Bench, sequence: PagedTokens, count: int) -> list[int]:
     """One token at a time behind the prompt."""
     first = 0
     for _ in range(count):
@@ -50,7 +50,7 @@ def test_upload_keeps_every_array_apart() -> None:
         tensors = upload.send(arrays)
         assert [tensor.tolist() for tensor in tensors] == [list(values) for values in arrays]
     assert [tensor.dtype for tensor in tensors[1:4]] == [torch.int64, torch.int64, torch.float32]
-    assert Download(CPU).fetch(tensors[0]).tolist() == [1, -2, 3]
+    assert Download(CPU).start(tensors[0]).wait().tolist() == [1, -2, 3]
 
 
 def test_a_chunk_that_is_not_the_last_fills_its_pages_and_samples_nothing(bench: Bench) -> None:
@@ -78,7 +78,7 @@ def test_decoding_from_a_cached_prefix_repeats_the_cold_run(bench: Bench) -> Non
     assert [*first, *_continue(bench, warm, 40, 19)] == cold
 
 
-def _continue(bench: Bench, sequence: FakeSequence, first: int, count: int) -> list[int]:
+def _continue(bench: Bench, sequence: PagedTokens, first: int, count: int) -> list[int]:
     for _ in range(count):
         end = len(sequence.tokens)
         sequence.tokens.extend(bench.run(Part(sequence, first, end)).token_ids)
@@ -135,6 +135,36 @@ def test_penalty_sees_prompt_and_answer(bench: Bench) -> None:
     answer = generate(bench, bench.sequence(prompt, [1, 2, 3, 4], repetition_penalty=1e6), 30)
     assert len(set(answer)) == 30
     assert not set(answer) & set(prompt)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=str)
+def test_penalties_count_tokens_that_only_the_device_has(bench: Bench, params: dict[str, float]) -> None:
+    """Launches queued behind each other give the tokens of launches whose tokens are all counted anew."""
+    params = {**params, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
+    prompt = random_tokens(10, 8)
+    wanted = generate(bench, bench.sequence(prompt, [1, 2, 3], **params), 25)
+    plain = generate(bench, bench.sequence(prompt, [1, 2, 3]), 25)
+    assert len(set(wanted)) > len(set(plain))
+    assert queued(bench, bench.sequence(prompt, [4, 5, 6], **params), 25) == wanted
+
+
+def queued(bench: Bench, sequence: PagedTokens, count: int) -> list[int]:
+    """Each launch but the first is submitted before the host has the token that it continues from."""
+    first, running = 0, []
+    for _ in range(count):
+        batch = bench.batch(Part(sequence, first, sequence.planned_len), num_decode=min(first, 1))
+        running.append(bench.runner.submit(batch))
+        first = sequence.counted_len = sequence.planned_len
+        sequence.num_pending += 1
+        if len(running) == 2:
+            _take(sequence, running.pop(0))
+    _take(sequence, running.pop())
+    return list(sequence.tokens[-count:])
+
+
+def _take(sequence: PagedTokens, running: RunningLaunch) -> None:
+    sequence.tokens.extend(running.wait().tokens.token_ids)
+    sequence.num_pending -= 1
 
 
 def test_batches_of_only_decode_or_only_prefill_rows(bench: Bench) -> None:

@@ -16,10 +16,11 @@ from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfe
 from tests.worker_service.engine_harness import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
 from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.core.launch_plan import SchedulerConfig
+from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
-from worker_service.core.sequence import SamplingParams
 from worker_service.engine import Engine, EngineRequest
 from worker_service.launch.launcher import Launcher
+from worker_service.launch.runner_port import SerialRunner
 from worker_service.observer import Observer
 
 GROUPS = (GroupSpec("full", GroupKind.FULL, 40, 0),)
@@ -39,7 +40,7 @@ class SlowMover:
         self._rng = rng
         self._running: set[asyncio.Task[None]] = set()
         self.store: dict[bytes, tuple[int | None, ...]] = {}
-        self.is_drained = False
+        self.is_hung_up = self.is_drained = False
         self.num_spills = self.num_late = 0
 
     def fetch(self, transfer: Transfer, barrier: Callable[[], None]) -> None:
@@ -64,7 +65,7 @@ class SlowMover:
         while self._running:
             await asyncio.wait(set(self._running))
         await asyncio.sleep(0)
-        self.is_drained = True
+        self.is_drained = self.is_hung_up
 
     async def close(self) -> None:
         await self.drain()
@@ -77,8 +78,12 @@ class NotingClient(CacheClient):
 
     async def connect(self, generation: int):  # type: ignore[no-untyped-def]
         welcome = await super().connect(generation)
-        self.mover.is_drained = False
+        self.mover.is_hung_up = self.mover.is_drained = False
         return welcome
+
+    async def disconnect(self) -> None:
+        await super().disconnect()
+        self.mover.is_hung_up = True
 
 
 async def test_content_under_a_key_is_never_overwritten() -> None:
@@ -98,7 +103,7 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
             client.mover = SlowMover(on_ack, runner.memory, rng)
             return client.mover
 
-        engine = Engine(scheduler, client, Launcher(runner), make_mover, Observer())
+        engine = Engine(scheduler, client, Launcher(SerialRunner(runner.run)), make_mover, Observer())
         task = asyncio.create_task(engine.run())
         for number in range(NUM_REQUESTS):
             prompt = rng.choices(range(VOCAB), k=rng.choice((24, 40)))

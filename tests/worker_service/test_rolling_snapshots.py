@@ -6,8 +6,7 @@ import pytest
 
 from session.messages import Release
 from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, full_group, reference
+from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, Machine, full_group, reference
 from worker_service.core.scheduler import SchedulerConfig
 
 GROUPS = (full_group(64), GroupSpec("state", GroupKind.STATE, 16, 0))
@@ -15,9 +14,9 @@ CONFIG = SchedulerConfig(4, GROUPS, max_model_len=64, vocab_size=VOCAB, token_bu
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def decoding(computed_len: int) -> tuple[RealMachine, SequenceId]:
+def decoding(computed_len: int) -> tuple[Machine, SequenceId]:
     """A sequence with that many tokens computed, whose next launch is in flight."""
-    driven = RealMachine(CONFIG)
+    driven = Machine(CONFIG)
     asked = driven.ask(PROMPT, max_tokens=40)
     driven.turn()
     while driven.launches[-1].rows[0].first_token < computed_len:
@@ -25,7 +24,7 @@ def decoding(computed_len: int) -> tuple[RealMachine, SequenceId]:
     return driven, asked
 
 
-def release_of(driven: RealMachine) -> Release:
+def release_of(driven: Machine) -> Release:
     step = driven.scheduler.next_step()
     assert step is not None
     driven.apply(driven.manager.step(step))
@@ -69,7 +68,7 @@ def test_the_next_turn_never_restores_a_later_state(computed_len: int) -> None:
 
 def test_rejected_drafts_beyond_a_boundary_leave_none() -> None:
     """A draft that crossed the boundary wrote its state, accepted or not."""
-    driven = RealMachine(CONFIG)
+    driven = Machine(CONFIG)
     asked = driven.ask(PROMPT, max_tokens=40)
     driven.turn()
     while driven.launches[-1].rows[0].first_token < 10:

@@ -6,20 +6,21 @@ import pytest
 
 from session.messages import Rates
 from session.words import SequenceId
-from tests.worker_service.real_machine import RealMachine
 from tests.worker_service.roomy_scheduler import distinct, launches, machine
 from tests.worker_service.scheduler_machine import (
     NAMESPACE,
     VOCAB,
+    Machine,
     full_group,
+    next_of,
     packed,
-    prefix_mark,
     reference,
     window_group,
 )
 from worker_service.core.errors import InvalidField, QueueFull
+from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Launch
-from worker_service.core.sequence import FinishReason, Request, SamplingParams
+from worker_service.core.sequence import FinishReason, Request
 
 # -- the cached prefix --
 
@@ -186,7 +187,7 @@ def test_window_pages_come_chunk_by_chunk() -> None:
 # -- several tokens at once --
 
 
-def accept(driven: RealMachine, tokens: list[int]) -> Launch:
+def accept(driven: Machine, tokens: list[int]) -> Launch:
     """Let the launch in flight accept these, right ones or not."""
     launch = driven.launch
     assert launch is not None
@@ -215,10 +216,6 @@ def test_accepting_more_tokens_than_a_page_holds(page_tokens: int) -> None:
     sampled = next_of([1, 2, 3])
     driven.apply(driven.manager.step(step))
     assert driven.manager.cached_tokens(NAMESPACE, [1, 2, 3, sampled, 5, 6, 7, 8, 9]) == 8
-
-
-def next_of(prompt: list[int]) -> int:
-    return prefix_mark(NAMESPACE, prompt) % VOCAB
 
 
 def test_more_tokens_than_were_looked_ahead_are_a_fault() -> None:

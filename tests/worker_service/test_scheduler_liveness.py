@@ -1,8 +1,12 @@
-"""Random workloads on pools that are much too small: all requests end, with the right tokens, and nothing is left."""
+"""Random workloads on pools that are much too small: all requests end, with the right tokens, and nothing is left.
+
+The manager is the real one, audited after each step; the memory shows every wrong page.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import event, given, settings
@@ -11,28 +15,26 @@ from hypothesis import strategies as st
 from session.limits import SessionLimits
 from session.words import GroupSpec, Namespace
 from tests.examples import examples
-from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
+from tests.worker_service.audited_manager import LIMITS
+from tests.worker_service.layouts import MAX_LEN, full_only, window_only, with_state, with_window
+from tests.worker_service.scheduler_machine import VOCAB, Machine
 from worker_service.core.scheduler import SchedulerConfig
 
-MAX_LEN = 24
 # Far more turns than any of these workloads needs: reaching it is a livelock.
 MAX_TURNS = 1_000
 
 
+Layout = Callable[[int, int, int], tuple[GroupSpec, ...]]
+
+
 @st.composite
-def configs(draw: st.DrawFn) -> SchedulerConfig:
+def configs(draw: st.DrawFn, layout: Layout) -> SchedulerConfig:
     page_tokens = draw(st.sampled_from([1, 2, 4]))
     budget = draw(st.sampled_from([4, 8, 16, 64]))
-    longest = -(-MAX_LEN // page_tokens)
-    groups: list[GroupSpec] = [full_group(draw(st.integers(longest, 2 * longest)))]
-    if draw(st.integers(0, 3)) == 0:
-        window = draw(st.sampled_from([1, 3, 6]))
-        least = -(-(window + 2 * budget) // page_tokens) + 2
-        groups.append(window_group(draw(st.integers(least, 2 * least)), window))
+    groups = layout(page_tokens, budget, draw(st.sampled_from([1, 3, 5])))
     return SchedulerConfig(
         page_tokens=page_tokens,
-        groups=tuple(groups),
+        groups=tuple(spec._replace(num_pages=spec.num_pages + draw(st.integers(0, spec.num_pages))) for spec in groups),
         max_model_len=MAX_LEN,
         vocab_size=VOCAB,
         token_budget=budget,
@@ -40,17 +42,21 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_acquires=draw(st.sampled_from([1, 3, 8])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 4])),
         reserve_pages=draw(st.sampled_from([0, 0, 2])),
+        decode_ahead_tokens=draw(st.sampled_from([0, 0, 2, 8])),
     )
 
 
 class Workload:
     """Requests that share prefixes arrive, some are aborted, launches fail, sessions break, the manager restarts."""
 
-    def __init__(self, machine: Machine, rng: random.Random, num_requests: int, *, with_faults: bool) -> None:
+    def __init__(
+        self, machine: Machine, rng: random.Random, num_requests: int, *, with_faults: bool, ahead: bool
+    ) -> None:
         self.machine = machine
         self.rng = rng
         self.num_left = num_requests
         self.with_faults = with_faults
+        self.ahead = ahead
 
     def chance(self, probability: float) -> bool:
         return self.with_faults and self.rng.random() < probability
@@ -61,7 +67,10 @@ class Workload:
         namespace = Namespace("model", salt=self.rng.choice(["", "", "other"]))
         bypasses = self.rng.random() < 0.1
         priority = self.rng.choice([0, 0, 1])
-        self.machine.ask(prompt, self.rng.randint(1, 6), namespace, priority, bypass_cache=bypasses)
+        stops = self.rng.sample(range(VOCAB), 10) if self.rng.random() < 0.3 else ()
+        self.machine.ask(
+            prompt, self.rng.randint(1, 6), namespace, priority, bypass_cache=bypasses, stop_token_ids=stops
+        )
         self.num_left -= 1
 
     def maybe_abort(self) -> None:
@@ -77,6 +86,9 @@ class Workload:
         self.maybe_abort()
         happened = machine.exchange()
         self.maybe_abort()
+        if self.ahead and self.rng.random() < 0.8:
+            happened |= machine.start_ahead()
+            self.maybe_abort()
         if self.num_left and self.rng.random() < 0.2:  # a request that comes during a launch has a step of its own
             self.ask()
             happened |= machine.exchange()
@@ -115,20 +127,24 @@ class Workload:
         raise AssertionError(f"{self.machine.scheduler.num_unfinished} requests never finish")
 
 
+@pytest.mark.parametrize("layout", [full_only, with_window, window_only, with_state])
 @pytest.mark.parametrize("with_faults", [False, True])
-@settings(max_examples=examples(400))
-@given(config=configs(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())
+@pytest.mark.parametrize("ahead", [False, True])
+@settings(max_examples=examples(100))
+@given(data=st.data(), seed=st.integers(0, 1 << 32), num_requests=st.integers(1, 14), host=st.booleans())
 def test_every_request_ends_and_nothing_is_left(
-    config: SchedulerConfig, seed: int, num_requests: int, host: bool, with_faults: bool
+    data: st.DataObject, seed: int, num_requests: int, host: bool, layout: Layout, with_faults: bool, ahead: bool
 ) -> None:
+    config = data.draw(configs(layout))
     rng = random.Random(seed)
     machine = Machine(config, host=host, rng=rng if with_faults else None)
-    Workload(machine, rng, num_requests, with_faults=with_faults).run()
+    Workload(machine, rng, num_requests, with_faults=with_faults, ahead=ahead).run()
     machine.check_over()
     usages = [client.usage for client in machine.clients.values() if client.usage is not None]
     event(f"refused: {machine.manager.num_refusals > 0}")
     event(f"preempted: {any(usage.num_preemptions for usage in usages)}")
     event(f"cached: {any(usage.cached_tokens for usage in usages)}")
+    event(f"two in flight: {machine.num_queued > 0}")
     event(f"fetched: {any(usage.fetched_tokens for usage in usages)}")
     if not with_faults:
         assert all(client.usage is not None for client in machine.clients.values())

@@ -9,8 +9,7 @@ import pytest
 from cache_service.core.verbs.stepping import acknowledge
 from session.messages import Ack, Step
 from session.words import SequenceId, TransferStatus
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import NAMESPACE, VOCAB, Machine, full_group, packed
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.scheduler import SchedulerConfig
 
 CONFIG = SchedulerConfig(
@@ -18,9 +17,8 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(num_pages: int, *, host: bool = False, **changes: object) -> RealMachine:
-    group = full_group(num_pages)._replace(page_bytes=64)
-    return RealMachine(replace(CONFIG, groups=(group,), **changes), host=host)  # type: ignore[arg-type]
+def machine(num_pages: int, *, host: bool = False, **changes: object) -> Machine:
+    return Machine(replace(CONFIG, groups=(full_group(num_pages),), **changes), host=host)  # type: ignore[arg-type]
 
 
 def prompt(length: int, start: int) -> list[int]:
@@ -56,6 +54,34 @@ def test_youngest_gives_way_to_the_oldest() -> None:
     assert usages[younger].num_preemptions == 1
     # It asks again when the older one has left: the pages that it gave were taken for that one.
     assert driven.manager.num_acquires[younger] == 2
+
+
+@pytest.mark.parametrize("ahead", [0, 4, 16])
+def test_pages_asked_for_in_time_preempt_nobody(ahead: int) -> None:
+    """Two sequences that just fit: what one cannot have ahead, the other needs. Nobody starves, and nobody goes."""
+    driven = machine(8, decode_ahead_tokens=ahead)
+    asked = [driven.ask(prompt(8, number), max_tokens=8) for number in (1, 2)]
+    steps = steps_of(driven, 30)
+    driven.run()
+    driven.check_over()
+    usages = [driven.clients[sequence_id].usage for sequence_id in asked]
+    assert [usage and usage.num_preemptions for usage in usages] == [0, 0]
+    lengths = [extend.num_tokens for step in steps for extend in step.extends]
+    assert max(lengths) <= 16
+    if ahead:
+        assert lengths[0] == min(9 + ahead, 16), "nothing was asked for ahead"
+
+
+def test_a_refusal_of_pages_ahead_fails_nobody_and_pauses_such_asks() -> None:
+    """A pool that never holds what is asked for ahead: NEVER_FITS concerns the ask, not the request."""
+    driven = machine(6, decode_ahead_tokens=64)
+    first, second = driven.ask(prompt(8, 1), max_tokens=14), driven.ask(prompt(8, 2), max_tokens=2)
+    steps = steps_of(driven, 40)
+    driven.run()
+    driven.check_over()
+    assert driven.clients[first].usage is not None and driven.clients[second].usage is not None
+    lengths = [extend.num_tokens for step in steps for extend in step.extends]
+    assert lengths and lengths != sorted(lengths, reverse=True), "it asked for less after the refusal"
 
 
 def test_preempted_request_prefills_prompt_and_what_it_generated() -> None:
@@ -122,12 +148,12 @@ def test_aborting_the_refused_head_lets_the_next_one_try() -> None:
     assert small in driven.manager.order
 
 
-def blocked_by_spills(driven: RealMachine) -> SequenceId:
+def blocked_by_spills(driven: Machine) -> SequenceId:
     """A request that is refused, since the tickets of spills that are not acknowledged yet pin the pages it needs."""
-    driven.is_mover_stalled = True
+    driven.mover.is_stalled = True
     driven.ask(prompt(13, 1))
     driven.run()
-    assert driven.spills
+    assert driven.mover.spills
     blocked = driven.ask(prompt(12, 2), max_tokens=2)
     driven.run()
     assert driven.manager.num_acquires[blocked] == 1
@@ -140,7 +166,7 @@ def test_an_acknowledged_ticket_frees() -> None:
     blocked = blocked_by_spills(driven)
     driven.run()
     assert driven.manager.num_acquires[blocked] == 1  # nothing tells it
-    driven.is_mover_stalled = False
+    driven.mover.is_stalled = False
     driven.run()
     driven.check_over()
 
@@ -149,10 +175,10 @@ def test_an_idle_engine_may_ask_again() -> None:
     """What frees pages need not come from this worker's own steps."""
     driven = machine(4, host=True)
     blocked_by_spills(driven)
-    for transfer in driven.spills:
+    for transfer in driven.mover.spills:
         acknowledge(driven.manager.cache, Ack(transfer.ticket, 0, TransferStatus.FAILED), driven.manager.now_ms)
-    driven.spills.clear()
-    driven.is_mover_stalled = False
+    driven.mover.spills.clear()
+    driven.mover.is_stalled = False
     driven.run()
     assert driven.scheduler.num_waiting == 1
     driven.scheduler.retry_refused()
@@ -232,28 +258,30 @@ def test_abort_while_the_acquire_is_on_its_way() -> None:
     driven.check_over()
 
 
-def fetching(driven: Machine) -> SequenceId:
-    """A request whose prefix is in the host tier, its fetch under way."""
+def fetching(*, beside: bool = False) -> tuple[Machine, SequenceId]:
+    """A request whose prefix is in the host tier, its two fetches under way; perhaps beside one that decodes."""
+    driven = machine(8, host=True)
     driven.ask(prompt(20, 1))
     driven.run()
     driven.ask([7, *prompt(28, 2)], max_tokens=3)
     driven.run()
+    if beside:
+        driven.ask(prompt(2, 3), max_tokens=8)
+        driven.turn()
+        driven.turn()
+        driven.end_launch()
     sequence_id = driven.ask(prompt(20, 1))
     driven.exchange()
-    assert driven.manager.tickets
-    return sequence_id
-
-
-def with_host() -> Machine:
-    return Machine(replace(CONFIG, groups=(full_group(8),)), host=True)
+    assert len(driven.mover.fetches) == len(driven.manager.cache.transfers.fetches) == 2
+    return driven, sequence_id
 
 
 def test_abort_while_fetching_waits_for_the_ack() -> None:
-    driven = with_host()
-    driven.abort(fetching(driven))
+    driven, sequence_id = fetching()
+    driven.abort(sequence_id)
     driven.exchange()
     assert not driven.manager.leases
-    assert driven.manager.tickets
+    assert driven.manager.cache.transfers.fetches
     driven.move_pages()
     driven.run()
     driven.check_over()
@@ -261,8 +289,7 @@ def test_abort_while_fetching_waits_for_the_ack() -> None:
 
 def test_ack_of_a_departing_sequence_follows_its_release() -> None:
     """In one step the ack would come first, and the manager would plan for a sequence that is about to go."""
-    driven = with_host()
-    sequence_id = fetching(driven)
+    driven, sequence_id = fetching()
     driven.move_pages()
     driven.abort(sequence_id)
     first, second = driven.scheduler.next_step(), None
@@ -271,15 +298,14 @@ def test_ack_of_a_departing_sequence_follows_its_release() -> None:
     driven.apply(driven.manager.step(first))
     second = driven.scheduler.next_step()
     assert second is not None
-    assert len(second.acks) == 1
+    assert len(second.acks) == 2
     driven.apply(driven.manager.step(second))
     driven.run()
     driven.check_over()
 
 
 def test_abort_while_the_ack_is_on_its_way() -> None:
-    driven = with_host()
-    sequence_id = fetching(driven)
+    driven, sequence_id = fetching()
     driven.move_pages()
     step = driven.scheduler.next_step()
     assert step is not None and step.acks
@@ -290,10 +316,10 @@ def test_abort_while_the_ack_is_on_its_way() -> None:
 
 
 def test_fetch_that_misses_is_planned_again() -> None:
-    driven = with_host()
-    sequence_id = fetching(driven)
-    assert driven.manager.host is not None
-    del driven.manager.host[NAMESPACE, packed(prompt(16, 1))]
+    driven, sequence_id = fetching()
+    last = driven.mover.fetches[-1]
+    ((key, _, _),) = driven.mover.parts(last, last.num_pages - 1)
+    del driven.mover.store[key]
     driven.run()
     driven.check_over()
     usage = driven.clients[sequence_id].usage
@@ -302,35 +328,23 @@ def test_fetch_that_misses_is_planned_again() -> None:
     assert usage.fetched_tokens == 12
 
 
-def refusing_replans(driven: Machine) -> None:
-    """From now on a fetch that ends finds no room, which ends the lease of its sequence."""
-    acknowledge = driven.manager.ack
-
-    def ack(done: Ack) -> None:
-        ticket = driven.manager.tickets.pop(done.ticket)
-        lease = driven.manager.leases.pop(ticket.sequence_id)
-        driven.manager.drop(lease)
-        driven.manager.refuse(ticket.sequence_id)
-        driven.manager.ack = acknowledge  # type: ignore[method-assign]
-
-    driven.manager.ack = ack  # type: ignore[method-assign]
-
-
 def test_refused_replan_asks_again_at_once() -> None:
     """Its lease has ended, so something was freed; and the step's releases came after its acks."""
-    driven = with_host()
-    sequence_id = fetching(driven)
-    refusing_replans(driven)
+    driven, sequence_id = fetching(beside=True)
+    driven.manager.refuse_acquires_and_replans()
+    driven.move_pages()
+    steps = steps_of(driven, 2)
+    assert [len(step.acks) for step in steps] == [2, 0]
+    assert [acquire.sequence_id for acquire in steps[1].acquires] == [sequence_id]
     driven.run()
     driven.check_over()
-    assert driven.manager.num_acquires[sequence_id] == 3  # one more when its second fetch had ended
+    assert driven.clients[sequence_id].usage is not None
 
 
 def test_abort_while_a_replan_is_refused_releases_nothing() -> None:
     """The lease is gone already; a release of it would be refused, with the whole step."""
-    driven = with_host()
-    sequence_id = fetching(driven)
-    refusing_replans(driven)
+    driven, sequence_id = fetching(beside=True)
+    driven.manager.refuse_acquires_and_replans()
     driven.move_pages()
     step = driven.scheduler.next_step()
     assert step is not None and step.acks
@@ -343,9 +357,8 @@ def test_abort_while_a_replan_is_refused_releases_nothing() -> None:
 @pytest.mark.parametrize("reply_was_lost", [False, True])
 def test_session_lost_while_a_replan_is_refused(reply_was_lost: bool) -> None:
     """The manager does not know the sequence any more, which the repeated step's reply explains."""
-    driven = with_host()
-    fetching(driven)
-    refusing_replans(driven)
+    driven, _ = fetching(beside=True)
+    driven.manager.refuse_acquires_and_replans()
     driven.move_pages()
     driven.lose_session(reply_was_lost=reply_was_lost)
     driven.run()

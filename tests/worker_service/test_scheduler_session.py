@@ -9,9 +9,8 @@ import pytest
 
 from session.messages import Adopt, Refusal, Step, StepReply
 from session.words import RefusalReason, SequenceId
-from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import VOCAB, full_group, window_group
+from tests.worker_service.audited_manager import LIMITS
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group, window_group
 from worker_service.core.errors import LostPlace, UnaskedReply
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -20,11 +19,11 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(**changes: object) -> RealMachine:
-    return RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(**changes: object) -> Machine:
+    return Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
 
 
-def in_all_states(driven: RealMachine) -> list[SequenceId]:
+def in_all_states(driven: Machine) -> list[SequenceId]:
     """One decodes, one is in the middle of its prompt, one waits."""
     decodes = driven.ask([1] * 6, max_tokens=30)
     driven.turn()
@@ -35,7 +34,7 @@ def in_all_states(driven: RealMachine) -> list[SequenceId]:
     return [decodes, prefills, waits]
 
 
-def decoding(driven: RealMachine, count: int) -> list[SequenceId]:
+def decoding(driven: Machine, count: int) -> list[SequenceId]:
     """Sequences that have all computed something."""
     ids = [driven.ask([number] * 6, max_tokens=10) for number in range(count)]
     for _ in range(4):
@@ -44,7 +43,7 @@ def decoding(driven: RealMachine, count: int) -> list[SequenceId]:
     return ids
 
 
-def adopt_step(driven: RealMachine) -> Step:
+def adopt_step(driven: Machine) -> Step:
     step = driven.scheduler.next_step()
     assert step is not None
     assert step.adopts
@@ -56,7 +55,7 @@ def adopt_ids(step: Step) -> list[SequenceId]:
     return [adopt.sequence_id for adopt in step.adopts]
 
 
-def finish(driven: RealMachine) -> None:
+def finish(driven: Machine) -> None:
     driven.start()
     driven.run()
     driven.check_over()

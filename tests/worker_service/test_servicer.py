@@ -149,6 +149,12 @@ NAN = float("nan")
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(top_p=1.5)), "sampling.top_p"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(min_p=2)), "sampling.min_p"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(repetition_penalty=-1)), "sampling.repetition_penalty"),
+        (worker_pb2.GenerateRequest(text="a", sampling=sampling(presence_penalty=2.5)), "sampling.presence_penalty"),
+        (worker_pb2.GenerateRequest(text="a", sampling=sampling(frequency_penalty=-3)), "sampling.frequency_penalty"),
+        (
+            worker_pb2.GenerateRequest(text="a", sampling=sampling(frequency_penalty=float("nan"))),
+            "sampling.frequency_penalty",
+        ),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(stop=[""])), "sampling.stop"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(stop=["s" * 2000])), "sampling.stop"),
         (worker_pb2.GenerateRequest(text="a", sampling=sampling(stop=["s"] * 100)), "sampling.stop"),
@@ -365,7 +371,7 @@ async def test_usage_tells_what_was_matched_and_why_no_more_was_reused() -> None
         await place.generate(worker_pb2.GenerateRequest(text=prompt))
         second = (await place.generate(worker_pb2.GenerateRequest(text=prompt)))[-1].usage
         assert (second.matched_tokens, second.usable_tokens, second.limiting_group) == (8, 8, "")
-        assert second.miss_reason == types_pb2.MISS_REASON_NONE
+        assert second.miss_reason == types_pb2.MISS_REASON_PAGE_TAIL
     told = Usage(10, 4, 0, 6, 1, 0, matched_tokens=9, usable_tokens=4, limiting_group="window", miss_reason=6)
     encoded = encode_usage(told, Timing(0.5, 0.25))
     assert (encoded.matched_tokens, encoded.usable_tokens, encoded.limiting_group) == (9, 4, "window")

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
+from session.limits import SessionLimits
 from session.messages import Step
 from session.words import Namespace, SequenceId
-from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.real_machine import WORKER, RealMachine
-from tests.worker_service.scheduler_machine import STOPPED, VOCAB
-from tests.worker_service.test_scheduler_with_manager import full_only, with_state, with_window
+from tests.worker_service.audited_manager import LIMITS
+from tests.worker_service.layouts import MAX_LEN, full_only, with_state, with_window
+from tests.worker_service.scheduler_machine import STOPPED, VOCAB, Machine
 from worker_service.core.errors import LostPlace
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -29,7 +29,7 @@ class BrokenSession(Exception):
     """The step or its reply was lost."""
 
 
-class Life(RealMachine):
+class Life(Machine):
     """`chaos` is the chance that a step meets a fault; faults end after a while, so that all requests can."""
 
     def __init__(self, config: SchedulerConfig, rng: random.Random, *, host: bool) -> None:
@@ -61,30 +61,26 @@ class Life(RealMachine):
 
     def reconnect(self) -> Step | None:
         """As the engine does: the launch lands, the mover is drained, then Hello; each of them may be lost again."""
-        self.end_launch()
-        while self.fetches or self.spills:
-            self.move_pages()
-        self.real.manager.disconnect(WORKER, "incarnation", self.real.now_ms)
+        self.drain()
+        self.manager.disconnect()
         dice = self.random.random()
         if dice < 0.15:
-            self.restart_service()
+            self.num_restarts += 1
+            self.new_manager(self.other_limits())
         elif dice < 0.25:
-            self.real.now_ms += 60_000  # longer than the grace period
-            self.real.manager.tick(self.real.now_ms)
+            self.manager.forget()
         if self.random.random() < 0.2:
-            self.real.hello(self.scheduler.generation)  # its Welcome is lost
+            self.manager.hello(self.scheduler.generation)  # its Welcome is lost
         while True:
             try:
                 return self.say_hello()
             except LostPlace:
                 continue
 
-    def restart_service(self) -> None:
-        self.num_restarts += 1
-        limits = LIMITS._replace(
+    def other_limits(self) -> SessionLimits:
+        return LIMITS._replace(
             max_adopt_pages=self.random.choice([1, 20, 4096]), max_kept_bytes=self.random.choice([0, 2_000, 1 << 20])
         )
-        self.manager = self.real = self.make_manager(self.real.epoch + "+", limits)  # type: ignore[assignment]
 
 
 def simulate(seed: int) -> tuple[int, int]:
@@ -103,7 +99,7 @@ def _simulate(seed: int) -> tuple[int, int]:
     config = SchedulerConfig(
         page_tokens=page_tokens,
         groups=tuple(spec._replace(num_pages=spec.num_pages * size) for spec in groups),
-        max_model_len=24,
+        max_model_len=MAX_LEN,
         vocab_size=VOCAB,
         token_budget=budget,
         max_num_seqs=64,

@@ -11,9 +11,8 @@ from session.messages import Refusal, Step, StepReply
 from session.wire.seal import seal_request
 from session.wire.step import encode_step
 from session.words import Namespace, RefusalReason
-from tests.worker_service.fake_manager import LIMITS
-from tests.worker_service.real_machine import RealMachine
-from tests.worker_service.scheduler_machine import VOCAB, full_group
+from tests.worker_service.audited_manager import LIMITS
+from tests.worker_service.scheduler_machine import VOCAB, Machine, full_group
 from worker_service.core.errors import InvalidField
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -22,19 +21,19 @@ CONFIG = SchedulerConfig(
 )
 
 
-def machine(limits: SessionLimits = LIMITS, **changes: object) -> RealMachine:
-    driven = RealMachine(replace(CONFIG, **changes))  # type: ignore[arg-type]
+def machine(limits: SessionLimits = LIMITS, **changes: object) -> Machine:
+    driven = Machine(replace(CONFIG, **changes))  # type: ignore[arg-type]
     driven.restart_manager(limits)
     return driven
 
 
-def next_step(driven: RealMachine) -> Step:
+def next_step(driven: Machine) -> Step:
     step = driven.scheduler.next_step()
     assert step is not None
     return step
 
 
-def usage_of(driven: RealMachine, sequence_id: int):
+def usage_of(driven: Machine, sequence_id: int):
     usage = driven.clients[sequence_id].usage  # type: ignore[index]
     assert usage is not None
     return usage

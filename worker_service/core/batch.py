@@ -16,16 +16,29 @@ from typing import NamedTuple
 
 from session.words import NO_PAGE, GroupKind, GroupSpec
 from worker_service.core.launch_plan import Row
-from worker_service.core.sequence import SamplingParams
+from worker_service.core.sampling_params import SamplingParams
+from worker_service.core.sequence import Sequence
+
+
+class CountedRow(NamedTuple):
+    """Where the device counts a row's tokens for its penalties.
+
+    `tokens` are all of them so far, prompt first, when they are to be counted anew. None: of those only the last one,
+    from which the row continues, is not counted yet.
+    """
+
+    slot: int
+    tokens: array[int] | None
+    prompt_len: int
 
 
 class SampledRow(NamedTuple):
-    """How to sample the token at `position`. `history` copies the tokens before it, if a penalty needs them."""
+    """How to sample the token at `position`. `counted` is None for a row without penalties."""
 
     row: int
     sampling: SamplingParams
     position: int
-    history: array[int] | None
+    counted: CountedRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,8 @@ class Batch:
     """Arrays are 'i' (int32) but for slot_mapping, which is 'q' (int64).
 
     token_ids, positions     one entry for each computed token
+    from_previous            one entry for each of the first tokens, or none: which sampled row of the launch before has
+                             this token, which the host does not know yet; -1: token_ids has it
     slot_mapping[group]      one entry for each computed token; empty for a STATE group
     block_tables[group]      num_seqs rows of `table_widths[group]` page ids, padded by NO_PAGE; empty for a STATE group
     cu_seqlens_q, _k         num_seqs + 1 running sums; k counts what was there before and what is new
@@ -40,6 +55,7 @@ class Batch:
     """
 
     token_ids: array[int]
+    from_previous: array[int]
     positions: array[int]
     slot_mapping: tuple[array[int], ...]
     block_tables: tuple[array[int], ...]
@@ -64,7 +80,9 @@ def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], pa
     Decode rows go through comprehensions: there are many of them, with one token each, while the device waits.
     """
     decode, chunks = rows[:num_decode_seqs], rows[num_decode_seqs:]
-    token_ids = array("i", [sequence.tokens[first] for sequence, first, _ in decode])
+    pending = [sequence.sample_index if sequence.num_pending else -1 for sequence, _, _ in decode]
+    from_previous = array("i", pending if max(pending, default=-1) >= 0 else ())
+    token_ids = array("i", [0 if sequence.num_pending else sequence.tokens[first] for sequence, first, _ in decode])
     positions = array("i", [first for _, first, _ in decode])
     for sequence, first, num_tokens in chunks:
         token_ids.extend(sequence.tokens[first : first + num_tokens])
@@ -78,9 +96,10 @@ def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], pa
         table, width = _tables(rows, ends, group, page_tokens) if is_paged else (array("i"), 0)
         tables.append(table)
         widths.append(width)
-    sampled = [_sampled(index, row) for index, row in enumerate(rows) if ends[index] == len(row.sequence.tokens)]
+    sampled = [_sampled(index, row) for index, row in enumerate(rows) if ends[index] == row.sequence.planned_len]
     return Batch(
         token_ids=token_ids,
+        from_previous=from_previous,
         positions=positions,
         slot_mapping=tuple(slots),
         block_tables=tuple(tables),
@@ -98,10 +117,16 @@ def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], pa
 
 def _sampled(index: int, row: Row) -> SampledRow:
     sequence, first, num_tokens = row
-    sampling = sequence.sampling
-    # A copy: the launch runs in a thread, and an array that a tensor looks at cannot grow.
-    history = sequence.tokens[:] if sampling.repetition_penalty != 1.0 else None
-    return SampledRow(index, sampling, first + num_tokens, history)
+    position = first + num_tokens
+    counted = _counted(sequence, position) if sequence.sampling.has_penalties else None
+    return SampledRow(index, sequence.sampling, position, counted)
+
+
+def _counted(sequence: Sequence, position: int) -> CountedRow:
+    if sequence.counted_len == position - 1:
+        return CountedRow(sequence.penalty_slot, None, sequence.prompt_len)
+    assert not sequence.num_pending, "tokens that only the device has cannot be counted anew"
+    return CountedRow(sequence.penalty_slot, sequence.tokens[:position], sequence.prompt_len)
 
 
 def _slots(decode: Seq[Row], chunks: Seq[Row], group: int, page_tokens: int) -> array[int]:

@@ -15,6 +15,8 @@ from worker_service.core.errors import InvalidField
 from worker_service.core.sequence import Sequence
 
 UNLIMITED = 1 << 62
+# With fewer decoding streams than this for each prompt that waits, prompts come first.
+STREAMS_PER_PROMPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,14 @@ class SchedulerConfig:
     """Limits of the scheduler. `page_tokens` is the one in force.
 
     token_budget                  the most tokens of a launch, decode rows included
+    mixed_prefill_tokens          the most tokens of prompts beside decode rows, while few prompts wait; 0 is off
     long_prefill_token_threshold  the most tokens of one sequence's chunk; 0 is off; idle without chunked_prefill
     reserve_pages                 pages that an admission must leave free or evictable while others run
     decode_lookahead              tokens that a decode row may accept beyond the first in one launch
     max_acquires                  requests asked for in one step, whose cached share is not known yet
+    decode_ahead_tokens           tokens beyond the next launch's for which a decode row asks pages in time, so that it
+                                  goes on while the cache service does not reply
+    async_scheduling              whether a launch is planned and queued while the one before it runs
     """
 
     page_tokens: int
@@ -37,15 +43,24 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_waiting: int = 1024
     max_acquires: int = 8
+    mixed_prefill_tokens: int = 0
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
     reserve_pages: int = 0
     decode_lookahead: int = 0
+    decode_ahead_tokens: int = 0
+    async_scheduling: bool = True
 
     def validate(self) -> None:
         for field in ("page_tokens", "max_model_len", "vocab_size", "max_num_seqs", "max_waiting", "max_acquires"):
             _require(field, getattr(self, field) >= 1, f"must be at least 1, not {getattr(self, field)}")
-        for field in ("reserve_pages", "decode_lookahead", "long_prefill_token_threshold"):
+        for field in (
+            "reserve_pages",
+            "decode_lookahead",
+            "decode_ahead_tokens",
+            "mixed_prefill_tokens",
+            "long_prefill_token_threshold",
+        ):
             _require(field, getattr(self, field) >= 0, f"must be 0 or more, not {getattr(self, field)}")
         _require("groups", len(self.groups) >= 1, "a model has at least one group")
         _require(
@@ -85,10 +100,6 @@ class Progress(NamedTuple):
     computed: int
     length: int
     room: int
-
-    @property
-    def in_prefill(self) -> bool:
-        return self.computed < self.sequence.in_prefill_until
 
 
 class Row(NamedTuple):
@@ -137,20 +148,39 @@ class Plan(NamedTuple):
     num_decode: int
 
 
-def plan_launch(running: Iterable[Progress], config: SchedulerConfig, *, within_room: bool) -> Plan:
+def _prefill_budget(config: SchedulerConfig, num_decode: int, num_prompts: int) -> int:
+    """Returns the tokens of prompts in one launch.
+
+    Few prompts beside many streams come in small chunks, so that no stream waits for long: 64 rows of an 8B model take
+    5.6 ms, with 256 tokens of a prompt 12 ms and with 2,048 of them 50 ms.
+    """
+    budget = config.token_budget - num_decode
+    is_quiet = num_prompts * STREAMS_PER_PROMPT <= num_decode
+    if config.mixed_prefill_tokens and config.chunked_prefill and is_quiet:
+        return min(budget, config.mixed_prefill_tokens)
+    return budget
+
+
+def plan_launch(
+    running: Iterable[Progress], config: SchedulerConfig, *, within_room: bool, num_waiting: int = 0
+) -> Plan:
     """Returns the rows of a launch: decode rows, then prefill rows, each oldest first as `running` is.
 
-    `within_room` is False for the prediction, which is there to ask for the pages that are missing.
+    `within_room` is False for the prediction, which is there to ask for the pages that are missing. `num_waiting`:
+    prompts that are not admitted yet.
     """
     rows: list[Row] = []
     prefill: list[Progress] = []
+    # As decode_need has it, which is a call for each of up to some hundred rows.
+    accepted, longest = 1 + config.decode_lookahead, config.max_model_len
     for progress in running:
-        if progress.in_prefill:
+        sequence, computed, _, room = progress
+        if computed < sequence.in_prefill_until:
             prefill.append(progress)
-        elif not within_room or progress.room >= decode_need(progress.computed, config):
-            rows.append(Row(progress.sequence, progress.computed, 1))
+        elif not within_room or room >= computed + accepted or room >= longest:
+            rows.append(Row(sequence, computed, 1))
     num_decode = len(rows)
-    budget = config.token_budget - num_decode
+    budget = _prefill_budget(config, num_decode, len(prefill) + num_waiting)
     for sequence, computed, length, room in prefill:
         chunk = chunk_len(computed, length - computed, budget, config)
         is_cut = chunk < chunk_len(computed, length - computed, UNLIMITED, config)

@@ -57,7 +57,7 @@ class Mover(Protocol):
 class HostTier(Protocol):
     """Values by key, beyond this process or in it. Called from the mover's threads, never from the event loop.
 
-    Knows no page: values are framed by page_codec before they come here. Every failure is a HostTierError; an absent
+    Values are framed by page_codec before they come here. Every failure is a HostTierError; an absent
     key is a None, never an error.
     """
 

@@ -59,9 +59,10 @@ class ReplyHandler:
         for remap in reply.remaps:
             self._remap(remap)
         for extend in reply.extends:
-            sequence, _, length = asked.pop(extend.sequence_id)
+            entry = asked.pop(extend.sequence_id)
+            sequence = entry.sequence
             place_pages(sequence.tables, extend.pages)
-            sequence.granted_len = max(sequence.granted_len, length)
+            sequence.granted_len = max(sequence.granted_len, entry.length)
             sequence.leave += extend.leave
             sequence.num_refused_extends = 0
         for grant in reply.grants:
@@ -136,6 +137,9 @@ class ReplyHandler:
         """An extend, or anything that was only said of a sequence; that one fails when it is invalid."""
         sequence = asked.sequence if asked is not None else self._queues.unfinished.get(refusal.sequence_id)
         if sequence is None or sequence.state is State.FINISHED:
+            return ()
+        if asked is not None and asked.is_ahead and refusal.reason is not RefusalReason.INVALID:
+            self._steps.refused_ahead()
             return ()
         if refusal.reason in _FINAL:
             return (self._fail(sequence, refusal),)

@@ -1,16 +1,18 @@
 """Decides what the engine asks of the cache service and what the next launch computes.
 
-Knows no clock, no wire, no thread, no tensor and no text. The engine drives it in this order, one launch at a time:
+Knows no clock, no wire, no thread, no tensor and no text. The engine drives it in this order:
 
-    while launch k - 1 runs:  step = next_step();  reply = await cache.step(step);  apply(reply)
-    when it has ended:        complete(launch, accepted, failed_rows);  launch k = next_launch()
+    while launch k runs:   launch k + 1 = next_launch(), from predictions of what k computes
+    when k has ended:      complete(launch k, accepted, failed_rows)
+    while k + 1 runs:      step = next_step();  reply = await cache.step(step);  apply(reply);  launch k + 2 = ...
 
-A step may go out without a launch (an idle flush): next_step() is None when there is nothing to say. After a lost
-session: complete the launch, drain the mover, connect(generation), then follow readmit(welcome).
+A launch does not wait for a reply: it runs what has room. next_step() is None when there is nothing to say. After a
+lost session: drain the mover, connect(generation), complete the launches in flight, then follow readmit(welcome).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -21,10 +23,11 @@ from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.errors import InvalidField, QueueFull
-from worker_service.core.launch_plan import Progress, Row, SchedulerConfig, plan_launch
+from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
+from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.queues import Queues
-from worker_service.core.readmission import Readmission, Readmitter
+from worker_service.core.reconnection import Readmission, Readmitter
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
 from worker_service.core.sequence import FinishReason, QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
@@ -74,9 +77,10 @@ class Scheduler:
         self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions)
         self._replies = ReplyHandler(self._queues, self._steps, self._admission)
         self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions)
+        self._slots = PenaltySlots(config.max_num_seqs)
         self._num_requests = 0
         self._num_launches = 0
-        self._in_flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()  # oldest first
 
     # -- requests --
 
@@ -147,6 +151,11 @@ class Scheduler:
         return len(self._queues.leased)
 
     @property
+    def has_running(self) -> bool:
+        """Whether any sequence is to compute more; one that has ended holds its lease until the next step."""
+        return any(sequence.state is State.RUNNING for sequence in self._queues.leased)
+
+    @property
     def num_held(self) -> int:
         """Requests that the last step held back for a sibling."""
         return self._admission.num_held
@@ -175,7 +184,7 @@ class Scheduler:
         return self._steps.unanswered
 
     def next_step(self) -> Step | None:
-        """Returns what to ask of the cache service now, given the launch in flight; None when that is nothing."""
+        """Returns what to ask of the cache service now, given the launches in flight; None when that is nothing."""
         return self._steps.next_step()
 
     def retry_refused(self) -> None:
@@ -188,31 +197,43 @@ class Scheduler:
 
     # -- launches --
 
+    @property
+    def max_flights(self) -> int:
+        """Returns how many launches may be in flight; one with decode_lookahead: accepted drafts are not predicted."""
+        return 2 if self.config.async_scheduling and not self.config.decode_lookahead else 1
+
     def next_launch(self) -> Launch | None:
-        """Returns the next launch, of sequences whose pages are granted; None when there is nothing to run."""
-        assert self._in_flight is None, "one launch in flight at most"
-        standing = [
-            Progress(sequence, sequence.computed_len, len(sequence.tokens), self._steps.room(sequence))
-            for sequence in self._queues.leased
-            if sequence.state is State.RUNNING
-        ]
+        """Returns the next launch, of sequences whose pages are granted; None when there is nothing to run.
+
+        What the launch in flight computes counts as computed; tokens that it samples are named by their place in it
+        (Batch.from_previous).
+        """
+        assert len(self._flights) < self.max_flights, "too many launches in flight"
         config = self._terms.config
-        plan = plan_launch(standing, config, within_room=True)
+        plan = plan_launch(self._steps.predicted(), config, within_room=True, num_waiting=self.num_waiting)
         if not plan.rows:
             return None
+        for row in plan.rows:
+            self._slots.assign(row.sequence)
         batch = build_batch(plan.rows, plan.num_decode, config.groups, config.page_tokens)
         self._num_launches += 1
         launch = Launch(self._num_launches, tuple(_launch_row(row) for row in plan.rows), batch)
         for row in plan.rows:
             row.sequence.launched_len = row.end
             row.sequence.written_len = max(row.sequence.written_len, row.end + config.decode_lookahead)
-        self._in_flight = _Flight(launch, tuple(row.sequence for row in plan.rows))
+        for index, entry in enumerate(batch.sampled):
+            sequence = plan.rows[entry.row].sequence
+            sequence.num_pending += 1
+            sequence.sample_index = index
+            sequence.counted_len = entry.position
+        self._flights.append(_Flight(launch, tuple(row.sequence for row in plan.rows)))
         return launch
 
     def complete(self, launch: Launch, accepted: Seq[Seq[int]], failed_rows: Container[int] = ()) -> tuple[Output, ...]:
-        """Takes the accepted tokens of an ended launch, one run for each row that samples, in the order of `sampled`.
+        """Takes the accepted tokens of the oldest launch, one run for each row that samples, in the order of `sampled`.
 
-        What arrives for a sequence that was aborted meanwhile is dropped. The requests of `failed_rows` (indices of
+        What arrives for a sequence that ended meanwhile is dropped: it was aborted, or the launch before brought its
+        last token. The requests of `failed_rows` (indices of
         launch.rows) are forgotten, and nothing of them is published any more.
         """
         flight = self._end_flight(launch)
@@ -229,11 +250,8 @@ class Scheduler:
         return tuple(outputs)
 
     def _end_flight(self, launch: Launch) -> _Flight:
-        flight, self._in_flight = self._in_flight, None
-        assert flight is not None and flight.launch is launch, "not the launch in flight"
-        for sequence in flight.sequences:
-            sequence.launched_len = sequence.computed_len
-        return flight
+        assert self._flights and self._flights[0].launch is launch, "not the oldest launch in flight"
+        return self._flights.popleft()
 
     def _advance(self, sequence: Sequence, row: LaunchRow, tokens: Seq[int]) -> Iterable[Output]:
         end = row.first_token + row.num_tokens
@@ -241,11 +259,14 @@ class Scheduler:
         most = 1 if in_prefill else 1 + self.config.decode_lookahead
         if row.samples and not 1 <= len(tokens) <= most:
             raise ValueError(f"sequence {row.sequence_id} accepts 1 to {most} tokens, not {len(tokens)}")
+        sequence.num_pending -= row.samples
         if in_prefill:
             sequence.computed_tokens += row.num_tokens
         kept, reason = self._append(sequence, tokens)
         # The last token has no KV yet; those accepted before it have.
-        sequence.computed_len = sequence.launched_len = end + max(len(kept) - 1, 0)
+        sequence.computed_len = end + max(len(kept) - 1, 0)
+        # A younger launch may have gone on from there.
+        sequence.launched_len = max(sequence.launched_len, sequence.computed_len)
         if sequence.leave:
             sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
         if reason is not None:
@@ -260,8 +281,8 @@ class Scheduler:
             sequence.tokens.append(token)
             if token in sampling.stop_token_ids or (token in self.config.eos_token_ids and not sampling.ignore_eos):
                 return tuple(tokens[:count]), FinishReason.STOP
-            is_longest = len(sequence.tokens) >= self._terms.config.max_model_len
-            if is_longest or sequence.num_generated >= sampling.max_tokens:
+            length = len(sequence.tokens)
+            if length >= sequence.end_len or length >= self._terms.config.max_model_len:
                 return tuple(tokens[:count]), FinishReason.LENGTH
         return tuple(tokens), None
 
@@ -276,7 +297,7 @@ class Scheduler:
         """Follows a Welcome. Returns the step to repeat, if any; sequences that the cache service does not know any
         more are
         adopted with the coming steps, or queue again. Raises LostPlace when Hello is to be sent again."""
-        assert self._in_flight is None, "a launch ends before Hello"
+        assert not self._flights, "launches end before a Welcome is followed"
         return self._readmitter.readmit(welcome)
 
     def reject_step(self) -> tuple[Failed, ...]:
@@ -297,14 +318,14 @@ def _left_by(row: Row) -> tuple[SnapshotSlot, ...]:
 
 
 def _launch_row(row: Row) -> LaunchRow:
-    sequence = row.sequence
+    sequence, first_token, num_tokens = row
     return LaunchRow(
-        sequence.sequence_id,
+        sequence.request.sequence_id,
         sequence.lease,
-        row.first_token,
-        row.num_tokens,
-        samples=row.end == len(sequence.tokens),
-        restore=sequence.restore if row.first_token == sequence.start_len else (),
+        first_token,
+        num_tokens,
+        samples=first_token + num_tokens == len(sequence.tokens) + sequence.num_pending,
+        restore=sequence.restore if first_token == sequence.start_len else (),
         leave=_left_by(row) if sequence.leave else (),
         working=sequence.working,
         rolling=sequence.rolling,

@@ -1,33 +1,26 @@
 """A request and its progress: its tokens, how far they are computed and published, its pages.
 
-Knows no queue, no budget, no other sequence and no clock; the scheduler moves it from state to state.
+The scheduler moves it from state to state.
 
     WAITING -> ACQUIRING -> RUNNING -> FINISHED      ACQUIRING -> FETCHING -> RUNNING   the host tier brings pages
        ^           |            |                    RUNNING -> ADOPTING -> RUNNING     the cache service lost its state
        '-refused---'            '--> PREEMPTED -> WAITING   any state -> FINISHED       an abort
 
-    0 ........ published_len ..... computed_len ..... launched_len ..... len(tokens)
-    findable            KV proven          KV of the launch in flight      the last sampled token has no KV
+    0 ........ published_len ..... computed_len ..... launched_len ..... planned_len
+    findable            KV proven          KV of launches in flight       the last sampled token has no KV
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, SnapshotSlot
-from worker_service.core.errors import InvalidField
+from worker_service.core.sampling_params import SamplingParams
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_TOKENS = 1024
-MAX_LOGPROBS = 64
-# What fits into an int32 and into an fp32 number: a launch carries the values of all its rows in arrays of these.
-MAX_INT32 = (1 << 31) - 1
-MAX_FP32 = 3.4028234663852886e38
-# Beyond these a penalised score overflows fp32, or underflows to 0, for any logits.
-MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3
+# Of a sequence whose tokens the device does not count.
+NO_SLOT = -1
 NO_MATCH = Match(0, 0, 0, "", MissReason.UNSPECIFIED)
 
 
@@ -46,51 +39,6 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters and stop conditions. Randomness is a function of the seed and the position only."""
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    include_stop_token_text: bool = False
-
-    def validate(self) -> None:
-        """Raise InvalidField for the first value out of its range. NaN fails every comparison, so it fails here.
-
-        What passes can be put into the arrays of a launch: a launch is shared, so no row may make it fail.
-        """
-        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
-        self._require("temperature", 0.0 <= self.temperature <= MAX_FP32, "a finite number, 0 or more")
-        self._require("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
-        self._require("top_k", 0 <= self.top_k <= MAX_INT32, f"between 0 (off) and {MAX_INT32}")
-        self._require("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1")
-        self._require(
-            "repetition_penalty",
-            MIN_PENALTY <= self.repetition_penalty <= MAX_PENALTY,
-            f"between {MIN_PENALTY:g} and {MAX_PENALTY:g}",
-        )
-        self._require("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit number")
-        self._require("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings")
-        self._require("stop", all(self.stop), "without empty strings")
-        few = len(self.stop_token_ids) <= MAX_STOP_TOKENS
-        self._require("stop_token_ids", few, f"at most {MAX_STOP_TOKENS} token ids")
-        self._require("stop_token_ids", all(0 <= token <= MAX_INT32 for token in self.stop_token_ids), "token ids")
-        self._require("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
-
-    def _require(self, field: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise InvalidField(field, f"must be {wanted}, not {getattr(self, field)!r}")
-
-
 class Request(NamedTuple):
     """A generate request. `prompt` is packed int32; `arrival` is the caller's clock and only reported back.
 
@@ -104,13 +52,6 @@ class Request(NamedTuple):
     priority: int = 0
     arrival: float = 0.0
     bypass_cache: bool = False
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural logs of the model's own probabilities: of the sampled token, and of the likeliest ones, best first."""
-
-    sampled: float
-    top: tuple[tuple[int, float], ...]
 
 
 class Timing(NamedTuple):
@@ -154,6 +95,8 @@ class Sequence:
         "cached_tokens",
         "computed_len",
         "computed_tokens",
+        "counted_len",
+        "end_len",
         "fetched_tokens",
         "granted_len",
         "held_by",
@@ -166,15 +109,18 @@ class Sequence:
         "leased",
         "leave",
         "match",
+        "num_pending",
         "num_preemptions",
         "num_refused_extends",
         "num_rejected",
+        "penalty_slot",
         "prompt_len",
         "published_len",
         "queue_order",
         "request",
         "restore",
         "rolling",
+        "sample_index",
         "start_len",
         "state",
         "tables",
@@ -190,6 +136,7 @@ class Sequence:
         self.tokens = array("i")
         self.tokens.frombytes(request.prompt)
         self.prompt_len = len(self.tokens)
+        self.end_len = self.prompt_len + request.sampling.max_tokens  # its most tokens
         self.tables: list[array[int]] = [array("i") for _ in range(num_groups)]
         self.lease = 0
         self.leased = False
@@ -208,11 +155,16 @@ class Sequence:
         self.start_len = self.computed_len = self.launched_len = self.published_len = 0
         self.known_len = 0  # tokens that the manager's lease keeps
         self.in_prefill_until = 0
+        self.num_pending = 0  # tokens that launches in flight sample: behind `tokens`, on the device only
+        self.sample_index = 0  # which of the sampled rows of the last launch the pending token is
         self.written_len = 0  # how far any launch of the lease may have written, rejected tokens included
-        self.granted_len = (
-            0  # the length that was asked for and granted; a chunk beyond it would miss its snapshot slots
-        )
+        # The length that was asked for and granted; a chunk beyond it would miss its snapshot slots.
+        self.granted_len = 0
         self.num_refused_extends = 0
+        self.penalty_slot = NO_SLOT
+        self.counted_len = (
+            -1
+        )  # tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's
         self.restore: tuple[SnapshotSlot, ...] = ()
         self.leave: tuple[SnapshotSlot, ...] = ()
         self.working: tuple[SnapshotSlot, ...] = ()
@@ -235,6 +187,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def planned_len(self) -> int:
+        """Returns the length in tokens once the launches in flight have ended."""
+        return len(self.tokens) + self.num_pending
 
     @property
     def in_flight(self) -> bool:

@@ -23,6 +23,9 @@ from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms
 from worker_service.core.queues import Departure, Queues
 from worker_service.core.sequence import Sequence, State
 
+# Steps without extends beyond the need after one was refused.
+AHEAD_PAUSE_STEPS = 32
+
 
 class Ask(Enum):
     ACQUIRE = "acquire"
@@ -34,12 +37,13 @@ class Ask(Enum):
 class Asked(NamedTuple):
     """`length` is the number of tokens that the sequence has room for once this is granted.
 
-    An acquire's usable tokens come on top.
+    An acquire's usable tokens come on top. `is_ahead`: an extend that asks for more than the next launch needs.
     """
 
     sequence: Sequence
     ask: Ask
     length: int
+    is_ahead: bool = False
 
 
 class StepBuilder:
@@ -50,8 +54,10 @@ class StepBuilder:
         self._adoptions = adoptions
         self._acks: list[Ack] = []
         self._last_step_id = 0
+        self._ahead_from_step = 0
         config = terms.config
         self._only_full = all(group.kind is GroupKind.FULL for group in config.groups)
+        self._has_states = len(config.paged_groups) < len(config.groups)
         self._paged = config.paged_groups
         self._page_tokens = config.page_tokens
         self.rates: Rates | None = None
@@ -80,6 +86,7 @@ class StepBuilder:
         self._acks.clear()
         self.tickets.clear()
         self._last_step_id = last_step_id
+        self._ahead_from_step = last_step_id
         self._admission.freed()
 
     # -- the next step --
@@ -224,36 +231,57 @@ class StepBuilder:
         return pages * page_tokens
 
     def predicted(self) -> Iterator[Progress]:
-        """Yields the state of running sequences once the launch in flight has ended."""
-        config = self._terms.config
+        """Yields the state of running sequences once the launches in flight have ended.
+
+        A sequence whose pending token is its last one by length is left out.
+        """
+        config, running = self._terms.config, State.RUNNING
+        longest, page_tokens = config.max_model_len, self._page_tokens
+        is_plain = self._only_full and len(config.groups) == 1
         for sequence in self._queues.leased:
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not running:
                 continue
-            computed, length = sequence.launched_len, len(sequence.tokens)
-            if sequence.in_flight and computed == length:
-                if sequence.num_generated + 1 >= sequence.sampling.max_tokens or length + 1 >= config.max_model_len:
+            computed, num_pending = sequence.launched_len, sequence.num_pending
+            length = len(sequence.tokens) + num_pending
+            if num_pending:
+                if length >= sequence.end_len or length >= longest:
                     continue
                 computed += config.decode_lookahead
                 length = computed + 1
-            yield Progress(sequence, computed, length, self.room(sequence))
+            room = len(sequence.tables[0]) * page_tokens if is_plain else self.room(sequence)
+            yield Progress(sequence, computed, length, room)
 
     def _extends(self, room: MessageRoom) -> tuple[Extend, ...]:
         """Returns extends, oldest first, but sequences that missed a launch before all others."""
-        plan = plan_launch(self.predicted(), self._terms.config, within_room=False)
+        num_waiting = len(self._queues.waiting)
+        plan = plan_launch(self.predicted(), self._terms.config, within_room=False, num_waiting=num_waiting)
         needs = list(self._needs(plan))
-        needs.sort(key=lambda entry: (entry[0].num_refused_extends == 0, entry[0].queue_order))
-        needs = [entry for entry in needs if room.take(Extend)]
-        for sequence, need in needs:
-            self.asked[sequence.sequence_id] = Asked(sequence, Ask.EXTEND, need)
-        return tuple(Extend(sequence.sequence_id, need) for sequence, need in needs)
+        needs.sort(key=lambda asked: (asked.sequence.num_refused_extends == 0, asked.sequence.queue_order))
+        needs = [asked for asked in needs if room.take(Extend)]
+        self.asked.update((asked.sequence.sequence_id, asked) for asked in needs)
+        return tuple(Extend(asked.sequence.sequence_id, asked.length) for asked in needs)
 
-    def _needs(self, plan: Plan) -> Iterator[tuple[Sequence, int]]:
-        """Yields sequences whose rows lack pages, with the length to extend to."""
+    def _needs(self, plan: Plan) -> Iterator[Asked]:
+        """Yields what to ask for rows that lack pages, or soon will."""
+        config = self._terms.config
+        # An extend also reserves snapshot slots, which are too few for boundaries that may not be reached.
+        may_ask_ahead = not self._has_states and self._last_step_id >= self._ahead_from_step
+        ahead = config.decode_ahead_tokens if may_ask_ahead else 0
         for index, (sequence, first, num_tokens) in enumerate(plan.rows):
-            is_decode = index < plan.num_decode
-            need = decode_need(first, self._terms.config) if is_decode else first + num_tokens
-            if need > self.room(sequence):
-                yield sequence, need
+            room = self.room(sequence)
+            if index >= plan.num_decode:
+                if first + num_tokens > room:
+                    yield Asked(sequence, Ask.EXTEND, first + num_tokens)
+                continue
+            need = decode_need(first, config)
+            wanted = min(need + ahead, max(sequence.end_len, need), config.max_model_len)
+            # Ask once half of it is used up: a row then asks every `ahead // 2` tokens, not at each one.
+            if need > room or min(need + ahead // 2, wanted) > room:
+                yield Asked(sequence, Ask.EXTEND, wanted, is_ahead=wanted > need)
+
+    def refused_ahead(self) -> None:
+        """There are no pages to spare: for some steps rows ask for what they need."""
+        self._ahead_from_step = self._last_step_id + AHEAD_PAUSE_STEPS
 
     # -- new leases --
 

@@ -1,39 +1,44 @@
-"""Runs launches one at a time in the model's own thread."""
+"""Keeps launches in flight: one thread submits them in order, another waits for their results.
+
+event loop     plan k+1 ........ complete k, plan k+2 ........
+model thread   submit k+1 ...... submit k+2 ..................
+device         [----- k -----][----- k+1 -----][----- k+2 -----]
+"""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from session.words import SequenceId
 from worker_service.core.batch import Batch
+from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.errors import DeviceLost
+from worker_service.core.sampling_params import TokenLogprobs
 from worker_service.core.scheduler import Launch, Output
-from worker_service.core.sequence import TokenLogprobs
-from worker_service.launch.row_faults import LaunchTokens, RowResults, run_rows
+from worker_service.launch.row_faults import RowResults, run_in_parts
+from worker_service.launch.runner_port import BatchRunner, DeviceTimes, LaunchTokens, Submitted
 
-# The most that the event loop waits for the model's thread to take a launch over.
-BEGIN_S = 0.002
-
-
-class BatchRunner(Protocol):
-    """`run` returns when the launch is complete; it is called from one thread."""
-
-    def run(self, batch: Batch) -> LaunchTokens: ...
+# The most that the event loop waits for the model's thread to submit a launch.
+SUBMIT_S = 0.002
 
 
 class EndedLaunch(NamedTuple):
-    """A launch that has ended: its rows' results, or the loss of the device."""
+    """A launch that has ended: its rows' results, or the loss of the device.
+
+    It began at `start_s`, or when the launch before it ended; `times` are the device's own, if it has a clock.
+    """
 
     launch: Launch
     results: RowResults | None
     lost: DeviceLost | None
     start_s: float
     end_s: float
+    times: DeviceTimes | None = None
 
 
 class NewTokens(NamedTuple):
@@ -49,98 +54,153 @@ class NewTokens(NamedTuple):
 
 
 class _Flight:
-    """A launch in flight. `run_start_s` is when the part that runs now began."""
+    """A launch in flight. `run_start_s` is when the part that runs now was submitted."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, previous: _Flight | None, on_end: Callable[[], None]) -> None:
         self.launch = launch
-        self.has_begun = threading.Event()
+        self.previous = previous
+        self.submitted = threading.Event()
         self.ended: Future[EndedLaunch] = Future()
-        self.start_s = self.run_start_s = time.monotonic()
+        self.run_start_s = time.monotonic()
+        self.ended.add_done_callback(lambda _: on_end())
 
-    def end(self, results: RowResults | None, lost: DeviceLost | None) -> None:
+    def end(self, results: RowResults | None, lost: DeviceLost | None, times: DeviceTimes | None = None) -> None:
+        end_s = time.monotonic()
         try:
-            self.ended.set_result(EndedLaunch(self.launch, results, lost, self.start_s, time.monotonic()))
+            self.ended.set_result(EndedLaunch(self.launch, results, lost, self.start_s(), end_s, times))
         except InvalidStateError:  # it timed out before, and has returned now
             return
 
+    def start_s(self) -> float:
+        """Returns when it began to run, as far as the host knows."""
+        previous = self.previous
+        ended = previous is not None and previous.ended.done()
+        return max(self.run_start_s, previous.ended.result().end_s) if ended and previous else self.run_start_s
+
+    def known_batch(self) -> Batch:
+        """Returns the batch with all its tokens; waits for the launch before it. Raises DeviceLost."""
+        batch = self.launch.batch
+        if self.previous is None or not batch.from_previous:
+            return batch
+        before = self.previous.ended.result()
+        if before.results is None:
+            raise before.lost or DeviceLost("the launch before was lost")
+        return with_known_tokens(batch, before.results.token_ids)
+
 
 class Launcher:
-    """At most one launch in flight. One that does not return within `timeout_s` (0: no limit) is a DeviceLost."""
+    """Launches end in the order of their start. One that does not end within `timeout_s` (0: no limit) is a DeviceLost.
+
+    All methods but `barrier`'s function are the event loop's.
+    """
 
     def __init__(self, runner: BatchRunner, timeout_s: float = 0.0) -> None:
         self._runner = runner
         self._timeout_s = timeout_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._flight: _Flight | None = None
+        self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._flights: deque[_Flight] = deque()
         self._is_stuck = False
 
-    def start(self, launch: Launch) -> None:
-        assert self._flight is None, "one launch in flight at most"
-        flight = self._flight = _Flight(launch)
-        self._thread.submit(self._run, flight)
-        # Block for up to BEGIN_S, or the loop, busy with streams, keeps the interpreter lock while the device idles.
-        flight.has_begun.wait(BEGIN_S)
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
 
-    async def interrupted_by(self, event: asyncio.Event) -> bool:
-        """Waits for the launch in flight or the event. Returns True when the event was first."""
-        flight = self._flight
-        if flight is None or flight.ended.done():
-            return False
-        event_set = asyncio.create_task(event.wait())
-        try:
-            await self._wait_for(flight, event_set)
-            return not flight.ended.done()
-        finally:
-            event_set.cancel()
+    def start(self, launch: Launch, on_end: Callable[[], None]) -> None:
+        """Submits the launch; `on_end` is called from another thread when it has ended."""
+        flight = _Flight(launch, self._flights[-1] if self._flights else None, on_end)
+        self._flights.append(flight)
+        self._model.submit(self._submit, flight)
+        # Block for up to SUBMIT_S, or the loop, busy with streams, keeps the interpreter lock while the device idles:
+        # 64 streams of an 8B model gain 47 %.
+        flight.submitted.wait(SUBMIT_S)
 
-    async def wait(self) -> EndedLaunch | None:
-        """Waits for the launch in flight and returns how it ended; None when there is none. Never raises."""
-        flight = self._flight
-        if flight is None:
+    def take_ended(self) -> EndedLaunch | None:
+        """Returns how the oldest launch ended, and forgets it; None while it runs, or when there is none."""
+        if not self._flights:
             return None
-        await self._wait_for(flight)
-        self._flight = None
+        flight = self._flights[0]
+        if not flight.ended.done():
+            if (left_s := self.time_left_s()) is None or left_s > 0:
+                return None
+            self._is_stuck = True
+            flight.end(None, DeviceLost(f"launch {flight.launch.number} did not return within {self._timeout_s:g} s"))
+        self._flights.popleft()
+        # Or every flight would hold all flights before it.
+        flight.previous = None
         return flight.ended.result()
 
-    async def _wait_for(self, flight: _Flight, *others: asyncio.Task[Any]) -> None:
-        """Waits until the flight or one of the others has ended; a flight beyond the timeout is ended here."""
-        waited_for: set[asyncio.Future[Any]] = {asyncio.wrap_future(flight.ended), *others}
-        while True:
-            left_s = flight.run_start_s + self._timeout_s - time.monotonic() if self._timeout_s else None
-            if left_s is not None and left_s <= 0:
-                self._is_stuck = True
-                reason = f"launch {flight.launch.number} did not return within {self._timeout_s:g} s"
-                flight.end(None, DeviceLost(reason))
-                return
-            done, _ = await asyncio.wait(waited_for, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                return
+    def time_left_s(self) -> float | None:
+        """Returns how long the oldest launch may still run; None when that is not limited."""
+        if not self._flights or not self._timeout_s:
+            return None
+        return self._flights[0].start_s() + self._timeout_s - time.monotonic()
 
     def barrier(self) -> Callable[[], None]:
-        """Returns a function that waits, in another thread, for the launch that is in flight now, however it ends."""
-        flight = self._flight
+        """Returns a function that waits, in another thread, for the launches in flight now, however they end."""
+        flights = tuple(self._flights)
 
         def wait() -> None:
-            if flight is not None:
+            for flight in flights:
                 flight.ended.exception()
 
         return wait
 
     def close(self) -> None:
-        """Ends the thread; not waited for when a launch is stuck in it."""
-        self._thread.shutdown(wait=not self._is_stuck)
+        """Ends the threads; not waited for when a launch is stuck in them."""
+        self._model.shutdown(wait=not self._is_stuck)
+        self._results.shutdown(wait=not self._is_stuck)
 
-    def _run(self, flight: _Flight) -> None:
-        flight.start_s = flight.run_start_s = time.monotonic()
-        flight.has_begun.set()
+    # -- the model's thread --
 
-        def run(batch: Batch) -> LaunchTokens:
+    def _submit(self, flight: _Flight) -> None:
+        flight.run_start_s = time.monotonic()
+        try:
+            submitted = self._runner.submit(flight.launch.batch)
+        except DeviceLost as lost:
+            flight.end(None, lost)
+        except Exception as error:  # a row may be the cause
+            self._run_in_parts(flight, error)
+        else:
+            self._results.submit(_wait, flight, submitted)
+        finally:
+            flight.submitted.set()
+
+    def _run_in_parts(self, flight: _Flight, error: Exception) -> None:
+        """Runs a launch again that failed as a whole, and gives the launch after it the tokens that it refers to."""
+
+        def run(part: Batch) -> LaunchTokens:
             flight.run_start_s = time.monotonic()
-            return self._runner.run(batch)
+            return self._runner.submit(part).wait().tokens
 
         # A row that owns a working slot changes it in place, so it cannot be run twice.
         may_repeat = not any(row.working for row in flight.launch.rows)
         try:
-            flight.end(run_rows(run, flight.launch.batch, may_repeat=may_repeat), None)
+            results = run_in_parts(run, flight.known_batch(), error, may_repeat=may_repeat)
+            self._runner.set_previous(results.token_ids)
         except DeviceLost as lost:
             flight.end(None, lost)
+        except Exception as unexpected:
+            flight.end(_all_failed(flight, unexpected), None)
+        else:
+            flight.end(results, None)
+
+
+# -- the results' thread --
+
+
+def _wait(flight: _Flight, submitted: Submitted) -> None:
+    try:
+        tokens, times = submitted.wait()
+    except DeviceLost as lost:
+        flight.end(None, lost)
+    except Exception as error:
+        # The launch after it went on from what this one left on the device; its rows of these sequences are dropped.
+        flight.end(_all_failed(flight, error), None)
+    else:
+        flight.end(RowResults(tokens.token_ids, tokens.logprobs, {}, None), None, times)
+
+
+def _all_failed(flight: _Flight, error: Exception) -> RowResults:
+    num_sampled, num_rows = flight.launch.num_sampled, flight.launch.batch.num_seqs
+    return RowResults((0,) * num_sampled, (None,) * num_sampled, dict.fromkeys(range(num_rows), error), error)

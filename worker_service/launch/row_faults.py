@@ -1,31 +1,22 @@
-"""Runs a batch so that a row that cannot be computed fails alone: after an error the rows are run in halves.
+"""Runs a batch that failed again in halves, so that a row that cannot be computed fails alone.
 
 Running a row again writes the same keys and values to the same slots, so the other rows get the tokens that they would
-have got without it.
+have got without it. Errors that show only when results are awaited fail every row: launcher.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from worker_service.core.batch import Batch
 from worker_service.core.batch_part import part_of
 from worker_service.core.errors import DeviceLost
-from worker_service.core.sequence import TokenLogprobs
+from worker_service.core.sampling_params import TokenLogprobs
+from worker_service.launch.runner_port import LaunchTokens
 
 # Launches for one batch, the first one included. One bad row of 64 takes 13, two take up to 25.
 MAX_RUNS = 32
-
-
-class LaunchTokens(Protocol):
-    """One entry for each sampled row of the batch."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
 
 
 class RowResults(NamedTuple):
@@ -41,36 +32,42 @@ class RowResults(NamedTuple):
     first_error: Exception | None
 
 
-def run_rows(run: Callable[[Batch], LaunchTokens], batch: Batch, *, may_repeat: bool = True) -> RowResults:
-    """Returns the rows' results after at most MAX_RUNS calls of `run`. Raises DeviceLost only.
+def run_in_parts(
+    run: Callable[[Batch], LaunchTokens], batch: Batch, error: Exception, *, may_repeat: bool = True
+) -> RowResults:
+    """Returns the rows' results, after the whole batch raised `error` and at most MAX_RUNS - 1 calls of `run`.
+
+    Raises DeviceLost only.
 
     Args:
-        may_repeat: False when a row cannot be computed twice, since it changes a state in place: an error then fails
+        may_repeat: False when a row cannot be computed twice, since it changes a state in place: the error then fails
             every row.
     """
     tokens: dict[int, tuple[int, TokenLogprobs | None]] = {}
     errors: dict[int, Exception] = {}
-    parts = [(0, batch.num_seqs)]
-    first_error: Exception | None = None
-    num_runs = 0
+    num_runs = 1
+    parts: list[tuple[int, int]] = []
+
+    def failed(first: int, end: int, error: Exception) -> None:
+        if end - first > 1 and may_repeat and num_runs + len(parts) + 2 <= MAX_RUNS:
+            middle = (first + end) // 2
+            parts.extend(((middle, end), (first, middle)))
+        else:
+            errors.update(dict.fromkeys(range(first, end), error))
+
+    failed(0, batch.num_seqs, error)
     while parts:
         first, end = parts.pop()
-        whole = end - first == batch.num_seqs
-        part = batch if whole else part_of(batch, first, end)
+        part = part_of(batch, first, end)
         try:
             num_runs += 1
             result = run(part)
         except DeviceLost:
             raise
-        except Exception as error:  # any error of a forward pass concerns its own rows only
-            first_error = first_error or error
-            if end - first > 1 and may_repeat and num_runs + len(parts) + 2 <= MAX_RUNS:
-                middle = (first + end) // 2
-                parts += [(middle, end), (first, middle)]
-            else:
-                errors.update(dict.fromkeys(range(first, end), error))
+        except Exception as part_error:  # any error of a forward pass concerns its own rows only
+            failed(first, end, part_error)
             continue
         for entry, token, logprobs in zip(part.sampled, result.token_ids, result.logprobs, strict=True):
             tokens[first + entry.row] = (token, logprobs)
     found = [tokens.get(entry.row, (0, None)) for entry in batch.sampled]
-    return RowResults(tuple(token for token, _ in found), tuple(item for _, item in found), errors, first_error)
+    return RowResults(tuple(token for token, _ in found), tuple(item for _, item in found), errors, error)

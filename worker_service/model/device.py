@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from importlib.metadata import version
@@ -13,9 +14,12 @@ from worker_service.core.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Raised when a change to the kernels or the model's code changes bits that pages hold.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 # cuBLAS without room for split-K: a row's result then depends neither on the number of rows nor on its neighbours.
 CUBLAS_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+# Numbers of mallopt(3).
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 1 << 30
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,6 +69,7 @@ def prepare_process(device: torch.device, num_threads: int, *, stable_gemms: boo
         torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
         # Attention weights far from the best are denormal numbers, which a CPU computes with twenty times slower.
         torch.set_flush_denormal(True)
+        _keep_freed_memory()
         return
     if not stable_gemms:
         return
@@ -72,3 +77,15 @@ def prepare_process(device: torch.device, num_threads: int, *, stable_gemms: boo
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep what a launch frees for the next one, up to KEPT_BYTES.
+
+    By default it goes back to the kernel and comes again as new pages: 170,000 of them, a tenth of the time, in 32
+    prompts of 330 tokens with 64 tokens each. Other C libraries keep to their own rules.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            libc.mallopt(parameter, KEPT_BYTES)

@@ -3,7 +3,8 @@
     batch, strict  the library's GEMM where it was seen to be row-stable, else the tiled one
     fast           the library's GEMM
     reference      the reference GEMM for every shape (kernel_backend)
-    on a CPU       torch's GEMM, which is row-stable from LEAST_CPU_ROWS rows on
+    on a CPU       oneDNN's GEMM over packed fp32 weights, row-stable from LEAST_PACKED_ROWS rows on; else torch's,
+                   which is from LEAST_CPU_ROWS rows on, with AVX-512 and one thread
 
 In `batch` and `strict` a row has the same bits in every launch, be it decoded or part of a prompt. Row-stability is a
 property of this device and library, so it is tested at each start.
@@ -19,10 +20,10 @@ from typing import NamedTuple
 import torch
 
 from kernels.backend import Backend
-from kernels.linear import LEAST_ROWS, Route, keeps_rows, linear
+from kernels.linear import LEAST_PACKED_ROWS, LEAST_ROWS, Route, keeps_rows, linear
 from worker_service.model.llama import Linear
 
-# torch's GEMM on a CPU keeps a row's bits from this many rows on.
+# torch's GEMM of plain weights keeps a row's bits from this many rows on, with AVX-512 and one thread.
 LEAST_CPU_ROWS = 16
 MOST_PADDING = max(LEAST_ROWS, LEAST_CPU_ROWS)
 
@@ -57,7 +58,7 @@ class GemmDispatch:
         on_cuda = linears[0].weight.is_cuda
         is_stable = invariance is not Invariance.FAST
         self._backend = backend
-        self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else LEAST_CPU_ROWS
+        self.least_rows = (LEAST_ROWS if is_stable else 1) if on_cuda else _least_cpu_rows(linears)
         self.tiled: frozenset[GemmShape] = frozenset()
         if on_cuda and is_stable and backend is not Backend.REFERENCE:
             shapes = {gemm_shape(entry): entry for entry in linears}
@@ -71,6 +72,10 @@ class GemmDispatch:
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
         route = Route.TILED if gemm_shape(linear_) in self.tiled else Route.LIBRARY
         return linear(x, *linear_, route=route, backend=self._backend)
+
+
+def _least_cpu_rows(linears: Sequence[Linear]) -> int:
+    return LEAST_PACKED_ROWS if all(entry.weight.is_mkldnn for entry in linears) else LEAST_CPU_ROWS
 
 
 def gemm_shape(entry: Linear) -> GemmShape:

@@ -1,7 +1,8 @@
-"""Launches as CUDA graphs, captured before serving: decode steps, small prompts, and small prompts beside decode rows.
+"""Launches as CUDA graphs, captured before serving: decode steps, prompts, and prompts beside decode rows.
 
 What a launch computes is the `Forward` that the constructor is given.
 
+    parameters of sampling         static: of decode rows, of prompts that sample; padding rows are greedy
     token ids, positions, slots    static: the bucket's decode rows, then its prompts' tokens; padding rows: slot -1
     lengths and their sums         static: of decode rows, of prompts; sequences that are not there have no keys
     block tables                   static, as wide as the longest sequence; only the columns in use are copied
@@ -18,8 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from worker_service.core.batch import Batch
+from kernels.sample_tokens import SamplingTensors
+from worker_service.core.batch import Batch, SampledRow
 from worker_service.model.attention import LaunchInputs
+from worker_service.model.last_tokens import LastTokens
+from worker_service.model.sampling_arrays import NUM_ARRAYS, sampling_arrays
 from worker_service.model.staging import HostArray, Upload, packed_bytes, padded
 
 PADDING_SLOT = -1
@@ -28,24 +32,37 @@ BATCH_STEP = 8
 # Beyond it the weights' share of a launch is small, so a padding row costs little and buckets may lie further apart.
 WIDE_FROM = 64
 WIDE_STEP = 32
-# Prompts beyond the last keep the device busy for longer than their launch takes the host.
-PROMPT_TOKENS = (16, 64, 128, 256, 512)
-MIXED_TOKENS = (64, 256, 512)
+# Tokens of prompts: each size at most a quarter above the one before, since padding rows are computed as well. What is
+# not captured takes the host up to 47 ms, whatever its size; the device computes 2,048 tokens of an 8B model in 48.
+LEAST_PROMPT_TOKENS = 16
+STEPS_PER_DOUBLING = 4
+# Beside decode rows: few numbers of these, and prompts that come in chunks.
+MIXED_DECODE = (16, 64)
+MIXED_TOKENS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # Prompts that may sample in a captured launch; the head reads its weights once for that many.
 PROMPT_SAMPLES = 8
+# The place of this array in the upload.
+_FROM_PREVIOUS = 0
 
 _log = logging.getLogger("worker_service")
 
 
+class SampledInputs(NamedTuple):
+    """How to sample, and which of the launch's tokens each sampled row continues from: int32 [sampled rows]."""
+
+    params: SamplingTensors
+    rows: torch.Tensor
+
+
 class GraphOutput(NamedTuple):
-    """One launch's results: the likeliest tokens int32 [rows] and the logits [rows, vocab_size]."""
+    """One launch's results: the sampled tokens int32 [rows] and the logits [rows, vocab_size]."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
 
 
-# Inputs, and which rows to give logits of: None for all.
-Forward = Callable[[LaunchInputs, torch.Tensor | None], GraphOutput]
+# Inputs, which rows to give logits of (None: all), and how to sample the first of these.
+Forward = Callable[[LaunchInputs, torch.Tensor | None, SampledInputs], GraphOutput]
 
 
 class GraphLimits(NamedTuple):
@@ -95,18 +112,33 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in (*SMALL_BATCHES, *narrow, *wide) if size < max_num_seqs), max_num_seqs)
 
 
+def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens to capture, the largest last: 16, 32, 64, 80, 96, 112, 128, 160, ..."""
+    sizes, size = [], LEAST_PROMPT_TOKENS
+    while size <= max_tokens:
+        sizes.append(size)
+        step = (1 << size.bit_length() - 1) // STEPS_PER_DOUBLING
+        size += max(step, LEAST_PROMPT_TOKENS)
+    return (*sizes, max_tokens) if sizes and sizes[-1] < max_tokens else tuple(sizes)
+
+
 def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
     """Every graph's shape, the smallest first."""
     seqs, tokens = limits.max_num_seqs, limits.max_tokens
     sizes = batch_sizes(seqs)
     # In one phase decode rows are among the prompts, and each of them samples.
     samples = max(seqs, PROMPT_SAMPLES) if limits.one_phase else PROMPT_SAMPLES
-    prompts = [Bucket(0, size, seqs, samples) for size in PROMPT_TOKENS if size <= tokens]
+    prompts = [Bucket(0, size, seqs, samples) for size in prompt_sizes(tokens)]
     if limits.one_phase:
         return tuple(
             sorted([*(Bucket(0, size, size, 0) for size in sizes), *prompts], key=lambda bucket: bucket.num_rows)
         )
-    mixed = [Bucket(seqs, size, seqs, seqs + PROMPT_SAMPLES) for size in MIXED_TOKENS if size <= tokens]
+    mixed = [
+        Bucket(num_decode, size, seqs, num_decode + PROMPT_SAMPLES)
+        for num_decode in (*(few for few in MIXED_DECODE if few < seqs), seqs)
+        for size in MIXED_TOKENS
+        if size <= tokens
+    ]
     decode = [Bucket(size, 0, 0, 0) for size in sizes]
     return tuple(sorted([*decode, *prompts, *mixed], key=lambda bucket: bucket.num_rows))
 
@@ -114,8 +146,9 @@ def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
 class LaunchGraphs:
     """Captures `forward` once per bucket; `replay` fills the static buffers and runs the smallest graph that fits."""
 
-    def __init__(self, forward: Forward, limits: GraphLimits, device: torch.device) -> None:
+    def __init__(self, forward: Forward, last: LastTokens, limits: GraphLimits, device: torch.device) -> None:
         self._forward = forward
+        self._last = last
         self._limits = limits
         self._buckets = buckets(limits)
         self._num_rows = max(*(bucket.num_rows for bucket in self._buckets), limits.least_rows)
@@ -136,11 +169,10 @@ class LaunchGraphs:
         start_s, free_bytes = time.monotonic(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
         for bucket in reversed(self._buckets):
-            inputs, logits_rows = self._launch_inputs(bucket)
-            self._forward(inputs, logits_rows)
+            self._run(bucket)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                output = self._forward(inputs, logits_rows)
+                output = self._run(bucket)
             self._captured[bucket] = Captured(graph, output)
         torch.cuda.synchronize()
         taken = {
@@ -149,6 +181,12 @@ class LaunchGraphs:
             "mib": (free_bytes - torch.cuda.mem_get_info()[0]) >> 20,
         }
         _log.info("launches captured", extra=taken)
+
+    def _run(self, bucket: Bucket) -> GraphOutput:
+        inputs, logits_rows, sampled = self._launch_inputs(bucket)
+        from_previous = self._inputs[_FROM_PREVIOUS]
+        self._last.fill_in(inputs.token_ids, from_previous[: inputs.token_ids.shape[0]])
+        return self._forward(inputs, logits_rows, sampled)
 
     def bucket_for(self, batch: Batch) -> Bucket | None:
         """Returns the smallest bucket that holds the launch; None when none does."""
@@ -185,24 +223,32 @@ class LaunchGraphs:
         size, seqs = self._num_rows, self._limits.max_num_seqs
         cu_q, cu_k = (padded(sums, seqs + 1, sums[-1]) for sums in (rows.cu_seqlens_q, rows.cu_seqlens_k))
         shift = decode_rows - num_decode
+        size_sampled = seqs + PROMPT_SAMPLES
         logits_rows = array("i", (row if row < num_decode else row + shift for row in rows.logits_rows))
 
         def laid_out(values: array[int], value: int) -> array[int]:
             return padded(padded(values[:num_decode], decode_rows, value) + values[num_decode:], size, value)
 
         return [
+            padded(rows.from_previous, seqs, -1),
             laid_out(rows.token_ids, 0),
             laid_out(rows.positions, 0),
             padded(rows.lengths, seqs, 0),
-            padded(logits_rows, seqs + PROMPT_SAMPLES, 0),
+            padded(logits_rows, size_sampled, 0),
             cu_q,
             cu_k,
+            *sampling_arrays(rows.sampled, size_sampled),
             *(laid_out(slots, PADDING_SLOT) for slots in rows.slots),
         ]
 
-    def _launch_inputs(self, bucket: Bucket) -> tuple[LaunchInputs, torch.Tensor | None]:
+    def _launch_inputs(self, bucket: Bucket) -> tuple[LaunchInputs, torch.Tensor | None, SampledInputs]:
         rows = max(bucket.num_rows, self._limits.least_rows)
-        token_ids, positions, lengths, logits_rows, cu_q, cu_k, *slots = self._inputs
+        _, token_ids, positions, lengths, logits_rows, cu_q, cu_k, *rest = self._inputs
+        params, slots = rest[:NUM_ARRAYS], rest[NUM_ARRAYS:]
+        num_sampled = bucket.num_logits or bucket.num_rows
+        sampled = SampledInputs(
+            SamplingTensors(*(values[:num_sampled] for values in params)), logits_rows[:num_sampled]
+        )
         inputs = LaunchInputs(
             token_ids=token_ids[:rows],
             positions=positions[:rows],
@@ -215,29 +261,41 @@ class LaunchGraphs:
             max_seqlen_q=bucket.prompt_tokens,
             max_seqlen_k=self._limits.max_model_len,
         )
-        return inputs, logits_rows[: bucket.num_logits] if bucket.num_logits else None
+        return inputs, logits_rows[: bucket.num_logits] if bucket.num_logits else None, sampled
 
 
 class _Rows(NamedTuple):
     """What the host knows of a launch, in the order of the upload. Sums are of prompts alone, from 0 on."""
 
+    from_previous: array[int]
     token_ids: array[int]
     positions: array[int]
     lengths: array[int]
     logits_rows: array[int]
     cu_seqlens_q: array[int]
     cu_seqlens_k: array[int]
+    sampled: tuple[SampledRow, ...]
     slots: tuple[array[int], ...]
 
 
 def _no_rows(num_groups: int) -> _Rows:
     none, sums = array("i"), array("i", (0,))
-    return _Rows(none, none, none, none, sums, sums, (array("q"),) * num_groups)
+    return _Rows(none, none, none, none, none, sums, sums, (), (array("q"),) * num_groups)
 
 
 def _rows_of(batch: Batch, num_decode: int) -> _Rows:
     lengths, cu_q, cu_k = split_lengths(batch, num_decode)
-    return _Rows(batch.token_ids, batch.positions, lengths, batch.logits_rows, cu_q, cu_k, batch.slot_mapping)
+    return _Rows(
+        batch.from_previous,
+        batch.token_ids,
+        batch.positions,
+        lengths,
+        batch.logits_rows,
+        cu_q,
+        cu_k,
+        batch.sampled,
+        batch.slot_mapping,
+    )
 
 
 def _place(table: torch.Tensor, sent: torch.Tensor, num_decode: int, decode_rows: int) -> None:

@@ -1,6 +1,6 @@
 """The Llama family's forward pass, inference only: Llama, Qwen2, Qwen3 and Mistral differ by switches of the config.
 
-Knows no page, batch or request: what attention reads and where K and V go is the caller's `Attend`, the matrix
+What attention reads and where K and V go is the caller's `Attend`, the matrix
 products are its `Gemm`.
 """
 
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kernels.backend import Backend
+from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from worker_service.model.config import ModelConfig
@@ -81,8 +82,9 @@ class Llama:
         self._embeddings = tensors.pop("model.embed_tokens.weight")
         self._norm = tensors.pop("model.norm.weight")
         head = self._embeddings if config.tied_embeddings else tensors.pop("lm_head.weight")
-        self._head = Linear(head, None)
-        self._layers = [_layer(tensors, f"model.layers.{layer}") for layer in range(config.num_layers)]
+        # Tied and packed, the matrix is there twice: rows of embeddings are read from the plain one.
+        self._head = Linear(packed_weight(head, backend), None)
+        self._layers = [_layer(tensors, f"model.layers.{layer}", backend) for layer in range(config.num_layers)]
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, device)
 
     @property
@@ -118,11 +120,11 @@ class Llama:
         return Heads(heads, positions, self._rotary.cos_sin, layer.q_norm, layer.k_norm, config.norm_eps)
 
 
-def _layer(tensors: MutableMapping[str, torch.Tensor], prefix: str) -> Layer:
+def _layer(tensors: MutableMapping[str, torch.Tensor], prefix: str, backend: Backend) -> Layer:
     def linear(*names: str) -> Linear:
         weights = [tensors.pop(f"{prefix}.{name}.weight") for name in names]
         biases = [tensors.pop(f"{prefix}.{name}.bias") for name in names if f"{prefix}.{name}.bias" in tensors]
-        return Linear(_stacked(weights), _stacked(biases) if biases else None)
+        return Linear(packed_weight(_stacked(weights), backend), _stacked(biases) if biases else None)
 
     return Layer(
         attention_norm=tensors.pop(f"{prefix}.input_layernorm.weight"),

@@ -5,22 +5,37 @@ Which pages hold what is in the batch's block tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from kernels.backend import Backend
-from worker_service.core.batch import Batch
-from worker_service.core.sequence import TokenLogprobs
+from kernels.sample_tokens import SamplingTensors, sample_tokens
+from worker_service.core.batch import Batch, SampledRow
 from worker_service.gpu.kv_pages import KvPages
+from worker_service.launch.runner_port import Completed
 from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
+from worker_service.model.device_clock import DeviceClock, LaunchMarks, times_of
 from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invariance
-from worker_service.model.launch_graphs import PADDING_SLOT, GraphLimits, GraphOutput, LaunchGraphs, split_lengths
+from worker_service.model.last_tokens import LastTokens
+from worker_service.model.launch_graphs import (
+    PADDING_SLOT,
+    PROMPT_SAMPLES,
+    GraphLimits,
+    GraphOutput,
+    LaunchGraphs,
+    SampledInputs,
+    split_lengths,
+)
 from worker_service.model.llama import Llama
-from worker_service.model.sampler import Flags, Sampled, SamplingTensors, sample
-from worker_service.model.sampling_arrays import SamplingArrays, sampling_arrays
-from worker_service.model.staging import Download, Upload, padded
+from worker_service.model.penalty_counts import PenaltyCounts
+from worker_service.model.results import LaunchResult, joined, unjoined
+from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
+from worker_service.model.staging import Download, Downloaded, Upload, padded
+
+__all__ = ["LaunchResult", "Runner", "RunnerLimits", "RunningLaunch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +48,24 @@ class RunnerLimits:
     graphs: bool = False
 
 
-class LaunchResult(NamedTuple):
-    """One entry for each of the batch's `sampled` rows, in that order; logprobs are None for rows that did not ask."""
+class RunningLaunch(NamedTuple):
+    """A launch that was submitted. When `wait` returns, it is complete, and what it computed may be published."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
+    download: Downloaded
+    marks: LaunchMarks
+    sampled: tuple[SampledRow, ...]
+    num_logprobs: int
+
+    def wait(self) -> Completed:
+        result = unjoined(self.download.wait(), self.sampled, self.num_logprobs)
+        return Completed(result, times_of(self.marks))
 
 
 class Runner:
-    """Runs batches one at a time on one device. `run` returns when the launch is complete: then it may be published.
+    """Runs batches on one device, one after another; the next one may be submitted before the last one is complete.
 
-    One copy to the device per launch (two when a captured one is not to sample greedily), one back (the sampled
-    tokens), nothing else waits for the device.
+    One copy to the device per launch, one back (the sampled tokens), nothing else waits for the device. The tokens of a
+    sequence with penalties are copied apart, before its first launch that samples.
     """
 
     def __init__(
@@ -55,6 +76,9 @@ class Runner:
         self._kv_pages = kv_pages
         self._upload = Upload(device)
         self._download = Download(device)
+        self._clock = DeviceClock(device)
+        self._last = LastTokens(limits.max_num_seqs + PROMPT_SAMPLES, device)
+        self._counts = PenaltyCounts(limits.max_num_seqs, model.config.vocab_size, device)
         self._gemm = GemmDispatch(model.linears(), limits.invariance, limits.token_budget, model.backend)
         self._one_phase = limits.invariance is Invariance.STRICT
         # Padding rows come on top of the budget.
@@ -67,37 +91,49 @@ class Runner:
                 self._graphs = self._captured_graphs(limits, device)
 
     def run(self, batch: Batch) -> LaunchResult:
-        sampling = sampling_arrays(batch.sampled)
+        """Runs one launch alone."""
+        result = self.submit(batch).wait().tokens
+        assert isinstance(result, LaunchResult)
+        return result
+
+    def submit(self, batch: Batch) -> RunningLaunch:
+        num_logprobs = most_logprobs(batch.sampled)
         with torch.inference_mode():
-            values = self._download.fetch(self._launch(batch, sampling))
-            return _unjoined(values, batch, sampling.flags.num_logprobs)
+            self._clock.start()
+            output = self._launched(batch)
+            values = joined(output.tokens, output.logits, num_logprobs, self._model.backend)
+            # Before the copy, which is what `wait` waits for.
+            marks = self._clock.end()
+            return RunningLaunch(self._download.start(values), marks, batch.sampled, num_logprobs)
+
+    def set_previous(self, token_ids: Sequence[int]) -> None:
+        with torch.inference_mode():
+            self._last.put_from_host(token_ids)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """The launch without sampling: fp32 [sampled rows, vocab_size] on the device."""
+        """The launch, for its logits: fp32 [sampled rows, vocab_size] on the device."""
         with torch.inference_mode():
-            output = self._replayed(batch)
-            if output is not None:
-                return output.logits.float()
-            staged = self._staged(batch, sampling_arrays(batch.sampled))
-            return self._logits(staged, batch)
+            return self._launched(batch).logits.float()
 
-    def _launch(self, batch: Batch, sampling: SamplingArrays) -> torch.Tensor:
-        """Returns what is copied back to the host, as one int32 tensor."""
-        output = self._replayed(batch)
-        if output is not None:
-            if not batch.sampled or _is_greedy(sampling.flags):
-                return output.tokens
-            tensors = SamplingTensors(*self._upload.send(sampling.arrays))
-            return _joined(sample(output.logits.float(), tensors, sampling.flags))
-        staged = self._staged(batch, sampling)
-        if not batch.sampled:
-            self._hidden(staged.inputs)
-            return staged.inputs.token_ids[:0]
-        return _joined(sample(self._logits(staged, batch), staged.sampling, sampling.flags))
-
-    def _replayed(self, batch: Batch) -> GraphOutput | None:
+    def _launched(self, batch: Batch) -> GraphOutput:
+        self._counts.recount(batch.sampled)
         bucket = self._graphs.bucket_for(batch) if self._graphs else None
-        return self._graphs.replay(bucket, batch) if self._graphs and bucket else None
+        if self._graphs and bucket:
+            return self._graphs.replay(bucket, batch)
+        staged = self._staged(batch)
+        if batch.sampled:
+            return self._computed(staged.inputs, staged.logits_rows, staged.sampled)
+        hidden = self._hidden(staged.inputs)
+        return GraphOutput(staged.inputs.token_ids[:0], hidden[:0])
+
+    def _computed(self, inputs: LaunchInputs, logits_rows: torch.Tensor | None, sampled: SampledInputs) -> GraphOutput:
+        """The forward pass, the logits of these rows (None: of all) and a token of each row of `sampled`."""
+        hidden = self._hidden(inputs)
+        num_sampled = sampled.rows.shape[0]
+        logits = self._model.logits(hidden if logits_rows is None else hidden[logits_rows], self._gemm)[:num_sampled]
+        counts = self._counts.of(inputs.token_ids, inputs.positions, sampled.rows)
+        out = self._last.first(num_sampled)
+        return GraphOutput(sample_tokens(logits, sampled.params, counts, out=out, backend=self._model.backend), logits)
 
     def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
         attention = self.attention(inputs)
@@ -106,10 +142,6 @@ class Runner:
     def attention(self, inputs: LaunchInputs) -> PagedAttention:
         """Returns the attention of one launch, which all its layers share."""
         return PagedAttention(self._kv_pages, self._model.config.num_heads, inputs, self._plans)
-
-    def _logits(self, staged: _Staged, batch: Batch) -> torch.Tensor:
-        hidden = self._hidden(staged.inputs)
-        return self._model.logits(hidden[staged.logits_rows], self._gemm)[: len(batch.sampled)].float()
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
         bounds = GraphLimits(
@@ -121,19 +153,11 @@ class Runner:
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
         )
-        graphs = LaunchGraphs(self._captured_forward, bounds, device)
+        graphs = LaunchGraphs(self._computed, self._last, bounds, device)
         graphs.capture()
         return graphs
 
-    def _captured_forward(self, inputs: LaunchInputs, logits_rows: torch.Tensor | None) -> GraphOutput:
-        """The captured part: the forward pass, the logits of these rows (None: of all but padding) and their argmax."""
-        hidden = self._hidden(inputs)
-        rows = hidden if logits_rows is None else hidden[logits_rows]
-        logits = self._model.logits(rows, self._gemm)
-        # In the model's dtype: widening to fp32, as the sampler does, would change no order.
-        return GraphOutput(logits.argmax(dim=-1).to(torch.int32), logits)
-
-    def _staged(self, batch: Batch, sampling: SamplingArrays) -> _Staged:
+    def _staged(self, batch: Batch) -> _Staged:
         num_decode = 0 if self._one_phase else batch.num_decode_seqs
         rows = batch.num_tokens + self._gemm.num_padding(batch.num_tokens)
         logits_rows = len(batch.logits_rows) + self._gemm.num_padding(len(batch.logits_rows))
@@ -147,7 +171,8 @@ class Runner:
                     *split_lengths(batch, num_decode),
                     *slots,
                     *batch.block_tables,
-                    *sampling.arrays,
+                    batch.from_previous,
+                    *sampling_arrays(batch.sampled),
                 ]
             )
         )
@@ -164,46 +189,14 @@ class Runner:
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
         )
-        return _Staged(inputs, logits_index, SamplingTensors(*tensors))
+        from_previous = next(tensors)
+        if batch.from_previous:
+            self._last.fill_in(token_ids, from_previous)
+        sampled = SampledInputs(SamplingTensors(*tensors), logits_index[: len(batch.sampled)])
+        return _Staged(inputs, logits_index, sampled)
 
 
 class _Staged(NamedTuple):
     inputs: LaunchInputs
     logits_rows: torch.Tensor
-    sampling: SamplingTensors
-
-
-def _is_greedy(flags: Flags) -> bool:
-    return not flags.any_random and not flags.any_penalty and flags.num_logprobs < 0
-
-
-def _joined(sampled: Sampled) -> torch.Tensor:
-    """Tokens and log-probabilities as one int32 tensor (floats by their bits), so that one copy brings them all."""
-    parts = [sampled.tokens.to(torch.int32)]
-    if sampled.logprobs is not None:
-        parts.append(sampled.logprobs.view(torch.int32))
-    if sampled.top_tokens is not None and sampled.top_logprobs is not None:
-        parts.append(sampled.top_tokens.to(torch.int32).flatten())
-        parts.append(sampled.top_logprobs.contiguous().view(torch.int32).flatten())
-    return torch.cat(parts)
-
-
-def _unjoined(values: torch.Tensor, batch: Batch, num_logprobs: int) -> LaunchResult:
-    rows = len(batch.sampled)
-    token_ids = tuple(values[:rows].tolist())
-    if num_logprobs < 0:
-        return LaunchResult(token_ids, (None,) * rows)
-    chosen = values[rows : 2 * rows].view(torch.float32).tolist()
-    tops = values[2 * rows :].view(2, rows, -1) if num_logprobs else values.new_empty(2, rows, 0)
-    top_ids, top_logprobs = tops[0].tolist(), tops[1].view(torch.float32).tolist()
-    logprobs = tuple(
-        _row_logprobs(entry.sampling.logprobs, *row)
-        for entry, *row in zip(batch.sampled, chosen, top_ids, top_logprobs, strict=True)
-    )
-    return LaunchResult(token_ids, logprobs)
-
-
-def _row_logprobs(wanted: int | None, sampled: float, ids: list[int], values: list[float]) -> TokenLogprobs | None:
-    if wanted is None:
-        return None
-    return TokenLogprobs(sampled, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+    sampled: SampledInputs

@@ -4,53 +4,74 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from functools import cache, lru_cache
 
+from kernels.sample_tokens import SamplingTensors
 from worker_service.core.batch import SampledRow
-from worker_service.model.sampler import Flags, row_key
+from worker_service.core.sequence import NO_SLOT
+from worker_service.model.staging import HostArray
 
 # Below it the best token's probability rounds to 1 anyway, and dividing by it could overflow.
 LEAST_TEMPERATURE = 1e-4
+NUM_ARRAYS = len(SamplingTensors._fields)
+
+_WORD = 0xFFFFFFFF
+_LONG_WORD = 0xFFFFFFFFFFFFFFFF
+# 2^64 over the golden ratio: keeps small seeds and positions away from 0, which the mixers leave as it is.
+_ODD = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingArrays:
-    """`arrays` in the order of the fields of sampler.SamplingTensors."""
-
-    arrays: tuple[array[int] | array[float], ...]
-    flags: Flags
+def most_logprobs(sampled: Seq[SampledRow]) -> int:
+    """Returns the most that any row asks for: -1 = no row asks, 0 = only the sampled token's."""
+    return max([-1 if row.sampling.logprobs is None else row.sampling.logprobs for row in sampled], default=-1)
 
 
-def sampling_arrays(sampled: Seq[SampledRow]) -> SamplingArrays:
+def sampling_arrays(sampled: Seq[SampledRow], size: int = 0) -> tuple[HostArray, ...]:
+    """Returns arrays in the order of the fields of SamplingTensors, padded to `size` by greedy rows."""
+    if all(row.sampling.is_greedy for row in sampled):
+        return _greedy(max(size, len(sampled)))
     params = [row.sampling for row in sampled]
-    temperatures = array("f", (p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0 for p in params))
-    keys = [row_key(row.sampling.seed, row.position) if row.sampling.temperature else (0, 0) for row in sampled]
-    history_rows, history_tokens = _histories(sampled)
-    return SamplingArrays(
-        arrays=(
-            temperatures,
-            array("i", (p.top_k for p in params)),
-            array("f", (p.top_p for p in params)),
-            array("f", (p.min_p for p in params)),
-            array("f", (p.repetition_penalty for p in params)),
-            array("q", (low for low, _ in keys)),
-            array("q", (high for _, high in keys)),
-            history_rows,
-            history_tokens,
-        ),
-        flags=Flags(
-            any_random=any(temperatures),
-            any_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
-            any_penalty=len(history_rows) > 0,
-            num_logprobs=max((-1 if p.logprobs is None else p.logprobs for p in params), default=-1),
-        ),
+    keys = [row_key(p.seed, row.position) if p.temperature else (0, 0) for row, p in zip(sampled, params, strict=True)]
+    slots = [NO_SLOT if row.counted is None else row.counted.slot for row in sampled]
+    missing = _greedy(max(size - len(sampled), 0))
+    arrays: tuple[HostArray, ...] = (
+        array("f", [p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0 for p in params]),
+        array("i", [p.top_k for p in params]),
+        array("f", [p.top_p for p in params]),
+        array("f", [p.min_p for p in params]),
+        array("f", [p.repetition_penalty for p in params]),
+        array("f", [p.presence_penalty for p in params]),
+        array("f", [p.frequency_penalty for p in params]),
+        array("q", [low for low, _ in keys]),
+        array("q", [high for _, high in keys]),
+        array("i", slots),
     )
+    for values, padding in zip(arrays, missing, strict=True):
+        values.extend(padding)  # type: ignore[arg-type]
+    return arrays
 
 
-def _histories(sampled: Seq[SampledRow]) -> tuple[array[int], array[int]]:
-    rows, tokens = array("q"), array("i")
-    for index, row in enumerate(sampled):
-        if row.history is not None and row.sampling.repetition_penalty != 1.0:
-            rows.extend(array("q", (index,)) * len(row.history))
-            tokens.extend(row.history)
-    return rows, tokens
+@cache
+def _greedy(size: int) -> tuple[HostArray, ...]:
+    """Most launches' arrays, made once for each size. Nobody writes to them."""
+    off = {"top_k": ("i", 0), "top_p": ("f", 1.0), "repetition": ("f", 1.0), "slots": ("i", NO_SLOT)}
+    off |= {"key_low": ("q", 0), "key_high": ("q", 0)}
+    kinds = [off.get(name, ("f", 0.0)) for name in SamplingTensors._fields]
+    return tuple(array(kind, [value]) * size for kind, value in kinds)
+
+
+def row_key(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit words hashed from (seed, position): flipping any input bit flips about half of theirs."""
+    mixed = _mix64(_mixed_seed(seed) + (position + 1) * _ODD & _LONG_WORD)
+    return mixed & _WORD, mixed >> 32
+
+
+@lru_cache(maxsize=4096)  # a sequence's seed comes again with each of its tokens
+def _mixed_seed(seed: int) -> int:
+    return _mix64(seed + _ODD & _LONG_WORD)
+
+
+def _mix64(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _LONG_WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _LONG_WORD
+    return word ^ (word >> 31)

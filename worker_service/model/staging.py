@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,66 +16,100 @@ _ALIGNMENT = 16
 _SMALLEST_BYTES = 1 << 16
 
 
+# Host buffers in turn: one is filled while the copy of the other waits behind a launch that is still running.
+NUM_BUFFERS = 2
+
+
 class Upload:
     """Packs arrays into one buffer that crosses in one copy; its tensors are views that live until the next `send`."""
 
     def __init__(self, device: torch.device, num_bytes: int = _SMALLEST_BYTES) -> None:
         """Up to `num_bytes` the buffer does not move, so that tensors of an equal layout keep their addresses."""
         self._device = device
-        self._copied = _event(device)
-        self._make_buffers(num_bytes)
+        self._buffers = deque(_HostBuffer(num_bytes, device) for _ in range(NUM_BUFFERS if is_cuda(device) else 1))
+        self._on_device = self._device_buffer()
 
     def send(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
         offsets, end = _layout(arrays)
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still be queued behind a launch that was not waited for
-        if end > self._host.numel():
-            self._make_buffers(1 << (end - 1).bit_length())
+        self._buffers.rotate()
+        if end > self._on_device.numel():
+            self._buffers = deque(_HostBuffer(1 << (end - 1).bit_length(), self._device) for _ in self._buffers)
+            self._on_device = self._device_buffer()
+        buffer = self._buffers[0]
+        buffer.wait()
         for values, offset in zip(arrays, offsets, strict=True):
             raw = memoryview(values).cast("B")
-            self._bytes[offset : offset + len(raw)] = raw
-        if self._on_device is not self._host:
-            self._on_device[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device))
+            buffer.bytes[offset : offset + len(raw)] = raw
+        if self._on_device is not buffer.tensor:
+            self._on_device[:end].copy_(buffer.tensor[:end], non_blocking=True)
+        buffer.mark()
         return [self._view(values, offset) for values, offset in zip(arrays, offsets, strict=True)]
 
     def _view(self, values: HostArray, offset: int) -> torch.Tensor:
         num_bytes = len(values) * values.itemsize
         return self._on_device[offset : offset + num_bytes].view(_DTYPES[values.typecode])
 
-    def _make_buffers(self, num_bytes: int) -> None:
-        pinned = self._device.type == "cuda"
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._bytes: Any = self._host.numpy().data
-        self._on_device = self._host if not pinned else torch.empty_like(self._host, device=self._device)
+    def _device_buffer(self) -> torch.Tensor:
+        first = self._buffers[0].tensor
+        return torch.empty_like(first, device=self._device) if is_cuda(self._device) else first
+
+
+class _HostBuffer:
+    """Pinned memory that a copy on the current stream reads or writes; `wait` waits for the last marked copy."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda(device))
+        self.bytes: Any = self.tensor.numpy().data
+        self._device = device
+        # Blocking, because PyTorch's sync debug mode reports every other wait as an implicit one.
+        self._copied = torch.cuda.Event() if is_cuda(device) else None  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 class Download:
-    """Copies one int32 tensor to the host; waiting for it is waiting for everything that was launched before it."""
+    """Copies int32 tensors to the host; up to NUM_BUFFERS of them may be on their way."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._done = _event(device)
-        self._host = torch.empty(0, dtype=torch.int32)
+        self._buffers = deque(_HostBuffer(0, device) for _ in range(NUM_BUFFERS))
 
-    def fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """The values in host memory; they live until the next `fetch`."""
-        if self._done is None:
-            return values
-        if values.numel() > self._host.numel():
-            size = 1 << (values.numel() - 1).bit_length()
-            self._host = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        target = self._host[: values.numel()]
+    def start(self, values: torch.Tensor) -> Downloaded:
+        """Starts a copy of the values, behind everything that was launched before."""
+        if not is_cuda(self._device):
+            return Downloaded(values.clone(), None)
+        self._buffers.rotate()
+        num_bytes = values.numel() * values.itemsize
+        if num_bytes > self._buffers[0].tensor.numel():
+            self._buffers[0] = _HostBuffer(1 << (num_bytes - 1).bit_length(), self._device)
+        buffer = self._buffers[0]
+        target = buffer.tensor[:num_bytes].view(torch.int32)
         target.copy_(values, non_blocking=True)
-        self._done.record(torch.cuda.current_stream(self._device))
-        self._done.synchronize()
-        return target
+        buffer.mark()
+        return Downloaded(target, buffer)
 
 
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Waits use an event, since torch's debug mode reports every other wait as an implicit one."""
-    return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+class Downloaded(NamedTuple):
+    """A copy under way; its values are valid until NUM_BUFFERS further ones were started."""
+
+    values: torch.Tensor
+    buffer: _HostBuffer | None
+
+    def wait(self) -> torch.Tensor:
+        """Returns the values once they, and everything that was launched before them, have arrived."""
+        if self.buffer is not None:
+            self.buffer.wait()
+        return self.values
+
+
+def is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def packed_bytes(sizes: Sequence[int]) -> int:

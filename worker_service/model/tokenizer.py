@@ -28,6 +28,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._piece_bytes = _piece_bytes_of(self._tokenizer)
@@ -54,6 +55,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token within a text; none for special tokens and ids that the vocabulary lacks."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._special:
             return b""
         if token_id in self._added:

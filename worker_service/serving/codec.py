@@ -16,15 +16,8 @@ from session.limits import MAX_NAME_CHARS
 from session.wire.parts import encode_group_spec, encode_namespace
 from session.words import GroupSpec, Namespace
 from worker_service.core.errors import InvalidField
-from worker_service.core.sequence import (
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    FinishReason,
-    SamplingParams,
-    Timing,
-    TokenLogprobs,
-    Usage,
-)
+from worker_service.core.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams, TokenLogprobs
+from worker_service.core.sequence import FinishReason, Timing, Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOP_CHARS = 1024
@@ -127,6 +120,8 @@ def _decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) ->
         top_k=message.top_k if message.top_k < limits.vocab_size else 0,
         min_p=message.min_p,
         repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
         stop=tuple(message.stop),
         stop_token_ids=_stop_token_ids(message.stop_token_ids, limits.vocab_size),
@@ -143,8 +138,11 @@ def _decode_sampling(message: worker_pb2.SamplingParams, limits: VocabLimits) ->
     return sampling
 
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 def _require_finite(message: worker_pb2.SamplingParams) -> None:
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    for name in ("temperature", "top_p", "min_p", *PENALTIES):
         if not math.isfinite(getattr(message, name)):
             raise InvalidField(f"sampling.{name}", "must be a finite number")
 

@@ -1,7 +1,7 @@
 """Carries pages between device and host tier, as tickets say, in a few threads of its own.
 
-Knows no sequence, no prompt and no policy: the cache service decides what moves, this reports what became of it. A page
-counts as done only when every group of it has arrived and passed its checks.
+The cache service decides what moves, this reports what became of it. A page counts as done only when every group of it
+has arrived and passed its checks.
 """
 
 from __future__ import annotations

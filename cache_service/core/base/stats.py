@@ -1,4 +1,4 @@
-"""What the manager counts, as values for people and metrics. Knows no transport."""
+"""What the manager counts, as values for people and metrics."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@
     priority  lower priority first, lru within
 
 Which pages may go is decided before: by `pin` and `unpin` in radix_tree.py, `read` and `drop` in sparse_pages.py.
-Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last.
+Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last. Of WINDOW and STATE pages the cold ones go
+first, then those of these classes: `_victim` in sparse_pages.py.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LeafOrder(ABC):
     def order(self) -> Iterator[Node]:
         """Every node in the order, next victim first."""
 
-    # WINDOW and STATE pages are ranked by the nodes in which they stand.
+    # WINDOW and STATE pages are ordered by the nodes in which they stand.
 
     def worth(self, node: Node) -> int:
         """Returns the class in which the node's pages wait for their eviction; within one, the oldest goes first."""

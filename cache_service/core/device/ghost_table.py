@@ -43,7 +43,7 @@ _MOST_UNITS = (1 << 22) - 1
 # Marks of 64 pools ago are forgotten, however few they are.
 _MOST_AGE = 64 * AGE_PARTS
 # Of a fingerprint: above the tag's bits.
-_SLOT_SHIFT = 32
+_HOME_SHIFT = 32
 _FINGERPRINT_MASK = (1 << 60) - 1
 
 
@@ -87,7 +87,7 @@ class GhostTable:
         self._unit_pages = max(pool_pages // AGE_PARTS, 1)
         num_entries = 1 << max(limit.bit_length() - 1, 0)
         num_entries = min(max(num_entries, _LEAST_ENTRIES), _MOST_ENTRIES) if limit else _WAYS
-        self._slot_mask = num_entries - 1
+        self._home_mask = num_entries - 1
         self._num_bytes = num_entries * _ENTRY_BYTES
         self._forget_all()
 
@@ -112,15 +112,15 @@ class GhostTable:
         self._cut_pages = cut_pages = self._cut_pages + num_pages
         if cut_pages >= self._next_at:
             self._pass_time(num_pages)
-        entries, slot, tag = self._entries, mark >> _SLOT_SHIFT & self._slot_mask, mark & _TAG_MASK
-        if entries[slot] >= self._horizon:
-            slot = self._free_slot(slot, tag)
+        entries, index, tag = self._entries, mark >> _HOME_SHIFT & self._home_mask, mark & _TAG_MASK
+        if entries[index] >= self._horizon:
+            index = self._free_entry(index, tag)
         if opens_node:
             tag |= _OPENS_NODE
-        entries[slot] = self._now | num_pages << _PAGES_SHIFT | kind << _KIND_SHIFT | tag
+        entries[index] = self._now | num_pages << _PAGES_SHIFT | kind << _KIND_SHIFT | tag
         self.num_pages += num_pages
 
-    def _free_slot(self, home: int, tag: int) -> int:
+    def _free_entry(self, home: int, tag: int) -> int:
         """Returns an entry of the set that counts no more: the mark's own, an absent one, or the oldest.
 
         `find` looks at the entries in the same order: so of two entries of one mark, it meets the newer one first.
@@ -129,15 +129,15 @@ class GhostTable:
         oldest = entries[home]
         at = home
         if oldest & _TAG_MASK != tag:
-            for slot in (home ^ 1, home ^ 2, home ^ 3):
-                held = entries[slot]
+            for index in (home ^ 1, home ^ 2, home ^ 3):
+                held = entries[index]
                 if held < horizon:
-                    return slot
+                    return index
                 if held & _TAG_MASK == tag:
-                    oldest, at = held, slot
+                    oldest, at = held, index
                     break
                 if held < oldest:
-                    oldest, at = held, slot
+                    oldest, at = held, index
         self._uncount(oldest)
         return at
 
@@ -150,7 +150,7 @@ class GhostTable:
     # Time.
 
     def _pass_time(self, num_pages: int) -> None:
-        """Begin a new unit when its time has come, and make room for so many pages."""
+        """Begin a new unit when its time has come, and make room for `num_pages` pages."""
         unit = self._cut_pages // self._unit_pages + 1
         if unit > _MOST_UNITS:
             self._forget_all()  # once in 262,144 pools, so that time has no wrap-around
@@ -179,7 +179,7 @@ class GhostTable:
         """`_now` and `_horizon` are the least entries of this unit and of the oldest one that counts."""
         self._now = self._unit << _UNIT_SHIFT
         self._horizon = self._unit - len(self._older) << _UNIT_SHIFT
-        # Until so many pages were cut neither does the unit end nor can the limit be passed.
+        # Before that number of pages the unit does not end, and the limit cannot be passed.
         room = self._max_pages - self.num_pages - num_pages
         self._next_at = min(self._unit * self._unit_pages, self._cut_pages + room + 1)
 
@@ -187,9 +187,9 @@ class GhostTable:
 
     def find(self, mark: int) -> Ghost | None:
         """The newest word about the page, unless it was taken."""
-        home, tag, horizon = mark >> _SLOT_SHIFT & self._slot_mask, mark & _TAG_MASK, self._horizon
-        for slot in (home, home ^ 1, home ^ 2, home ^ 3):
-            held = self._entries[slot]
+        home, tag, horizon = mark >> _HOME_SHIFT & self._home_mask, mark & _TAG_MASK, self._horizon
+        for index in (home, home ^ 1, home ^ 2, home ^ 3):
+            held = self._entries[index]
             if held >= horizon and held & _TAG_MASK == tag:
                 return self._ghost(held)
         return None
@@ -201,11 +201,11 @@ class GhostTable:
     def take(self, mark: int) -> None:
         """The run comes back: forget its mark."""
         entries, horizon = self._entries, self._horizon
-        home, tag = mark >> _SLOT_SHIFT & self._slot_mask, mark & _TAG_MASK
-        for slot in (home, home ^ 1, home ^ 2, home ^ 3):
-            held = entries[slot]
+        home, tag = mark >> _HOME_SHIFT & self._home_mask, mark & _TAG_MASK
+        for index in (home, home ^ 1, home ^ 2, home ^ 3):
+            held = entries[index]
             if held >= horizon and held & _TAG_MASK == tag:
-                entries[slot] = 0
+                entries[index] = 0
                 self._uncount(held)
 
     # Audits.

@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.transfer_table import Fetch
 from session.words import TOKEN_BYTES, Namespace, SequenceId, TicketId
-
-
-@dataclass(slots=True)
-class WindowHold:
-    """Pages of a WINDOW group that the lease reads: page numbers `first` and on, without holes."""
-
-    first: int
-    page_ids: list[int]
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.page_ids)
-
-
-class LeaveSlot(NamedTuple):
-    """A private slot in which a launch is to leave the snapshot of `boundary` (in pages)."""
-
-    group: int
-    boundary: int
-    slot: int
-
-
-class HeldSlot(NamedTuple):
-    group: int
-    slot: int
 
 
 class Arrival(NamedTuple):
@@ -52,20 +27,15 @@ class Lease:
     prompt: bytes
     node: Node
     published_pages: int
-    full_end: int  # the page number behind the last FULL page; FULL groups go in step
-    private: list[bytearray]  # for each FULL group: own pages from page number `published_pages` on; else empty
+    full_end: int  # the page number behind the last page of groups without holes, which go in step
+    holds: list[Any]  # by group number: its pages, as the class of its kind keeps them
     priority: int = 0
     chunk_tokens: int = 0
     bypass: bool = False  # reuses nothing and publishes nothing: all that it holds is its own
     computed_tokens: int = 0
-    # The page boundaries at which it started and up to which KV was found; only beside WINDOW or STATE groups.
+    # The page boundaries at which it started and up to which KV was found.
     resumed_pages: int = 0
     matched_pages: int = 0
-    windows: dict[int, WindowHold] = field(default_factory=dict)
-    working: tuple[HeldSlot, ...] = ()
-    rolling: tuple[HeldSlot, ...] = ()
-    restore: tuple[HeldSlot, ...] = ()  # read until the launch that restores them is reported
-    leave: tuple[LeaveSlot, ...] = ()
     room_tokens: int = 0  # up to which snapshot boundaries have been offered
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
     fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets

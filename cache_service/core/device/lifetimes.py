@@ -1,8 +1,8 @@
 """How much longer a prefix that was used again should live than one used once, learnt from uses and returns.
 
-Knows no node and no queue. A pool that evicts by last use holds what was used within its characteristic time (Che, Tung
-and Wang, "Hierarchical Web Caching Systems", 2002). With one such time for each class, T0 for pages used once and T1
-for pages used again, a pool holds
+A pool that evicts by last use holds what was used within its characteristic time (Che, Tung and Wang, "Hierarchical Web
+Caching Systems", 2002). With one such time for each class, T0 for pages used once and T1 for pages used again, a pool
+holds
 
     pages used once within T0 + pages used again within T1 = its size
 
@@ -32,26 +32,26 @@ from cache_service.core.device.ghost_table import AGE_PARTS
 AGES = 128
 # Pools of stored pages after which a use counts half.
 HALF_LIFE_POOLS = 4
-_KEEP_PER_SLOT = 0.5 ** (1 / (AGE_PARTS * HALF_LIFE_POOLS))
-# An adjustment takes 60 us and a slot of 25,000 pages two requests, so it waits for some slots.
-_ADJUST_SLOTS = 4
+_KEEP_PER_UNIT = 0.5 ** (1 / (AGE_PARTS * HALF_LIFE_POOLS))
+# An adjustment takes 60 us and a unit of 25,000 pages two requests, so it waits for some units.
+_ADJUST_UNITS = 4
 # Before the pool was filled twice the uses say little: most ages are yet to be reached.
 _FIRST_POOLS = 2
-# How far the ratio moves toward the wanted one in a slot. A ratio that jumps drops what it kept before it is used: of
+# How far the ratio moves toward the wanted one in a unit. A ratio that jumps drops what it kept before it is used: of
 # the synthetic trace's tokens 20.4 % hit at 100,000 pages, with any fixed ratio 21.0 to 21.9 %.
-_PART_PER_SLOT = 1 / 8
+_PART_PER_UNIT = 1 / 8
 # T1 / T0 where both queues are one.
 _TRUNK_RATIO = 2.0
 # From 64 times on, pages used once go first in any case: 256 times cost 0.4 points of 7.3 at 25,000 pages.
 _MOST_OCTAVES = 6.0
 _BEYOND_MOST = 6.5  # what is wanted then, so that the most is reached
 PROTECT_ALL = 2.0**40
-# The same where that would have hit nearly as much as the best pair: short T0 are blurred, all lie within one slot.
+# The same where that would have hit nearly as much as the best pair: short T0 are blurred, all lie within one unit.
 _NEARLY = 0.95
 
 
 class _Pair(NamedTuple):
-    """Lifetimes in slots and the uses that they would have hit."""
+    """Lifetimes in units and the uses that they would have hit."""
 
     hits: float
     once: int
@@ -73,7 +73,7 @@ class Lifetimes:
 
     def __init__(self, pool_pages: int) -> None:
         self.clock = 0
-        self._slots = 0  # since the last adjustment
+        self._units = 0  # since the last adjustment
         self.ratio = 1.0
         self._pool_pages = pool_pages
         self.unit_pages = max(pool_pages // AGE_PARTS, 1)
@@ -84,12 +84,12 @@ class Lifetimes:
         """Pages entered the pool."""
         before = self.clock // self.unit_pages
         self.clock += num_pages
-        slots = self.clock // self.unit_pages - before
-        if slots:
+        units = self.clock // self.unit_pages - before
+        if units:
             for counts in self._classes:
-                counts.pages.extendleft([0.0] * min(slots, AGES))
-            self._slots += slots
-            if self._slots >= _ADJUST_SLOTS and self.clock > _FIRST_POOLS * self._pool_pages:
+                counts.pages.extendleft([0.0] * min(units, AGES))
+            self._units += units
+            if self._units >= _ADJUST_UNITS and self.clock > _FIRST_POOLS * self._pool_pages:
                 self._adjust()
         self._classes[is_again].pages[0] += num_pages
 
@@ -129,12 +129,12 @@ class Lifetimes:
         wanted = _BEYOND_MOST
         if best.once > 1 and best.again < AGES and pairs[0].hits < _NEARLY * best.hits:
             wanted = min(log2(best.again / best.once / _TRUNK_RATIO), _BEYOND_MOST)
-        self._octaves += (wanted - self._octaves) * (1 - (1 - _PART_PER_SLOT) ** self._slots)
+        self._octaves += (wanted - self._octaves) * (1 - (1 - _PART_PER_UNIT) ** self._units)
         self.ratio = 2.0**self._octaves if self._octaves < _MOST_OCTAVES else PROTECT_ALL
-        keep = _KEEP_PER_SLOT**self._slots
+        keep = _KEEP_PER_UNIT**self._units
         for counts in self._classes:
             counts.uses = [uses * keep for uses in counts.uses]
-        self._slots = 0
+        self._units = 0
 
     def _pairs(self) -> list[_Pair]:
         """For each lifetime of pages used once, the longest of the others that fits the pool and can be had."""
@@ -145,17 +145,17 @@ class Lifetimes:
             room = self._pool_pages - pages
             if room < 0:
                 break
-            slots = bisect_right(again_pages, room) - 1
+            units = bisect_right(again_pages, room) - 1
             part = 0.0
-            if slots < AGES:
-                part = (room - again_pages[slots]) / (again_pages[slots + 1] - again_pages[slots])
-                hits += part * again.uses[slots]
-            if slots + part < time * _TRUNK_RATIO:
+            if units < AGES:
+                part = (room - again_pages[units]) / (again_pages[units + 1] - again_pages[units])
+                hits += part * again.uses[units]
+            if units + part < time * _TRUNK_RATIO:
                 break
-            pairs.append(_Pair(hits + again_hits[slots], time, slots + part))
+            pairs.append(_Pair(hits + again_hits[units], time, units + part))
         return pairs
 
 
 def _sums(counts: deque[float] | list[float]) -> list[float]:
-    """Of the first 0, 1, ... counts. A slot may be a little below 0: the ages of ghosts are not exact."""
+    """Of the first 0, 1, ... counts. A unit may be a little below 0: the ages of ghosts are not exact."""
     return list(accumulate([count if count > 0.0 else 0.0 for count in counts], initial=0.0))

@@ -281,7 +281,7 @@ class RadixTree:
         return removed
 
     def _detach(self, node: Node) -> list[bytearray]:
-        """The node loses its pages and leaves; a parent that becomes a leaf by this ranks as just used."""
+        """The node loses its pages and leaves; a parent that becomes a leaf by this counts as just used."""
         parent = node.parent
         assert parent is not None and not node.children
         if node.queue is not None:

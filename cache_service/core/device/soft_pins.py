@@ -53,7 +53,7 @@ class SoftPins:
             self._push(top)
 
     def shrunk(self, node: Node, num_pages: int) -> None:
-        """The node is about to lose so many of its last pages; with the last one goes the pin."""
+        """The node is about to lose its last `num_pages` pages; with its last page goes the pin."""
         if node in self._nodes:
             self.num_pages -= num_pages
             if num_pages == node.resident:

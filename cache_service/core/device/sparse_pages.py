@@ -7,7 +7,7 @@ One page is in exactly one of these states:
     read        readers > 0, with a place in the tree
     evictable   readers = 0, with a place: stands in the order until it is read again or evicted
 
-Evictable pages go in this order: COLD ones, oldest first; WARM ones, as the policy of the FULL leaves ranks the nodes
+Evictable pages go in this order: COLD ones, oldest first; WARM ones, as the policy of the FULL leaves orders the nodes
 in which they stand; SOFT ones.
 """
 
@@ -25,8 +25,8 @@ from cache_service.core.device.radix_node import Node
 from session.words import NO_PAGE, GroupSpec
 
 
-class Rank(IntEnum):
-    """Which evictable pages go first."""
+class Retention(IntEnum):
+    """How long an evictable page stays: the lowest go first."""
 
     COLD = 0  # left behind by a running window
     WARM = 1  # before a prompt's end or a branch, and every snapshot
@@ -34,12 +34,12 @@ class Rank(IntEnum):
 
 
 class Use(NamedTuple):
-    """When a lease last let go of a page, on the group's own count, and the rank and class that this gave it.
+    """When a lease last let go of a page, on the group's own count, and the retention and class that this gave it.
 
-    `worth` is the policy's class of the page's node; 0 in the ranks that it does not order.
+    `worth` is the policy's class of the page's node; 0 where its retention is not WARM.
     """
 
-    rank: Rank
+    retention: Retention
     worth: int
     stamp: int
 
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class _Order:
-    """Pages of one rank and class, those first that were let go of longest ago; every page has a stamp of its own.
+    """Pages of one retention and class, those first that were let go of longest ago; every page has a stamp of its own.
 
     A page that was copied meanwhile comes back with its old stamp. It waits in a heap beside the queue, since moving
     every newer entry behind it took 97 ms at 24,000 pages.
@@ -100,7 +100,7 @@ class _Order:
 
 
 class SparsePages:
-    """One group's pool, readers and evictable order. `policy` ranks the nodes in which WARM pages stand."""
+    """One group's pool, readers and evictable order. `policy` orders the nodes in which WARM pages stand."""
 
     def __init__(self, group: int, spec: GroupSpec, policy: LeafOrder) -> None:
         self.group, self.spec = group, spec
@@ -109,12 +109,12 @@ class SparsePages:
         self.places: dict[int, Place] = {}
         self._policy = policy
         self._max_protected = int(policy.protected_share * spec.num_pages)
-        self._orders: dict[tuple[Rank, int], _Order] = {}
-        self._order_of: dict[int, tuple[Rank, int]] = {}  # of evictable pages
+        self._orders: dict[tuple[Retention, int], _Order] = {}
+        self._order_of: dict[int, tuple[Retention, int]] = {}  # of evictable pages
         self._uses: dict[int, Use] = {}
         self._clock = 0
         self.num_evicted = 0
-        self.emptied: list[Node] = []  # nodes that lost a page to an eviction; `DeviceCache.trim_all` empties it
+        self.emptied: list[Node] = []  # nodes that lost a page to an eviction; `DeviceCache.trim_emptied` empties it
 
     @property
     def num_evictable(self) -> int:
@@ -150,7 +150,7 @@ class SparsePages:
             if not held:
                 self._leave_order(page_id)
 
-    def drop(self, page_ids: Iterable[int], rank: Rank) -> None:
+    def drop(self, page_ids: Iterable[int], retention: Retention) -> None:
         """One reader less; at none an unpublished page is freed, a published one becomes evictable, just used."""
         freed = []
         for page_id in page_ids:
@@ -158,8 +158,8 @@ class SparsePages:
             self._clock += 1
             place = self.places.get(page_id)
             node = place.holder() if place is not None else None
-            worth = self._policy.worth(node) if node is not None and rank is Rank.WARM else 0
-            self._uses[page_id] = Use(rank, worth, self._clock)
+            worth = self._policy.worth(node) if node is not None and retention is Retention.WARM else 0
+            self._uses[page_id] = Use(retention, worth, self._clock)
             if held:
                 self.readers[page_id] = held
                 continue
@@ -168,11 +168,11 @@ class SparsePages:
                 freed.append(page_id)
                 del self._uses[page_id]
             else:
-                self._append(page_id, (Rank.SOFT, 0) if node.soft_until_ms else (rank, worth))
+                self._append(page_id, (Retention.SOFT, 0) if node.soft_until_ms else (retention, worth))
         if freed:
             self.pool.give(pack(freed))
 
-    def _append(self, page_id: int, key: tuple[Rank, int]) -> None:
+    def _append(self, page_id: int, key: tuple[Retention, int]) -> None:
         """The page becomes evictable, just used."""
         order = self._order(page_id, key)
         order.append(page_id, self._clock)
@@ -180,10 +180,10 @@ class SparsePages:
             oldest, _ = order.first()
             self._leave_order(oldest)
             self._clock += 1
-            self._uses[oldest] = Use(Rank.WARM, 0, self._clock)
-            self._order(oldest, (Rank.WARM, 0)).append(oldest, self._clock)
+            self._uses[oldest] = Use(Retention.WARM, 0, self._clock)
+            self._order(oldest, (Retention.WARM, 0)).append(oldest, self._clock)
 
-    def _order(self, page_id: int, key: tuple[Rank, int]) -> _Order:
+    def _order(self, page_id: int, key: tuple[Retention, int]) -> _Order:
         self._order_of[page_id] = key
         order = self._orders.get(key)
         if order is None:
@@ -197,9 +197,9 @@ class SparsePages:
             self.readers[page_id] = held - 1
             return
         del self.readers[page_id]
-        last = self._uses.setdefault(page_id, Use(Rank.COLD, 0, 0))
+        last = self._uses.setdefault(page_id, Use(Retention.COLD, 0, 0))
         soft = place.holder().soft_until_ms
-        self._order(page_id, (Rank.SOFT, 0) if soft else last[:2]).put_back(page_id, last.stamp)
+        self._order(page_id, (Retention.SOFT, 0) if soft else last[:2]).put_back(page_id, last.stamp)
 
     def publish(self, page_id: int, node: Node, page: int) -> None:
         """Fill the hole at that page number with a page that has readers."""
@@ -214,8 +214,8 @@ class SparsePages:
 
     def _victim(self) -> int:
         """Returns the evictable page to go next; there is one."""
-        rank = min(key[0] for key in self._orders)
-        heads = {key[1]: order.first() for key, order in self._orders.items() if key[0] is rank}
+        retention = min(key[0] for key in self._orders)
+        heads = {key[1]: order.first() for key, order in self._orders.items() if key[0] is retention}
         if len(heads) > 1:
             worth = self._policy.next_class({worth: self._clock - stamp for worth, (_, stamp) in heads.items()})
             return heads[worth][0]
@@ -244,15 +244,15 @@ class SparsePages:
             self.pool.give(pack(freed))
         return len(freed)
 
-    def rerank(self, page_ids: Iterable[int], rank: Rank) -> None:
-        """Move those that are evictable to the back of another rank."""
+    def move(self, page_ids: Iterable[int], retention: Retention) -> None:
+        """Move those that are evictable to the back of those with this retention."""
         for page_id in page_ids:
             if page_id and page_id not in self.readers:
                 self._leave_order(page_id)
                 self._clock += 1
                 last = self._uses[page_id]
                 self._uses[page_id] = last._replace(stamp=self._clock)
-                self._append(page_id, (rank, last.worth if rank is Rank.WARM else 0))
+                self._append(page_id, (retention, last.worth if retention is Retention.WARM else 0))
 
     def _leave_order(self, page_id: int) -> None:
         key = self._order_of.pop(page_id)
@@ -261,6 +261,6 @@ class SparsePages:
         if not order:
             del self._orders[key]
 
-    def order(self) -> dict[tuple[Rank, int], list[int]]:
-        """Returns the evictable pages by rank and class, oldest first; for audits."""
+    def order(self) -> dict[tuple[Retention, int], list[int]]:
+        """Returns the evictable pages by retention and class, oldest first; for audits."""
         return {key: [page_id for _, page_id in self._orders[key].stamped()] for key in sorted(self._orders)}

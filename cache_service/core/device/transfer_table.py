@@ -1,14 +1,13 @@
 """Open spill and fetch tickets of one worker: what moves, and what a ticket holds until its ack. Frees nothing itself.
 
-fetch   holds nothing while its lease lives; when the lease ends first, the ticket takes over the targets
-spill   pins the node, and reads each WINDOW and STATE page that it copies
+fetch   holds nothing while its lease lives; when the lease ends first, the ticket takes over its transfer's pages
+spill   pins the node, and reads each page that it copies of groups with holes
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from cache_service.core.device.radix_node import Node
 from cache_service.core.host.hash_index import HostView
@@ -17,26 +16,15 @@ from session.words import HASH_BYTES, PageHash, SequenceId, TicketId, Transfer
 MAX_RUNS = 1024
 
 
-class SparsePage(NamedTuple):
-    """A page of a WINDOW or STATE group at a page number."""
-
-    group: int
-    page: int
-    page_id: int
-
-
 @dataclass(slots=True)
 class Fetch:
-    """A run of pages for one sequence; the FULL pages with the page numbers in `full` are targets."""
+    """A run of pages for one sequence."""
 
     transfer: Transfer
     sequence_id: SequenceId
     host: HostView  # as it was when the ticket was opened: the worker may name another tier meanwhile
-    full: range
-    sparse: tuple[SparsePage, ...]
     opened_ms: int
     orphaned: bool = False
-    full_targets: dict[int, bytes] = field(default_factory=dict)  # by group; once orphaned
 
     def hashes(self, count: int) -> list[bytes]:
         """Of the first `count` pages."""
@@ -54,12 +42,11 @@ class SpillRow:
 
 @dataclass(slots=True)
 class Spill:
-    """Pages of one node; `node` and `sparse` are held until the ack. A row is None where nothing of that page moves."""
+    """Pages of one node; they are held until the ack. A row is None where nothing of that page moves."""
 
     transfer: Transfer
     node: Node
     rows: tuple[SpillRow | None, ...]
-    sparse: tuple[SparsePage, ...]
     opened_ms: int
 
 

@@ -1,29 +1,21 @@
 """Page hash -> host copies of one host tier: rows, their quota and last use.
 
 A row says which groups of a page the tier holds; rows of different fingerprints never meet.
-What the store is to do (keys to delete, keys whose time to live is to be refreshed) is queued here as values.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.host_key import HostKey, key_prefix
+from cache_service.core.host.key_queues import KeyQueues
 from session.words import HASH_BYTES, Namespace
 
-# Refreshing a key's time to live is best effort; so many may wait.
-MAX_TOUCHES = 65_536
-
-# Rows whose keys are still to be deleted. Beyond so many the oldest die by their time to live.
-MAX_DELETES = 4_194_304
-
-# Rows of which a scan has seen some rank but not all; beyond so many the oldest wait for the next scan.
+# The most rows of which a scan has seen some rank but not all; of more, the oldest wait for the next scan.
 MAX_HALF_SEEN = 262_144
-
 
 # Cleared namespaces that are remembered.
 MAX_HIDDEN = 4_096
@@ -65,13 +57,11 @@ class HashIndex:
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
         self.num_ranks: dict[bytes, int] = {}  # by fingerprint
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
-        self.deletes: deque[tuple[bytes, int]] = deque(maxlen=MAX_DELETES)  # keys of rows, and the groups that went
-        self.touches: dict[bytes, None] = {}  # keys of rows
+        self.queues = KeyQueues()  # empty unless the tier is shared
         self.counters = HostCounters()
         self.now_ms = 0  # of the last tick
         self._stamp = 0
         self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
-        self._prefixes: dict[bytes, list[str]] = {}
         self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
 
     def groups(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
@@ -207,9 +197,8 @@ class HashIndex:
             if row is None:
                 continue
             self._use(key, row)
-            if self.shared and (key in self.touches or len(self.touches) < MAX_TOUCHES):
-                self.touches.pop(key, None)
-                self.touches[key] = None
+            if self.shared:
+                self.queues.touch(key)
 
     def forget(self, fingerprint: bytes, page_hash: bytes) -> bool:
         """Drop one row, and its keys."""
@@ -218,14 +207,14 @@ class HashIndex:
     def delete(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
         """Keys that stand for no row."""
         if self.shared:
-            self.deletes.append((fingerprint + page_hash, groups))
+            self.queues.delete(fingerprint + page_hash, groups)
 
     def _use(self, key: bytes, row: HostRow) -> None:
         row.used_ms = self.now_ms
         self.rows.move_to_end(key)
 
     def expire(self, before_ms: int, most: int) -> None:
-        """Drop rows, at most so many, that were last used before that: a shared store's time to live has ended them."""
+        """Drop at most `most` rows that were last used before that: a shared store's time to live has ended them."""
         for _ in range(most if self.shared else 0):
             key = next(iter(self.rows), None)
             if key is None or self.rows[key].used_ms >= before_ms:
@@ -240,8 +229,7 @@ class HashIndex:
     def lose(self) -> None:
         """The store lost everything: forget the rows; there is nothing to delete."""
         self.rows.clear()
-        self.touches.clear()
-        self.deletes.clear()
+        self.queues.clear()
         self._seen_ranks.clear()
         self._hidden.clear()
         self.num_bytes = 0
@@ -252,40 +240,28 @@ class HashIndex:
             return False
         self.num_bytes -= row.num_bytes
         if self.shared:
-            self.deletes.append((key, row.groups))
-            self.touches.pop(key, None)
+            self.queues.delete(key, row.groups)
+            self.queues.untouch(key)
         return True
 
     def take_deletes(self, count: int) -> list[bytes]:
         """Names to unlink, of at most `count` rows; those dropped first come first."""
-        taken = (self.deletes.popleft() for _ in range(min(count, len(self.deletes))))
         # A row that came back meanwhile has been written anew.
-        return [n for key, groups in taken for n in self._names(key, groups & ~self._groups_now(key))]
+        taken = ((key, groups & ~self._groups_now(key)) for key, groups in self.queues.take_deletes(count))
+        return [name for key, groups in taken for name in self._names(key, groups)]
 
     def take_touches(self, count: int) -> list[bytes]:
         """Names whose time to live is to be refreshed, of at most `count` rows."""
-        taken = list(islice(self.touches, count))
-        for key in taken:
-            del self.touches[key]
-        return [name for key in taken for name in self._names(key, self.rows[key].groups)]
+        return [name for key in self.queues.take_touches(count) for name in self._names(key, self.rows[key].groups)]
 
     def _groups_now(self, key: bytes) -> int:
         row = self.rows.get(key)
         return (row.groups if row is not None else 0) | self.pending.get(key, 0)
 
     def _names(self, key: bytes, groups: int) -> list[bytes]:
-        fingerprint, tail = key[:-HASH_BYTES], f":{key[-HASH_BYTES:].hex()}"
-        ranks = range(self.num_ranks.get(fingerprint, 1))
-        prefixes = self._prefixes.get(fingerprint)
-        if prefixes is None:
-            count = len(self.group_bytes.get(fingerprint, ()))
-            prefixes = self._prefixes[fingerprint] = [self.key_prefix(fingerprint, g) for g in range(count)]
-        return [
-            f"{prefix}{rank}{tail}".encode()
-            for group, prefix in enumerate(prefixes)
-            if groups >> group & 1
-            for rank in ranks
-        ]
+        fingerprint = key[:-HASH_BYTES]
+        num_groups = len(self.group_bytes.get(fingerprint, ()))
+        return self.queues.names(key, groups, num_groups, self.num_ranks.get(fingerprint, 1))
 
 
 @dataclass(frozen=True, slots=True)

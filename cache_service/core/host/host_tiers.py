@@ -86,7 +86,7 @@ class HostTiers:
             index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
 
     def has_work(self) -> bool:
-        return any(index.deletes or index.touches for index in self.all())
+        return any(index.queues for index in self.all())
 
     def take_deletes(self) -> tuple[bytes, ...]:
         return tuple(name for index in self.all() for name in index.take_deletes(MAX_TAKEN))

@@ -11,9 +11,9 @@ from collections.abc import Generator, Iterable
 
 from cache_service.core.base.page_hash import namespace_digest
 from cache_service.core.base.stats import ClearResult
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node, Root
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.hash_index import HashIndex
 from session.words import Namespace
 
@@ -98,9 +98,9 @@ def _droppable(cache: DeviceCache, node: Node) -> int:
     """Pages of the node that nobody holds, all groups together."""
     num_full = 0 if node.pins else node.resident * len(cache.pools)
     return num_full + sum(
-        pages.is_unread(page_id)
-        for group, pages in cache.sparse.items()
-        for page_id in unpack(node.pages[group])
+        group.pages.is_unread(page_id)
+        for group in cache.sparse
+        for page_id in unpack(node.pages[group.number])
         if page_id
     )
 
@@ -118,9 +118,9 @@ def _drop(cache: DeviceCache, node: Node) -> tuple[int, int]:
 
 def _drop_sparse(cache: DeviceCache, node: Node) -> int:
     freed = 0
-    for group, pages in cache.sparse.items():
-        for page_id in unpack(node.pages[group]):
-            if page_id and pages.is_unread(page_id):
-                pages.evict_one(page_id)
+    for group in cache.sparse:
+        for page_id in unpack(node.pages[group.number]):
+            if page_id and group.pages.is_unread(page_id):
+                group.pages.evict_one(page_id)
                 freed += 1
     return freed

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.device.lease_table import Arrival, Lease, LeaveSlot
+from cache_service.core.device.lease_table import Arrival, Lease
 from cache_service.core.device.page_pool import pack
-from cache_service.core.device.sparse_pages import Rank
-from cache_service.core.device.transfer_table import Fetch, SparsePage
+from cache_service.core.device.transfer_table import Fetch
+from cache_service.core.device_cache import DeviceCache
+from cache_service.core.kinds.group import present
 from cache_service.core.verbs import publishing
 from cache_service.core.verbs.admission import Plan
 from session.messages import Ack
-from session.words import NO_PAGE, PAGE_ID_BYTES, Transfer, TransferPages, TransferStatus
+from session.words import PAGE_ID_BYTES, GroupPages, Transfer, TransferPages, TransferStatus
 
 
 def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
@@ -28,84 +28,55 @@ def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
     One sequence takes at most half of the tickets that are left, so that others can fetch beside it. What lies beyond
     is fetched by the plan that follows the acks.
     """
-    sparse = _sparse_targets(cache, lease, plan)
-    brings_full = cache.layout.full and plan.boundary > plan.found.matched_pages
-    full = range(plan.base, plan.boundary) if brings_full else range(0)
-    starts = [target.page for target in sparse] + ([full.start] if full else [])
+    targets = [group.targets(lease, plan.needs, plan.boundary) for group in cache.groups]
     step = cache.config.transfer_pages
     room = max(1, (cache.config.max_open_tickets - cache.transfers.num_fetching) // 2)
     transfers: list[Transfer] = []
-    for first in range(min(starts), plan.boundary, step):
+    for first in range(min(map(_first_page, targets)), plan.boundary, step):
         if len(transfers) == room:
             break
         pages = range(first, min(first + step, plan.boundary))
-        mine = tuple(target for target in sparse if target.page in pages)
-        moved = range(max(full.start, pages.start), min(full.stop, pages.stop)) if full else range(0)
-        if mine or moved:
-            transfers.append(_open(cache, lease, plan, pages, moved, mine))
+        moved = [(target.group, _cut(target, pages)) for target in targets]
+        moved = [(group, page_ids) for group, page_ids in moved if any(page_ids)]
+        if moved:
+            transfers.append(_open(cache, lease, plan, pages, moved))
     lease.hashes = plan.found.hashes
     return tuple(transfers)
 
 
-def _open(
-    cache: DeviceCache, lease: Lease, plan: Plan, pages: range, full: range, sparse: tuple[SparsePage, ...]
-) -> Transfer:
+def _open(cache: DeviceCache, lease: Lease, plan: Plan, pages: range, moved: list[tuple[int, bytes]]) -> Transfer:
     assert cache.host is not None and plan.found.hashes is not None
-    ids: dict[int, bytes] = {}
-    for group in cache.layout.full if full else ():
-        targets = lease.private[group][_cut(full, lease.published_pages)]
-        ids[group] = bytes((full.start - pages.start) * PAGE_ID_BYTES) + bytes(targets)
-    rows: dict[int, list[int]] = {}
-    for target in sparse:
-        row = rows.setdefault(target.group, [NO_PAGE] * len(pages))
-        row[target.page - pages.start] = target.page_id
-    ids.update((group, pack(row)) for group, row in rows.items())
     hashes = b"".join(plan.found.hashes.run(pages.start, pages.stop))
     index, fingerprint = cache.host.index, cache.host.fingerprint
-    groups = (TransferPages(g, ids[g], index.key_prefix(fingerprint, g), hashes) for g in sorted(ids))
+    groups = (TransferPages(group, ids, index.key_prefix(fingerprint, group), hashes) for group, ids in moved)
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), pages.start, len(pages))
     lease.fetches |= {transfer.ticket}
-    cache.transfers.fetches[transfer.ticket] = Fetch(
-        transfer, lease.sequence_id, cache.host, full, sparse, cache.now_ms
-    )
+    cache.transfers.fetches[transfer.ticket] = Fetch(transfer, lease.sequence_id, cache.host, cache.now_ms)
     return transfer
 
 
-def _cut(pages: range, first: int) -> slice:
-    """Where these pages stand in packed ids that begin with page number `first`."""
-    return slice((pages.start - first) * PAGE_ID_BYTES, (pages.stop - first) * PAGE_ID_BYTES)
+def _first_page(target: GroupPages) -> int:
+    """The page number of its first page; that behind its last one without any."""
+    num_zeros = len(target.page_ids) - len(target.page_ids.lstrip(b"\0"))
+    return target.first_page + num_zeros // PAGE_ID_BYTES
 
 
-def _sparse_targets(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[SparsePage, ...]:
-    targets = []
-    for group, window in plan.windows.items():
-        hold = lease.windows[group]
-        for page in range(window.first, plan.boundary):
-            if page not in window.hits:
-                targets.append(SparsePage(group, page, hold.page_ids[page - hold.first]))
-    for group, slot in plan.snapshots.items():
-        if not slot:
-            taken = cache.sparse[group].take(1)[0]
-            lease.leave += (LeaveSlot(group, plan.boundary, taken),)
-            targets.append(SparsePage(group, plan.boundary - 1, taken))
-    return tuple(targets)
+def _cut(target: GroupPages, pages: range) -> bytes:
+    """The packed ids of these pages, with holes before the target's first one."""
+    holes = max(target.first_page - pages.start, 0)
+    first, end = pages.start + holes - target.first_page, max(pages.stop - target.first_page, 0)
+    return bytes(min(holes, len(pages)) * PAGE_ID_BYTES) + target.page_ids[first * PAGE_ID_BYTES : end * PAGE_ID_BYTES]
 
 
-def orphan(cache: DeviceCache, lease: Lease) -> None:
-    """The lease ends before its acks: the open tickets keep their targets."""
-    kept: set[tuple[int, int]] = set()
-    fetches = [cache.transfers.fetches[ticket] for ticket in lease.fetches]
-    for fetch in sorted(fetches, key=lambda fetch: -fetch.full.start):  # from behind, so that places stay true
+def orphan(cache: DeviceCache, lease: Lease) -> dict[int, set[int]]:
+    """The lease ends before its acks: the open tickets keep their targets. Returns these, by group."""
+    kept: dict[int, set[int]] = {}
+    for ticket in lease.fetches:
+        fetch = cache.transfers.fetches[ticket]
         fetch.orphaned = True
-        for group in cache.layout.full if fetch.full else ():
-            cut = _cut(fetch.full, lease.published_pages)
-            fetch.full_targets[group] = bytes(lease.private[group][cut])
-            del lease.private[group][cut]
-        kept |= {(target.group, target.page_id) for target in fetch.sparse}
-    for group, hold in lease.windows.items():
-        hold.page_ids = [page_id for page_id in hold.page_ids if (group, page_id) not in kept]
-    lease.leave = tuple(leave for leave in lease.leave if (leave.group, leave.slot) not in kept)
-    lease.fetches = frozenset()
+        for row in fetch.transfer.groups:
+            kept.setdefault(row.group, set()).update(present(row.page_ids))
+    return kept
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
@@ -179,21 +150,15 @@ def _touch(arrived: list[Arrival]) -> None:
 
 def free_targets(cache: DeviceCache, fetch: Fetch) -> None:
     """What an orphaned ticket held."""
-    for group, page_ids in fetch.full_targets.items():
-        cache.pools[group].give(page_ids)
-    for target in fetch.sparse:
-        cache.sparse[target.group].drop((target.page_id,), Rank.WARM)
+    for row in fetch.transfer.groups:
+        cache.groups[row.group].drop(pack(present(row.page_ids)))
 
 
 def _publish_done(cache: DeviceCache, lease: Lease, fetches: list[Fetch], done: int) -> None:
-    if done > lease.published_pages and (any(fetch.full for fetch in fetches) or not cache.layout.full):
+    if done > lease.published_pages:
         publishing.publish_pages(cache, lease, done)
-    slots = {leave.slot for leave in lease.leave}
-    for target in (target for fetch in fetches for target in fetch.sparse):
-        if target.page >= min(done, lease.published_pages):
-            continue
-        if target.group in cache.layout.state and target.page_id in slots:
-            publishing.publish_slot(cache, lease.node, target.group, target.page + 1, target.page_id)
-            lease.leave = tuple(leave for leave in lease.leave if leave.group != target.group)
-        else:
-            publishing.fill_hole(cache, lease.node, target)
+    end = min(done, lease.published_pages)
+    for transfer in (fetch.transfer for fetch in fetches):
+        for row in transfer.groups:
+            group = cache.groups[row.group]
+            publishing.queue_spills(cache, group.arrive(lease, row.page_ids, transfer.first_page, end))

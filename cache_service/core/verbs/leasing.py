@@ -5,25 +5,18 @@ A commit pins the hits, then evicts, then takes; it cannot fail.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from cache_service.core.base.types import SpillPolicy
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.device.lease_table import HeldSlot, Lease, LeaveSlot, WindowHold
-from cache_service.core.device.page_pool import pack
+from cache_service.core.device.lease_table import Lease
+from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node
-from cache_service.core.device.sparse_pages import Rank
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import fetching, publishing, renewal
-from cache_service.core.verbs.admission import Plan, lacks_for_extend, match_of, plan_acquire
+from cache_service.core.verbs.admission import Plan, lacks_pages, match_of, plan_acquire
 from session.messages import Acquire, Extend, ExtendGrant, Grant, Refusal
-from session.words import (
-    PAGE_ID_BYTES,
-    TOKEN_BYTES,
-    GroupPages,
-    PageId,
-    RefusalReason,
-    ReleaseReason,
-    SnapshotSlot,
-    Transfer,
-)
+from session.words import TOKEN_BYTES, GroupPages, RefusalReason, ReleaseReason, SnapshotSlot, Transfer
 
 # Acquire.
 
@@ -52,12 +45,17 @@ def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | No
 def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     """The sequence may run now: count it, and offer the snapshots of its first chunk."""
     num_tokens = len(lease.prompt) // TOKEN_BYTES
-    leave: tuple[SnapshotSlot, ...] = ()
-    if cache.sparse:
-        _take_rolling(cache, lease)
-        lease.room_tokens = plan.boundary * cache.layout.page_tokens
-        leave = _offer_leave(cache, lease, min(num_tokens, lease.room_tokens + (lease.chunk_tokens or num_tokens)))
-    grant = _grant(cache, lease, plan, leave)
+    for group in cache.sparse:
+        group.admit(lease)
+    lease.room_tokens = lease.computed_tokens
+    room_tokens = lease.room_tokens + (lease.chunk_tokens or num_tokens)
+    if room_tokens > num_tokens:
+        room_tokens = num_tokens
+    leave: list[SnapshotSlot] = []
+    for group in cache.sparse:
+        leave += group.offer(lease, room_tokens)
+    lease.room_tokens = room_tokens
+    grant = _grant(cache, lease, plan, tuple(leave))
     counters = cache.counters
     counters.prompt += num_tokens
     counters.matched += grant.match.matched_tokens
@@ -79,45 +77,19 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
         renewal.note_hit(cache, node)
     if cache.marks_uses or priority:
         _mark_use(cache, node, priority)
-    private = [bytearray()] * len(cache.layout.specs)
-    lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, private, priority, chunk_tokens, bypass)
+    holds: list[Any] = [None] * len(cache.groups)
+    lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, holds, priority, chunk_tokens, bypass)
     lease.computed_tokens = plan.boundary * cache.layout.page_tokens
-    if cache.sparse:
-        _read_hits(cache, lease, plan)
-    need = plan.total - plan.base
-    cache.make_room(need)
-    for group, pool in cache.full_pools:
-        private[group] = bytearray(pool.take(need))
-    if cache.sparse:
-        _take_sparse(cache, lease, plan)
+    lease.resumed_pages, lease.matched_pages = plan.boundary, plan.found.matched_pages
+    num_pages = plan.total - plan.base
+    cache.make_room(num_pages)  # the pages that the plan reuses belong to pinned nodes
+    for group in cache.groups:
+        group.take(lease, plan.needs, num_pages)
     return lease
 
 
-def _read_hits(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
-    """What the plan reuses is read before anything is evicted."""
-    lease.resumed_pages, lease.matched_pages = plan.boundary, plan.found.matched_pages
-    for group, window in plan.windows.items():
-        cache.sparse[group].read(window.hits.values())
-    lease.restore = tuple(HeldSlot(group, slot) for group, slot in plan.snapshots.items() if slot)
-    for held in lease.restore:
-        cache.sparse[held.group].read((held.slot,))
-
-
-def _take_sparse(cache: DeviceCache, lease: Lease, plan: Plan) -> None:
-    lease.windows = {group: _take_window(cache, group, plan) for group in cache.layout.window}
-    lease.working = tuple(HeldSlot(group, cache.sparse[group].take(1)[0]) for group in cache.layout.state)
-
-
-def _take_window(cache: DeviceCache, group: int, plan: Plan) -> WindowHold:
-    window = plan.windows[group]
-    fresh = iter(cache.sparse[group].take(window.fresh))
-    ids = [window.hits.get(page) or next(fresh) for page in range(window.first, window.end)]
-    cache.trim_all()
-    return WindowHold(window.first, ids)
-
-
 def _mark_use(cache: DeviceCache, node: Node, priority: int) -> None:
-    """Everything on the path was used again; pinned nodes stand in no order, so their rank may change."""
+    """Everything on the path was used again; pinned nodes stand in no order, so their place in it may change."""
     selective = cache.host is not None and cache.config.spill is SpillPolicy.SELECTIVE
     step = node
     while step.parent is not None:
@@ -129,35 +101,6 @@ def _mark_use(cache: DeviceCache, node: Node, priority: int) -> None:
         step = step.parent
 
 
-def _take_rolling(cache: DeviceCache, lease: Lease) -> None:
-    if lease.bypass:
-        return
-    for group in cache.layout.state:
-        if cache.sparse[group].num_available:
-            lease.rolling += (HeldSlot(group, cache.sparse[group].take(1)[0]),)
-    cache.trim_all()
-
-
-def _offer_leave(cache: DeviceCache, lease: Lease, room: int) -> tuple[SnapshotSlot, ...]:
-    """Slots for the wanted boundaries in (lease.room_tokens, room], while there are any; too few refuse nothing."""
-    if room <= lease.room_tokens:
-        return ()
-    page_tokens = cache.layout.page_tokens
-    wanted = set(lease.resume_boundaries(page_tokens, lease.matched_pages))
-    offered = []
-    for boundary in sorted(wanted) if not lease.bypass else ():
-        if not lease.room_tokens < boundary * page_tokens <= room:
-            continue
-        for group in cache.layout.state:
-            if cache.sparse[group].num_available:
-                slot = cache.sparse[group].take(1)[0]
-                lease.leave += (LeaveSlot(group, boundary, slot),)
-                offered.append(SnapshotSlot(group, boundary * page_tokens, PageId(slot)))
-    lease.room_tokens = room
-    cache.trim_all()
-    return tuple(offered)
-
-
 def _grant(
     cache: DeviceCache,
     lease: Lease,
@@ -165,52 +108,25 @@ def _grant(
     leave: tuple[SnapshotSlot, ...] = (),
     fetches: tuple[Transfer, ...] = (),
 ) -> Grant:
-    layout, match = cache.layout, match_of(plan, cache.layout)
-    usable = (plan.found.usable_pages if fetches else plan.boundary) * layout.page_tokens
+    page_tokens = cache.layout.page_tokens
+    usable = (plan.found.usable_pages if fetches else plan.boundary) * page_tokens
     fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
-    cached = usable - fetched
-    if not layout.state:
-        return Grant(lease.sequence_id, usable, cached, fetched, tables(cache, lease), match, fetches)
-    return Grant(
-        sequence_id=lease.sequence_id,
-        usable_tokens=usable,
-        cached_tokens=cached,
-        fetched_tokens=fetched,
-        tables=tables(cache, lease),
-        match=match,
-        fetches=fetches,
-        restore=() if fetches else _slots(lease.restore, usable),
-        leave=leave,
-        working=_slots(lease.working, usable),
-        rolling=_slots(lease.rolling, usable),
-    )
-
-
-def _slots(held: tuple[HeldSlot, ...], boundary: int) -> tuple[SnapshotSlot, ...]:
-    return tuple(SnapshotSlot(slot.group, boundary, PageId(slot.slot)) for slot in held)
+    match = match_of(plan, page_tokens)
+    grant = Grant(lease.sequence_id, usable, usable - fetched, fetched, tables(cache, lease), match, fetches, (), leave)
+    for group in cache.sparse:
+        grant = group.describe(grant, lease)
+        cache.trim_emptied(group)
+    return grant
 
 
 def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
-    """Block tables from page 0 on; NO_PAGE where a window no longer reaches."""
+    """Block tables from page 0 on."""
     out = []
-    for group in cache.layout.full:
-        out.append(GroupPages(group, 0, _page_ids(lease, group)))
-    if lease.windows:
-        for group, hold in lease.windows.items():
-            out.append(GroupPages(group, 0, bytes(hold.first * PAGE_ID_BYTES) + pack(hold.page_ids)))
-        out.sort()
+    for group in cache.groups:
+        table = group.table(lease)
+        if table is not None:
+            out.append(table)
     return tuple(out)
-
-
-def _page_ids(lease: Lease, group: int) -> bytes:
-    """The shared pages of the path, then the lease's own."""
-    parts: list[bytes | bytearray] = [lease.private[group]]
-    node: Node | None = lease.node
-    while node is not None:
-        parts.append(node.pages[group])
-        node = node.parent
-    parts.reverse()
-    return b"".join(parts)
 
 
 def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
@@ -233,45 +149,35 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
 
 
 def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refusal:
-    layout, held = cache.layout, lease.full_end
-    total = -(-item.num_tokens // layout.page_tokens)
-    if total <= held and not layout.sparse:
-        return ExtendGrant(item.sequence_id, ())
-    detail = lacks_for_extend(cache, lease, total)
+    total = -(-item.num_tokens // cache.layout.page_tokens)
+    num_pages = total - lease.full_end
+    if num_pages <= 0:
+        if cache.layout.resumes_anywhere:  # every group holds as many pages
+            return ExtendGrant(item.sequence_id, ())
+        num_pages = 0
+    needs: dict[int, Any] = {}
+    for sparse in cache.sparse:
+        needs[sparse.number] = sparse.more(lease, total)
+    detail = lacks_pages(cache, needs, num_pages - cache.tree.evictable_pages)
     if detail is not None:
-        never = _can_never_extend(cache, lease, total)
+        never = next(filter(None, (group.never_extends(lease, total) for group in cache.groups)), None)
         cache.counters.refusals += 1
         reason = RefusalReason.NEVER_FITS if never else RefusalReason.NO_ROOM
         return Refusal(item.sequence_id, reason, never or detail)
-    pages = []
-    if total > held and layout.full:
-        lease.full_end = total
-        cache.make_room(total - held)
-        for group, pool in cache.full_pools:
-            taken = pool.take(total - held)
-            lease.private[group] += taken
-            pages.append(GroupPages(group, held, taken))
-    if not layout.sparse:
-        return ExtendGrant(item.sequence_id, tuple(pages))
-    for group, hold in lease.windows.items():
-        if total > hold.end:
-            ids = cache.sparse[group].take(total - hold.end)
-            pages.append(GroupPages(group, hold.end, pack(ids)))
-            hold.page_ids += ids
-    cache.trim_all()
-    pages.sort()
-    return ExtendGrant(item.sequence_id, tuple(pages), _offer_leave(cache, lease, item.num_tokens))
-
-
-def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str | None:
-    """Returns why the sequence could not grow on an empty worker either; None when it could."""
-    for group in (*cache.layout.full, *lease.windows):
-        rule, hold = cache.layout.rules[group], lease.windows.get(group)
-        # A launch from the last extend's end on reads what its rule says from there.
-        first = max(hold.first if hold is not None else 0, rule.first_page(lease.room_tokens))
-        if total - first > rule.spec.num_pages:
-            return f"{total - first} pages at once; group {rule.spec.name} has {rule.spec.num_pages}"
-    return None
+    cache.make_room(num_pages)
+    pages: list[GroupPages] = []
+    for group in cache.groups:
+        gained = group.extend(lease, needs, num_pages)
+        if gained is not None:
+            pages.append(gained)
+    lease.full_end += num_pages
+    leave: list[SnapshotSlot] = []
+    for sparse in cache.sparse:
+        leave += sparse.offer(lease, item.num_tokens)
+        cache.trim_emptied(sparse)
+    if item.num_tokens > lease.room_tokens:
+        lease.room_tokens = item.num_tokens
+    return ExtendGrant(item.sequence_id, tuple(pages), tuple(leave))
 
 
 # Release.
@@ -279,27 +185,21 @@ def _can_never_extend(cache: DeviceCache, lease: Lease, total: int) -> str | Non
 
 def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason, rolling_tokens: int = 0) -> None:
     """`rolling_tokens`: the boundary whose state the rolling slots hold; 0: none."""
+    kept = None
     if lease.fetches:
-        fetching.orphan(cache, lease)
-    elif lease.rolling and rolling_tokens and reason is ReleaseReason.FINISHED:
-        publishing.publish_rolling(cache, lease, rolling_tokens // cache.layout.page_tokens)
-    drop_holdings(cache, lease)
+        kept = fetching.orphan(cache, lease)
+    elif rolling_tokens and reason is ReleaseReason.FINISHED:
+        for group in cache.sparse:
+            publishing.queue_spills(cache, group.finish(lease, rolling_tokens // cache.layout.page_tokens))
+    drop_holdings(cache, lease, kept)
     cache.leases.remove(lease.sequence_id)
 
 
-def drop_holdings(cache: DeviceCache, lease: Lease) -> None:
-    """Everything that the lease still holds; what is unpublished is freed."""
-    for group, pool in cache.full_pools:
-        pool.give(lease.private[group])
-    if cache.sparse:
-        _drop_sparse(cache, lease)
+def drop_holdings(cache: DeviceCache, lease: Lease, kept: Mapping[int, Collection[int]] | None = None) -> None:
+    """Everything that the lease still holds, but what tickets keep; what is unpublished is freed."""
+    for group in cache.groups:
+        held = group.held(lease)
+        if kept is not None and group.number in kept:
+            held = pack(page_id for page_id in unpack(held) if page_id not in kept[group.number])
+        group.drop(held)
     cache.unpin(lease.node)
-
-
-def _drop_sparse(cache: DeviceCache, lease: Lease) -> None:
-    for group, hold in lease.windows.items():
-        cache.sparse[group].drop(hold.page_ids, Rank.WARM)
-    for held in (*lease.working, *lease.rolling, *lease.restore):
-        cache.sparse[held.group].drop((held.slot,), Rank.WARM)
-    for leave in lease.leave:
-        cache.sparse[leave.group].drop((leave.slot,), Rank.WARM)

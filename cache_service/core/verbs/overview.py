@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from itertools import takewhile
 
-from cache_service.core.base.stats import GroupStats, WorkerStats
+from cache_service.core.base.stats import WorkerStats
 from cache_service.core.base.types import Explanation, Residence, Segment
-from cache_service.core.device.device_cache import DeviceCache
-from cache_service.core.device.worker import Worker
+from cache_service.core.device_cache import DeviceCache
+from cache_service.core.verbs.many_workers_match import PromptMatch
 from cache_service.core.verbs.prefix_match import PrefixMatch
-from cache_service.core.verbs.prompt_match import PromptMatch
+from cache_service.core.worker import Worker
 from session.words import TOKEN_BYTES, MissReason, Namespace
 
 # Namespaces that Explain looks at between two yields: about 1 ms.
@@ -98,7 +98,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         incarnation=worker.hello.incarnation,
         model=worker.hello.model,
         connected=worker.connected,
-        groups=tuple(_group_stats(cache, group) for group in range(len(cache.layout.specs))),
+        groups=tuple(group.stats(cache.tree.evictable_pages, counters.evicted) for group in cache.groups),
         num_leases=len(cache.leases),
         num_tickets=len(cache.transfers),
         num_requests=counters.requests,
@@ -114,17 +114,3 @@ def worker_stats(worker: Worker) -> WorkerStats:
         matched_tokens=counters.matched,
         pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
     )
-
-
-def _group_stats(cache: DeviceCache, group: int) -> GroupStats:
-    spec = cache.layout.specs[group]
-    if group in cache.sparse:
-        pages = cache.sparse[group]
-        free, evictable, evicted = pages.pool.num_free, pages.num_evictable, pages.num_evicted
-    else:
-        free, evictable, evicted = (
-            cache.pools[group].num_free,
-            cache.tree.evictable_pages,
-            cache.counters.evicted,
-        )
-    return GroupStats(spec.name, spec.kind, spec.num_pages, free, evictable, evicted)

@@ -1,4 +1,7 @@
-"""Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later."""
+"""Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later.
+
+Reasons that are no worker's own are given elsewhere: another salt's pages in overview.py, a bypass in admission.py.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.device.ghost_table import GhostKind
 from cache_service.core.device.radix_node import Root
 from cache_service.core.device.radix_tree import RadixTree, Walk
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.hash_index import HostView
+from cache_service.core.kinds.group import limiting_group, residency, resume
 from cache_service.core.kinds.layout import Layout
-from cache_service.core.kinds.rule import limiting_rule, residency, resume
 from session.words import HASH_BYTES, PAGE_ID_BYTES, Match, MissReason, Namespace
 
 # Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
@@ -19,7 +23,7 @@ _MOST_AT_ONCE = 512
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Boundaries in pages. `sparse_ids` are the path's page ids of each WINDOW and STATE group, with holes.
+    """Boundaries in pages. `sparse_ids` are the path's page ids by the numbers of the groups with holes.
 
     0 ........ usable_pages ........ matched_pages ........ host_pages
     """
@@ -46,8 +50,7 @@ class PrefixMatch:
 
 
 def match_prefix(
-    tree: RadixTree,
-    layout: Layout,
+    cache: DeviceCache,
     namespace: Namespace,
     tokens: bytes,
     host: HostView | None,
@@ -57,6 +60,7 @@ def match_prefix(
 
     `hashes` are the prompt's, where several workers are asked about it.
     """
+    tree, layout = cache.tree, cache.layout
     limit = (len(tokens) - 1) // layout.page_key_bytes
     root = tree.roots.get(namespace)
     if root is None:
@@ -64,29 +68,31 @@ def match_prefix(
     walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
     matched = walk.end
     found = PrefixMatch(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
-    if layout.sparse:
-        _resume_on_device(found, tree, layout)
+    if not layout.resumes_anywhere:
+        _resume_on_device(found, cache)
     if found.usable_pages < limit and not found.limiting:
         found.reason = _why_absent(tree, tokens, root, matched)
     if host is not None and found.usable_pages < limit and not host.index.breaker.is_open:
-        _look_in_host(found, tree, layout, host, hashes or PromptHashes(namespace, tokens, layout.page_key_bytes))
+        _look_in_host(found, cache, host, hashes or PromptHashes(namespace, tokens, layout.page_key_bytes))
     return found
 
 
-def _resume_on_device(found: PrefixMatch, tree: RadixTree, layout: Layout) -> None:
-    walk = found.walk
-    path = tree.path(walk.node)
-    for group in layout.sparse:
-        parts = [node.pages[group] for node in path]
-        if walk.child is not None:
-            parts.append(walk.child.pages[group][: walk.pages * PAGE_ID_BYTES])
-        found.sparse_ids[group] = b"".join(parts)
-    rules = [layout.rules[group] for group in layout.sparse]
-    flags = [residency(found.sparse_ids[group]) for group in layout.sparse]
-    found.usable_pages = found.host_pages = resume(rules, flags, found.matched_pages)
-    limiting = limiting_rule(rules, flags, found.matched_pages)
+def _resume_on_device(found: PrefixMatch, cache: DeviceCache) -> None:
+    for group in cache.sparse:
+        found.sparse_ids[group.number] = page_ids(cache.tree, found.walk, group.number)
+    flags = [residency(found.sparse_ids[group.number]) for group in cache.sparse]
+    found.usable_pages = found.host_pages = resume(cache.sparse, flags, found.matched_pages)
+    limiting = limiting_group(cache.sparse, flags, found.matched_pages)
     if limiting is not None:
         found.limiting, found.reason = limiting.spec.name, limiting.miss_reason
+
+
+def page_ids(tree: RadixTree, walk: Walk, group: int) -> bytes:
+    """Returns a group's page ids of what a walk passed, with holes."""
+    parts: list[bytes | bytearray] = [node.pages[group] for node in tree.path(walk.node)]
+    if walk.child is not None:
+        parts.append(walk.child.pages[group][: walk.pages * PAGE_ID_BYTES])
+    return b"".join(parts)
 
 
 def _why_absent(tree: RadixTree, tokens: bytes, root: Root, page: int) -> MissReason:
@@ -97,7 +103,7 @@ def _why_absent(tree: RadixTree, tokens: bytes, root: Root, page: int) -> MissRe
 
 
 def resident(tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> tuple[int, MissReason]:
-    """Returns how many leading pages of the prompt the device holds, and why not more. FULL groups only."""
+    """Returns how many leading pages of the prompt the device holds, and why not more."""
     limit = (len(tokens) - 1) // layout.page_key_bytes
     walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
     if walk.end == limit:
@@ -105,19 +111,19 @@ def resident(tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> tupl
     return walk.end, _why_absent(tree, tokens, root, walk.end)
 
 
-def _look_in_host(found: PrefixMatch, tree: RadixTree, layout: Layout, host: HostView, hashes: PromptHashes) -> None:
+def _look_in_host(found: PrefixMatch, cache: DeviceCache, host: HostView, hashes: PromptHashes) -> None:
     """Goes on from the matched pages and stops at the first absent page, so a long miss costs one hash."""
-    _seed(found, tree, hashes)
-    end = _reach(found, layout, host, hashes)
+    if not any(group.reach_pages() for group in cache.groups):
+        return  # windows of one token read no page before a boundary: there is nothing to bring
+    _seed(found, cache.tree, hashes)
+    end = _reach(found, cache.layout, host, hashes)
     if end == found.usable_pages:
         return
     found.hashes = hashes
-    boundary = end
-    if layout.sparse:
-        first = _first_page_of_interest(found, layout)
-        flags = [_with_host(found, group, first, end, host) for group in layout.sparse]
-        boundary = resume([layout.rules[group] for group in layout.sparse], flags, end)
-    found.host_pages = max(boundary, found.usable_pages)
+    # A boundary beyond `usable_pages` needs no page before this one of a group with holes.
+    first = max(0, found.usable_pages - max((group.reach_pages() for group in cache.sparse), default=0))
+    flags = [_with_host(found, group.number, first, end, host) for group in cache.sparse]
+    found.host_pages = max(resume(cache.sparse, flags, end), found.usable_pages)
 
 
 def _seed(found: PrefixMatch, tree: RadixTree, hashes: PromptHashes) -> None:
@@ -154,12 +160,6 @@ def _reach(found: PrefixMatch, layout: Layout, host: HostView, hashes: PromptHas
         count = min(2 * count, _MOST_AT_ONCE)
     runs.append((found.matched_pages, page))
     return page
-
-
-def _first_page_of_interest(found: PrefixMatch, layout: Layout) -> int:
-    """A boundary beyond `usable_pages` needs no WINDOW or STATE page before this one."""
-    reach = max(layout.rules[group].reach_pages() for group in layout.sparse)
-    return max(0, found.usable_pages + 1 - reach - 1)
 
 
 def _with_host(found: PrefixMatch, group: int, first: int, end: int, host: HostView) -> bytes:

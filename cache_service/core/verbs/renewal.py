@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cache_service.core.base.types import SpillPolicy
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.radix_node import Node
+from cache_service.core.device_cache import DeviceCache
 from session.words import HASH_BYTES
 
 # What one tick looks at, for each worker: about 2 ms.
 PAGES_PER_TICK = 1_024
 NODES_PER_TICK = 1_024
 
-# While so many nodes wait for their spill, a refill pauses.
+# A refill pauses while this many nodes wait for their spill.
 MAX_WAITING = 256
 
 

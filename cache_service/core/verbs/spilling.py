@@ -1,6 +1,6 @@
 """Spill orders: which resident pages the host tier lacks, what an ack records, and what a broken stream voids.
 
-Best effort: eviction never waits for a spill. A ticket pins its node, and reads the WINDOW and STATE pages that it
+Best effort: eviction never waits for a spill. A ticket pins its node, and reads the pages of groups with holes that it
 copies.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from itertools import islice
 
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node
-from cache_service.core.device.transfer_table import SparsePage, Spill, SpillRow
+from cache_service.core.device.transfer_table import Spill, SpillRow
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import renewal
 from session.messages import Ack
 from session.words import (
@@ -25,7 +25,7 @@ from session.words import (
     TransferStatus,
 )
 
-# One page in so many of a pool may be held by open spills.
+# Open spills may hold one page of a pool in this many.
 SPILL_SHARE = 4
 
 
@@ -53,15 +53,10 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
 
 def _holds_much(cache: DeviceCache) -> bool:
     """Open spills keep pages from eviction; they may not take more than a share of any pool."""
-    spills = cache.transfers.spills.values()
-    if not spills:
-        return False
-    full = sum(spill.transfer.num_pages for spill in spills)
-    if any(full * SPILL_SHARE >= pool.num_pages for pool in cache.pools.values()):
-        return True
+    transfers = [spill.transfer for spill in cache.transfers.spills.values()]
     return any(
-        sum(page.group == group for spill in spills for page in spill.sparse) * SPILL_SHARE >= pages.pool.num_pages
-        for group, pages in cache.sparse.items()
+        sum(map(group.num_copied, transfers)) * SPILL_SHARE >= group.spec.num_pages
+        for group in (cache.groups if transfers else ())
     )
 
 
@@ -72,19 +67,24 @@ def _order(cache: DeviceCache, node: Node) -> Transfer | None:
         return None
     first = min(rows)
     num_pages = max(rows) + 1 - first
-    ids, sparse = _page_ids(cache, node, rows, first, num_pages)
     assert cache.host is not None
     index, fingerprint = cache.host.index, cache.host.fingerprint
-    hashes = bytes(node.hashes[(first - node.start) * HASH_BYTES : (first - node.start + num_pages) * HASH_BYTES])
-    groups = (TransferPages(g, pack(ids[g]), index.key_prefix(fingerprint, g), hashes) for g in ids)
-    transfer = Transfer(cache.transfers.new_id(), tuple(groups), first, num_pages)
+    at, end = first - node.start, first - node.start + num_pages
+    hashes = bytes(node.hashes[at * HASH_BYTES : end * HASH_BYTES])
     ordered = tuple(rows.get(page) for page in range(first, first + num_pages))
-    cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, sparse, cache.now_ms)
+    groups = []
+    for group, page_ids in enumerate(node.pages):
+        standing = zip(ordered, unpack(page_ids[at * PAGE_ID_BYTES : end * PAGE_ID_BYTES]), strict=True)
+        ids = [page_id if row is not None and row.groups >> group & 1 else NO_PAGE for row, page_id in standing]
+        if any(ids):
+            groups.append(TransferPages(group, pack(ids), index.key_prefix(fingerprint, group), hashes))
+    transfer = Transfer(cache.transfers.new_id(), tuple(groups), first, num_pages)
+    cache.transfers.spills[transfer.ticket] = Spill(transfer, node, ordered, cache.now_ms)
     for row in rows.values():
         index.begin(fingerprint, row.page_hash, row.groups)
     cache.tree.pin_for_ticket(node)
-    for page in sparse:
-        cache.sparse[page.group].read((page.page_id,))
+    for moved in transfer.groups:
+        cache.groups[moved.group].begin_copy(moved.page_ids)
     return transfer
 
 
@@ -95,7 +95,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
     if node.spilled >= node.resident or node.root in cache.tree.detached:
         return {}
     cache.tree.ensure_hashes(node)
-    sparse = {group: unpack(node.pages[group]) for group in layout.sparse}
+    sparse = {group.number: unpack(node.pages[group.number]) for group in cache.sparse}
     rows: dict[int, SpillRow] = {}
     floor = index.floor(node.root.digest)
     for at in range(node.spilled, node.resident):
@@ -109,25 +109,6 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
         if groups and num_bytes * index.num_ranks.get(fingerprint, 1) <= index.quota_bytes:
             rows[node.start + at] = SpillRow(page_hash, groups)
     return rows
-
-
-def _page_ids(
-    cache: DeviceCache, node: Node, rows: dict[int, SpillRow], first: int, num_pages: int
-) -> tuple[dict[int, list[int]], tuple[SparsePage, ...]]:
-    ids: dict[int, list[int]] = {}
-    sparse = []
-    begin = (first - node.start) * PAGE_ID_BYTES
-    for group in range(len(cache.layout.specs)):
-        standing = unpack(node.pages[group][begin : begin + num_pages * PAGE_ID_BYTES])
-        moved: list[int] = [NO_PAGE] * num_pages
-        for page, row in rows.items():
-            if row.groups >> group & 1:
-                moved[page - first] = standing[page - first]
-                if group in cache.sparse:
-                    sparse.append(SparsePage(group, page, standing[page - first]))
-        if any(moved):
-            ids[group] = moved
-    return ids, tuple(sparse)
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
@@ -209,9 +190,8 @@ def _close(cache: DeviceCache, spill: Spill) -> None:
 
 
 def _release(cache: DeviceCache, spill: Spill) -> None:
-    # Being copied is no use: pages and nodes keep the place in the order that their last use gave them.
-    for page in spill.sparse:
-        cache.sparse[page.group].drop_unused(page.page_id)
+    for moved in spill.transfer.groups:
+        cache.groups[moved.group].end_copy(moved.page_ids)
     cache.tree.unpin_for_ticket(spill.node)
     cache.trim(spill.node)
 

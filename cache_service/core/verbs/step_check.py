@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, UnknownTicket
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.lease_table import Lease
+from cache_service.core.device_cache import DeviceCache
 from session.errors import FieldError, InvalidInput, TooMany
 from session.limits import (
     MAX_NAME_CHARS,
@@ -68,13 +68,10 @@ def check_publish(cache: DeviceCache, publish: Publish) -> Lease:
             else f"of {num_tokens} accepted tokens"
         )
         raise InvalidInput("computed_tokens", f"{computed} {wrong}")
-    layout = cache.layout
-    if computed > lease.full_end * layout.page_tokens and layout.full:
-        raise InvalidInput("computed_tokens", f"{computed} lies beyond {lease.full_end} granted pages")
-    if lease.windows:
-        for hold in lease.windows.values():
-            if computed > hold.end * layout.page_tokens:
-                raise InvalidInput("computed_tokens", f"{computed} lies beyond {hold.end} granted pages")
+    for group in cache.groups:
+        end = group.end(lease)
+        if end is not None and computed > end * group.page_tokens:
+            raise InvalidInput("computed_tokens", f"{computed} lies beyond {end} granted pages")
     return lease
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from cache_service.core.base.errors import DuplicateSequence
-from cache_service.core.device.device_cache import DeviceCache
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import adoption, fetching, leasing, publishing, spilling, step_check
 from cache_service.core.verbs.admission import never_fits
 from session.errors import FieldError, InvalidInput, TooMany

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cache_service.core.base.types import SpillPolicy
-from cache_service.core.device.device_cache import DeviceCache
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.radix_tree import Walk
-from cache_service.core.device.sparse_pages import Rank
+from cache_service.core.device.sparse_pages import Retention
+from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import fetching, renewal, spilling
 from session.words import Namespace
 
@@ -26,7 +26,7 @@ def lacks_pin_room(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> s
 
 
 def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms: int) -> int:
-    """Rank the cached prefix last in eviction until then (0: as usual again); returns its tokens."""
+    """Retention the cached prefix last in eviction until then (0: as usual again); returns its tokens."""
     found = _cached(cache, namespace, tokens)
     if found is None:
         return 0
@@ -43,7 +43,7 @@ def _cached(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> Walk | N
 
 
 def _mark(cache: DeviceCache, node: Node, until_ms: int) -> None:
-    """A queued node enters the order of its new rank, as just used."""
+    """A queued node enters the order that it now belongs to, as just used."""
     queued = node.queue is not None
     if queued:
         cache.policy.remove(node)
@@ -53,8 +53,8 @@ def _mark(cache: DeviceCache, node: Node, until_ms: int) -> None:
         cache.soft_pins.drop(node)
     if queued:
         cache.policy.add(node)
-    for group, pages in cache.sparse.items():
-        pages.rerank(unpack(node.pages[group]), Rank.SOFT if until_ms else Rank.WARM)
+    for group in cache.sparse:
+        group.pages.move(unpack(node.pages[group.number]), Retention.SOFT if until_ms else Retention.WARM)
 
 
 def tick(cache: DeviceCache, now_ms: int) -> None:

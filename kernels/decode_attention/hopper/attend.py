@@ -1,4 +1,4 @@
-"""The consumer: walks the program's chunks, sums each segment along the tree, finishes pairs that it holds whole.
+"""The consumer: walks the program's chunks, sums each along the tree, finishes pairs that it holds whole.
 
 Tiles arrive in a ring, in the order in which this partition walks.
 """
@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.decode_attention.hopper.chunks import lowest_key, next_pair, query_span, read_chunk
+from kernels.decode_attention.hopper.chunks import lowest_key, part_of, query_span, read_chunk
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
 from kernels.decode_attention.hopper.quantized import query_operand, value_dims
 from kernels.decode_attention.hopper.tree import add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
@@ -33,6 +33,35 @@ def load_queries(
     token = (token_row + row // GQA_GROUP).to(gl.int64)
     at = token * strides_q[0] + (head * GQA_GROUP + row % GQA_GROUP) * strides_q[1]
     return gl.load(q_ptr + at[:, None] + d[None, :], mask=(row < rows)[:, None], other=0.0)
+
+
+@gluon.jit
+def next_chunk(chunks_ptr, num_chunks, queue, queue_full, queue_empty, turn):
+    """(number, place) of the program's next chunk; behind the last one some chunk's place, so that loading is safe."""
+    chunk = num_chunks
+    if num_chunks > gl.num_programs(0):
+        chunk = take_index(queue, queue_full, queue_empty, turn, 4)
+    own, _ = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
+    return chunk, own
+
+
+@gluon.jit
+def queries_of(
+    q_ptr,
+    strides_q,
+    own,
+    cu_seqlens_ptr,
+    token_first,
+    TOKENS: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    GQA_GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The queries of a chunk."""
+    start, _, count = query_span(cu_seqlens_ptr, own[0], token_first, TOKENS, HAS_SPANS)
+    return load_queries(q_ptr, strides_q, start + token_first, own[1], count * GQA_GROUP, GQA_GROUP, COLUMNS, D, LAYOUT)
 
 
 @gluon.jit
@@ -75,11 +104,10 @@ def attend(
     outputs,
     strides_out,
     partials,
-    plan,
+    chunks_ptr,
     arrivals_ptr,
-    lengths,
+    cu_seqlens_ptr,
     token_first,
-    num_seqs,
     factors,
     rings,
     barriers,
@@ -100,133 +128,116 @@ def attend(
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    """Computes all segments of this program's chunks; ROWS is the room that a partial has for rows."""
+    """Computes all of this program's chunks; ROWS is the room that a partial has for rows."""
     q_smem = rings[0]
-    bases_ptr, chunks_ptr = plan
-    seqlens_ptr, cu_seqlens_ptr = lengths
     scale, cap, value_scale = factors
     COLUMNS: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
+    TILE: gl.constexpr = rings[2].shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
     QUANTIZED: gl.constexpr = rings[2].dtype == gl.float8e4nv
-    # The next pair's queries wait in registers, if that leaves enough of them.
+    # The next chunk's numbers and queries wait in registers, if that leaves enough of them.
     AHEAD: gl.constexpr = PARKED < 2 - QUANTIZED and (TOKENS == 1 or not QUANTIZED)
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
     turn = 0
     chunk = gl.program_id(0)
-    own, common = read_chunk(chunks_ptr, chunk)
-    num_chunks, leaves_per_unit, per = common
-    unit_keys = leaves_per_unit * LEAF
-    more = num_chunks > gl.num_programs(0)
+    own, num_chunks = read_chunk(chunks_ptr, chunk)
+    if AHEAD:
+        q = queries_of(
+            q_ptr, strides_q, own, cu_seqlens_ptr, token_first, TOKENS, HAS_SPANS, GQA_GROUP, COLUMNS, D, Q_LAYOUT
+        )
     while chunk < num_chunks:
-        seq, head, unit, rest, length = own
+        seq, head, begin, held, length, parts, base = own
         start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
+        rows = count * GQA_GROUP
+        if not AHEAD:
+            q = load_queries(q_ptr, strides_q, start + token_first, head, rows, GQA_GROUP, COLUMNS, D, Q_LAYOUT)
+        thread_barrier()
+        unit_scores = scale  # of quantized keys alone
+        if QUANTIZED:
+            q, unit_scores = query_operand(q)
+            unit_scores = gl.convert_layout(unit_scores, gl.SliceLayout(0, LAYOUT))
+        q_smem.index(0).store(q)
+        fence_async_shared()
+        thread_barrier()
         if AHEAD:
-            q = load_queries(
-                q_ptr, strides_q, start + token_first, head, count * GQA_GROUP, GQA_GROUP, COLUMNS, D, Q_LAYOUT
-            )
-        while rest > 0:
-            units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
-            held = gl.minimum(rest, units - unit)
-            if not AHEAD:
-                q = load_queries(
-                    q_ptr, strides_q, start + token_first, head, count * GQA_GROUP, GQA_GROUP, COLUMNS, D, Q_LAYOUT
-                )
-            thread_barrier()
-            unit_scores = scale  # of quantized keys alone
-            if QUANTIZED:
-                q, unit_scores = query_operand(q)
-                unit_scores = gl.convert_layout(unit_scores, gl.SliceLayout(0, LAYOUT))
-            q_smem.index(0).store(q)
-            fence_async_shared()
-            thread_barrier()
-            # The next pair's length and queries are on their way while this one is summed.
-            seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
-            length_next = gl.load(seqlens_ptr + seq_next)
-            start_next, tokens_next, count_next = query_span(cu_seqlens_ptr, seq_next, token_first, TOKENS, HAS_SPANS)
-            row_next = start_next + token_first
-            if AHEAD:
-                q = load_queries(
-                    q_ptr, strides_q, row_next, head_next, count_next * GQA_GROUP, GQA_GROUP, COLUMNS, D, Q_LAYOUT
-                )
-            first_position = length - tokens + token_first
-            low = lowest_key(first_position, length, WINDOW)
-            skipped = low // unit_keys
-            begin = gl.maximum(unit, skipped)
-            end = unit + held
-            whole = (unit <= skipped) & (end == units)
-            first = gl.load(bases_ptr + seq) * HEADS + head * units
-            rows = count * GQA_GROUP
-            ok = column < rows
-            token = gl.minimum(column // GQA_GROUP, count - 1)
-            token_row = (start + token_first).to(gl.int64)
-            step = gl.where(whole, LEAVES_PER_GROUP, leaves_per_unit)
-            leaves = gl.minimum(gl.maximum((length + LEAF - 1) // LEAF, 1), end * leaves_per_unit)
-            row_max, row_sum, acc = nothing(D, COLUMNS, LAYOUT)
-            if PARKED > 0:
-                parked.index(0).store(acc)
-            for group in range(begin * leaves_per_unit // step * step, leaves, step):
-                group_max, group_sum, group_acc = nothing(D, COLUMNS, LAYOUT)
+            # The next chunk's numbers are on their way while this one is summed.
+            chunk, own = next_chunk(chunks_ptr, num_chunks, queue, queue_full, queue_empty, turn)
+        first_position = length - tokens + token_first
+        low = lowest_key(first_position, length, WINDOW)
+        skipped = low // LEAF
+        leaves = gl.maximum((length + LEAF - 1) // LEAF, 1)
+        tiles = gl.maximum((length + TILE - 1) // TILE, 1)
+        end = begin + held
+        whole = (begin <= skipped) & (end == leaves)
+        spare = base + (leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP
+        spare += (part_of(begin, parts, tiles, LEAF // TILE) - 1) * (LEAVES_PER_GROUP - 1) - begin
+        ok = column < rows
+        token = gl.minimum(column // GQA_GROUP, count - 1)
+        token_row = (start + token_first).to(gl.int64)
+        row_max, row_sum, acc = nothing(D, COLUMNS, LAYOUT)
+        if PARKED > 0:
+            parked.index(0).store(acc)
+        first = gl.maximum(begin, skipped)
+        while first < end:
+            # Leaves behind a cut stay alone: their group's sum begins in another chunk.
+            group = first // LEAVES_PER_GROUP
+            alone = first > gl.maximum(group * LEAVES_PER_GROUP, skipped)
+            stop = gl.where(alone, first + 1, gl.minimum((group + 1) * LEAVES_PER_GROUP, end))
+            group_max, group_sum, group_acc = nothing(D, COLUMNS, LAYOUT)
+            if PARKED > 1:
+                parked.index(1).store(group_acc)
+            for leaf in range(first, stop):
+                leaf_max, leaf_sum, leaf_acc, tile = sum_leaf(
+                    rings, barriers, tile, leaf * LEAF, low, length, first_position, token, unit_scores, scale, cap,
+                    LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
+                )  # fmt: skip
                 if PARKED > 1:
-                    parked.index(1).store(group_acc)
-                for leaf in range(gl.maximum(group, low // LEAF), gl.minimum(group + step, leaves)):
-                    leaf_max, leaf_sum, leaf_acc, tile = sum_leaf(
-                        rings, barriers, tile, leaf * LEAF, low, length, first_position, token, unit_scores, scale, cap,
-                        LEAF, TOKENS, WINDOW, SOFTCAP, LAYOUT,
+                    group_max, group_sum = fold_parked(
+                        group_max, group_sum, parked.index(1), leaf_max, leaf_sum, leaf_acc, LAYOUT
                     )  # fmt: skip
-                    if PARKED > 1:
-                        group_max, group_sum = fold_parked(
-                            group_max, group_sum, parked.index(1), leaf_max, leaf_sum, leaf_acc, LAYOUT
-                        )  # fmt: skip
-                    else:
-                        group_max, group_sum, group_acc = fold(
-                            group_max, group_sum, group_acc, leaf_max, leaf_sum, leaf_acc, 0
-                        )
-                if PARKED > 1:
-                    group_acc = parked.index(1).load(LAYOUT)
-                if whole:
-                    if PARKED > 0:
-                        row_max, row_sum = fold_parked(
-                            row_max, row_sum, parked.index(0), group_max, group_sum, group_acc, LAYOUT
-                        )
-                    else:
-                        row_max, row_sum, acc = fold(row_max, row_sum, acc, group_max, group_sum, group_acc, 0)
                 else:
-                    number = first + group // leaves_per_unit
-                    store_partial(
-                        partials, number, group_max, group_sum, group_acc, column, ok, ROWS, QUANTIZED, LAYOUT
+                    group_max, group_sum, group_acc = fold(
+                        group_max, group_sum, group_acc, leaf_max, leaf_sum, leaf_acc, 0
                     )
+            if PARKED > 1:
+                group_acc = parked.index(1).load(LAYOUT)
             if whole:
                 if PARKED > 0:
-                    acc = parked.index(0).load(LAYOUT)
-                write_rows(
-                    row_max, row_sum, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
-                    GQA_GROUP, QUANTIZED, LAYOUT, HAS_SINKS, WANTS_LSE,
+                    row_max, row_sum = fold_parked(
+                        row_max, row_sum, parked.index(0), group_max, group_sum, group_acc, LAYOUT
+                    )
+                else:
+                    row_max, row_sum, acc = fold(row_max, row_sum, acc, group_max, group_sum, group_acc, 0)
+            else:
+                number = gl.where(alone, spare + first, base + group)
+                store_partial(partials, number, group_max, group_sum, group_acc, column, ok, ROWS, QUANTIZED, LAYOUT)
+            first = stop
+        if AHEAD:
+            q = queries_of(
+                q_ptr, strides_q, own, cu_seqlens_ptr, token_first, TOKENS, HAS_SPANS, GQA_GROUP, COLUMNS, D, Q_LAYOUT
+            )
+        if whole:
+            if PARKED > 0:
+                acc = parked.index(0).load(LAYOUT)
+            write_rows(
+                row_max, row_sum, acc, outputs, strides_out, token_row, head, column, ok, value_scale, length > 0,
+                GQA_GROUP, QUANTIZED, LAYOUT, HAS_SINKS, WANTS_LSE,
+            )  # fmt: skip
+        if (whole == 0) & (end > skipped):
+            others = parts - 1 - part_of(skipped, parts, tiles, LEAF // TILE)
+            thread_barrier()
+            arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
+            if arrived == others:  # the last of this pair's chunks
+                gl.store(arrivals_ptr + seq * HEADS + head, 0)
+                merge_pair(
+                    partials, base, skipped, leaves, tiles, parts, rows, head, token_row, outputs, strides_out,
+                    value_scale, length > 0, ROWS, GQA_GROUP, D, BLOCK, LEAF // TILE, LEAVES_PER_GROUP, WANTS_LSE,
+                    HAS_SINKS,
                 )  # fmt: skip
-            if (whole == 0) & (end > skipped):
-                programs = (first + units - 1) // per - (first + skipped) // per
-                thread_barrier()
-                arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
-                if arrived == programs:  # the last of this pair's chunks
-                    gl.store(arrivals_ptr + seq * HEADS + head, 0)
-                    merge_pair(
-                        partials, first, skipped, units, leaves_per_unit, rows, head, token_row, outputs, strides_out,
-                        value_scale, length > 0, ROWS, GQA_GROUP, D, BLOCK, WANTS_LSE, HAS_SINKS,
-                    )  # fmt: skip
-            rest -= held
-            seq = seq_next
-            head = head_next
-            unit = 0
-            length = length_next
-            start = start_next
-            tokens = tokens_next
-            count = count_next
-        if more:  # noqa: SIM108 - both sides of a conditional expression would run
-            chunk = take_index(queue, queue_full, queue_empty, turn, 4)
-        else:
-            chunk = num_chunks
+        if not AHEAD:
+            chunk, own = next_chunk(chunks_ptr, num_chunks, queue, queue_full, queue_empty, turn)
         turn += 1
-        own, common = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))

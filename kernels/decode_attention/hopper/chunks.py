@@ -1,7 +1,8 @@
-"""What all partitions of a program agree on: chunks, the segments of pairs in them, and the keys of a segment.
+"""What all partitions of a program agree on: chunks, how a pair is cut into them, and the keys of a chunk.
 
-A chunk is a run of units over consecutive pairs (sequence, kv head); the part of a pair that lies in one chunk is a
-segment. Streams and consumers walk the same chunks in the same order by themselves.
+A chunk is a run of leaves of one pair (sequence, kv head): the whole pair, or one of its parts. Streams and consumers
+walk the same chunks in the same order by themselves. Where a pair is cut follows from its length and its number of
+parts alone, so that whoever merges it knows without being told which partials there are.
 """
 
 from triton.experimental import gluon
@@ -10,16 +11,27 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def read_chunk(chunks_ptr, chunk):
-    """((sequence, kv head, first unit, number of units, length), (chunks, leaves of a unit, units of a chunk))."""
+    """((sequence, kv head, first leaf, leaves, length, parts of the pair, its first partial), number of chunks)."""
     at = chunks_ptr + chunk * 8
-    own = (gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4))
-    return own, (gl.load(at + 5), gl.load(at + 6), gl.load(at + 7))
+    seq, head, leaf, leaves = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return (seq, head, leaf, leaves, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)), gl.load(at + 7)
 
 
 @gluon.jit
-def next_pair(seq, head, num_seqs, HEADS: gl.constexpr):
-    """The pair after this one; behind the last one it is a pair that exists, so that loading ahead is safe."""
-    return gl.minimum(seq + (head + 1) // HEADS, num_seqs - 1), (head + 1) % HEADS
+def part_start(part, parts, tiles, leaves, PER_LEAF: gl.constexpr):
+    """Returns the first leaf of a part: the one that begins nearest to its share of the pair's tiles.
+
+    The plan's cuts are the same. As many parts as leaves have one each.
+    """
+    tiles = gl.maximum(tiles, parts * PER_LEAF)
+    return gl.where(part < parts, (part * tiles + parts * (PER_LEAF // 2)) // (parts * PER_LEAF), leaves)
+
+
+@gluon.jit
+def part_of(leaf, parts, tiles, PER_LEAF: gl.constexpr):
+    """Returns the part that a leaf lies in, the inverse of part_start."""
+    tiles = gl.maximum(tiles, parts * PER_LEAF)
+    return gl.minimum((parts * (PER_LEAF // 2) * (2 * leaf + 1) - 1) // tiles, parts - 1)
 
 
 @gluon.jit
@@ -41,7 +53,7 @@ def query_span(cu_seqlens_ptr, seq, token_first, TOKENS: gl.constexpr, HAS_SPANS
 
 @gluon.jit
 def lowest_key(first_position, length, WINDOW: gl.constexpr):
-    """The first key that any query of the segment sees, never beyond the last key."""
+    """The first key that any query of the sequence sees, never beyond the last key."""
     low = length * 0
     if WINDOW > 0:
         low = gl.maximum(gl.minimum(first_position - WINDOW + 1, length - 1), 0)

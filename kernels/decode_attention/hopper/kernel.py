@@ -12,9 +12,10 @@ are more columns, the upper levels' accumulators wait in shared memory between f
 
 Quantized keys and values become fp16 in registers, on their way into the products (quantized.py); the tree is the same.
 
-Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that lies
-within one chunk is finished in registers; otherwise each unit leaves its partial in memory, and the program that
-arrives last merges them. Counters return to zero, so that a captured graph can replay.
+Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that is one
+chunk is finished in registers. One that is cut into several leaves partials in memory: of what a chunk holds of a group
+from its beginning, and of each leaf behind a cut within a group; the program that arrives last merges them. Counters
+return to zero, so that a captured graph can replay.
 """
 
 from triton.experimental import gluon
@@ -25,7 +26,7 @@ from kernels.decode_attention.hopper.stream import stream_pages
 from kernels.hopper.barriers import make_barriers
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "token_first", "num_seqs", "stride_tables_seq"])
+@gluon.jit(do_not_specialize=["num_tokens", "token_first", "stride_tables_seq"])
 def decode_pages(
     k_desc,
     v_desc,
@@ -45,16 +46,13 @@ def decode_pages(
     acc_ptr,
     row_max_ptr,
     row_sum_ptr,
-    bases_ptr,
     chunks_ptr,
     arrivals_ptr,
     work_ptr,
-    seqlens_ptr,
     cu_seqlens_ptr,
     tables_ptr,
     stride_tables_seq,
     token_first,
-    num_seqs,
     scale,
     cap,
     HEADS: gl.constexpr,
@@ -108,34 +106,32 @@ def decode_pages(
     outputs = (out_ptr, lse_ptr, sinks_ptr)
     strides_out = (stride_out_token, stride_out_head, num_tokens)
     partials = (acc_ptr, row_max_ptr, row_sum_ptr)
-    plan = (bases_ptr, chunks_ptr)
-    lengths = (seqlens_ptr, cu_seqlens_ptr)
     factors = (scale, cap, value_scale)
     gl.warp_specialize(
         [
             (
                 attend,
                 (
-                    q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, plan, arrivals_ptr, lengths,
-                    token_first, num_seqs, factors, rings, barriers, queue, queue_full, queue_empty, parked, HEADS,
-                    GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, SOFTCAP, HAS_SINKS,
-                    WANTS_LSE,
+                    q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, chunks_ptr, arrivals_ptr,
+                    cu_seqlens_ptr, token_first, factors, rings, barriers, queue, queue_full, queue_empty, parked,
+                    HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, SOFTCAP,
+                    HAS_SINKS, WANTS_LSE,
                 ),
             ),
             (
                 stream_pages,
                 (
                     k_desc, k_page_rows, k_ring, k_full, k_empty, queue, queue_full, queue_empty, tables_ptr,
-                    stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
-                    work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, HAS_SPANS, WINDOW, BY_HEAD, True,
+                    stride_tables_seq, cu_seqlens_ptr, token_first, chunks_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
+                    HAS_SPANS, WINDOW, BY_HEAD, True,
                 ),
             ),
             (
                 stream_pages,
                 (
                     v_desc, v_page_rows, v_ring, v_full, v_empty, queue, queue_full, queue_empty, tables_ptr,
-                    stride_tables_seq, seqlens_ptr, cu_seqlens_ptr, token_first, num_seqs, chunks_ptr,
-                    work_ptr, HEADS, PAGE, TILE, LEAF, TOKENS, HAS_SPANS, WINDOW, BY_HEAD, False,
+                    stride_tables_seq, cu_seqlens_ptr, token_first, chunks_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
+                    HAS_SPANS, WINDOW, BY_HEAD, False,
                 ),
             ),
         ],

@@ -45,7 +45,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
     tokens = min(call.max_q_tokens, plan.tokens)
     per_multiprocessor = plan.programs_per_multiprocessor(num_seqs)
     columns = max(16, 1 << (tokens * group - 1).bit_length())
-    buffers = (plan.acc, plan.row_max, plan.row_sum, plan.bases, plan.chunks, plan.arrivals, plan.work)
+    buffers = (plan.acc, plan.row_max, plan.row_sum, plan.chunks, plan.arrivals, plan.work)
     with torch.cuda.device_of(q):
         for token_first in range(0, call.max_q_tokens, tokens):
             decode_pages[(plan.programs(num_seqs),)](
@@ -61,12 +61,10 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 sinks if sinks is not None else out,
                 *((out, out) if scales is None else (scales.k, scales.v)),
                 *buffers,
-                call.seqlens_k,
                 call.spans_or_any,
                 tables,
                 tables.stride(0),
                 token_first,
-                num_seqs,
                 2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else spec.scale * LOG2_E,
                 spec.softcap * LOG2_E,
                 HEADS=shape.heads,

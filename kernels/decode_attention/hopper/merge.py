@@ -1,11 +1,17 @@
-"""Partials in memory: where a pair's units lie, and the last program's fold over them.
+"""Partials in memory: where those of a pair lie, and the last program's fold over them.
 
-A pair's units are folded as the tree says: leaves to their group first, groups in ascending order.
+A pair's groups come first: what one chunk holds of a group from its beginning is one partial. The leaves of a group
+that lie behind a cut follow, part by part, one partial each. They are folded as the tree says: leaves to their group
+first, groups in ascending order.
+
+    groups     | 0       | 1       | 2       |        cut before leaf 6: leaves 4 and 5 are the partial of group 1,
+    leaves     | 0 1 2 3 | 4 5|6 7 | 8 9 10  |        6 and 7 have one each
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.decode_attention.hopper.chunks import part_of
 from kernels.decode_attention.hopper.quantized import value_dims
 from kernels.decode_attention.hopper.tree import add_sink, fold, store_rows
 from kernels.softmax.triton import NO_KEYS
@@ -13,12 +19,12 @@ from kernels.softmax.triton import NO_KEYS
 
 @gluon.jit
 def store_partial(
-    partials, unit, row_max, row_sum, acc, column, ok, ROWS: gl.constexpr, PAIRED: gl.constexpr, LAYOUT: gl.constexpr
+    partials, number, row_max, row_sum, acc, column, ok, ROWS: gl.constexpr, PAIRED: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """State [COLUMNS] and acc [D, COLUMNS] of one unit, of all pairs counted together."""
+    """State [COLUMNS] and acc [D, COLUMNS] of one partial, of all pairs counted together."""
     acc_ptr, row_max_ptr, row_sum_ptr = partials
     D: gl.constexpr = acc.shape[0]
-    slot = unit.to(gl.int64) * ROWS
+    slot = number.to(gl.int64) * ROWS
     d = value_dims(D, PAIRED, gl.SliceLayout(1, LAYOUT))
     gl.store(acc_ptr + slot * D + (column * D)[None, :] + d[:, None], acc, mask=ok[None, :])
     gl.store(row_max_ptr + slot + column, row_max, mask=ok)
@@ -26,10 +32,10 @@ def store_partial(
 
 
 @gluon.jit
-def load_partial(partials, unit, row, ok, at, ROWS: gl.constexpr, D: gl.constexpr):
-    """The state of a unit, past the first cache: another program has written it. Nothing where it is not `ok`."""
+def load_partial(partials, number, row, ok, at, ROWS: gl.constexpr, D: gl.constexpr):
+    """A partial, past the first cache: another program has written it. Nothing where it is not `ok`."""
     acc_ptr, row_max_ptr, row_sum_ptr = partials
-    slot = unit.to(gl.int64) * ROWS
+    slot = number.to(gl.int64) * ROWS
     row_max = gl.load(row_max_ptr + slot + row, mask=ok, other=NO_KEYS, cache_modifier=".cg")
     row_sum = gl.load(row_sum_ptr + slot + row, mask=ok, other=0.0, cache_modifier=".cg")
     acc = gl.load(acc_ptr + slot * D + at, mask=ok[:, None], other=0.0, cache_modifier=".cg")
@@ -37,69 +43,119 @@ def load_partial(partials, unit, row, ok, at, ROWS: gl.constexpr, D: gl.constexp
 
 
 @gluon.jit
-def fold_four(a, b, c, d):
-    """Four states in ascending order."""
-    row_max, row_sum, acc = fold(a[0], a[1], a[2], b[0], b[1], b[2], 1)
-    row_max, row_sum, acc = fold(row_max, row_sum, acc, c[0], c[1], c[2], 1)
-    return fold(row_max, row_sum, acc, d[0], d[1], d[2], 1)
+def fold_next(state, group, partial, starts):
+    """(state, group) with one more partial of the group, or with the group folded in where the partial starts another.
+
+    A state without keys leaves the other one as it was, so the order of the folds is the tree's.
+    """
+    row_max, row_sum, acc = state
+    group_max, group_sum, group_acc = group
+    if starts:
+        row_max, row_sum, acc = fold(row_max, row_sum, acc, group_max, group_sum, group_acc, 1)
+        group_max = gl.full_like(group_max, NO_KEYS)
+        group_sum = gl.zeros_like(group_sum)
+        group_acc = gl.zeros_like(group_acc)
+    group_max, group_sum, group_acc = fold(
+        group_max, group_sum, group_acc, partial[0], partial[1], partial[2], 1
+    )  # fmt: skip
+    return (row_max, row_sum, acc), (group_max, group_sum, group_acc)
+
+
+@gluon.jit
+def first_step(pair, tiles, PER_LEAF: gl.constexpr):
+    """The walk over a pair's partials at its first leaf that is not skipped."""
+    _, _, skipped, leaves, parts, share, _, _ = pair
+    part = part_of(skipped, parts, tiles, PER_LEAF)
+    cut = (part + 1) * gl.maximum(tiles, share) + share // 2
+    return skipped, part, part * 0, gl.where(part + 1 < parts, cut // share, leaves), cut % share
+
+
+@gluon.jit
+def step(walk, pair, LEAVES_PER_GROUP: gl.constexpr):
+    """((number of the partial that begins at this leaf, whether it starts a group, whether it exists), the next walk).
+
+    A walk is the leaf, its part, what numbers of leaves alone count from, the first leaf of the next part, and what
+    the division for that left over: parts follow each other without another division, as each is slow here.
+    """
+    leaf, part, alone, stop, rest = walk
+    first_group, first_alone, skipped, leaves, parts, share, whole_leaves, more = pair
+    exists = leaf < leaves
+    if exists & (leaf >= stop):
+        alone = first_alone + part * (LEAVES_PER_GROUP - 1) - stop
+        part += 1
+        rest += more
+        stop += whole_leaves
+        if rest >= share:
+            rest -= share
+            stop += 1
+        if part + 1 == parts:
+            stop = leaves
+    group = leaf // LEAVES_PER_GROUP
+    starts = leaf == gl.maximum(group * LEAVES_PER_GROUP, skipped)
+    number = gl.where(starts, first_group + group, alone + leaf)
+    following = gl.where(starts, gl.minimum((group + 1) * LEAVES_PER_GROUP, stop), leaf + 1)
+    return (number, starts & exists, exists), (gl.where(exists, following, leaf), part, alone, stop, rest)
 
 
 @gluon.jit
 def merge_rows(
     partials,
-    first,
-    skipped,
-    units,
-    leaves_per_unit,
+    pair,
+    tiles,
     row,
     ok,
     ROWS: gl.constexpr,
     D: gl.constexpr,
+    PER_LEAF: gl.constexpr,
+    LEAVES_PER_GROUP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """State of a block of rows over units skipped..units - 1 of a pair whose unit 0 has the number `first`.
-
-    Eight partials are in flight at a time; a group's leaves begin at a multiple of four, so neither four straddles one.
-    """
+    """State of a block of rows over all partials of a pair, of which eight are in flight at a time."""
     BLOCK: gl.constexpr = row.shape[0]
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     at = (row * D)[:, None] + d[None, :]
     row_max = gl.full([BLOCK], NO_KEYS, gl.float32, gl.SliceLayout(1, LAYOUT))
     row_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.zeros([BLOCK, D], gl.float32, LAYOUT)
-    for unit in range(skipped // 8 * 8, units, 8):
-        s0 = load_partial(partials, first + unit, row, ok & (unit >= skipped), at, ROWS, D)
-        s1 = load_partial(partials, first + unit + 1, row, ok & (unit + 1 >= skipped) & (unit + 1 < units), at, ROWS, D)
-        s2 = load_partial(partials, first + unit + 2, row, ok & (unit + 2 >= skipped) & (unit + 2 < units), at, ROWS, D)
-        s3 = load_partial(partials, first + unit + 3, row, ok & (unit + 3 >= skipped) & (unit + 3 < units), at, ROWS, D)
-        s4 = load_partial(partials, first + unit + 4, row, ok & (unit + 4 >= skipped) & (unit + 4 < units), at, ROWS, D)
-        s5 = load_partial(partials, first + unit + 5, row, ok & (unit + 5 >= skipped) & (unit + 5 < units), at, ROWS, D)
-        s6 = load_partial(partials, first + unit + 6, row, ok & (unit + 6 >= skipped) & (unit + 6 < units), at, ROWS, D)
-        s7 = load_partial(partials, first + unit + 7, row, ok & (unit + 7 >= skipped) & (unit + 7 < units), at, ROWS, D)
-        if leaves_per_unit == 1:
-            p, t, a = fold_four(s0, s1, s2, s3)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, p, t, a, 1)
-            p, t, a = fold_four(s4, s5, s6, s7)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, p, t, a, 1)
-        else:
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s0[0], s0[1], s0[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s1[0], s1[1], s1[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s2[0], s2[1], s2[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s3[0], s3[1], s3[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s4[0], s4[1], s4[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s5[0], s5[1], s5[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s6[0], s6[1], s6[2], 1)
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, s7[0], s7[1], s7[2], 1)
-    return row_max, row_sum, acc
+    state = (row_max, row_sum, acc)
+    group = (row_max, row_sum, acc)
+    walk = first_step(pair, tiles, PER_LEAF)
+    while walk[0] < pair[3]:
+        p0, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s0 = load_partial(partials, p0[0], row, ok & p0[2], at, ROWS, D)
+        p1, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s1 = load_partial(partials, p1[0], row, ok & p1[2], at, ROWS, D)
+        p2, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s2 = load_partial(partials, p2[0], row, ok & p2[2], at, ROWS, D)
+        p3, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s3 = load_partial(partials, p3[0], row, ok & p3[2], at, ROWS, D)
+        p4, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s4 = load_partial(partials, p4[0], row, ok & p4[2], at, ROWS, D)
+        p5, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s5 = load_partial(partials, p5[0], row, ok & p5[2], at, ROWS, D)
+        p6, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s6 = load_partial(partials, p6[0], row, ok & p6[2], at, ROWS, D)
+        p7, walk = step(walk, pair, LEAVES_PER_GROUP)
+        s7 = load_partial(partials, p7[0], row, ok & p7[2], at, ROWS, D)
+        state, group = fold_next(state, group, s0, p0[1])
+        state, group = fold_next(state, group, s1, p1[1])
+        state, group = fold_next(state, group, s2, p2[1])
+        state, group = fold_next(state, group, s3, p3[1])
+        state, group = fold_next(state, group, s4, p4[1])
+        state, group = fold_next(state, group, s5, p5[1])
+        state, group = fold_next(state, group, s6, p6[1])
+        state, group = fold_next(state, group, s7, p7[1])
+    return fold(state[0], state[1], state[2], group[0], group[1], group[2], 1)
 
 
 @gluon.jit
 def merge_pair(
     partials,
-    first,
+    base,
     skipped,
-    units,
-    leaves_per_unit,
+    leaves,
+    tiles,
+    parts,
     rows,
     head,
     token_row,
@@ -111,6 +167,8 @@ def merge_pair(
     GQA_GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK: gl.constexpr,
+    PER_LEAF: gl.constexpr,
+    LEAVES_PER_GROUP: gl.constexpr,
     WANTS_LSE: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):
@@ -119,10 +177,14 @@ def merge_pair(
     stride_out_token, stride_out_head, num_tokens = strides
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    share = parts * PER_LEAF
+    divided = gl.maximum(tiles, share)
+    first_alone = base + (leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP
+    pair = (base, first_alone, skipped, leaves, parts, share, divided // share, divided % share)
     for block in range(0, rows, BLOCK):
         row = block + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         ok = row < rows
-        row_max, row_sum, acc = merge_rows(partials, first, skipped, units, leaves_per_unit, row, ok, ROWS, D, LAYOUT)
+        row_max, row_sum, acc = merge_rows(partials, pair, tiles, row, ok, ROWS, D, PER_LEAF, LEAVES_PER_GROUP, LAYOUT)
         q_head = head * GQA_GROUP + row % GQA_GROUP
         if HAS_SINKS:
             row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sinks_ptr, q_head, ok & has_keys, 1)

@@ -1,18 +1,13 @@
 """The producers: one warp copies tiles of K, another tiles of V, page by page, into a ring in shared memory.
 
-A stream never stops at the end of a pair or chunk: the next tiles are already on their way while the consumer works.
+A stream never stops at the end of a chunk: the next tiles are already on their way while the consumer works.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.decode_attention.hopper.chunks import (
-    lowest_key,
-    next_pair,
-    query_span,
-    read_chunk,
-)
+from kernels.decode_attention.hopper.chunks import lowest_key, query_span, read_chunk
 from kernels.hopper.work_queue import draw, leave, publish_index, take_index
 
 
@@ -50,6 +45,17 @@ def copy_tile(
 
 
 @gluon.jit
+def following_chunk(work_ptr, queue, queue_full, queue_empty, turn, DRAWS: gl.constexpr):
+    """The program's next chunk: drawn and published, or taken."""
+    if DRAWS:
+        chunk = draw(work_ptr, gl.num_programs(0))
+        publish_index(queue, queue_full, queue_empty, turn, chunk)
+    else:
+        chunk = take_index(queue, queue_full, queue_empty, turn, 1)
+    return chunk
+
+
+@gluon.jit
 def stream_pages(
     desc,
     page_rows,
@@ -61,13 +67,10 @@ def stream_pages(
     queue_empty,
     tables_ptr,
     stride_tables_seq,
-    seqlens_ptr,
     cu_seqlens_ptr,
     token_first,
-    num_seqs,
     chunks_ptr,
     work_ptr,
-    HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     TILE: gl.constexpr,
     LEAF: gl.constexpr,
@@ -83,58 +86,39 @@ def stream_pages(
     tile = 0
     turn = 0
     chunk = gl.program_id(0)
-    own, common = read_chunk(chunks_ptr, chunk)
-    num_chunks = common[0]
-    unit_keys = common[1] * LEAF
+    own, num_chunks = read_chunk(chunks_ptr, chunk)
     more = num_chunks > gl.num_programs(0)
+    # The next chunk's numbers are asked for early, and by who only takes them once they are published.
+    ASKS_AFTER: gl.constexpr = 1 if DRAWS else 2
     while chunk < num_chunks:
-        seq, head, unit, rest, length = own
-        drawn = num_chunks
-        fetched = 0
-        while rest > 0:
-            units = gl.maximum((length + unit_keys - 1) // unit_keys, 1)
-            count = gl.minimum(rest, units - unit)
-            seq_next, head_next = next_pair(seq, head, num_seqs, HEADS)
-            length_next = gl.load(seqlens_ptr + seq_next)
-            row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
-            last = gl.maximum((length - 1) // PAGE, 0)
-            low = 0
-            if WINDOW > 0:
-                _, tokens, _ = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
-                low = lowest_key(length - tokens + token_first, length, WINDOW) // TILE * TILE
-            key = gl.maximum(unit * unit_keys, low)
-            stop = gl.minimum(length, (unit + count) * unit_keys)
-            ids = page_ids(row_ptr, key // PAGE, last, PAGES)
-            while key < stop:
-                ids_next = page_ids(row_ptr, (key + TILE) // PAGE, last, PAGES)
-                at = tile % STAGES
-                mbarrier.wait(empty.index(at), ((tile // STAGES) & 1) ^ 1)
-                copy_tile(desc, ring.index(at), full.index(at), ids, head, key, page_rows, PAGE, TILE, BY_HEAD)
-                ids = ids_next
-                key += TILE
-                tile += 1
-                if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
-                    if more & (fetched == 0):
-                        drawn = draw(work_ptr, gl.num_programs(0))
-                        publish_index(queue, queue_full, queue_empty, turn, drawn)
-                        fetched = 1
-            rest -= count
-            seq = seq_next
-            head = head_next
-            unit = 0
-            length = length_next
-        if more:
-            if DRAWS:
-                if fetched == 0:
-                    drawn = draw(work_ptr, gl.num_programs(0))
-                    publish_index(queue, queue_full, queue_empty, turn, drawn)
-                chunk = drawn
-            else:
-                chunk = take_index(queue, queue_full, queue_empty, turn, 1)
-        else:
-            chunk = num_chunks
+        seq, head, leaf, leaves, length, _, _ = own
+        chunk = num_chunks
+        issued = 0
+        row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
+        last = gl.maximum((length - 1) // PAGE, 0)
+        low = 0
+        if WINDOW > 0:
+            _, tokens, _ = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
+            low = lowest_key(length - tokens + token_first, length, WINDOW) // TILE * TILE
+        key = gl.maximum(leaf * LEAF, low)
+        stop = gl.minimum(length, (leaf + leaves) * LEAF)
+        ids = page_ids(row_ptr, key // PAGE, last, PAGES)
+        while key < stop:
+            ids_next = page_ids(row_ptr, (key + TILE) // PAGE, last, PAGES)
+            at = tile % STAGES
+            mbarrier.wait(empty.index(at), ((tile // STAGES) & 1) ^ 1)
+            copy_tile(desc, ring.index(at), full.index(at), ids, head, key, page_rows, PAGE, TILE, BY_HEAD)
+            ids = ids_next
+            key += TILE
+            tile += 1
+            issued += 1
+            if more & (issued == ASKS_AFTER):
+                chunk = following_chunk(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
+                own, _ = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
+        if more & (issued < ASKS_AFTER):
+            chunk = following_chunk(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
+            own, _ = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
         turn += 1
-        own, common = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
-    if DRAWS:  # noqa: SIM102 - as above
+    if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
         if more:
             leave(work_ptr, gl.num_programs(0))

@@ -1,0 +1,59 @@
+"""One prompt that many workers are asked about: hashed once, and the workers that hold nothing of it matched once."""
+
+from __future__ import annotations
+
+from cache_service.core.base.page_hash import PromptHashes
+from cache_service.core.device.ghost_table import fingerprint
+from cache_service.core.device_cache import DeviceCache
+from cache_service.core.verbs.prefix_match import PrefixMatch, match_prefix, resident
+from session.words import Match, MissReason, Namespace
+
+
+class PromptMatch:
+    """Valid as long as nothing changes between the workers that are asked."""
+
+    def __init__(self, namespace: Namespace, tokens: bytes) -> None:
+        self._namespace, self._tokens = namespace, tokens
+        self._hashes: dict[int, PromptHashes] = {}  # by bytes of a page's tokens
+        self._first_pages: dict[int, bytes] = {}  # likewise
+        self._cold: dict[object, Match] = {}
+        self._warm: dict[tuple[int, MissReason, int], Match] = {}
+
+    def prefix(self, cache: DeviceCache) -> PrefixMatch:
+        hashes = self.hashes(cache) if cache.host is not None else None
+        return match_prefix(cache, self._namespace, self._tokens, cache.host, hashes)
+
+    def match(self, cache: DeviceCache) -> Match:
+        """Returns the worker's match; workers that neither hold the first page nor evicted it lately share one."""
+        layout, root = cache.layout, cache.tree.roots.get(self._namespace)
+        first_page = self._first_pages.get(layout.page_key_bytes)
+        if first_page is None:
+            first_page = self._first_pages[layout.page_key_bytes] = self._tokens[: layout.page_key_bytes]
+        if (root is not None and first_page in root.children) or self._was_evicted(cache, first_page):
+            if root is None or not layout.resumes_anywhere or cache.host is not None:
+                return self.prefix(cache).match(layout.page_tokens)
+            return self._on_device(*resident(cache.tree, layout, self._tokens, root), layout.page_tokens)
+        # Layouts are shared by the workers that declare the same groups, so their identity tells them apart.
+        key = (id(cache.layout), cache.host)
+        found = self._cold.get(key)
+        if found is None:
+            found = self._cold[key] = self.prefix(cache).match(cache.layout.page_tokens)
+        return found
+
+    def _on_device(self, num_pages: int, reason: MissReason, page_tokens: int) -> Match:
+        """Where no group has holes what is resident can be used. Workers that hold as much share one Match."""
+        found = self._warm.get((num_pages, reason, page_tokens))
+        if found is None:
+            tokens = num_pages * page_tokens
+            found = self._warm[num_pages, reason, page_tokens] = Match(tokens, tokens, 0, "", reason)
+        return found
+
+    def _was_evicted(self, cache: DeviceCache, first_page: bytes) -> bool:
+        ghosts = cache.tree.ghosts
+        return ghosts.num_pages > 0 and ghosts.find(fingerprint(self.hashes(cache).digest, 0, first_page)) is not None
+
+    def hashes(self, cache: DeviceCache) -> PromptHashes:
+        size = cache.layout.page_key_bytes
+        if size not in self._hashes:
+            self._hashes[size] = PromptHashes(self._namespace, self._tokens, size)
+        return self._hashes[size]

@@ -1,0 +1,27 @@
+"""One worker's session as the manager keeps it: its incarnation, its last step, and its device cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_service.core.device_cache import DeviceCache
+from session.messages import Hello, StepReply
+
+
+@dataclass(slots=True)
+class Worker:
+    """A state that the manager made for an incarnation, numbered by `generation`.
+
+    `kept_reply` answers a repeated step; `gone_since_ms` counts towards the grace period.
+    """
+
+    hello: Hello
+    cache: DeviceCache
+    generation: int
+    last_step_id: int = 0
+    kept_reply: StepReply | None = None
+    gone_since_ms: int | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self.gone_since_ms is None

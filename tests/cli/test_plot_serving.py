@@ -1,0 +1,92 @@
+"""The README's serving figures and their plot are those of the committed run, and leave out what was not measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.eval_report import README, inserted
+from benchmarks.plot_serving import BEGIN, END, PLOT, read_report, readme_block
+from benchmarks.serving.figures import Row, without_figures
+from benchmarks.serving.plot import serving_plot, share_bars, stream_bars
+
+STEADY = {"tokens_per_s": 9126.4, "itl_ms_p50": 6.9, "itl_ms_p99": 7.64, "wall_ms": 6.95, "ttft_ms_p50": 343.0}
+
+
+def timed(row: Row, **figures: Any) -> dict[str, Any]:
+    return {**asdict(row), **figures}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    streams = Row("streams_64_330", "streams", 64, 330, 160)
+    wrong = without_figures(Row("streams_16_330", "streams", 16, 330, 160, failures=["stream 3: other tokens"]))
+    first = {"ttft_ms_min": 30.2, "ttft_ms_p50": 71.0, "ttft_ms_max": 145.4}
+    shares = [Row(f"share_{cached}", "share", 1, 8192, 8, cached_tokens=cached) for cached in (8176, 0)]
+    burst = Row("burst_cached", "burst", 8, 4608, 8, cached_tokens=4096)
+    arrivals = Row("arrivals", "arrivals", 64, 330, 2000)
+    during = {"arriving": 2048.0, "every_s": 0.25, "quiet_itl_ms_p50": 6.5}
+    stopped = Row("stopped", "stopped", 64, 330, 6000)
+    rows = [
+        timed(streams, **STEADY),
+        asdict(wrong),
+        timed(Row("prompt_600", "prompt", 1, 600, 8), ttft_ms_p50=35.71),
+        timed(Row("alone_cached", "alone", 1, 4608, 8, cached_tokens=4096), ttft_ms_p50=17.4),
+        timed(burst, **first),
+        timed(arrivals, itl_ms_p99=12.9, ttft_ms_p50=60.0, detail=during),
+        *(timed(row, ttft_ms_p50=224.0 - row.cached_tokens / 40) for row in shares),
+        timed(stopped, silence_ms_max=1234.5, ttft_ms_p50=60.0, detail={"stopped_s": 20.01}),
+        {**asdict(Row("streams_256_4096", "streams", 256, 4096, 160)), "skipped": "needs pages"},
+    ]
+    about = {"commit": "0123abc", "model": "random, as Llama 3.1 8B", "dtype": "bfloat16", "device": "cuda:0"}
+    return {**about, "gpu": "NVIDIA H200", "clients": 4, "rows": rows}
+
+
+def test_the_readme_has_the_figures_of_the_committed_run() -> None:
+    text, committed = README.read_text(), read_report()
+    assert inserted(text, readme_block(committed), BEGIN, END) == text, "run `python -m benchmarks.plot_serving`"
+    assert PLOT.is_file() == (committed is not None)
+    assert committed is None or PLOT.read_text() == serving_plot(committed), "run `python -m benchmarks.plot_serving`"
+
+
+def test_the_committed_run_passed() -> None:
+    for row in (read_report() or {"rows": []})["rows"]:
+        assert not row["failures"], row["name"]
+
+
+def test_the_table_has_what_was_measured_only(report: dict[str, Any]) -> None:
+    block = readme_block(report)
+    assert "| 64 | 330 | 9,126 | 6.90, 7.64 | 6.95 |  |  | 343.0 |" in block
+    assert "| 16 |" not in block and "| 256 |" not in block
+    for sentence in (
+        "600 tokens 35.7 ms",
+        "4,096 cached and 512 own tokens alone: 17.4 ms",
+        "cached 30, 71 and 145 ms",
+        "an inter-token p99 of 12.9 ms; their median before is 6.5 ms",
+        "stopped for 20 s, the longest silence of 64 decoding streams is 1,234 ms",
+    ):
+        assert sentence in block
+
+
+def test_a_run_of_some_cases_only(report: dict[str, Any]) -> None:
+    block = readme_block({**report, "rows": report["rows"][:1]})
+    assert "- " not in block.replace("| --- ", "").replace("<!-- ", "")
+
+
+def test_the_plot_is_a_drawing_of_the_rows(report: dict[str, Any]) -> None:
+    shares, streams = share_bars(report["rows"]), stream_bars(report["rows"])
+    assert [(bar.name, bar.figure) for bar in shares] == [("0% cached", "224.0 ms"), ("100% cached", "19.6 ms")]
+    assert [(bar.name, bar.figure) for bar in streams] == [("64 × 330", "9,126")]
+    drawn = ElementTree.fromstring(serving_plot(report))
+    bars = [element for element in drawn if element.tag.endswith("rect")]
+    assert len(bars) == len(shares) + len(streams)
+    texts = {element.text for element in drawn if element.tag.endswith("text")}
+    assert {"0% cached", "9,126", "first token of 8,192 tokens, by what is cached, median"} <= texts
+    assert serving_plot(report) == serving_plot(report)
+
+
+def test_a_plot_of_nothing(report: dict[str, Any]) -> None:
+    ElementTree.fromstring(serving_plot({**report, "rows": []}))

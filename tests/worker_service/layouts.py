@@ -1,0 +1,25 @@
+"""Groups of a worker with pools that are just large enough for one sequence of MAX_LEN tokens."""
+
+from __future__ import annotations
+
+from session.words import GroupKind, GroupSpec
+from tests.worker_service.scheduler_machine import PAGE_BYTES, full_group, window_group
+
+MAX_LEN = 24
+
+
+def full_only(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
+    return (full_group(MAX_LEN // page_tokens),)
+
+
+def with_window(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
+    num_pages = -(-(window + 2 * budget) // page_tokens) + 3
+    return (*full_only(page_tokens, budget), window_group(num_pages, window))
+
+
+def window_only(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
+    return with_window(page_tokens, budget, window)[1:]
+
+
+def with_state(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
+    return (*full_only(page_tokens, budget), GroupSpec("state", GroupKind.STATE, 9, PAGE_BYTES))

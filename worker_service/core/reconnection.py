@@ -1,0 +1,112 @@
+"""What happens to live sequences after a reconnect: they go on, are adopted, or queue again.
+
+Before that the stream was closed and the launches in flight have ended.
+
+    the same state of the service     repeat the unanswered Step; everything goes on
+    another state                     what computed nothing queues again; the rest is adopted; tickets are void
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from session.messages import Step, Welcome
+from session.words import ReleaseReason
+from worker_service.core.admission import Admission
+from worker_service.core.adoption import Adoptions
+from worker_service.core.errors import LostPlace
+from worker_service.core.limits import Terms
+from worker_service.core.queues import Queues
+from worker_service.core.reply_handler import Failed
+from worker_service.core.sequence import Sequence, State
+from worker_service.core.step_builder import Ask, StepBuilder
+
+# Steps with an acquire of one sequence that ended their sessions; it fails alone at the second one.
+MAX_REJECTED = 2
+
+
+class Readmission(NamedTuple):
+    """`repeat` is the step to send again, if any; the clients of the `failed` requests are to be told."""
+
+    repeat: Step | None
+    failed: tuple[Failed, ...]
+
+
+class Readmitter:
+    """`generation` goes into the next Hello: the state of the cache service to go on from, or 0 for a new one."""
+
+    def __init__(
+        self, terms: Terms, queues: Queues, steps: StepBuilder, admission: Admission, adoptions: Adoptions
+    ) -> None:
+        self._terms = terms
+        self._queues = queues
+        self._steps = steps
+        self._admission = admission
+        self._adoptions = adoptions
+        self._epoch = ""
+        self.generation = 0
+
+    def readmit(self, welcome: Welcome) -> Readmission:
+        """Raises LostPlace when the worker has to send Hello again, with generation 0."""
+        is_same = (welcome.epoch, welcome.generation) == (self._epoch, self.generation)
+        if is_same and not self._steps.is_at(welcome.last_step_id):
+            self.generation = 0
+            raise LostPlace(f"the cache service is at step {welcome.last_step_id}, which this worker did not send last")
+        self._epoch, self.generation = welcome.epoch, welcome.generation
+        self._terms.take(welcome.limits)
+        failed = self._fail_excessive()
+        if is_same:
+            return Readmission(self._steps.unanswered, failed)
+        self._begin_anew(welcome)
+        return Readmission(None, failed)
+
+    def reject_step(self) -> tuple[Failed, ...]:
+        """The unanswered step ended two sessions: it is void, and the next Hello begins anew.
+
+        Requests that it asked pages for ask one by one, so that the culprit is alone in its next step. Returns the
+        request that was alone already."""
+        self.generation = 0
+        self._admission.one_by_one()
+        suspects = [asked.sequence for asked in self._steps.asked.values() if asked.ask in (Ask.ACQUIRE, Ask.ADOPT)]
+        for sequence in suspects:
+            sequence.num_rejected += 1
+        if len(suspects) > 1:
+            return ()
+        culprits = [sequence for sequence in suspects if sequence.num_rejected >= MAX_REJECTED]
+        return tuple(self._fail(sequence, "prompt", "the cache service rejects it") for sequence in culprits)
+
+    def _fail_excessive(self) -> tuple[Failed, ...]:
+        """Fails the requests beyond the limits, which may have become smaller."""
+        failed = []
+        for sequence in list(self._queues.unfinished.values()):
+            if (excess := self._terms.excess(sequence)) is not None:
+                failed.append(self._fail(sequence, excess.field, excess.reason))
+        return tuple(failed)
+
+    def _fail(self, sequence: Sequence, field: str, reason: str) -> Failed:
+        self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
+        return Failed(sequence.sequence_id, reason, field)
+
+    def _begin_anew(self, welcome: Welcome) -> None:
+        waiting = [asked.sequence for asked in self._steps.asked.values() if asked.ask is Ask.ACQUIRE]
+        self._steps.reset(welcome.last_step_id)
+        self._queues.departures.clear()
+        self._queues.forgotten.clear()
+        adopted: list[Sequence] = []
+        for sequence in list(self._queues.leased):
+            if self._is_adoptable(sequence) and len(adopted) < self._terms.config.max_num_seqs:
+                adopted.append(sequence)
+            else:
+                self._queues.lose_lease(sequence)
+                waiting.append(sequence)
+        self._adoptions.begin(adopted)
+        for sequence in waiting:
+            if sequence.state is not State.FINISHED:
+                self._queues.enqueue(sequence)
+        for sequence in self._queues.unfinished.values():
+            sequence.kept_len = 0
+
+    def _is_adoptable(self, sequence: Sequence) -> bool:
+        """Returns False after an adopt of it ended two sessions: then it is computed again."""
+        is_running = sequence.state in (State.RUNNING, State.ADOPTING)
+        return is_running and sequence.has_computed and not sequence.num_rejected

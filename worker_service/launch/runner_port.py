@@ -1,0 +1,78 @@
+"""What the launcher asks of a runner: submit a batch, wait for its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from worker_service.core.batch import Batch
+from worker_service.core.batch_part import with_known_tokens
+from worker_service.core.sampling_params import TokenLogprobs
+
+
+class DeviceTimes(NamedTuple):
+    """What the device itself measured of a launch, in seconds; `idle_s` is what passed since the launch before it."""
+
+    busy_s: float
+    idle_s: float
+
+
+class LaunchTokens(Protocol):
+    """One entry for each sampled row of the batch."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs | None, ...]: ...
+
+
+class Completed(NamedTuple):
+    """A launch's tokens; `times` is None where the device has no clock."""
+
+    tokens: LaunchTokens
+    times: DeviceTimes | None = None
+
+
+class Submitted(Protocol):
+    """A launch that the device works on, or has queued."""
+
+    def wait(self) -> Completed:
+        """Returns when the launch is complete; called once, from another thread than `submit`."""
+        ...
+
+
+class BatchRunner(Protocol):
+    """Launches run one after another, in the order of their submission. `submit` is called from one thread."""
+
+    def submit(self, batch: Batch) -> Submitted:
+        """Starts a launch. Its `from_previous` names rows of the launch submitted before, also a failed one's."""
+        ...
+
+    def set_previous(self, token_ids: Seq[int]) -> None:
+        """Sets the tokens that the next batch's `from_previous` names; after a launch that was run in parts."""
+        ...
+
+
+class SerialRunner:
+    """A BatchRunner whose launches are complete when they are submitted, made from a function that runs one."""
+
+    def __init__(self, run: Callable[[Batch], LaunchTokens]) -> None:
+        self._run = run
+        self._previous: Seq[int] = ()
+
+    def submit(self, batch: Batch) -> Submitted:
+        tokens = self._run(with_known_tokens(batch, self._previous))
+        self._previous = tokens.token_ids
+        return _Ready(tokens)
+
+    def set_previous(self, token_ids: Seq[int]) -> None:
+        self._previous = token_ids
+
+
+class _Ready(NamedTuple):
+    tokens: LaunchTokens
+
+    def wait(self) -> Completed:
+        return Completed(self.tokens)

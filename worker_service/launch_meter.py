@@ -1,0 +1,45 @@
+"""What ended launches say: device time and idle time, the rates that the cache service is told, failures."""
+
+from __future__ import annotations
+
+import logging
+
+from worker_service.core.scheduler import Scheduler
+from worker_service.launch.launcher import EndedLaunch
+from worker_service.observer import Observer
+from worker_service.trace import EngineTrace, RateMeter, Span
+
+_log = logging.getLogger(__name__)
+
+
+class LaunchMeter:
+    def __init__(self, scheduler: Scheduler, observer: Observer, trace: EngineTrace) -> None:
+        self._scheduler = scheduler
+        self._observer = observer
+        self._trace = trace
+        self.rates = RateMeter()
+        self._goes_on = False
+
+    def ended(self, ended: EndedLaunch) -> None:
+        """Notes a launch before the scheduler has its results."""
+        batch = ended.launch.batch
+        self._trace.note(Span("launch", ended.launch.number, ended.start_s, ended.end_s, batch.num_tokens))
+        error = ended.lost or (ended.results.first_error if ended.results is not None else None)
+        if error is not None:
+            self._note_failure(ended, error)
+            return
+        busy_s, idle_s = ended.times or (ended.end_s - ended.start_s, 0.0)
+        self.rates.launched(batch.num_tokens - batch.num_decode_seqs, batch.num_tokens, busy_s)
+        self._observer.launched(batch.num_tokens, busy_s, idle_s if self._goes_on else 0.0)
+
+    def goes_on(self, has_running: bool) -> None:
+        """Tells whether sequences run on: then the device idles, until the next launch, because of the host."""
+        self._goes_on = has_running
+
+    def _note_failure(self, ended: EndedLaunch, error: Exception) -> None:
+        failed = ended.results.errors if ended.results is not None else range(ended.launch.batch.num_seqs)
+        if failed and not any(self._scheduler.usage(ended.launch.rows[row].sequence_id) for row in failed):
+            return  # it was queued before the launch ahead of it failed, and only had rows of the same requests
+        self._observer.launch_failed()
+        what = "launch %d raised; %d of its %d rows failed"
+        _log.error(what, ended.launch.number, len(failed), ended.launch.batch.num_seqs, exc_info=error)
