@@ -178,7 +178,9 @@ class Session:
             _log.info("worker's stream ended", extra=fields)
 
     async def _serve(self, welcome: Welcome) -> None:
-        tasks = [asyncio.create_task(self._read(welcome)), asyncio.create_task(self._push_orders())]
+        orders = self._manager.take_orders(self.worker_id)
+        await self._welcome(welcome)
+        tasks = [asyncio.create_task(self._read(orders)), asyncio.create_task(self._push_orders())]
         ends: list[asyncio.Future[Any]] = [*tasks, self._ended]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -192,8 +194,19 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, welcome: Welcome) -> None:
-        await self._answer(encode_welcome(welcome))
+    async def _welcome(self, welcome: Welcome) -> None:
+        """Writes the stream's first message, which `end` does not cut short: gRPC sends the headers with it, and were
+        the write cancelled, a second time with the status. That fails, and the peer would wait for its status until
+        the process ends."""
+        limit_s = self._sessions.limits.write_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._write(encode_welcome(welcome))
+        except TimeoutError:
+            raise PeerTooSlow("session", f"took no message for {limit_s:g} s") from None
+
+    async def _read(self, orders: tuple[Transfer, ...]) -> None:
+        await self._send(orders)
         async for request in self._requests:
             if self._ended.done():
                 # A newer stream speaks for the worker, maybe of a newer incarnation: this step is not that one's.

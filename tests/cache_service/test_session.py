@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from cache_service.core.base.errors import Superseded, UnknownSequence
 from protos.v1 import cache_pb2
 from rpc.client import open_channel
+from session.words import Transfer
 from tests.cache_service.peer import Client, Peer, started, until
 from tests.cache_service.scripted import ScriptedManager, order
 from tests.session.messages import hello, sealed
@@ -248,6 +249,27 @@ async def test_a_peer_that_does_not_read_is_cut_off() -> None:
                 await peer.receive()
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert caught.value.details() == "session: took no message for 0.2 s"
+
+
+class EndsAtWelcome(ScriptedManager):
+    """Calls `end_soon` just before the Welcome is written, so that a stream ends while that write is in flight."""
+
+    end_soon: Callable[[], object] = staticmethod(lambda: None)
+
+    def take_orders(self, worker_id: str) -> tuple[Transfer, ...]:
+        asyncio.get_running_loop().call_soon(self.end_soon)
+        return super().take_orders(worker_id)
+
+
+@pytest.mark.parametrize("turn", range(5))
+async def test_a_stream_that_ends_while_its_welcome_is_written_gets_its_status(turn: int) -> None:
+    manager = EndsAtWelcome()
+    async with started(lambda config, epoch: manager) as client:
+        closing: list[asyncio.Task[None]] = []
+        manager.end_soon = lambda: closing.append(asyncio.ensure_future(client.service.sessions.close()))
+        peer = await client.connected()
+        assert await peer.ended() == (grpc.StatusCode.UNAVAILABLE, "session: the service is shutting down")
+        await asyncio.gather(*closing)
 
 
 async def test_there_are_only_so_many_streams() -> None:
