@@ -21,6 +21,7 @@ kernel for Hopper (`hopper`).
     from kernels.prefill_attention import prefill_attention
     from kernels.project_latents import project_latents
     from kernels.rms_norm import rms_norm
+    from kernels.route_experts import route_experts
     from kernels.sample_tokens import sample_tokens
     from kernels.silu_mul import silu_mul
     from kernels.top_logprobs import top_logprobs
