@@ -7,10 +7,12 @@ kernel for Hopper (`hopper`).
 
     from kernels.append_kv import append_kv, rotate_append_kv
     from kernels.append_latent import append_latent
+    from kernels.combine_experts import combine_experts
     from kernels.copy_pages import pack_pages, unpack_pages
     from kernels.decode_attention import decode_attention
     from kernels.gather_latent import gather_latent
     from kernels.gather_pages import gather_pages, scatter_pages
+    from kernels.grouped_linear import grouped_linear, plan_experts
     from kernels.head_linear import head_linear
     from kernels.layout import KvLayout, expand_block_tables
     from kernels.linear import linear

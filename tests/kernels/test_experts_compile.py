@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from kernels.grouped_linear import TILE_ROWS
 from kernels.route_experts import RoutingRule, Scoring
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
@@ -39,3 +42,44 @@ def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
     pointer = kinds("fp32", ids_ptr="*i32")
     built = compile_for_hopper(route_rows, constants(rule, experts, has_bias), 1, pointer)
     assert not built.spills
+
+
+@pytest.mark.parametrize("values", [*SIXTEEN_BITS, "fp32"])
+@pytest.mark.parametrize("rows", TILE_ROWS)
+def test_products(values: str, rows: int) -> None:
+    """Tensor cores multiply 16 bits in one kind of instruction whatever the tile: 64 outputs and 16 steps of depth."""
+    from kernels.grouped_linear.triton import multiply_pairs, tile_for
+
+    tile = tile_for({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[values], rows)
+    constants = {"PAIRS_OF_ROW": 8, "TILE_ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    indices = dict.fromkeys(("order", "starts", "tiles", "num_tiles"), "*i32")
+    built = compile_for_hopper(
+        multiply_pairs,
+        {**constants, "HAS_BIAS": True},
+        tile.num_warps,
+        kinds(values, **indices),
+        aligned=("depth", "num_outputs"),
+        num_stages=tile.num_stages,
+    )
+    assert not built.spills and not built.serialised
+    if values in SIXTEEN_BITS:
+        assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
+        assert "cp.async" in built.ptx
+    else:
+        assert "mma" not in built.ptx
+
+
+@pytest.mark.parametrize("chunk", [16, 1024, 4096])
+def test_plans(chunk: int) -> None:
+    from kernels.grouped_linear.plan_triton import place_pairs
+
+    constants = {"E": 500, "TILE_ROWS": 16, "BLOCK_E": 512, "CHUNK": chunk}
+    assert not compile_for_hopper(place_pairs, constants, 4 if chunk <= 1024 else 8, kinds("i32")).spills
+
+
+def test_sums() -> None:
+    from kernels.combine_experts.triton import COLUMNS, sum_rows
+
+    constants = {"D": 2880, "TOP_K": 8, "COLUMNS": COLUMNS}
+    built = compile_for_hopper(sum_rows, constants, 4, kinds("bf16", weights="*fp32"), enable_fp_fusion=False)
+    assert not built.spills and "ld.global.v4" in built.ptx and "fma" not in built.ptx

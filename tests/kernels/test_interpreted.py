@@ -21,7 +21,17 @@ ROOT = HERE.parent.parent
 PARTS = (
     ("mla_extend", "mla_plans", "mla_prefill", "linear", "copy_pages", "rows", "interpreter"),
     ("rotate_append_kv", "fp8_pages", "append_kv", "sinks"),
-    ("mla_decode", "latents", "gather_pages", "prefill_work_list", "benchmark_gate", "sample_tokens", "route_experts"),
+    (
+        "mla_decode",
+        "latents",
+        "gather_pages",
+        "prefill_work_list",
+        "benchmark_gate",
+        "sample_tokens",
+        "route_experts",
+        "grouped_linear",
+        "combine_experts",
+    ),
     (
         "prefill_attention",
         "prefill_options",

@@ -1,0 +1,54 @@
+"""How the pairs of an expert layer are divided: sorted by expert, and cut into tiles of rows of one expert each."""
+
+from typing import NamedTuple
+
+import torch
+
+# Rows of a tile: those of an expert that few tokens chose are one small tile, those of a prompt's large ones.
+TILE_ROWS = (16, 64, 128)
+
+
+class ExpertPlan(NamedTuple):
+    """A pair is a token and one of its top_k experts: pair token * top_k + place. All tensors are int32.
+
+    order      [num_pairs]: the pairs by expert, those of one expert in ascending order
+    starts     [num_experts + 1]: where each expert's pairs begin in `order`, and where the last one's end
+    tiles      [max_tiles, 2]: of each tile its expert and the place in `order` where it begins, in order
+    num_tiles  [1]: how many of them there are; their places behind that are not written
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    top_k: int
+    tile_rows: int
+
+    @property
+    def num_pairs(self) -> int:
+        return self.order.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.starts.shape[0] - 1
+
+
+def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """Returns a bound on the tiles of any choice of experts: each one that is chosen fills all its tiles but one."""
+    return (num_pairs + min(num_pairs, num_experts) * (tile_rows - 1)) // tile_rows
+
+
+def usual_tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Returns the largest tile that the experts fill if they are chosen equally often, or the smallest one."""
+    return max((rows for rows in TILE_ROWS if rows * num_experts <= num_pairs), default=TILE_ROWS[0])
+
+
+def empty_plan(expert_ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertPlan:
+    """Returns a plan whose tensors are to be filled; their sizes follow from sizes alone."""
+    num_pairs = expert_ids.numel()
+
+    def empty(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, device=expert_ids.device)
+
+    tiles = empty(max_tiles(num_pairs, num_experts, tile_rows), 2)
+    return ExpertPlan(empty(num_pairs), empty(num_experts + 1), tiles, empty(1), expert_ids.shape[1], tile_rows)
