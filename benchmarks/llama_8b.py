@@ -14,12 +14,11 @@ from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import NO_SLOT
 from worker_service.core.sequence import Sequence as CoreSequence
-from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.config import ModelConfig, parse_model_config
-from worker_service.model.llama import Llama
-from worker_service.model.load import kv_shape
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.config import parse_model_spec
+from worker_service.model.decoder import Decoder, expected_shapes
+from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
-from worker_service.model.weights import expected_shapes
 
 PAGE = 16
 FIELDS: dict[str, Any] = {
@@ -59,13 +58,13 @@ class Llama8B:
     """Holds the model, its pages (random too: zeros would be read faster) and the runner."""
 
     def __init__(self, num_pages: int, limits: RunnerLimits, device: torch.device, num_layers: int = 32) -> None:
-        self.config: ModelConfig = parse_model_config({**FIELDS, "num_hidden_layers": num_layers})
+        self.config = parse_model_spec({**FIELDS, "num_hidden_layers": num_layers})
         self.generator = torch.Generator(device).manual_seed(0)
         tensors = {name: self._weight(shape, device) for name, shape in expected_shapes(self.config).items()}
-        self.model = Llama(self.config, tensors, device)
-        self.pages = KvPages(kv_shape(self.config, torch.bfloat16, PAGE), [num_pages], device)
+        self.model = Decoder(self.config, tensors, device)
+        self.pages = PagePools(page_layouts(self.config, torch.bfloat16, PAGE), [num_pages], PAGE, device)
         for layer in range(num_layers):
-            for pages in self.pages.layer_pages(layer)[:2]:
+            for pages in self.pages.layer_pages(layer).planes:
                 pages[1:].normal_(generator=self.generator)
         self.runner = Runner(self.model, self.pages, device, limits)
         self._next_page = 1

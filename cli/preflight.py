@@ -54,7 +54,7 @@ def check_device(device: str) -> None:
 def check_model(model: str) -> None:
     """A folder is looked into; a hub id is only checked for its form. Raises CannotStart, which names the folder."""
     from worker_service.core.errors import ModelError
-    from worker_service.model.config import read_model_config
+    from worker_service.model.config import read_model_spec
 
     folder = Path(model)
     if not folder.is_dir():
@@ -62,7 +62,7 @@ def check_model(model: str) -> None:
             raise CannotStart(f"--model {model}: there is no such folder, and it is no hub id (owner/name) either")
         return
     try:
-        read_model_config(folder)
+        read_model_spec(folder)
     except ModelError as error:
         raise CannotStart(f"--model {folder}: {error}") from None
     if not (folder / "tokenizer.json").is_file():

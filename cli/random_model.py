@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from worker_service.model.config import parse_model_config
-from worker_service.model.weights import WEIGHTS, expected_shapes
+from worker_service.model.config import parse_model_spec
+from worker_service.model.decoder import expected_shapes
+from worker_service.model.weights import WEIGHTS
 
 BYTES = 256
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -77,7 +78,7 @@ def _tokenizer() -> Tokenizer:
 def _weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in expected_shapes(parse_model_config(CONFIG)).items():
+    for name, shape in expected_shapes(parse_model_spec(CONFIG)).items():
         if len(shape) == 1:
             weights[name] = torch.ones(shape)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
@@ -13,11 +12,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import xxhash
 from prometheus_client import CollectorRegistry
 
-from kernels.backend import Backend
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.address import HostPort
 from rpc.client import open_channel
@@ -36,53 +33,34 @@ from rpc.settings import describe
 from session.messages import Ack, Hello
 from session.words import WorkerId
 from worker_service.cache_client import CacheClient, ClientLimits
+from worker_service.compute import Compute, fingerprint, prepare
 from worker_service.config import WorkerConfig
-from worker_service.core.errors import DeviceLost, PoolError
+from worker_service.core.errors import DeviceLost
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
 from worker_service.engine import Engine
-from worker_service.gpu.kv_pages import KvPages, KvShape, plan_pages, pool_budget
-from worker_service.gpu.pool_report import PoolReport, pool_report
-from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
 from worker_service.launch.device_runner import DeviceRunner
 from worker_service.launch.launcher import Launcher
 from worker_service.metrics import Load, WorkerMetrics
-from worker_service.model.device import numerics, pick_device, prepare_process
-from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.load import LoadedModel, kv_shape, load_model
-from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.serving import codec
 from worker_service.serving.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 from worker_service.tier_watch import TierWatch
 from worker_service.transfer.page_mover import MoverLimits, PageFrame, PageMover
 
+__all__ = ["Compute", "WorkerService", "fingerprint", "prepare", "running", "serve"]
+
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["ModelWorker"].full_name
 ADMIN_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerAdmin"].full_name
-CPU_POOL_MB = 512
 CALL_TIMEOUT_S = 30.0
 STOP_GRACE_S = 2.0
 # Enough for the calls' last responses and a Goodbye.
 LOST_DEVICE_EXIT_S = 10.0
-NUM_RANKS = 1
-# Codes of element types in a page's header; never reused.
-DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 _log = logging.getLogger("worker_service")
-
-
-class Compute(NamedTuple):
-    """Everything on the device: made once, before the event loop runs."""
-
-    loaded: LoadedModel
-    device: torch.device
-    shape: KvShape
-    pages: KvPages
-    invariance: Invariance
-    runner: Runner
 
 
 class WorkerService(NamedTuple):
@@ -98,71 +76,11 @@ class WorkerService(NamedTuple):
     metrics_address: HostPort | None
 
 
-def prepare(config: WorkerConfig) -> Compute:
-    """Loads the model, makes its pages, captures its graphs. Raises ModelError or PoolError."""
-    try:
-        return _prepare(config)
-    except torch.OutOfMemoryError as error:
-        raise PoolError(
-            "memory_fraction, pool_mb, token_budget, max_num_seqs: the model, its pages and its captured graphs do not "
-            f"fit into the device's memory together ({str(error).partition('. ')[0]})"
-        ) from error
-
-
-def _prepare(config: WorkerConfig) -> Compute:
-    device = pick_device(config.device)
-    invariance = Invariance(config.invariance)
-    prepare_process(device, config.threads, stable_gemms=invariance is not Invariance.FAST)
-    if config.host_tier != "none":
-        keep_freed_blocks()
-    backend = Backend(config.kernel_backend)
-    loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
-    shape = kv_shape(loaded.config, loaded.model.dtype, config.page_tokens)
-    pages = KvPages(shape, _num_pages(config, shape, device, loaded.config.max_model_len), device)
-    _log_pools(pool_report(pages.specs(), config.page_tokens, loaded.config.max_model_len))
-    limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs)
-    return Compute(loaded, device, shape, pages, invariance, Runner(loaded.model, pages, device, limits))
-
-
-def _num_pages(config: WorkerConfig, shape: KvShape, device: torch.device, max_model_len: int) -> tuple[int, ...]:
-    if config.pool_pages:
-        budget = (config.pool_pages + 1) * sum(shape.page_bytes(group) for group in shape.groups())
-    elif config.pool_mb:
-        budget = config.pool_mb << 20
-    else:
-        budget = pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20)
-    return plan_pages(shape, budget, max_model_len, config.token_budget)
-
-
-def _log_pools(report: PoolReport) -> None:
-    groups = [group._asdict() for group in report.groups]
-    _log.info("pools made", extra={"groups": groups, "least_hit_tokens": report.least_hit_tokens})
-    if report.warning is not None:
-        _log.warning(report.warning)
-
-
-def fingerprint(compute: Compute) -> bytes:
-    """Returns a digest of what must agree before two workers may exchange pages; each field is framed by its length."""
-    fields = (
-        compute.loaded.digest,
-        compute.pages.layout_id,
-        repr(compute.loaded.config.rope),
-        str(NUM_RANKS),
-        compute.invariance.value,
-        numerics(compute.device, compute.loaded.model.backend),
-    )
-    digest = hashlib.sha256(b"stemcache fingerprint 2")
-    for field in fields:
-        data = field if isinstance(field, bytes) else field.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.digest()
-
-
 def scheduler_config(config: WorkerConfig, compute: Compute) -> SchedulerConfig:
-    model = compute.loaded.config
+    model = compute.loaded.spec
     return SchedulerConfig(
-        page_tokens=config.page_tokens,
-        groups=compute.pages.specs(),
+        page_tokens=compute.pools.page_tokens,
+        groups=compute.pools.specs(),
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -223,8 +141,8 @@ class _Worker:
             "",
             self.incarnation,
             fingerprint(self.compute),
-            self.config.page_tokens,
-            self.compute.pages.specs(),
+            self.compute.pools.page_tokens,
+            self.compute.pools.specs(),
             model=self.compute.loaded.digest.hex(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
@@ -236,9 +154,10 @@ class _Worker:
         return hello._replace(endpoint=endpoint, host_tier=tier.kind, host_tier_id=tier.identity)
 
     def _mover(self, on_ack: Callable[[Ack], None]) -> PageMover:
-        frame = PageFrame(DTYPE_CODES[self.compute.shape.dtype], lambda data: xxhash.xxh3_128_digest(data))
+        dtypes = tuple(layout.dtype_code for layout in self.compute.pools.layouts)
+        frame = PageFrame(dtypes, lambda data: xxhash.xxh3_128_digest(data))
         limits = MoverLimits(self.config.mover_threads, self.config.max_queued_transfers)
-        self.mover = PageMover(self.compute.pages, self.tier, frame, on_ack, limits)
+        self.mover = PageMover(self.compute.pools, self.tier, frame, on_ack, limits)
         return self.mover
 
     def _load(self) -> Load:
@@ -269,17 +188,17 @@ class _Worker:
         return RpcServer([service], arounds), RpcServer([admin], arounds)
 
     def _description(self) -> codec.WorkerDescription:
-        compute, model = self.compute, self.compute.loaded.config
+        compute, spec = self.compute, self.compute.loaded.spec
         return codec.WorkerDescription(
             self.worker_id,
             self.incarnation,
-            model.family.value,
+            spec.architecture,
             compute.loaded.digest.hex(),
-            self.config.page_tokens,
-            codec.VocabLimits(model.vocab_size, model.max_model_len),
+            compute.pools.page_tokens,
+            codec.VocabLimits(spec.vocab_size, spec.max_model_len),
             str(compute.device),
-            str(compute.shape.dtype).removeprefix("torch."),
-            compute.pages.specs(),
+            str(compute.loaded.model.dtype).removeprefix("torch."),
+            compute.pools.specs(),
             describe(self.config),
         )
 

@@ -41,10 +41,16 @@ class WorkerConfig:
     kernel_backend: str = setting(
         "auto", "auto: the kernels of the device; reference: plain PyTorch, slow, to compare with.", choices=BACKENDS
     )
-    page_tokens: int = setting(16, "Token slots of a page.", minimum=1, maximum=256)
-    pool_pages: int = setting(0, "Pages of each pool; 0: as many as pool_mb holds.", minimum=0)
+    page_tokens: int = setting(0, "Token slots of a page; 0: the model's own, mostly 16.", minimum=0, maximum=256)
+    pool_pages: int = setting(0, "Pages of the pool that keeps whole prompts; 0: as many as pool_mb holds.", minimum=0)
     pool_mb: int = setting(0, "Memory of the pools; 0: 512 on a CPU, memory_fraction on a GPU.", minimum=0)
     memory_fraction: float = setting(0.9, "Share of the free GPU memory for pools.", minimum=0.01, maximum=1.0)
+    window_share: float = setting(
+        0.04,
+        "Pages of a sliding-window pool beside those of running sequences, as a share of the pool of whole prompts.",
+        minimum=0.0,
+        maximum=1.0,
+    )
     max_model_len: int = setting(0, "Longest prompt and answer together; 0: the model's.", minimum=0)
     max_num_seqs: int = setting(64, "Sequences in one launch.", minimum=1)
     max_waiting: int = setting(1024, "Requests that may wait; more are refused.", minimum=1)

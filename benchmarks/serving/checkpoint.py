@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from cli.random_model import make_random_model
-from worker_service.model.config import parse_model_config
-from worker_service.model.weights import INDEX, WEIGHTS, expected_shapes
+from worker_service.model.config import parse_model_spec
+from worker_service.model.decoder import expected_shapes
+from worker_service.model.weights import INDEX, WEIGHTS
 
 LLAMA_8B: dict[str, Any] = {
     "_name_or_path": "random weights in the shape of Llama 3.1 8B",
@@ -49,7 +50,7 @@ def write_checkpoint(folder: Path, device: torch.device, config: Mapping[str, An
     make_random_model(folder, seed)  # for its tokenizer
     (folder / WEIGHTS).unlink()
     (folder / "config.json").write_text(json.dumps(config))
-    names = sorted(expected_shapes(parse_model_config(dict(config))).items())
+    names = sorted(expected_shapes(parse_model_spec(dict(config))).items())
     parts = [names[number::NUM_SHARDS] for number in range(NUM_SHARDS)]
 
     def write(number: int) -> None:

@@ -193,8 +193,8 @@ def test_the_checkpoint_of_random_weights_loads(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, torch.device("cpu"), {**LLAMA_8B, **small, **heads})
     assert model_name(str(tmp_path)) == LLAMA_8B["_name_or_path"]
     loaded = load_model(str(tmp_path), torch.device("cpu"), dtype="bfloat16")
-    assert (loaded.config.num_layers, loaded.config.max_model_len) == (2, 16384)
-    weights = load_weights(tmp_path, loaded.config, torch.float32, torch.device("cpu"))
+    assert (len(loaded.spec.layers), loaded.spec.max_model_len) == (2, 16384)
+    weights = load_weights(tmp_path, loaded.spec, torch.float32, torch.device("cpu"))
     assert weights["model.layers.1.mlp.down_proj.weight"].std().item() == pytest.approx(96**-0.5, rel=0.1)
     queries = [weights[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in range(2)]
     assert queries[0].std().item() == pytest.approx(QUERY_KEY_GAIN * 64**-0.5, rel=0.1)

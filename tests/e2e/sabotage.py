@@ -15,7 +15,7 @@ from tests.e2e.client import Answer, Client
 from worker_service import bootstrap
 from worker_service.config import WorkerConfig
 from worker_service.core.batch import Batch
-from worker_service.gpu.kv_pages import KvPages
+from worker_service.gpu.page_pools import PagePools
 from worker_service.model.runner import Runner, RunningLaunch
 from worker_service.model.tokenizer import TOKENIZER
 
@@ -54,7 +54,7 @@ class Stand(NamedTuple):
 
     client: Client
     address: str
-    pages: KvPages
+    pages: PagePools
     tokenizer: tokenizers.Tokenizer
     runner: WatchedRunner
 
@@ -95,4 +95,4 @@ async def open_stand(client: Client, cache: str, model: Path) -> AsyncIterator[S
     async with bootstrap.running(config, compute._replace(runner=cast(Runner, watched))) as service:
         await service.engine.connected.wait()
         tokenizer = tokenizers.Tokenizer.from_file(str(model / TOKENIZER))
-        yield Stand(client, str(service.address), compute.pages, tokenizer, watched)
+        yield Stand(client, str(service.address), compute.pools, tokenizer, watched)

@@ -53,8 +53,8 @@ def test_the_folder_is_small_and_of_its_architecture() -> None:
 def test_the_worker_loads_it() -> None:
     loaded = load_model(str(MODEL_FOLDER), CPU)
     encoder = Encoder(read_tokenizer(MODEL_FOLDER))
-    assert loaded.config.eos_token_ids == (encoder.end,)
-    assert loaded.config.max_model_len == 4096
+    assert loaded.spec.eos_token_ids == (encoder.end,)
+    assert loaded.spec.max_model_len == 4096
     assert loaded.tokenizer.encode("\n")[0] == encoder.begin
 
 

@@ -19,8 +19,8 @@ from register_qa.training.folder import read_tokenizer, read_weights, write_fold
 from register_qa.training.llama import LlamaArchitecture
 from register_qa.training.tokenizer import Encoder, train_tokenizer
 from register_qa.training.train import Plan, Progress, Trainer
-from worker_service.model.config import read_model_config
-from worker_service.model.weights import expected_shapes
+from worker_service.model.config import read_model_spec
+from worker_service.model.decoder import expected_shapes
 
 CPU = torch.device("cpu")
 SMALL = LlamaArchitecture(
@@ -175,7 +175,7 @@ def test_the_folder_is_what_the_worker_expects(tokenizer: Tokenizer, tmp_path: P
     torch.manual_seed(0)
     model = SMALL.build()
     write_folder(tmp_path, SMALL, model, tokenizer)
-    config = read_model_config(tmp_path)
+    config = read_model_spec(tmp_path)
     assert config.eos_token_ids == (Encoder(tokenizer).end,)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     assert shapes == expected_shapes(config)

@@ -17,10 +17,10 @@ from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import Sequence as CoreSequence
-from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.config import read_model_config
-from worker_service.model.llama import Llama
-from worker_service.model.load import kv_shape
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.config import read_model_spec
+from worker_service.model.decoder import Decoder
+from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
 from worker_service.model.weights import load_weights
 
@@ -116,14 +116,14 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         limits: RunnerLimits | None = None,
     ) -> None:
-        config = read_model_config(folder)
-        shape = kv_shape(config, dtype, PAGE)
+        config = read_model_spec(folder)
+        layouts = page_layouts(config, dtype, PAGE)
         self.config = config
-        self.pages = KvPages(shape, [NUM_PAGES] * len(shape.groups()), device)
-        for layer in range(config.num_layers):
-            for pages in self.pages.layer_pages(layer)[:2]:
+        self.pages = PagePools(layouts, [NUM_PAGES] * len(layouts), PAGE, device)
+        for layer in range(len(config.layers)):
+            for pages in self.pages.layer_pages(layer).planes:
                 pages[1:].fill_(torch.nan)
-        model = Llama(config, load_weights(folder, config, dtype, device), device)
+        model = Decoder(config, load_weights(folder, config, dtype, device), device)
         self.runner = Runner(model, self.pages, device, limits)
         self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
 

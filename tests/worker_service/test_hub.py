@@ -25,7 +25,7 @@ LOAD = """
 import sys, torch
 from worker_service.model.load import load_model
 loaded = load_model(sys.argv[1], torch.device("cpu"))
-print(loaded.digest.hex(), loaded.config.num_layers)
+print(loaded.digest.hex(), len(loaded.spec.layers))
 """
 
 

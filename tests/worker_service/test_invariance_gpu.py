@@ -17,14 +17,13 @@ import torch
 from tests.worker_service.model_kit import Bench, PagedTokens, Part
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
-from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.config import parse_model_config
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.config import parse_model_spec
+from worker_service.model.decoder import Decoder, expected_shapes
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.llama import Llama
-from worker_service.model.load import kv_shape
+from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
-from worker_service.model.weights import expected_shapes
 
 CUDA = torch.device("cuda", 0)
 if torch.cuda.is_available():
@@ -60,7 +59,7 @@ class World(Bench):
     """A model of one page size, and a pool whose pages are dealt in random order and poisoned between owners."""
 
     def __init__(self, page_tokens: int, invariance: Invariance = Invariance.BATCH) -> None:
-        self.config = parse_model_config(MODEL)
+        self.config = parse_model_spec(MODEL)
         generator = torch.Generator(CUDA).manual_seed(5)
         tensors = {}
         for name, shape in expected_shapes(self.config).items():
@@ -69,15 +68,17 @@ class World(Bench):
         tensors["model.embed_tokens.weight"] *= 20
         self.page = page_tokens
         self.num_pages = POOL_TOKENS // page_tokens
-        self.pages = KvPages(kv_shape(self.config, torch.bfloat16, page_tokens), [self.num_pages], CUDA)
+        self.pages = PagePools(
+            page_layouts(self.config, torch.bfloat16, page_tokens), [self.num_pages], page_tokens, CUDA
+        )
         limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, invariance, graphs=True)
-        self.runner = Runner(Llama(self.config, tensors, CUDA), self.pages, CUDA, limits)
+        self.runner = Runner(Decoder(self.config, tensors, CUDA), self.pages, CUDA, limits)
         self.clear(random.Random(0))
 
     def clear(self, source: random.Random) -> None:
         """Nobody owns a page; what is in them must never be read."""
-        for layer in range(self.config.num_layers):
-            for pages in self.pages.layer_pages(layer)[:2]:
+        for layer in range(len(self.config.layers)):
+            for pages in self.pages.layer_pages(layer).planes:
                 pages[1:].fill_(torch.nan)
         self._free = list(range(1, self.num_pages + 1))
         source.shuffle(self._free)

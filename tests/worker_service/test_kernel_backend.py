@@ -14,14 +14,15 @@ from cli.random_model import make_random_model
 from kernels.backend import Backend
 from tests.worker_service.model_kit import CPU, NUM_PAGES, PAGE, PagedTokens, Part
 from tests.worker_service.model_kit import Bench as ModelBench
-from worker_service.gpu.kv_pages import KvPages
-from worker_service.model import attention, gemm_dispatch, llama
-from worker_service.model.load import kv_shape, load_model
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model import attention, gemm_dispatch, mlps, norms
+from worker_service.model.load import load_model
+from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner
 
 OPS = (
-    (llama, "rms_norm"),
-    (llama, "silu_mul"),
+    (norms, "rms_norm"),
+    (mlps, "silu_mul"),
     (gemm_dispatch, "linear"),
     (attention, "rotate_append_kv"),
     (attention, "decode_attention"),
@@ -34,8 +35,8 @@ class Bench(ModelBench):
 
     def __init__(self, folder: Path, backend: Backend) -> None:
         loaded = load_model(str(folder), CPU, backend=backend)
-        self.config = loaded.config
-        self.pages = KvPages(kv_shape(loaded.config, torch.float32, PAGE), [NUM_PAGES], CPU)
+        self.config = loaded.spec
+        self.pages = PagePools(page_layouts(loaded.spec, torch.float32, PAGE), [NUM_PAGES], PAGE, CPU)
         self.runner = Runner(loaded.model, self.pages, CPU)
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from worker_service.core.errors import ModelError
-from worker_service.model.config import Family, RopeKind, parse_model_config, read_model_config
-from worker_service.model.load import kv_shape
+from worker_service.model.config import parse_model_spec, read_model_spec
+from worker_service.model.spec import RopeKind, with_max_model_len
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,15 +29,20 @@ def fields(**changes: Any) -> dict[str, Any]:
     return {**BASE, **changes}
 
 
+def windows_of(config: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(layer.mixer.window_tokens for layer in parse_model_spec(config).layers)
+
+
 def windows(**changes: Any) -> tuple[int, ...]:
-    return parse_model_config(fields(**changes)).windows
+    return windows_of(fields(**changes))
 
 
 def test_family_comes_from_architectures_not_model_type() -> None:
-    config = parse_model_config(fields(architectures=["Qwen3ForCausalLM"], model_type="llama"))
-    assert config.family is Family.QWEN3
-    assert config.qk_norm
-    assert config.head_dim == 128
+    config = parse_model_spec(fields(architectures=["Qwen3ForCausalLM"], model_type="llama"))
+    mixer = config.layers[0].mixer
+    assert config.architecture == "Qwen3ForCausalLM"
+    assert mixer.qk_norm
+    assert mixer.head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -50,13 +54,14 @@ def test_family_comes_from_architectures_not_model_type() -> None:
     ],
 )
 def test_both_spellings_of_rope_say_the_same(rope: dict[str, Any]) -> None:
-    config = parse_model_config(fields(**rope)).rope
+    (config,) = parse_model_spec(fields(**rope)).ropes
     assert config.kind is RopeKind.LLAMA3
     assert (config.theta, config.factor, config.original_max_tokens) == (500000.0, 8.0, 128)
 
 
 def test_rope_scaling_null_is_the_default() -> None:
-    assert parse_model_config(fields(rope_scaling=None, rope_theta=1e6)).rope.kind is RopeKind.DEFAULT
+    (rope,) = parse_model_spec(fields(rope_scaling=None, rope_theta=1e6)).ropes
+    assert rope.kind is RopeKind.DEFAULT
 
 
 def test_mistral_null_window_sees_everything() -> None:
@@ -76,8 +81,8 @@ def test_window_is_found_in_the_nested_text_config() -> None:
     """R46: the top level first, then text_config."""
     nested = {key: value for key, value in BASE.items() if key != "architectures"}
     wrapper = {"architectures": ["MistralForCausalLM"], "text_config": {**nested, "sliding_window": 48}}
-    assert parse_model_config(wrapper).windows == (48,) * 4
-    assert parse_model_config({**wrapper, "sliding_window": 16}).windows == (16,) * 4
+    assert windows_of(wrapper) == (48,) * 4
+    assert windows_of({**wrapper, "sliding_window": 16}) == (16,) * 4
 
 
 @pytest.mark.parametrize(
@@ -87,8 +92,8 @@ def test_window_is_found_in_the_nested_text_config() -> None:
 def test_a_null_on_top_hides_no_nested_value(name: str, value: Any) -> None:
     nested = {key: field for key, field in BASE.items() if key != "architectures"}
     wrapper: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "text_config": {**nested, name: value}}
-    assert parse_model_config({**wrapper, name: None}) == parse_model_config(wrapper)
-    assert parse_model_config({**wrapper, name: None}) != parse_model_config({**wrapper, "text_config": nested})
+    assert parse_model_spec({**wrapper, name: None}) == parse_model_spec(wrapper)
+    assert parse_model_spec({**wrapper, name: None}) != parse_model_spec({**wrapper, "text_config": nested})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -110,20 +115,22 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 def test_a_scaled_model_reaches_as_far_as_its_factor(changes: dict[str, Any], max_model_len: int) -> None:
     """Cards say: add the factor, leave max_position_embeddings."""
-    assert parse_model_config(fields(**changes)).max_model_len == max_model_len
+    assert parse_model_spec(fields(**changes)).max_model_len == max_model_len
 
 
 def test_a_window_as_long_as_the_model_is_none() -> None:
-    config = parse_model_config(fields(architectures=["MistralForCausalLM"], sliding_window=512))
-    assert kv_shape(config, torch.float32, 16).windows == (0,) * 4
+    assert windows(architectures=["MistralForCausalLM"], sliding_window=512) == (0,) * 4
+    spec = parse_model_spec(fields(architectures=["MistralForCausalLM"], sliding_window=500))
+    assert {layer.mixer.window_tokens for layer in with_max_model_len(spec, 501).layers} == {500}
+    assert {layer.mixer.window_tokens for layer in with_max_model_len(spec, 500).layers} == {0}
 
 
 def test_eos_of_the_generation_config_wins() -> None:
-    assert parse_model_config(fields(eos_token_id=2)).eos_token_ids == (2,)
-    assert parse_model_config(fields(eos_token_id=2), {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
-    assert parse_model_config(fields(eos_token_id=2), {"eos_token_id": None}).eos_token_ids == (2,)
-    assert parse_model_config(fields(eos_token_id=0), {"eos_token_id": None}).eos_token_ids == (0,)
-    assert parse_model_config(fields(eos_token_id=None)).eos_token_ids == ()
+    assert parse_model_spec(fields(eos_token_id=2)).eos_token_ids == (2,)
+    assert parse_model_spec(fields(eos_token_id=2), {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
+    assert parse_model_spec(fields(eos_token_id=2), {"eos_token_id": None}).eos_token_ids == (2,)
+    assert parse_model_spec(fields(eos_token_id=0), {"eos_token_id": None}).eos_token_ids == (0,)
+    assert parse_model_spec(fields(eos_token_id=None)).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,7 @@ def test_eos_of_the_generation_config_wins() -> None:
 )
 def test_errors_name_the_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelError) as caught:
-        parse_model_config(fields(**changes))
+        parse_model_spec(fields(**changes))
     assert caught.value.field == field
 
 
@@ -171,6 +178,6 @@ def test_unreadable_config_is_named(tmp_path: Path, content: bytes | None) -> No
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError) as caught:
-        read_model_config(tmp_path)
+        read_model_spec(tmp_path)
     assert caught.value.field == "config.json"
     assert str(tmp_path) not in str(caught.value)

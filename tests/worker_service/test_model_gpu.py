@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tests.worker_service.model_kit import CPU, PAGE, Bench, Part, make_reference, random_tokens
-from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.config import parse_model_config
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.config import parse_model_spec
+from worker_service.model.decoder import Decoder, expected_shapes
 from worker_service.model.device import prepare_process
-from worker_service.model.llama import Llama
-from worker_service.model.load import kv_shape
+from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner
-from worker_service.model.weights import expected_shapes
 
 CUDA = torch.device("cuda", 0)
 if torch.cuda.is_available():
@@ -47,16 +46,16 @@ class LargeBench(Bench):
     """Random weights in the shape of an 8B model with fewer layers, made on the device."""
 
     def __init__(self) -> None:
-        self.config = parse_model_config(LLAMA_8B)
+        self.config = parse_model_spec(LLAMA_8B)
         generator = torch.Generator(CUDA).manual_seed(0)
         tensors = {}
         for name, shape in expected_shapes(self.config).items():
             values = torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
             tensors[name] = values / shape[-1] ** 0.5 if len(shape) == 2 else torch.ones_like(values)
         tensors["model.embed_tokens.weight"] *= 64
-        shape = kv_shape(self.config, torch.bfloat16, PAGE)
-        self.pages = KvPages(shape, [600], CUDA)
-        self.runner = Runner(Llama(self.config, tensors, CUDA), self.pages, CUDA)
+        layouts = page_layouts(self.config, torch.bfloat16, PAGE)
+        self.pages = PagePools(layouts, [600], PAGE, CUDA)
+        self.runner = Runner(Decoder(self.config, tensors, CUDA), self.pages, CUDA)
 
 
 @pytest.fixture(scope="module")

@@ -14,20 +14,21 @@ import xxhash
 from session.messages import Ack
 from session.words import TicketId, Transfer, TransferPages, TransferStatus
 from tests.faulty_tier import FaultPlan, FaultyTier
+from tests.worker_service.kv_layouts import kv_layouts
 from worker_service.core.ports import HostTier
-from worker_service.gpu.kv_pages import KvPages, KvShape
+from worker_service.gpu.page_pools import PagePools
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.transfer.page_mover import MoverLimits, PageFrame, PageMover
 
 NUM_PAGES = 24
-FRAME = PageFrame(dtype=1, digest=lambda data: xxhash.xxh3_128_digest(data))
+FRAME = PageFrame(dtypes=(1, 1), digest=lambda data: xxhash.xxh3_128_digest(data))
 
 
-def make_pages(seed: int, windows: tuple[int, ...] = (0, 0, 8)) -> KvPages:
+def make_pages(seed: int, windows: tuple[int, ...] = (0, 0, 8)) -> PagePools:
     """Two groups: layers that see everything, and one with a window."""
-    shape = KvShape(windows, num_kv_heads=2, head_dim=4, dtype=torch.float32, page_tokens=4)
+    layouts = kv_layouts(windows, head_dim=4)
     groups = len(set(windows))
-    pages = KvPages(shape, [NUM_PAGES] * groups, torch.device("cpu"))
+    pages = PagePools(layouts, [NUM_PAGES] * len(layouts), 4, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     for group in range(groups):
         size = pages.page_bytes(group)
@@ -54,7 +55,7 @@ def name(group: int, page: int) -> bytes:
 class MoverHarness:
     """A mover and the acks that it handed over."""
 
-    def __init__(self, pages: KvPages, tier: HostTier, limits: MoverLimits | None = None) -> None:
+    def __init__(self, pages: PagePools, tier: HostTier, limits: MoverLimits | None = None) -> None:
         self.acks: list[Ack] = []
         self.mover = PageMover(pages, tier, FRAME, self.acks.append, limits or MoverLimits())
 
@@ -69,7 +70,7 @@ class MoverHarness:
         return self.acks[-1]
 
 
-def page(pages: KvPages, group: int, page_id: int) -> bytes:
+def page(pages: PagePools, group: int, page_id: int) -> bytes:
     return pages.read_pages(group, [page_id]).numpy().tobytes()
 
 

@@ -29,8 +29,8 @@ def test_the_seed_decides_the_bytes(folder: Path, tmp_path: Path) -> None:
 
 def test_long_prompts_fit(folder: Path) -> None:
     loaded = load_model(str(folder), CPU)
-    assert loaded.config.max_model_len >= 16_000
-    assert loaded.tokenizer.vocab_size == loaded.config.vocab_size
+    assert loaded.spec.max_model_len >= 16_000
+    assert loaded.tokenizer.vocab_size == loaded.spec.vocab_size
 
 
 @pytest.mark.parametrize("prompt", ["Hello", "What is a prefix cache?", "Tell me about radix trees. " * 4])

@@ -16,7 +16,7 @@ from cli.random_model import make_random_model
 from tests.worker_service.model_kit import CPU
 from worker_service.core.errors import ModelError
 from worker_service.model import digest as digest_module
-from worker_service.model.config import read_model_config
+from worker_service.model.config import read_model_spec
 from worker_service.model.digest import model_digest
 from worker_service.model.hub import resolve_folder
 from worker_service.model.load import LoadedModel, load_model
@@ -56,7 +56,7 @@ def change_weights(folder: Path, change: Callable[[Tensors], None]) -> None:
 
 
 def test_shards_hold_the_same_model(folder: Path) -> None:
-    config = read_model_config(folder)
+    config = read_model_spec(folder)
     whole = load_weights(folder, config, torch.float32, CPU)
     shard(folder)
     parts = load_weights(folder, config, torch.float32, CPU)
@@ -69,7 +69,7 @@ def test_tied_and_derived_tensors_may_be_stored(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_weights(folder, lambda tensors: tensors.update({name: torch.ones(32)}))
-    assert load(folder).config.tied_embeddings
+    assert load(folder).spec.tied_embeddings
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_missing_or_foreign_tokenizer_is_told(folder: Path) -> None:
 
 
 def test_max_model_len_can_only_shrink(folder: Path) -> None:
-    assert load_model(str(folder), CPU, max_model_len=100).config.max_model_len == 100
+    assert load_model(str(folder), CPU, max_model_len=100).spec.max_model_len == 100
     with pytest.raises(ModelError, match=r"max_model_len: 16385 is beyond.*rope_type yarn, factor and original"):
         load_model(str(folder), CPU, max_model_len=16385)
 
@@ -149,8 +149,8 @@ def test_a_yarn_factor_lets_it_grow(folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16384}
     (folder / "config.json").write_text(json.dumps({**fields, "rope_parameters": rope}))
-    assert load(folder).config.max_model_len == 32768
-    assert load_model(str(folder), CPU, max_model_len=20000).config.max_model_len == 20000
+    assert load(folder).spec.max_model_len == 32768
+    assert load_model(str(folder), CPU, max_model_len=20000).spec.max_model_len == 20000
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     (folder / "config.json").write_text(json.dumps({**fields, "rope_parameters": dynamic}))
     with pytest.raises(ModelError, match="dynamic is served up to max_position_embeddings only"):
@@ -205,7 +205,7 @@ def test_digest_is_made_while_the_weights_are_loaded(folder: Path) -> None:
 def test_progress_counts_stored_bytes(folder: Path) -> None:
     shard(folder)
     heard: list[tuple[int, int]] = []
-    config = read_model_config(folder)
+    config = read_model_spec(folder)
     tensors = load_weights(folder, config, torch.bfloat16, CPU, lambda *counts: heard.append(counts))
     assert len(heard) == len(tensors)
     assert [loaded for loaded, _ in heard] == sorted(loaded for loaded, _ in heard)
@@ -220,12 +220,12 @@ def test_progress_counts_stored_bytes(folder: Path) -> None:
 def test_the_tokenizers_end_is_the_last_to_be_asked(folder: Path, eos_token: object, wanted: tuple[int, ...]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
-    assert load(folder).config.eos_token_ids == (257,)
+    assert load(folder).spec.eos_token_ids == (257,)
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "eos_token_id": None}))
-    assert load(folder).config.eos_token_ids == wanted
+    assert load(folder).spec.eos_token_ids == wanted
     (folder / "tokenizer_config.json").unlink()
-    assert load(folder).config.eos_token_ids == ()
+    assert load(folder).spec.eos_token_ids == ()
 
 
 def test_neither_folder_nor_hub_id() -> None:

@@ -11,7 +11,7 @@ from worker_service.config import load_config
 def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
     environment = {"STEMCACHE_WORKER_MODEL": "m", "STEMCACHE_WORKER_TOKEN_BUDGET": "99", "HOME": "/"}
     config = load_config(["--token-budget", "64", "--chunked-prefill", "off"], environment)
-    assert (config.model, config.token_budget, config.chunked_prefill, config.page_tokens) == ("m", 64, False, 16)
+    assert (config.model, config.token_budget, config.chunked_prefill, config.page_tokens) == ("m", 64, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
         ([], {"STEMCACHE_WORKER_MODEL": ""}, "model"),
         (["--model", "m", "--no-such", "1"], {}, "--no-such"),
         ([], {"STEMCACHE_WORKER_MODLE": "m"}, "STEMCACHE_WORKER_MODLE"),
-        (["--model", "m", "--page-tokens", "0"], {}, "--page-tokens"),
+        (["--model", "m", "--page-tokens", "-1"], {}, "--page-tokens"),
         (["--model", "m", "--page-tokens", "sixteen"], {}, "--page-tokens"),
         (["--model", "m", "--memory-fraction", "nan"], {}, "--memory-fraction"),
         (["--model", "m", "--memory-fraction", "1.5"], {}, "--memory-fraction"),

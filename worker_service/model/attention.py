@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +15,9 @@ from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
-from worker_service.gpu.kv_pages import KvPages
-from worker_service.model.config import ModelConfig
-from worker_service.model.llama import Heads
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.mixers import Heads
+from worker_service.model.spec import AttentionSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,21 @@ class LaunchInputs:
         return self.prefill_cu_q.shape[0] - 1
 
 
+class HeadShape(NamedTuple):
+    """What a plan is made for; layers with the same one share it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Prepared(NamedTuple):
+    """The plans of one launch for layers of one shape; None: the kernels make their own."""
+
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+
+
 class AttentionPlans:
     """Work lists and counters of the attention kernels on CUDA, made once: a launch prepares them for all its layers.
 
@@ -51,61 +67,75 @@ class AttentionPlans:
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: ModelSpec,
         max_num_seqs: int,
         max_tokens: int,
         device: torch.device,
         backend: Backend = Backend.AUTO,
     ) -> None:
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.mixers = tuple(layer.mixer for layer in spec.layers)
+        self.shapes = tuple(_head_shape(mixer) for mixer in self.mixers)
         self.backend = backend
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
-        self._decode = DecodePlan(max_num_seqs, config.max_model_len, *heads, device=device)
-        self._prefill = PrefillPlan(max_num_seqs, max_tokens, *heads, device=device)
+        self._plans = {
+            shape: (
+                DecodePlan(max_num_seqs, spec.max_model_len, *shape, device=device),
+                PrefillPlan(max_num_seqs, max_tokens, *shape, device=device),
+            )
+            for shape in dict.fromkeys(self.shapes)
+        }
 
-    def prepared(self, launch: LaunchInputs) -> tuple[DecodePlan | None, PrefillPlan | None]:
-        if self.backend is Backend.REFERENCE:
-            return None, None
-        decode = self._decode if 0 < launch.num_decode <= self._max_num_seqs else None
-        if decode is not None:
-            decode.prepare(launch.decode_seqlens_k)
+    def prepared(self, launch: LaunchInputs) -> tuple[Prepared, ...]:
+        """Returns the plans of each layer."""
+        has_decode = 0 < launch.num_decode <= self._max_num_seqs
         num_others = launch.token_ids.shape[0] - launch.num_decode
-        has_room = launch.num_prefill <= self._max_num_seqs and num_others <= self._max_tokens
-        prefill = self._prefill if launch.num_prefill and has_room else None
-        if prefill is not None:
-            prefill.prepare(launch.prefill_cu_q, launch.prefill_cu_k)
-        return decode, prefill
+        has_prefill = 0 < launch.num_prefill <= self._max_num_seqs and num_others <= self._max_tokens
+        by_shape: dict[HeadShape, Prepared] = {}
+        for shape, (decode, prefill) in self._plans.items():
+            if self.backend is Backend.REFERENCE:
+                by_shape[shape] = Prepared(None, None)
+                continue
+            if has_decode:
+                decode.prepare(launch.decode_seqlens_k)
+            if has_prefill:
+                prefill.prepare(launch.prefill_cu_q, launch.prefill_cu_k)
+            by_shape[shape] = Prepared(decode if has_decode else None, prefill if has_prefill else None)
+        return tuple(by_shape[shape] for shape in self.shapes)
+
+
+def _head_shape(mixer: AttentionSpec) -> HeadShape:
+    return HeadShape(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
 
 
 class PagedAttention:
     """The model's `Attend` for one launch. Queries of decode rows stay in rows, the others are packed by kv head."""
 
-    def __init__(self, kv_pages: KvPages, num_heads: int, launch: LaunchInputs, plans: AttentionPlans) -> None:
-        self._kv_pages = kv_pages
-        self._num_heads = num_heads
+    def __init__(self, pools: PagePools, launch: LaunchInputs, plans: AttentionPlans) -> None:
+        self._pools = pools
         self._launch = launch
+        self._mixers = plans.mixers
         self._backend = plans.backend
-        self._decode_plan, self._prefill_plan = plans.prepared(launch)
+        self._prepared = plans.prepared(launch)
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
-        k_pages, v_pages, group, _ = self._kv_pages.layer_pages(layer)
+        pages = self._pools.layer_pages(layer)
         queries = rotate_append_kv(
             heads.qkv,
             heads.positions,
             heads.cos_sin,
-            k_pages,
-            v_pages,
-            self._launch.slot_mapping[group],
-            q_heads=self._num_heads,
+            pages.k,
+            pages.v,
+            self._launch.slot_mapping[pages.group],
+            q_heads=self._mixers[layer].num_heads,
             q_norm=heads.q_norm,
             k_norm=heads.k_norm,
             eps=heads.eps,
             num_unpacked=self._launch.num_decode,
             backend=self._backend,
         )
-        return self.attended(layer, queries)
+        return self.attended(layer, queries, heads.sinks)
 
-    def attended(self, layer: int, queries: RotatedQueries) -> torch.Tensor:
+    def attended(self, layer: int, queries: RotatedQueries, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the attention of the launch's queries over this layer's pages: [num_tokens, q_heads, head_dim].
 
         Padding rows are not written; their content stays in their row and is never read.
@@ -113,38 +143,44 @@ class PagedAttention:
         num_decode = self._launch.num_decode
         out = torch.empty_like(queries.unpacked)
         if num_decode:
-            self._attend_decode(layer, queries.unpacked[:num_decode], out[:num_decode])
+            self._attend_decode(layer, queries.unpacked[:num_decode], sinks, out[:num_decode])
         if self._launch.num_prefill:
-            self._attend_prefill(layer, queries.packed, out[num_decode:])
+            self._attend_prefill(layer, queries.packed, sinks, out[num_decode:])
         return out
 
-    def _attend_decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        k_pages, v_pages, group, window = self._kv_pages.layer_pages(layer)
+    def _attend_decode(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+        pages, mixer = self._pools.layer_pages(layer), self._mixers[layer]
         decode_attention(
             q,
-            k_pages,
-            v_pages,
-            self._launch.block_tables[group][: self._launch.num_decode],
+            pages.k,
+            pages.v,
+            self._launch.block_tables[pages.group][: self._launch.num_decode],
             self._launch.decode_seqlens_k,
             max_seqlen_k=self._launch.max_seqlen_k,
-            plan=self._decode_plan,
-            window=window,
+            plan=self._prepared[layer].decode,
+            scale=mixer.scale,
+            window=mixer.window_tokens,
+            softcap=mixer.softcap,
+            sinks=sinks,
             out=out,
             backend=self._backend,
         )
 
-    def _attend_prefill(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        k_pages, v_pages, group, window = self._kv_pages.layer_pages(layer)
+    def _attend_prefill(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+        pages, mixer = self._pools.layer_pages(layer), self._mixers[layer]
         prefill_attention(
             q,
-            k_pages,
-            v_pages,
-            self._launch.block_tables[group][self._launch.num_decode :],
+            pages.k,
+            pages.v,
+            self._launch.block_tables[pages.group][self._launch.num_decode :],
             self._launch.prefill_cu_q,
             self._launch.prefill_cu_k,
             self._launch.max_seqlen_q,
-            plan=self._prefill_plan,
-            window=window,
+            plan=self._prepared[layer].prefill,
+            scale=mixer.scale,
+            window=mixer.window_tokens,
+            softcap=mixer.softcap,
+            sinks=sinks,
             out=out,
             backend=self._backend,
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from worker_service.core.errors import ModelError
-from worker_service.model.config import read_json
+from worker_service.model.fields import read_json
 from worker_service.model.tokenizer import TOKENIZER
 from worker_service.model.weights import weight_files
 

@@ -21,7 +21,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.linear import LEAST_PACKED_ROWS, LEAST_ROWS, Route, keeps_rows, linear
-from worker_service.model.llama import Linear
+from worker_service.model.layer_weights import Linear
 
 # torch's GEMM of plain weights keeps a row's bits from this many rows on, with AVX-512 and one thread.
 LEAST_CPU_ROWS = 16

@@ -12,12 +12,12 @@ import torch
 
 from kernels.backend import Backend
 from worker_service.core.errors import ModelError
-from worker_service.gpu.kv_pages import KvShape
-from worker_service.model.config import ModelConfig, RopeKind, read_model_config
+from worker_service.model.config import read_model_spec
+from worker_service.model.decoder import Decoder
 from worker_service.model.device import pick_dtype
 from worker_service.model.digest import digesting
 from worker_service.model.hub import resolve_folder
-from worker_service.model.llama import Llama
+from worker_service.model.spec import ModelSpec, RopeKind, with_max_model_len
 from worker_service.model.tokenizer import TOKENIZER, Tokenizer, eos_token_ids
 from worker_service.model.weights import load_weights
 
@@ -29,8 +29,8 @@ _log = logging.getLogger("worker_service")
 class LoadedModel(NamedTuple):
     """`digest` identifies the model (32 bytes) by its content, not by its folder's name."""
 
-    config: ModelConfig
-    model: Llama
+    spec: ModelSpec
+    model: Decoder
     tokenizer: Tokenizer
     digest: bytes
 
@@ -49,23 +49,23 @@ def load_model(
     max_model_len 0 means the config's.
     """
     folder = resolve_folder(model, revision)
-    config = _limited(read_model_config(folder), max_model_len)
-    tokenizer = _tokenizer(folder, config)
-    if not config.eos_token_ids:
-        config = replace(config, eos_token_ids=eos_token_ids(folder, tokenizer))
+    spec = _limited(read_model_spec(folder), max_model_len)
+    tokenizer = _tokenizer(folder, spec)
+    if not spec.eos_token_ids:
+        spec = replace(spec, eos_token_ids=eos_token_ids(folder, tokenizer))
     with digesting(folder) as digest:
         progress = _LoggedProgress()
-        tensors = load_weights(folder, config, pick_dtype(dtype, config.dtype, device), device, progress)
-        return LoadedModel(config, Llama(config, tensors, device, backend), tokenizer, digest())
+        tensors = load_weights(folder, spec, pick_dtype(dtype, spec.dtype, device), device, progress)
+        return LoadedModel(spec, Decoder(spec, tensors, device, backend), tokenizer, digest())
 
 
-def _tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
+def _tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer:
     if not (folder / TOKENIZER).is_file():
         raise ModelError(TOKENIZER, "is not in the model folder")
     tokenizer = Tokenizer(folder / TOKENIZER)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.vocab_size > spec.vocab_size:
         raise ModelError(
-            TOKENIZER, f"has {tokenizer.vocab_size} tokens, but the model's vocab_size is {config.vocab_size}"
+            TOKENIZER, f"has {tokenizer.vocab_size} tokens, but the model's vocab_size is {spec.vocab_size}"
         )
     return tokenizer
 
@@ -83,15 +83,9 @@ class _LoggedProgress:
             _log.info("loading weights", extra={"loaded_mb": loaded_bytes >> 20, "total_mb": total_bytes >> 20})
 
 
-def kv_shape(config: ModelConfig, dtype: torch.dtype, page_tokens: int) -> KvShape:
-    """Returns the shape of the pages. A window longer than any sequence counts as full attention."""
-    windows = tuple(window if window < config.max_model_len else 0 for window in config.windows)
-    return KvShape(windows, config.num_kv_heads, config.head_dim, dtype, page_tokens)
-
-
-def _how_to_extend(config: ModelConfig) -> str:
+def _how_to_extend(spec: ModelSpec) -> str:
     """Returns what config.json would have to say for a longer context."""
-    if config.rope.kind is RopeKind.DYNAMIC:
+    if any(rope.kind is RopeKind.DYNAMIC for rope in spec.ropes):
         return "; rope_type dynamic is served up to max_position_embeddings only, since beyond it cached keys change"
     return (
         "; where the model allows for more, say so in config.json: max_position_embeddings, or rope_parameters with "
@@ -99,12 +93,12 @@ def _how_to_extend(config: ModelConfig) -> str:
     )
 
 
-def _limited(config: ModelConfig, max_model_len: int) -> ModelConfig:
+def _limited(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     if not max_model_len:
-        return config
-    if max_model_len > config.max_model_len:
+        return spec
+    if max_model_len > spec.max_model_len:
         raise ModelError(
             "max_model_len",
-            f"{max_model_len} is beyond the {config.max_model_len} positions of the model{_how_to_extend(config)}",
+            f"{max_model_len} is beyond the {spec.max_model_len} positions of the model{_how_to_extend(spec)}",
         )
-    return replace(config, max_model_len=max_model_len)
+    return with_max_model_len(spec, max_model_len)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: one table of cosines and sines for every position that a model can see."""
+"""Rotary position embeddings: tables of cosines and sines for every position that a model can see."""
 
 from __future__ import annotations
 
@@ -6,22 +6,39 @@ import math
 
 import torch
 
-from worker_service.model.config import RopeConfig, RopeKind
+from worker_service.model.spec import RopeConfig, RopeKind
 
 
-class RotaryTable:
-    """Cosine and sine by position; the scaling variants differ only in the frequencies and one factor.
+class RotaryTables:
+    """Tables of cosines and sines by position, fp32 [max_tokens, 2, rotary_dim / 2], cosines before sines; layers with
+    the same rope share one."""
+
+    def __init__(self, max_tokens: int, device: torch.device) -> None:
+        self._max_tokens = max_tokens
+        self._device = device
+        self._tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {}
+
+    def of(self, rope: RopeConfig | None, rotary_dim: int) -> torch.Tensor:
+        """Without a rope no head turns: the first two elements by cosine 1 and sine 0."""
+        table = self._tables.get((rope, rotary_dim))
+        if table is None:
+            made = _unturned(self._max_tokens) if rope is None else cos_sin_table(rope, rotary_dim, self._max_tokens)
+            table = self._tables[rope, rotary_dim] = made.to(self._device)
+        return table
+
+
+def _unturned(max_tokens: int) -> torch.Tensor:
+    return torch.tensor([[1.0], [0.0]]).repeat(max_tokens, 1, 1)
+
+
+def cos_sin_table(rope: RopeConfig, rotary_dim: int, max_tokens: int) -> torch.Tensor:
+    """Returns cosine and sine by position; the scaling variants differ only in the frequencies and one factor.
 
     A pure function of the position, never of the sequence's present length: cached keys stay true while it grows. So
     the dynamic variant keeps its trained frequencies, which is what it does up to the trained length.
     """
-
-    def __init__(self, config: RopeConfig, head_dim: int, max_tokens: int, device: torch.device) -> None:
-        frequencies = _frequencies(config, head_dim)
-        angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
-        scale = _attention_factor(config)
-        # fp32 [max_tokens, 2, head_dim / 2]: cosines before sines, as rotate_append_kv reads them.
-        self.cos_sin = (torch.stack((angles.cos(), angles.sin()), dim=1) * scale).to(device)
+    angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), _frequencies(rope, rotary_dim))
+    return torch.stack((angles.cos(), angles.sin()), dim=1) * _attention_factor(rope)
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -14,9 +14,10 @@ import torch
 from kernels.backend import Backend
 from kernels.sample_tokens import SamplingTensors, sample_tokens
 from worker_service.core.batch import Batch, SampledRow
-from worker_service.gpu.kv_pages import KvPages
+from worker_service.gpu.page_pools import PagePools
 from worker_service.launch.runner_port import Completed
 from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
+from worker_service.model.decoder import Decoder
 from worker_service.model.device_clock import DeviceClock, LaunchMarks, times_of
 from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invariance
 from worker_service.model.last_tokens import LastTokens
@@ -29,7 +30,6 @@ from worker_service.model.launch_graphs import (
     SampledInputs,
     split_lengths,
 )
-from worker_service.model.llama import Llama
 from worker_service.model.penalty_counts import PenaltyCounts
 from worker_service.model.results import LaunchResult, joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
@@ -69,21 +69,21 @@ class Runner:
     """
 
     def __init__(
-        self, model: Llama, kv_pages: KvPages, device: torch.device, limits: RunnerLimits | None = None
+        self, model: Decoder, pools: PagePools, device: torch.device, limits: RunnerLimits | None = None
     ) -> None:
         limits = limits or RunnerLimits()
         self._model = model
-        self._kv_pages = kv_pages
+        self._pools = pools
         self._upload = Upload(device)
         self._download = Download(device)
         self._clock = DeviceClock(device)
         self._last = LastTokens(limits.max_num_seqs + PROMPT_SAMPLES, device)
-        self._counts = PenaltyCounts(limits.max_num_seqs, model.config.vocab_size, device)
+        self._counts = PenaltyCounts(limits.max_num_seqs, model.spec.vocab_size, device)
         self._gemm = GemmDispatch(model.linears(), limits.invariance, limits.token_budget, model.backend)
         self._one_phase = limits.invariance is Invariance.STRICT
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
-        self._plans = AttentionPlans(model.config, limits.max_num_seqs, max_tokens, device, model.backend)
+        self._plans = AttentionPlans(model.spec, limits.max_num_seqs, max_tokens, device, model.backend)
         self._graphs: LaunchGraphs | None = None
         # References wait for the device, which no capture allows.
         if limits.graphs and device.type == "cuda" and model.backend is not Backend.REFERENCE:
@@ -141,15 +141,15 @@ class Runner:
 
     def attention(self, inputs: LaunchInputs) -> PagedAttention:
         """Returns the attention of one launch, which all its layers share."""
-        return PagedAttention(self._kv_pages, self._model.config.num_heads, inputs, self._plans)
+        return PagedAttention(self._pools, inputs, self._plans)
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
         bounds = GraphLimits(
             max_num_seqs=limits.max_num_seqs,
             max_tokens=limits.token_budget,
-            max_model_len=self._model.config.max_model_len,
-            page_tokens=self._kv_pages.page_tokens,
-            num_groups=self._kv_pages.num_groups,
+            max_model_len=self._model.spec.max_model_len,
+            page_tokens=self._pools.page_tokens,
+            num_groups=self._pools.num_groups,
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from worker_service.core.errors import ModelError
-from worker_service.model.config import read_json
+from worker_service.model.fields import read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -9,7 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_service.core.errors import ModelError
-from worker_service.model.config import ModelConfig, read_json
+from worker_service.model.decoder import HEAD, expected_shapes
+from worker_service.model.fields import read_json
+from worker_service.model.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Called with the bytes that are loaded, and all bytes.
@@ -17,43 +19,6 @@ Progress = Callable[[int, int], None]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    shapes = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for layer in range(config.num_layers):
-        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()})
-    return shapes
-
-
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, (rows, columns, bias) in linears.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes
 
 
 class Checkpoint:
@@ -106,14 +71,14 @@ class Checkpoint:
 
 def load_weights(
     folder: Path,
-    config: ModelConfig,
+    spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = lambda loaded_bytes, total_bytes: None,
 ) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint(folder)
-    shapes = expected_shapes(config)
-    checkpoint.check(shapes, config.tied_embeddings)
+    shapes = expected_shapes(spec)
+    checkpoint.check(shapes, spec.tied_embeddings)
     return checkpoint.load(shapes, dtype, device, progress)
 
 
@@ -153,7 +118,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 def _is_derived(name: str, tied_embeddings: bool) -> bool:
     """Older checkpoints store the rotary frequencies, some tied ones the head a second time."""
-    return name.endswith("rotary_emb.inv_freq") or (tied_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (tied_embeddings and name == HEAD)
 
 
 def _opened(path: Path) -> safe_open:

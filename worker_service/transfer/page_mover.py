@@ -55,13 +55,13 @@ class MoverLimits(NamedTuple):
 
 
 class PageFrame(NamedTuple):
-    """What every page of this worker is framed with: a code of the element type, and the checksum function."""
+    """What every page of this worker is framed with: a code of each group's element type, and the checksum function."""
 
-    dtype: int
+    dtypes: tuple[int, ...]
     digest: Digest
 
     def kind(self, group: int) -> PageKind:
-        return PageKind(CODEC_RAW, self.dtype, group, RANK)
+        return PageKind(CODEC_RAW, self.dtypes[group], group, RANK)
 
 
 class _Item(NamedTuple):

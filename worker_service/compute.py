@@ -1,0 +1,114 @@
+"""Everything of a worker that lives on its device: the model, its pages, and the runner. Made once, before the event
+loop runs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels.backend import Backend
+from worker_service.config import WorkerConfig
+from worker_service.core.errors import PoolError
+from worker_service.gpu.group_layout import GroupLayout
+from worker_service.gpu.page_pools import PagePools
+from worker_service.gpu.pool_plan import PoolDemand, check_pool, counts_for, plan_pages, pool_budget
+from worker_service.gpu.pool_report import PoolReport, pool_report
+from worker_service.host_tier.allocator import keep_freed_blocks
+from worker_service.model.device import numerics, pick_device, prepare_process
+from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.load import LoadedModel, load_model
+from worker_service.model.page_layouts import page_layouts
+from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.spec import ModelSpec
+
+CPU_POOL_MB = 512
+NUM_RANKS = 1
+
+_log = logging.getLogger("worker_service")
+
+
+class Compute(NamedTuple):
+    loaded: LoadedModel
+    device: torch.device
+    pools: PagePools
+    invariance: Invariance
+    runner: Runner
+
+
+def prepare(config: WorkerConfig) -> Compute:
+    """Loads the model, makes its pages, captures its graphs. Raises ModelError or PoolError."""
+    try:
+        return _prepare(config)
+    except torch.OutOfMemoryError as error:
+        raise PoolError(
+            "memory_fraction, pool_mb, token_budget, max_num_seqs: the model, its pages and its captured graphs do not "
+            f"fit into the device's memory together ({str(error).partition('. ')[0]})"
+        ) from error
+
+
+def _prepare(config: WorkerConfig) -> Compute:
+    device = pick_device(config.device)
+    invariance = Invariance(config.invariance)
+    prepare_process(device, config.threads, stable_gemms=invariance is not Invariance.FAST)
+    if config.host_tier != "none":
+        keep_freed_blocks()
+    backend = Backend(config.kernel_backend)
+    loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
+    pools = _make_pools(config, loaded.spec, loaded.model.dtype, device)
+    limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs)
+    return Compute(loaded, device, pools, invariance, Runner(loaded.model, pools, device, limits))
+
+
+def _make_pools(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> PagePools:
+    page_tokens = config.page_tokens or spec.page_tokens
+    layouts = page_layouts(spec, dtype, page_tokens)
+    demand = PoolDemand(
+        page_tokens=page_tokens,
+        max_model_len=spec.max_model_len,
+        max_chunk_tokens=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        window_share=config.window_share,
+    )
+    pools = PagePools(layouts, _num_pages(config, layouts, demand, device), page_tokens, device)
+    _log_pools(pool_report(pools.specs(), page_tokens, spec.max_model_len))
+    return pools
+
+
+def _num_pages(
+    config: WorkerConfig, layouts: Sequence[GroupLayout], demand: PoolDemand, device: torch.device
+) -> tuple[int, ...]:
+    if config.pool_pages:
+        num_pages = counts_for(layouts, config.pool_pages, demand)
+        check_pool(layouts, num_pages, demand)
+        return num_pages
+    if config.pool_mb:
+        return plan_pages(layouts, config.pool_mb << 20, demand)
+    return plan_pages(layouts, pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20), demand)
+
+
+def _log_pools(report: PoolReport) -> None:
+    groups = [group._asdict() for group in report.groups]
+    _log.info("pools made", extra={"groups": groups, "least_hit_tokens": report.least_hit_tokens})
+    if report.warning is not None:
+        _log.warning(report.warning)
+
+
+def fingerprint(compute: Compute) -> bytes:
+    """Returns a digest of what must agree before two workers may exchange pages; each field is framed by its length."""
+    fields = (
+        compute.loaded.digest,
+        compute.pools.layout_id,
+        repr(compute.loaded.spec.ropes),
+        str(NUM_RANKS),
+        compute.invariance.value,
+        numerics(compute.device, compute.loaded.model.backend),
+    )
+    digest = hashlib.sha256(b"stemcache fingerprint 3")
+    for field in fields:
+        data = field if isinstance(field, bytes) else field.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()

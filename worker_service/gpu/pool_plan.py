@@ -1,0 +1,114 @@
+"""How many pages each group gets: one budget for all, and what a longest prompt and the running sequences need.
+
+The leading group is the one that keeps most of each sequence: full attention where there is some, else the longest
+window. A window group needs pages for what runs, and beside these a share of the leading group's pages, for windows
+that a later prompt goes on from:
+
+    pages of a window group = min(n, running + share x n)        n: pages of the leading group
+
+With equal counts, which the share 1 gives, most of a window group's pages would never be used: behind a window they
+are free again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from session.words import GroupKind
+from worker_service.core.errors import PoolError
+from worker_service.gpu.group_layout import GroupLayout
+
+
+class PoolDemand(NamedTuple):
+    """What the pools must hold.
+
+    max_model_len      tokens of a longest prompt
+    max_chunk_tokens   the most tokens of one launch
+    max_num_seqs       sequences that run at a time
+    window_share       see the module
+    """
+
+    page_tokens: int
+    max_model_len: int
+    max_chunk_tokens: int
+    max_num_seqs: int
+    window_share: float
+
+
+def plan_pages(layouts: Sequence[GroupLayout], budget_bytes: int, demand: PoolDemand) -> tuple[int, ...]:
+    """Returns usable pages per group within the budget. Raises PoolError if one longest prompt does not fit."""
+    most = budget_bytes // leading(layouts).page_bytes
+    # The largest n whose pools fit: their size never falls with n.
+    low, high = 0, most
+    while low < high:
+        n = (low + high + 1) // 2
+        low, high = (n, high) if pool_bytes(layouts, counts_for(layouts, n, demand)) <= budget_bytes else (low, n - 1)
+    counts = counts_for(layouts, low, demand)
+    try:
+        check_pool(layouts, counts, demand)
+    except PoolError as error:
+        sizes = ", ".join(f"{layout.name} {layout.page_bytes}" for layout in layouts)
+        raise PoolError(f"{error}; the budget is {budget_bytes} bytes, a page takes: {sizes}") from error
+    return counts
+
+
+def leading(layouts: Sequence[GroupLayout]) -> GroupLayout:
+    return max(layouts, key=lambda layout: math.inf if layout.kind is GroupKind.FULL else layout.window_tokens)
+
+
+def counts_for(layouts: Sequence[GroupLayout], n: int, demand: PoolDemand) -> tuple[int, ...]:
+    """Returns each group's pages when the leading one has n."""
+    first = leading(layouts)
+    return tuple(n if layout is first else _window_pages(layout, n, demand) for layout in layouts)
+
+
+def _window_pages(layout: GroupLayout, n: int, demand: PoolDemand) -> int:
+    if layout.kind is not GroupKind.WINDOW:
+        return n
+    return min(n, running_pages(layout, demand) + math.ceil(n * demand.window_share))
+
+
+def running_pages(layout: GroupLayout, demand: PoolDemand) -> int:
+    """Returns pages of a window group for everything that runs: each sequence its window and two cut pages, and what
+    two launches write."""
+    window = math.ceil(layout.window_tokens / demand.page_tokens) + 2
+    return demand.max_num_seqs * window + 2 * math.ceil(demand.max_chunk_tokens / demand.page_tokens)
+
+
+def pool_bytes(layouts: Sequence[GroupLayout], counts: Sequence[int]) -> int:
+    """Returns the bytes of the pools, with the reserved page of each."""
+    return sum(layout.page_bytes * (count + 1) for layout, count in zip(layouts, counts, strict=True))
+
+
+def check_pool(layouts: Sequence[GroupLayout], num_pages: Sequence[int], demand: PoolDemand) -> None:
+    """Raises PoolError for pools in which one longest prompt does not fit."""
+    for layout, count in zip(layouts, num_pages, strict=True):
+        needed = longest_prompt_pages(layout, demand)
+        if count < needed:
+            raise PoolError(
+                f"max_model_len: a prompt of {demand.max_model_len} tokens needs {needed} pages of group "
+                f"{layout.name}, whose pool has {count}"
+            )
+
+
+def longest_prompt_pages(layout: GroupLayout, demand: PoolDemand) -> int:
+    """Returns pages of one longest prompt.
+
+    Behind a window they are evictable: it needs the window, two chunks, two edges.
+    """
+    whole = math.ceil(demand.max_model_len / demand.page_tokens)
+    if layout.kind is not GroupKind.WINDOW:
+        return whole
+    return min(whole, math.ceil((layout.window_tokens + 2 * demand.max_chunk_tokens) / demand.page_tokens) + 2)
+
+
+def pool_budget(device: torch.device, memory_fraction: float, cpu_bytes: int) -> int:
+    """Returns bytes for pages after the weights are loaded: a share of a CUDA device's free memory, or `cpu_bytes`."""
+    if device.type != "cuda":
+        return cpu_bytes
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes * memory_fraction)

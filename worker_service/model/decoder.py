@@ -1,0 +1,163 @@
+"""A decoder's forward pass, inference only: its layers are what the spec says, connected as its `Block` says.
+
+What attention reads and where K and V go is the caller's `Attend`, the matrix products are its `Gemm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Protocol
+
+import torch
+
+from kernels.backend import Backend
+from kernels.linear import packed_weight
+from worker_service.model.families import family_of
+from worker_service.model.layer_weights import LayerWeights, Linear
+from worker_service.model.mixers import Attend, AttentionMixer, Gemm, Step
+from worker_service.model.mlps import DenseMlp
+from worker_service.model.norms import Norm, make_norm
+from worker_service.model.rope import RotaryTables
+from worker_service.model.spec import Block, LayerSpec, ModelSpec
+from worker_service.model.tensors import LoadedTensors, NamesOnly, TensorSource
+
+ROOT = "model."
+EMBEDDINGS = f"{ROOT}embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class Mixer(Protocol):
+    """What lets a layer's tokens see others: rows [num_tokens, hidden_size] in and out."""
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
+
+    def linears(self) -> list[Linear]: ...
+
+
+class Mlp(Protocol):
+    """What a layer makes of each token alone: rows [num_tokens, hidden_size] in and out."""
+
+    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor: ...
+
+    def linears(self) -> list[Linear]: ...
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of all tensors that a checkpoint of this model holds."""
+    names = NamesOnly()
+    _take_ends(names, spec)
+    for number in range(len(spec.layers)):
+        _take_layer(names, spec, number)
+    return names.shapes
+
+
+class Decoder:
+    """Token ids and positions to hidden states, hidden states to logits.
+
+    Takes the tensors out of the mapping.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: MutableMapping[str, torch.Tensor],
+        device: torch.device,
+        backend: Backend = Backend.AUTO,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.backend = backend
+        source = LoadedTensors(tensors)
+        self._embeddings, norm, head = _take_ends(source, spec)
+        # Tied and packed, the matrix is there twice: rows of embeddings are read from the plain one.
+        self._head = Linear(packed_weight(self._embeddings if head is None else head, backend), None)
+        self._scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
+        rotary = RotaryTables(spec.max_model_len, device)
+        self._layers = [
+            DecoderLayer(number, layer, _take_layer(source, spec, number), spec, rotary, backend)
+            for number, layer in enumerate(spec.layers)
+        ]
+        self._norms = [*(layer.mixer_norm for layer in self._layers), make_norm(spec.norm, norm, backend)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embeddings.dtype
+
+    def linears(self) -> list[Linear]:
+        """Every projection, the head last."""
+        return [*(linear for layer in self._layers for linear in layer.linears()), self._head]
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, gemm: Gemm) -> torch.Tensor:
+        """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
+        step = Step(positions, attend, gemm)
+        hidden = self._embeddings[token_ids]
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
+        x = self._norms[0](hidden)
+        for layer, next_norm in zip(self._layers, self._norms[1:], strict=True):
+            x, hidden = layer(x, hidden, next_norm, step)
+        return x
+
+    def logits(self, normed: torch.Tensor, gemm: Gemm) -> torch.Tensor:
+        """[num_rows, vocab_size] in the model's dtype."""
+        logits = gemm(normed, self._head)
+        if self.spec.logits_scale != 1.0:
+            logits = logits * self.spec.logits_scale
+        cap = self.spec.logits_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+
+class DecoderLayer:
+    """One layer: its input is normed already, and it norms its output for the next one."""
+
+    def __init__(
+        self,
+        number: int,
+        layer: LayerSpec,
+        weights: LayerWeights,
+        spec: ModelSpec,
+        rotary: RotaryTables,
+        backend: Backend,
+    ) -> None:
+        def norm(weight: torch.Tensor | None) -> Norm | None:
+            return None if weight is None else make_norm(spec.norm, weight, backend)
+
+        self.mixer_norm = make_norm(spec.norm, weights.mixer_norm, backend)
+        self._mixer: Mixer = AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, rotary, backend)
+        self._mlp: Mlp = DenseMlp(layer.mlp, weights.mlp, backend)
+        self._mlp_norm = norm(weights.mlp_norm)
+        self._norm_behind_mixer = norm(weights.norm_behind_mixer)
+        self._norm_behind_mlp = norm(weights.norm_behind_mlp)
+        self._block = spec.block
+
+    def linears(self) -> list[Linear]:
+        return [*self._mixer.linears(), *self._mlp.linears()]
+
+    def __call__(
+        self, x: torch.Tensor, hidden: torch.Tensor, next_norm: Norm, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the next layer's input, and the residual stream."""
+        if self._block is Block.PARALLEL:
+            return next_norm.with_residual(self._mixer(x, step) + self._mlp(x, step.gemm), hidden)
+        mixed = self._mixer(x, step)
+        if self._norm_behind_mixer is not None:
+            mixed = self._norm_behind_mixer(mixed)
+        assert self._mlp_norm is not None
+        x, hidden = self._mlp_norm.with_residual(mixed, hidden)
+        inner = self._mlp(x, step.gemm)
+        if self._norm_behind_mlp is not None:
+            inner = self._norm_behind_mlp(inner)
+        return next_norm.with_residual(inner, hidden)
+
+
+def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The embeddings, the final norm, and the head where it is a matrix of its own."""
+    embeddings = source.take(EMBEDDINGS, spec.vocab_size, spec.hidden_size)
+    norm = source.take(f"{ROOT}norm.weight", spec.hidden_size)
+    head = None if spec.tied_embeddings else source.take(HEAD, spec.vocab_size, spec.hidden_size)
+    return embeddings, norm, head
+
+
+def _take_layer(source: TensorSource, spec: ModelSpec, number: int) -> LayerWeights:
+    family = family_of(spec.architecture)
+    return family.take_layer(source, f"{ROOT}layers.{number}", spec, spec.layers[number])

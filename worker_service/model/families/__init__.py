@@ -1,0 +1,17 @@
+"""Every family that a worker serves, by the name that `architectures` has in its config.json."""
+
+from __future__ import annotations
+
+from worker_service.core.errors import ModelError
+from worker_service.model.families import llama
+from worker_service.model.families.family import Family
+
+FAMILIES = (llama.FAMILY,)
+BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
+
+
+def family_of(architecture: str) -> Family:
+    family = BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        raise ModelError("architectures", f"{architecture!r} is not supported; {', '.join(BY_ARCHITECTURE)} are")
+    return family

@@ -1,0 +1,107 @@
+"""What every family's reader does: the fields around the layers, heads, positions and windows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from worker_service.core.errors import ModelError
+from worker_service.model.fields import Fields, flag, layer_types, one_of, whole
+from worker_service.model.rope_fields import reach, read_rope
+from worker_service.model.spec import Activation, LayerSpec, ModelSpec, NormSpec, RopeConfig
+
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+SLIDING = {"full_attention": False, "sliding_attention": True}
+
+
+def model_spec(
+    fields: Fields,
+    *,
+    layers: tuple[LayerSpec, ...],
+    norm: NormSpec,
+    max_model_len: int,
+    tied: bool = False,
+    **more: Any,
+) -> ModelSpec:
+    """Returns the spec of the layers, with the fields that all families call the same.
+
+    `tied` is what tie_word_embeddings means where it is missing.
+    """
+    return ModelSpec(
+        architecture=architecture_of(fields),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        vocab_size=whole(fields, "vocab_size"),
+        hidden_size=whole(fields, "hidden_size"),
+        max_model_len=max_model_len,
+        layers=layers,
+        norm=norm,
+        tied_embeddings=flag(fields, "tie_word_embeddings", tied),
+        **more,
+    )
+
+
+def architecture_of(fields: Fields) -> str:
+    """By `architectures`: several families share one `model_type`."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ModelError("architectures", f"must be a list with one name, not {names!r}")
+    return str(names[0])
+
+
+def read_activation(fields: Fields, name: str, known: tuple[Activation, ...]) -> Activation:
+    """The first known one is the default."""
+    supported = {said: made for said, made in ACTIVATIONS.items() if made in known}
+    activation: Activation = one_of(fields, name, supported, next(iter(supported)))
+    return activation
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def read_heads(fields: Fields, default_head_dim: int | None = None) -> Heads:
+    """A missing head_dim is `default_head_dim`, else the hidden size divided by the heads."""
+    num_heads = whole(fields, "num_attention_heads")
+    heads = Heads(num_heads, whole(fields, "num_key_value_heads", num_heads), _head_dim(fields, default_head_dim))
+    if num_heads % heads.num_kv_heads:
+        raise ModelError("num_key_value_heads", f"{heads.num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if heads.head_dim % 2:
+        raise ModelError("head_dim", f"must be even for rotary embeddings, not {heads.head_dim}")
+    return heads
+
+
+def _head_dim(fields: Fields, default: int | None) -> int:
+    if default is not None or fields.get("head_dim") is not None:
+        return whole(fields, "head_dim", default)
+    hidden_size, num_heads = whole(fields, "hidden_size"), whole(fields, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise ModelError("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
+    return hidden_size // num_heads
+
+
+class Positions(NamedTuple):
+    rope: RopeConfig
+    max_model_len: int
+
+
+def read_positions(fields: Fields) -> Positions:
+    max_tokens = whole(fields, "max_position_embeddings")
+    rope = read_rope(fields, max_tokens)
+    return Positions(rope, reach(rope, max_tokens))
+
+
+def require_whole_rope(fields: Fields) -> None:
+    """Raises ModelError where only a part of each head turns, for families in which all of it does."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        raise ModelError("partial_rotary_factor", f"{share!r} is not supported; 1.0 is")
+
+
+def read_sliding(fields: Fields, num_layers: int) -> list[bool] | None:
+    """Which layers have the window, by `layer_types`; None where the field is missing."""
+    return layer_types(fields, num_layers, SLIDING)

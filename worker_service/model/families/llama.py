@@ -1,0 +1,91 @@
+"""Llama, Qwen2, Qwen3 and Mistral: one layer, that differs by biases, norms of the heads, and windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from worker_service.model.families.common import (
+    architecture_of,
+    model_spec,
+    read_activation,
+    read_heads,
+    read_positions,
+    read_sliding,
+    require_whole_rope,
+)
+from worker_service.model.families.family import Family
+from worker_service.model.fields import Fields, flag, number, whole
+from worker_service.model.layer_weights import LayerWeights, take_attention, take_dense
+from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
+from worker_service.model.tensors import TensorSource
+
+LLAMA = "LlamaForCausalLM"
+QWEN2 = "Qwen2ForCausalLM"
+QWEN3 = "Qwen3ForCausalLM"
+MISTRAL = "MistralForCausalLM"
+QWEN3_HEAD_DIM = 128
+
+
+def read_spec(fields: Fields) -> ModelSpec:
+    positions = read_positions(fields)
+    architecture = architecture_of(fields)
+    mlp = DenseSpec(
+        whole(fields, "intermediate_size"),
+        read_activation(fields, "hidden_act", (Activation.SILU,)),
+        bias=architecture == LLAMA and flag(fields, "mlp_bias"),
+    )
+    mixer = read_attention(architecture, fields)
+    return model_spec(
+        fields,
+        layers=tuple(
+            LayerSpec(replace(mixer, window_tokens=window), mlp) for window in read_windows(architecture, fields)
+        ),
+        norm=NormSpec(number(fields, "rms_norm_eps")),
+        max_model_len=positions.max_model_len,
+    )
+
+
+def read_attention(architecture: str, fields: Fields) -> AttentionSpec:
+    """Returns the attention of a layer that sees everything."""
+    require_whole_rope(fields)
+    heads = read_heads(fields, QWEN3_HEAD_DIM if architecture == QWEN3 else None)
+    bias = flag(fields, "attention_bias")
+    return AttentionSpec(
+        *heads,
+        rope=read_positions(fields).rope,
+        rotary_dim=heads.head_dim,
+        qk_norm=architecture == QWEN3,
+        qkv_bias=architecture == QWEN2 or (architecture != MISTRAL and bias),
+        output_bias=architecture in (LLAMA, QWEN3) and bias,
+    )
+
+
+def read_windows(architecture: str, fields: Fields) -> tuple[int, ...]:
+    """Each layer's sliding window. Qwen has a switch and mixes layers; Mistral's null means that nothing slides."""
+    num_layers = whole(fields, "num_hidden_layers")
+    if architecture == LLAMA:
+        return (0,) * num_layers
+    if architecture == MISTRAL:
+        window = 0 if fields.get("sliding_window", 4096) is None else whole(fields, "sliding_window", 4096)
+        return (window,) * num_layers
+    if not flag(fields, "use_sliding_window") or fields.get("sliding_window") is None:
+        return (0,) * num_layers
+    window = whole(fields, "sliding_window")
+    sliding = read_sliding(fields, num_layers)
+    if sliding is None:
+        first = whole(fields, "max_window_layers", 28, least=0)
+        sliding = [layer >= first for layer in range(num_layers)]
+    return tuple(window if slides else 0 for slides in sliding)
+
+
+def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
+    hidden = spec.hidden_size
+    return LayerWeights(
+        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+        mlp=take_dense(source, f"{prefix}.mlp", layer.mlp, hidden),
+    )
+
+
+FAMILY = Family((LLAMA, QWEN2, QWEN3, MISTRAL), read_spec, take_layer)

@@ -1,0 +1,94 @@
+"""Fields of a config.json, read one by one: a wrong one raises a ModelError that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from worker_service.core.errors import ModelError
+
+Fields = Mapping[str, Any]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ModelError(path.name, f"is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ModelError(path.name, "must be a JSON object")
+    return fields
+
+
+def merged(fields: Fields) -> Fields:
+    """The top level's fields over those of `text_config`; a null says nothing where the nested config has a value."""
+    nested = fields.get("text_config")
+    if not isinstance(nested, dict):
+        return fields
+    said = {name: value for name, value in fields.items() if value is not None or nested.get(name) is None}
+    return {**nested, **said}
+
+
+def whole(fields: Fields, name: str, default: int | None = None, least: int = 1) -> int:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ModelError(name, f"must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def number(fields: Fields, name: str, default: float | None = None) -> float:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelError(name, f"must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def flag(fields: Fields, name: str, default: bool = False) -> bool:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ModelError(name, f"must be true or false, not {value!r}")
+    return value
+
+
+def one_of(fields: Fields, name: str, known: Mapping[str, Any], default: str) -> Any:
+    """What `known` has for the field's value."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if value not in known:
+        raise ModelError(name, f"{value!r} is not supported; {', '.join(map(repr, known))} {_verb(known)}")
+    return known[value]
+
+
+def _verb(known: Mapping[str, Any]) -> str:
+    return "is" if len(known) == 1 else "are"
+
+
+def layer_types(fields: Fields, num_layers: int, known: Mapping[str, Any]) -> list[Any] | None:
+    """What `known` has for each layer's kind; None where the field is missing."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise ModelError("layer_types", f"must name {' or '.join(known)} for each of the {num_layers} layers")
+    return [known[kind] for kind in kinds]
+
+
+def eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
+    """The generation config's, else the config's; null in either says nothing."""
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+        raise ModelError("eos_token_id", f"must be token ids, not {value!r}")
+    return tuple(ids)

@@ -1,0 +1,91 @@
+"""A config's rotary embeddings, in both spellings: `rope_parameters` has all of it, `rope_scaling` stands beside a
+top-level `rope_theta`."""
+
+from __future__ import annotations
+
+from worker_service.core.errors import ModelError
+from worker_service.model.fields import Fields, number, one_of, whole
+from worker_service.model.spec import RopeConfig, RopeKind
+
+KINDS = {kind.value: kind for kind in RopeKind}
+
+
+def read_rope(fields: Fields, max_tokens: int) -> RopeConfig:
+    """Returns the one rope of all layers."""
+    rope = _parameters(fields)
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError("rope_parameters", "must be the same for all layers")
+    return rope_of(rope, _theta(fields), max_tokens)
+
+
+def read_ropes(fields: Fields, kinds: tuple[str, ...], max_tokens: int) -> dict[str, RopeConfig] | None:
+    """Returns the rope of each kind of layer where `rope_parameters` names the kinds, else None."""
+    rope = _parameters(fields)
+    if not all(isinstance(rope.get(kind), dict) for kind in kinds):
+        return None
+    return {kind: rope_of(rope[kind], _theta(fields), max_tokens) for kind in kinds}
+
+
+def rope_of(rope: Fields, default_theta: float, max_tokens: int) -> RopeConfig:
+    name = "type" if "rope_type" not in rope and "type" in rope else "rope_type"
+    try:
+        kind: RopeKind = one_of(rope, name, KINDS, "default")
+    except ModelError as error:
+        raise ModelError("rope_type", error.reason) from error
+    theta = rope.get("rope_theta")
+    base = RopeConfig(kind, float(theta) if theta else default_theta)
+    return base if kind is RopeKind.DEFAULT else _scaled(rope, base, max_tokens)
+
+
+def rotary_dim(fields: Fields, head_dim: int) -> int:
+    """How many elements of a head turn: a share of them, `partial_rotary_factor`, in families that have it."""
+    rope = fields.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    share = fields.get("partial_rotary_factor") if share is None else share
+    share = 1.0 if share is None else share
+    turned = int(head_dim * share) if isinstance(share, int | float) else 0
+    if not 0 < turned <= head_dim or turned % 2:
+        raise ModelError("partial_rotary_factor", f"{share!r} turns {turned} of the {head_dim} elements of a head")
+    return turned
+
+
+def reach(rope: RopeConfig, max_tokens: int) -> int:
+    """Returns the most positions that the model can serve.
+
+    Model cards tell people to add a YaRN or linear factor and to leave max_position_embeddings as it was trained, so
+    the factor may reach further than that field says. The dynamic kind stays at its trained length: beyond it every
+    key would change as the sequence grows, and a cached key must not.
+    """
+    if rope.kind not in (RopeKind.YARN, RopeKind.LINEAR):
+        return max_tokens
+    return max(max_tokens, int(rope.original_max_tokens * rope.factor))
+
+
+def _parameters(fields: Fields) -> Fields:
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError("rope_parameters", f"must be an object, not {rope!r}")
+    return rope
+
+
+def _theta(fields: Fields) -> float:
+    return number(fields, "rope_theta", 10000.0)
+
+
+def _scaled(rope: Fields, base: RopeConfig, max_tokens: int) -> RopeConfig:
+    llama3 = base.kind is RopeKind.LLAMA3
+    attention_factor = rope.get("attention_factor")
+    return RopeConfig(
+        kind=base.kind,
+        theta=base.theta,
+        factor=number(rope, "factor"),
+        original_max_tokens=whole(rope, "original_max_position_embeddings", max_tokens),
+        low_freq_factor=number(rope, "low_freq_factor", None if llama3 else 1.0),
+        high_freq_factor=number(rope, "high_freq_factor", None if llama3 else 4.0),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        attention_factor=None if attention_factor is None else number(rope, "attention_factor"),
+        mscale=float(rope.get("mscale") or 0.0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        truncate=bool(rope.get("truncate", True)),
+    )

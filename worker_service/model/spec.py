@@ -1,0 +1,152 @@
+"""What a model is made of: for each layer a mixer and an MLP, and what stands around them.
+
+A family's reader makes a ModelSpec from config.json; the decoder, the pages and the plans are built from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+PAGE_TOKENS = 16
+
+
+class RopeKind(Enum):
+    DEFAULT = "default"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    kind: RopeKind
+    theta: float
+    factor: float = 1.0
+    original_max_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention over the keys and values of each head.
+
+    rope            None: the layer does not see positions
+    rotary_dim      how many elements of a head, from the first on, are turned
+    window_tokens   how many tokens a query sees, itself among them; 0: all
+    scale           of the scores; None: 1 / sqrt(head_dim)
+    softcap         c turns a score s into c tanh(s / c); 0: off
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    rotary_dim: int
+    window_tokens: int = 0
+    scale: float | None = None
+    softcap: float = 0.0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    has_sinks: bool = False
+
+
+class Activation(Enum):
+    """What makes the middle of an MLP from its gate and up halves."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    intermediate_size: int
+    activation: Activation = Activation.SILU
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    mixer: AttentionSpec
+    mlp: DenseSpec
+
+
+class Block(Enum):
+    """How a layer's parts are connected to the residual stream h.
+
+    PRE_NORM    h += mixer(norm(h)); h += mlp(norm(h))
+    SANDWICH    h += norm(mixer(norm(h))); h += norm(mlp(norm(h)))
+    PARALLEL    x = norm(h); h += mixer(x) + mlp(x)
+    """
+
+    PRE_NORM = "pre_norm"
+    SANDWICH = "sandwich"
+    PARALLEL = "parallel"
+
+
+class NormKind(Enum):
+    """RMS: by the root of the mean square. RMS_PLUS_ONE: the same, the stored weight counts from one. LAYER: by mean
+    and variance, without a bias."""
+
+    RMS = "rms"
+    RMS_PLUS_ONE = "rms_plus_one"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    eps: float
+    kind: NormKind = NormKind.RMS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as its config.json describes it.
+
+    embedding_scale   factor of the embeddings, rounded to the model's dtype
+    logits_scale      factor of the logits
+    logits_softcap    c turns a logit s into c tanh(s / c); 0: off
+    """
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    block: Block = Block.PRE_NORM
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+
+    @property
+    def page_tokens(self) -> int:
+        """Token slots of a page where nobody asks for another number."""
+        return PAGE_TOKENS
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The distinct ones, in the order of the layers that use them first."""
+        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None))
+
+
+def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
+    """Returns the spec with that limit. A window as long as any sequence can be is none."""
+    layers = tuple(replace(layer, mixer=_without_idle_window(layer.mixer, max_model_len)) for layer in spec.layers)
+    return replace(spec, max_model_len=max_model_len, layers=layers)
+
+
+def _without_idle_window(mixer: AttentionSpec, max_model_len: int) -> AttentionSpec:
+    return replace(mixer, window_tokens=0) if mixer.window_tokens >= max_model_len else mixer
