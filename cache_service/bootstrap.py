@@ -44,6 +44,8 @@ from rpc.settings import describe
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name
 ADMIN_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheAdmin"].full_name
+# One call of the manager answers these, and its methods do not wait.
+NEVER_WAIT = (f"/{SERVICE_NAME}/Match", f"/{SERVICE_NAME}/Stats")
 # Time that admin calls get to end.
 ADMIN_GRACE_S = 1.0
 
@@ -160,7 +162,7 @@ async def _serving(
         RpcMetrics(registry),
         with_request_id,
         errors_to_status(status.CODES),
-        deadlines(config.call_timeout_s),
+        deadlines(config.call_timeout_s, dict.fromkeys(NEVER_WAIT)),
     ]
     limits = ServerLimits(max_message_bytes=config.max_message_mb << 20)
     admin_servicer = CacheAdminServicer(sessions, config.max_pin_ms)

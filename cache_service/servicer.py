@@ -33,7 +33,10 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
     ) -> None:
         await self._sessions.serve(request_iterator, context)
 
-    async def Match(self, request: cache_pb2.MatchRequest, context: Context) -> cache_pb2.MatchResponse:  # noqa: N802
+    # The stubs know messages only; this response is serialized already.
+    async def Match(  # type: ignore[override]  # noqa: N802
+        self, request: cache_pb2.MatchRequest, context: Context
+    ) -> bytes:
         namespace, tokens = codec.decode_prompt(request, self._limits)
         return codec.encode_match_response(self._manager.match(namespace, tokens, codec.decode_worker_id(request)))
 

@@ -18,8 +18,11 @@ from rpc.interceptor import Around, Call, Proceed
 _log = logging.getLogger("rpc.deadline")
 
 
-def deadlines(default_s: float, by_method: Mapping[str, float] | None = None) -> Around:
-    """At most `default_s` for each unary call; `by_method` has other maxima by full method name, of streams too."""
+def deadlines(default_s: float, by_method: Mapping[str, float | None] | None = None) -> Around:
+    """At most `default_s` for each unary call; `by_method` has other maxima by full method name, of streams too.
+
+    None is for methods that never wait: no timer could end them, and each costs such a call some 25 us.
+    """
     maxima = dict(by_method or {})
 
     async def around(call: Call, proceed: Proceed) -> Any:

@@ -24,6 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 Decode = Callable[[bytes], Any]
+Encode = Callable[[Any], bytes]
 Serve = Callable[[Any, Context], Any]
 
 
@@ -80,7 +81,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
         surround = _Surround(self._arounds, handler, method, self._given_up)
-        serializer = handler.response_serializer
+        serializer = _unless_serialized(handler.response_serializer)
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(surround.streaming, None, serializer)
         if handler.request_streaming:
@@ -88,6 +89,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(surround.streaming, None, serializer)
         return grpc.unary_unary_rpc_method_handler(surround.unary, None, serializer)
+
+
+def _unless_serialized(serialize: Encode | None) -> Encode:
+    """Responses that are bytes are serialized already."""
+    return lambda response: response if serialize is None or isinstance(response, bytes) else serialize(response)
 
 
 class _Surround:

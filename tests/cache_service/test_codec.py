@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_residences_have_the_protocols_numbers() -> None:
 
 def test_matches_and_explanations() -> None:
     worker = WorkerId("w1")
-    matches = codec.encode_match_response([WorkerMatch(worker, "here:1", MATCH)])
+    matches = cache_pb2.MatchResponse.FromString(codec.encode_match_response([WorkerMatch(worker, "here:1", MATCH)]))
     assert (matches.workers[0].worker_id, matches.workers[0].endpoint) == ("w1", "here:1")
     assert matches.workers[0].match.limiting_group == "swa"
     segments = (
@@ -143,10 +144,22 @@ def test_every_statistic_arrives() -> None:
 def test_each_worker_has_its_own_match_among_equal_ones() -> None:
     other = MATCH._replace(usable_tokens=32, limiting_group="", miss_reason=MissReason.NEVER_SEEN)
     given = [WorkerMatch(WorkerId(f"w{n}"), f"here:{n}", (MATCH, other, MATCH)[n]) for n in range(3)]
-    message = codec.encode_match_response(given)
-    assert [(w.worker_id, w.endpoint) for w in message.workers] == [
-        ("w0", "here:0"),
-        ("w1", "here:1"),
-        ("w2", "here:2"),
+    assert codec.encode_match_response(given) == match_response(given).SerializeToString()
+
+
+@pytest.mark.parametrize("num_chars", [0, 1, 60, 90, 105, 106, 107, 120, 250, 16_250, 16_360, 17_000])
+def test_matches_of_all_lengths_are_encoded_as_protobuf_does(num_chars: int) -> None:
+    """Lengths of one byte, two and three stand before a worker."""
+    nothing = Match(0, 0, 0, "", MissReason.UNSPECIFIED)
+    given = [WorkerMatch(WorkerId("w" * num_chars), "", match) for match in (MATCH, nothing)]
+    assert codec.encode_match_response(given) == match_response(given).SerializeToString()
+    assert codec.encode_match_response([]) == b""
+
+
+def match_response(values: Sequence[WorkerMatch]) -> cache_pb2.MatchResponse:
+    """The response as one message, field by field."""
+    workers = [
+        cache_pb2.WorkerMatch(worker_id=value.worker_id, endpoint=value.endpoint, match=encode_match(value.match))
+        for value in values
     ]
-    assert [w.match for w in message.workers] == [encode_match(value.match) for value in given]
+    return cache_pb2.MatchResponse(workers=workers)

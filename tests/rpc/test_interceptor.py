@@ -9,14 +9,17 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest as Text
 from prometheus_client import CollectorRegistry
 
+from rpc.client import open_channel
 from rpc.deadline import deadlines
 from rpc.errors import MAX_DETAILS, errors_to_status
 from rpc.interceptor import Call, Proceed, Progress
-from rpc.metrics import RpcMetrics
+from rpc.metrics import Durations, RpcMetrics
 from rpc.options import ServerLimits
 from rpc.request_id import MAX_LENGTH, with_request_id
+from rpc.server import RpcServer, Service
 from tests.rpc.echo import NAME, SHAPES, KnownError, call, code_of, serving, text, texts
 
 TABLE = {KnownError: grpc.StatusCode.FAILED_PRECONDITION}
@@ -122,6 +125,30 @@ async def test_a_method_may_have_its_own_deadline() -> None:
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_a_method_that_never_waits_needs_no_timer() -> None:
+    exempt = deadlines(0.05, {f"/{NAME}/Unary": None})
+    async with serving(exempt) as (_, channel, _):
+        code, _ = await code_of(call(channel, "Unary", text("hang"), limit_s=0.5))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED  # the caller's own, ten times ours
+        assert texts(await call(channel, "Unary", text("fine"))) == ["fine"]
+
+
+async def test_a_response_may_be_serialized_already() -> None:
+    def add(servicer: Any, server: Any) -> None:
+        async def answer(request: Any, context: Any) -> bytes:
+            return text("as it is") if request.service else b""
+
+        handler = grpc.unary_unary_rpc_method_handler(answer, Text.FromString, Text.SerializeToString)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, {"Unary": handler}),))
+
+    server = RpcServer([Service(NAME, add, None)], [])
+    address = await server.start("127.0.0.1:0")
+    async with open_channel(str(address)) as channel:
+        assert await call(channel, "Unary", text("x")) == [text("as it is")]
+        assert await call(channel, "Unary", b"") == [b""]
+    await server.stop(0)
+
+
 async def test_a_stream_whose_peer_never_reads_is_ended_and_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rpc.deadline")
     small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
@@ -208,5 +235,16 @@ async def test_calls_are_counted_by_method_and_code() -> None:
     assert handled("Out", "INVALID_ARGUMENT") == 1
     unary = {"method": f"/{NAME}/Unary"}
     assert registry.get_sample_value("stemcache_rpc_duration_seconds_count", unary) == 2
+    assert registry.get_sample_value("stemcache_rpc_duration_seconds_bucket", {**unary, "le": "+Inf"}) == 2
+    assert (registry.get_sample_value("stemcache_rpc_duration_seconds_sum", unary) or 0) > 0
+    assert registry.get_sample_value("stemcache_rpc_duration_seconds_count", {"method": f"/{NAME}/Out"}) is None
     assert registry.get_sample_value("stemcache_rpc_in_flight", unary) == 0
     assert registry.get_sample_value("stemcache_rpc_handled_total", {"method": "/no.Such/Unary", "code": "OK"}) is None
+
+
+def test_durations_are_counted_up_to_each_bound() -> None:
+    durations = Durations((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 2.0):
+        durations.observe(seconds)
+    assert durations.rows() == [("0.1", 2), ("1.0", 3), ("+Inf", 4)]
+    assert durations.sum_s == 2.65
