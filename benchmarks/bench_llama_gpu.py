@@ -204,7 +204,7 @@ def measure(invariance: Invariance, cases: Sequence[str]) -> dict[str, Any]:
     for name in cases:
         report[name] = bench.decode(int(name.removeprefix("decode_"))) if "decode" in name else getattr(bench, name)()
         print(json.dumps({name: rounded(report[name])}), file=sys.stderr, flush=True)
-    report["tiled"] = sorted(bench.runner._gemm.tiled)
+    report["tiled"] = sorted(map(str, bench.runner._gemm.tiled))
     return report
 
 

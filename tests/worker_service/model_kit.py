@@ -54,6 +54,22 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 
+_MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+_QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "pad_token_id": None,
+}
+
 # What differs from _SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -72,6 +88,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-windows": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, **_SLIDING}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window-7": ("Mistral", {"sliding_window": 7}),
+    "mixtral": ("Mixtral", {"sliding_window": None, **_MIXTRAL}),
+    "mixtral-window-20": ("Mixtral", {"sliding_window": 20, **_MIXTRAL}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **_QWEN3_MOE}),
+    "qwen3-moe-sparse": (
+        "Qwen3Moe",
+        {"head_dim": 16, **_QWEN3_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, **_SLIDING},
+    ),
+    "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
 
@@ -84,13 +108,17 @@ def make_reference(name: str, folder: Path) -> Any:
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *_choice_biases(model)):
             if parameter.dim() == 1:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
     model.save_pretrained(folder)
     return model
+
+
+def _choice_biases(model: Any) -> list[torch.Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def random_tokens(count: int, seed: int) -> list[int]:

@@ -15,11 +15,11 @@ from kernels.linear import packed_weight
 from worker_service.model.families import family_of
 from worker_service.model.layer_weights import LayerWeights, Linear
 from worker_service.model.mixers import Attend, AttentionMixer, Gemm, Step
-from worker_service.model.mlps import DenseMlp
+from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
 from worker_service.model.rope import RotaryTables
 from worker_service.model.spec import Block, LayerSpec, ModelSpec
-from worker_service.model.tensors import LoadedTensors, NamesOnly, TensorSource
+from worker_service.model.tensors import Expected, LoadedTensors, NamesOnly, TensorSource
 
 ROOT = "model."
 EMBEDDINGS = f"{ROOT}embed_tokens.weight"
@@ -34,21 +34,17 @@ class Mixer(Protocol):
     def linears(self) -> list[Linear]: ...
 
 
-class Mlp(Protocol):
-    """What a layer makes of each token alone: rows [num_tokens, hidden_size] in and out."""
-
-    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor: ...
-
-    def linears(self) -> list[Linear]: ...
-
-
-def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of all tensors that a checkpoint of this model holds."""
+def expected_tensors(spec: ModelSpec) -> dict[str, Expected]:
+    """All tensors that a checkpoint of this model holds, by name."""
     names = NamesOnly()
     _take_ends(names, spec)
     for number in range(len(spec.layers)):
         _take_layer(names, spec, number)
-    return names.shapes
+    return names.expected
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in expected_tensors(spec).items()}
 
 
 class Decoder:
@@ -124,7 +120,7 @@ class DecoderLayer:
 
         self.mixer_norm = make_norm(spec.norm, weights.mixer_norm, backend)
         self._mixer: Mixer = AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, rotary, backend)
-        self._mlp: Mlp = DenseMlp(layer.mlp, weights.mlp, backend)
+        self._mlp: Mlp = make_mlp(layer.mlp, weights.mlp, backend)
         self._mlp_norm = norm(weights.mlp_norm)
         self._norm_behind_mixer = norm(weights.norm_behind_mixer)
         self._norm_behind_mlp = norm(weights.norm_behind_mlp)

@@ -42,6 +42,11 @@ def whole(fields: Fields, name: str, default: int | None = None, least: int = 1)
     return value
 
 
+def first_of(fields: Fields, *names: str) -> str:
+    """Returns the first of a field's names that has a value; the first one where none has."""
+    return next((name for name in names if fields.get(name) is not None), names[0])
+
+
 def number(fields: Fields, name: str, default: float | None = None) -> float:
     value = fields.get(name)
     if value is None:

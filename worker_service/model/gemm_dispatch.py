@@ -47,6 +47,7 @@ class GemmShape(NamedTuple):
     num_outputs: int
     depth: int
     has_bias: bool
+    dtype: torch.dtype
 
 
 class GemmDispatch:
@@ -63,7 +64,7 @@ class GemmDispatch:
         if on_cuda and is_stable and backend is not Backend.REFERENCE:
             shapes = {gemm_shape(entry): entry for entry in linears}
             self.tiled = frozenset(shape for shape, entry in shapes.items() if not keeps_rows(*entry, max_rows))
-            _log.info("GEMM routes chosen", extra={"shapes": len(shapes), "tiled": sorted(self.tiled)})
+            _log.info("GEMM routes chosen", extra={"shapes": len(shapes), "tiled": sorted(map(str, self.tiled))})
 
     def num_padding(self, num_rows: int) -> int:
         """Rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
@@ -79,4 +80,4 @@ def _least_cpu_rows(linears: Sequence[Linear]) -> int:
 
 
 def gemm_shape(entry: Linear) -> GemmShape:
-    return GemmShape(entry.weight.shape[0], entry.weight.shape[1], entry.bias is not None)
+    return GemmShape(entry.weight.shape[0], entry.weight.shape[1], entry.bias is not None, entry.weight.dtype)

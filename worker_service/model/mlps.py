@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from kernels.backend import Backend
+from kernels.combine_experts import combine_experts
+from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
+from kernels.route_experts import route_experts
 from kernels.silu_mul import silu_mul
-from worker_service.model.layer_weights import DenseWeights, Linear
+from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Gemm, packed
-from worker_service.model.spec import DenseSpec
+from worker_service.model.spec import Activation, DenseSpec, MoeSpec
+
+
+class Mlp(Protocol):
+    """What a layer makes of each token alone: rows [num_tokens, hidden_size] in and out."""
+
+    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor: ...
+
+    def linears(self) -> list[Linear]: ...
+
+
+def make_mlp(spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, backend: Backend) -> Mlp:
+    if isinstance(spec, DenseSpec):
+        assert isinstance(weights, DenseWeights)
+        return DenseMlp(spec, weights, backend)
+    assert isinstance(weights, MoeWeights)
+    return MoeMlp(spec, weights, backend)
 
 
 class DenseMlp:
@@ -22,4 +43,45 @@ class DenseMlp:
         return [self._gate_up, self._down]
 
     def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
-        return gemm(silu_mul(gemm(x, self._gate_up), backend=self._backend), self._down)
+        return gemm(activated(gemm(x, self._gate_up), self._activation, self._backend), self._down)
+
+
+class MoeMlp:
+    """A router, the experts that it chooses for each token, and the shared expert where there is one.
+
+    A token's rows depend on no other token, and nothing waits for the device (ADR 16).
+    """
+
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, backend: Backend) -> None:
+        self._spec = spec
+        self._router = packed(weights.router, backend)
+        self._gate_up = packed_experts(weights.gate_up, backend)
+        self._down = packed_experts(weights.down, backend)
+        self._gate_up_bias, self._down_bias = weights.gate_up_bias, weights.down_bias
+        self._selection_bias = weights.selection_bias
+        self._shared: DenseMlp | None = None
+        if spec.shared is not None:
+            assert weights.shared is not None
+            self._shared = DenseMlp(spec.shared, weights.shared, backend)
+        self._backend = backend
+
+    def linears(self) -> list[Linear]:
+        return [self._router, *(self._shared.linears() if self._shared else [])]
+
+    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
+        spec, backend = self._spec, self._backend
+        logits = gemm(x.float() if spec.wide_router else x, self._router)
+        routing = route_experts(logits, spec.rule, self._selection_bias, backend=backend)
+        plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
+        inner = grouped_linear(x, self._gate_up, plan, self._gate_up_bias, backend=backend)
+        inner = activated(inner, spec.activation, backend)
+        rows = grouped_linear(inner, self._down, plan, self._down_bias, backend=backend)
+        out = combine_experts(rows, routing.weights, backend=backend)
+        return out if self._shared is None else out + self._shared(x, gemm)
+
+
+def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -> torch.Tensor:
+    """Returns the middle of an MLP, [num_rows, dim], from its two halves [num_rows, 2 dim]."""
+    if activation is Activation.SILU:
+        return silu_mul(gate_up, backend=backend)
+    raise NotImplementedError(activation)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kernels.route_experts import RoutingRule
+
 PAGE_TOKENS = 16
 
 
@@ -41,6 +43,7 @@ class AttentionSpec:
 
     rope            None: the layer does not see positions
     rotary_dim      how many elements of a head, from the first on, are turned
+    interleaved     element 2 i is turned with 2 i + 1, not i with i + rotary_dim / 2
     window_tokens   how many tokens a query sees, itself among them; 0: all
     scale           of the scores; None: 1 / sqrt(head_dim)
     softcap         c turns a score s into c tanh(s / c); 0: off
@@ -54,6 +57,7 @@ class AttentionSpec:
     window_tokens: int = 0
     scale: float | None = None
     softcap: float = 0.0
+    interleaved: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -65,6 +69,7 @@ class Activation(Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,28 @@ class DenseSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Experts, of which each token goes to the `rule.top_k` that the router chooses, and one that all tokens go to.
+
+    selection_bias        the router adds a bias to the scores for the choice
+    wide_router           the router computes in fp32
+    shared                the expert of all tokens; None: there is none
+    """
+
+    num_experts: int
+    intermediate_size: int
+    rule: RoutingRule
+    activation: Activation = Activation.SILU
+    bias: bool = False
+    selection_bias: bool = False
+    wide_router: bool = False
+    shared: DenseSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     mixer: AttentionSpec
-    mlp: DenseSpec
+    mlp: DenseSpec | MoeSpec
 
 
 class Block(Enum):

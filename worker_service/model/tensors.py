@@ -1,20 +1,28 @@
 """Where a family takes its tensors from: by name and shape, from a checkpoint that is loaded, or to list them.
 
-A family says its names and shapes once, in the order it takes them. `expected_shapes` runs that with `NamesOnly`.
+A family says its names and shapes once, in the order it takes them. `expected_tensors` runs that with `NamesOnly`.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 
 class TensorSource(Protocol):
-    """`take` returns the tensor of that name; `shape` is what the checkpoint must hold."""
+    """`take` returns the tensor of that name; `shape` is what the checkpoint must hold. It has the model's dtype, or
+    fp32 where `wide` says so."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor: ...
+    def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor: ...
+
+
+class Expected(NamedTuple):
+    """What a checkpoint must hold under a name, and whether it is loaded as fp32."""
+
+    shape: tuple[int, ...]
+    wide: bool = False
 
 
 class LoadedTensors:
@@ -23,7 +31,7 @@ class LoadedTensors:
     def __init__(self, tensors: MutableMapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
         tensor = self._tensors.pop(name)
         assert tensor.shape == shape, f"{name}: {list(tensor.shape)} was loaded where {list(shape)} was expected"
         return tensor
@@ -33,8 +41,8 @@ class NamesOnly:
     """Notes what is taken; the tensors have a shape and no memory."""
 
     def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.expected: dict[str, Expected] = {}
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        self.shapes[name] = shape
+    def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
+        self.expected[name] = Expected(shape, wide)
         return torch.empty(shape, device="meta")

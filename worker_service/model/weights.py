@@ -9,11 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_service.core.errors import ModelError
-from worker_service.model.decoder import HEAD, expected_shapes
+from worker_service.model.decoder import HEAD, expected_tensors
 from worker_service.model.fields import read_json
 from worker_service.model.spec import ModelSpec
+from worker_service.model.tensors import Expected
 
-Shapes = Mapping[str, tuple[int, ...]]
+Wanted = Mapping[str, Expected]
 # Called with the bytes that are loaded, and all bytes.
 Progress = Callable[[int, int], None]
 
@@ -28,35 +29,37 @@ class Checkpoint:
         self._folder = folder
         self._file_of = _files_by_tensor(folder)
 
-    def check(self, shapes: Shapes, tied_embeddings: bool) -> None:
+    def check(self, wanted: Wanted, tied_embeddings: bool) -> None:
         """Raises ModelError unless every tensor is there, has the expected shape, and is used by the model."""
-        for name in shapes:
+        for name in wanted:
             if name not in self._file_of:
                 raise ModelError(name, "is missing from the weights")
         for name in self._file_of:
-            if name not in shapes and not _is_derived(name, tied_embeddings):
+            if name not in wanted and not _is_derived(name, tied_embeddings):
                 raise ModelError(name, "is in the weights, but the config has no place for it")
-        for name, tensor_shape in self._tensor_shapes(shapes):
-            if tensor_shape != shapes[name]:
-                raise ModelError(name, f"has shape {list(tensor_shape)}, but the config wants {list(shapes[name])}")
+        for name, tensor_shape in self._tensor_shapes(wanted):
+            if tensor_shape != wanted[name].shape:
+                raise ModelError(
+                    name, f"has shape {list(tensor_shape)}, but the config wants {list(wanted[name].shape)}"
+                )
 
     def load(
-        self, shapes: Shapes, dtype: torch.dtype, device: torch.device, progress: Progress
+        self, wanted: Wanted, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> dict[str, torch.Tensor]:
         total_bytes = sum((self._folder / file).stat().st_size for file in set(self._file_of.values()))
         loaded_bytes = 0
         tensors: dict[str, torch.Tensor] = {}
-        for file, names in self._by_file(shapes):
+        for file, names in self._by_file(wanted):
             with _opened(self._folder / file) as weights:
                 for name in names:
                     stored = weights.get_tensor(name)
-                    tensors[name] = stored.to(device=device, dtype=dtype)
+                    tensors[name] = stored.to(device=device, dtype=torch.float32 if wanted[name].wide else dtype)
                     loaded_bytes += stored.nbytes
                     progress(loaded_bytes, total_bytes)
         return tensors
 
-    def _tensor_shapes(self, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for file, names in self._by_file(shapes):
+    def _tensor_shapes(self, wanted: Wanted) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for file, names in self._by_file(wanted):
             with _opened(self._folder / file) as weights:
                 stored = set(weights.keys())
                 for name in names:
@@ -64,9 +67,9 @@ class Checkpoint:
                         raise ModelError(name, f"is not in {file}, though the index says so")
                     yield name, tuple(weights.get_slice(name).get_shape())
 
-    def _by_file(self, shapes: Shapes) -> Iterator[tuple[str, list[str]]]:
+    def _by_file(self, wanted: Wanted) -> Iterator[tuple[str, list[str]]]:
         for file in sorted(set(self._file_of.values())):
-            yield file, [name for name in shapes if self._file_of[name] == file]
+            yield file, [name for name in wanted if self._file_of[name] == file]
 
 
 def load_weights(
@@ -77,9 +80,9 @@ def load_weights(
     progress: Progress = lambda loaded_bytes, total_bytes: None,
 ) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint(folder)
-    shapes = expected_shapes(spec)
-    checkpoint.check(shapes, spec.tied_embeddings)
-    return checkpoint.load(shapes, dtype, device, progress)
+    wanted = expected_tensors(spec)
+    checkpoint.check(wanted, spec.tied_embeddings)
+    return checkpoint.load(wanted, dtype, device, progress)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from worker_service.core.errors import ModelError
-from worker_service.model.families import llama
+from worker_service.model.families import glm4_moe, llama, mixtral, qwen3_moe
 from worker_service.model.families.family import Family
 
-FAMILIES = (llama.FAMILY,)
+FAMILIES = (llama.FAMILY, mixtral.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 
 

@@ -15,9 +15,8 @@ from worker_service.model.families.common import (
 )
 from worker_service.model.families.family import Family
 from worker_service.model.fields import Fields, flag, number, whole
-from worker_service.model.layer_weights import LayerWeights, take_attention, take_dense
 from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
-from worker_service.model.tensors import TensorSource
+from worker_service.model.take_weights import take_layer
 
 LLAMA = "LlamaForCausalLM"
 QWEN2 = "Qwen2ForCausalLM"
@@ -76,16 +75,6 @@ def read_windows(architecture: str, fields: Fields) -> tuple[int, ...]:
         first = whole(fields, "max_window_layers", 28, least=0)
         sliding = [layer >= first for layer in range(num_layers)]
     return tuple(window if slides else 0 for slides in sliding)
-
-
-def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
-    hidden = spec.hidden_size
-    return LayerWeights(
-        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
-        mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-        mlp=take_dense(source, f"{prefix}.mlp", layer.mlp, hidden),
-    )
 
 
 FAMILY = Family((LLAMA, QWEN2, QWEN3, MISTRAL), read_spec, take_layer)
