@@ -16,9 +16,9 @@ from torch.nn import functional
 from benchmarks.measurement import COPY, GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error, unequal
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
+from kernels.gated_activation import silu_mul
 from kernels.grouped_linear import TILE_ROWS, ExpertPlan, grouped_linear, plan_experts
 from kernels.route_experts import RoutingRule, Scoring, route_experts
-from kernels.silu_mul import silu_mul
 
 EXPERTS = 128
 ROUTED_TOKENS = (1, 64, 8192)

@@ -5,6 +5,7 @@ The figure is bytes read plus bytes written, each counted once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,9 +16,10 @@ from kernels.append_kv import rotate_append_kv
 from kernels.append_latent import append_latent
 from kernels.backend import Backend
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
+from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.gather_latent import gather_latent
 from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
+from kernels.softcap_logits import softcap_logits
 from tests.kernels.inputs import running_sums
 
 FUSED_APPENDS = (16, 512 * 8, 4096 * 16)
@@ -28,6 +30,13 @@ LATENTS = ((64, 4096, 0), (16, 4096, 0), (8, 4096, 512))
 SPILLED_PAGES, LAYERS = 64, 32
 # bf16's step at 8: a norm may sum in another order, and the largest values are that large.
 ROUNDING = 2.0**-4
+# Its step at 32: activations reach 56.
+LARGE_ROUNDING = 2.0**-2
+# Of gpt-oss and Gemma 2.
+LIMIT, ALPHA, CAP, VOCAB = 7.0, 1.702, 30.0, 256_000
+
+
+Rows = Callable[[], torch.Tensor]
 
 
 def random(*size: int) -> torch.Tensor:
@@ -88,22 +97,52 @@ def norm(rows: int) -> list[Measurement]:
     ]
 
 
+def swiglu_by_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=LIMIT)
+    return (up.clamp(-LIMIT, LIMIT) + 1) * (gate * torch.sigmoid(ALPHA * gate))
+
+
 def activation(rows: int) -> list[Measurement]:
-    """Two halves in, one row out."""
+    """Two halves in, one row out; the clamped one rounds once, so torch's is compared in fp32."""
     gate_up = random(rows, 2 * INTERMEDIATE)
-    call = partial(silu_mul, gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+
+    def measured(op: str, run: Rows, peer: Rows, wanted: Rows) -> Measurement:
+        amount, case = 3e-9 * gate_up.numel(), f"{rows} x {INTERMEDIATE}"
+        return Measurement(
+            op, case, "GB/s", amount, run, lambda: difference(run(), wanted()), LARGE_ROUNDING,
+            peers=(Peer("torch", peer, amount),),
+        )  # fmt: skip
+
+    by_torch = {
+        "silu_mul": lambda: functional.silu(gate) * up,
+        "gelu_mul": lambda: functional.gelu(gate, approximate="tanh") * up,
+    }
+    swiglu = partial(clamped_swiglu, gate_up, limit=LIMIT, alpha=ALPHA)
+    return [
+        measured("silu_mul", partial(silu_mul, gate_up), by_torch["silu_mul"], by_torch["silu_mul"]),
+        measured("gelu_mul", partial(gelu_mul, gate_up), by_torch["gelu_mul"], by_torch["gelu_mul"]),
+        measured(
+            "clamped_swiglu", swiglu, partial(swiglu_by_torch, gate, up),
+            lambda: swiglu_by_torch(gate.float(), up.float()).to(gate.dtype),
+        ),
+    ]  # fmt: skip
+
+
+def cap(rows: int) -> list[Measurement]:
+    """Logits in and out."""
+    logits = random(rows, VOCAB) * 20
+    amount, call = 4e-9 * logits.numel(), partial(softcap_logits, logits, CAP)
 
     def peer() -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        return torch.tanh(logits / CAP) * CAP
 
-    amount, name = 3e-9 * gate_up.numel(), f"{rows} x {INTERMEDIATE}"
+    def error() -> float:
+        return difference(softcap_logits(logits, CAP), (torch.tanh(logits.float() / CAP) * CAP).to(logits.dtype))
+
     peers = (Peer("torch", peer, amount),)
-    return [
-        Measurement(
-            "silu_mul", name, "GB/s", amount, call, lambda: difference(call(), peer()), tolerance=ROUNDING, peers=peers
-        )
-    ]
+    name = f"{rows} x {VOCAB}"
+    return [Measurement("softcap_logits", name, "GB/s", amount, call, error, tolerance=LARGE_ROUNDING, peers=peers)]
 
 
 def latents(sequences: int, cached: int, new: int) -> list[Measurement]:
@@ -181,7 +220,7 @@ def spill() -> list[Measurement]:
 
 AREAS: dict[str, tuple[Maker, ...]] = {
     "fused_appends": tuple(partial(fused_append, tokens) for tokens in FUSED_APPENDS),
-    "rows": (*(partial(norm, rows) for rows in ROWS), *(partial(activation, rows) for rows in ROWS)),
+    "rows": (*(partial(make, rows) for make in (norm, activation) for rows in ROWS), partial(cap, 64)),
     "latents": tuple(partial(latents, *sizes) for sizes in LATENTS),
     "spills": (spill,),
 }

@@ -10,6 +10,7 @@ kernel for Hopper (`hopper`).
     from kernels.combine_experts import combine_experts
     from kernels.copy_pages import pack_pages, unpack_pages
     from kernels.decode_attention import decode_attention
+    from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
     from kernels.gather_latent import gather_latent
     from kernels.gather_pages import gather_pages, scatter_pages
     from kernels.grouped_linear import grouped_linear, plan_experts
@@ -25,6 +26,6 @@ kernel for Hopper (`hopper`).
     from kernels.rms_norm import rms_norm
     from kernels.route_experts import route_experts
     from kernels.sample_tokens import sample_tokens
-    from kernels.silu_mul import silu_mul
+    from kernels.softcap_logits import softcap_logits
     from kernels.top_logprobs import top_logprobs
 """

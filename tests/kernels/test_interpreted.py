@@ -19,8 +19,18 @@ from tests.kernels.conftest import INTERPRETING
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PARTS = (
-    ("mla_extend", "mla_plans", "mla_prefill", "linear", "copy_pages", "rows", "interpreter"),
-    ("rotate_append_kv", "fp8_pages", "append_kv", "sinks"),
+    (
+        "mla_extend",
+        "mla_plans",
+        "mla_prefill",
+        "linear",
+        "copy_pages",
+        "rows",
+        "gated_activation",
+        "softcap_logits",
+        "interpreter",
+    ),
+    ("rotate_append_kv", "fp8_pages", "append_kv", "sinks", "softcap_logits"),
     (
         "mla_decode",
         "latents",

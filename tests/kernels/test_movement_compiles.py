@@ -78,11 +78,15 @@ def test_latents(has_new: bool) -> None:
 
 
 def test_rows() -> None:
+    from kernels.gated_activation.gate import GateKind
+    from kernels.gated_activation.triton import gate_rows
     from kernels.rms_norm.triton import normalise_rows
-    from kernels.silu_mul.triton import gate_rows
+    from kernels.softcap_logits.triton import cap_rows
 
-    gated = compile_for_hopper(gate_rows, {"D": 14336, "COLUMNS": 1024}, 4, kind)
-    check_moves(gated)
+    for gate in GateKind:
+        constants = {"D": 14336, "COLUMNS": 1024, "KIND": gate.value}
+        check_moves(compile_for_hopper(gate_rows, constants, 4, kind))
+    check_moves(compile_for_hopper(cap_rows, {"COLUMNS": 2048}, 4, kind, aligned=("V",)))
     for adds in (False, True):
         constants = {"D": 4096, "BLOCK_D": 4096, "ADDS": adds}
         built = compile_for_hopper(normalise_rows, constants, 8, kind)

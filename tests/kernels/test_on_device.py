@@ -10,13 +10,13 @@ from kernels.append_latent import append_latent
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.decode_attention import decode_attention_lse
 from kernels.fp8 import E4M3
+from kernels.gated_activation import silu_mul
 from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention_lse
 from kernels.rms_norm import rms_norm
 from kernels.sample_tokens import sample_tokens
-from kernels.silu_mul import silu_mul
 from kernels.top_logprobs import top_logprobs
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits

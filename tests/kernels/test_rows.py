@@ -1,4 +1,4 @@
-"""rms_norm and silu_mul: torch's own values and rounding points, row by row."""
+"""rms_norm: torch's own values and rounding points, row by row."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch.nn import functional
 
 from kernels.errors import KernelArgumentError
 from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.target import Target
 
@@ -69,28 +68,10 @@ def test_norm_of_slices_into_given_memory(target: Target) -> None:
     assert_same_bits(total, wanted_total)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [1, 40, 1024, 2560])
-def test_silu(target: Target, dim: int, dtype: torch.dtype) -> None:
-    """Large and small gates too; silu is rounded before the product."""
-    gate_up = rows(3, 2 * dim, dtype=dtype, device=target.device) * 8
-    gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0
-    gate, up = gate_up.chunk(2, dim=-1)
-    assert_rarely_different(silu_mul(gate_up, backend=target.backend), functional.silu(gate) * up)
-
-
-def test_silu_of_slices_into_given_memory(target: Target) -> None:
-    wide = rows(4, 96, device=target.device)
-    out = torch.full((4, 32), float("nan"), dtype=torch.bfloat16, device=target.device)
-    assert silu_mul(wide[:, 16:80], out=out, backend=target.backend) is out
-    assert_rarely_different(out, functional.silu(wide[:, 16:48]) * wide[:, 48:80])
-
-
 def test_no_rows(target: Target) -> None:
     empty = torch.empty(0, 64, dtype=torch.bfloat16, device=target.device)
     normed, total = rms_norm(empty, empty.new_ones(64), 1e-5, residual=empty, backend=target.backend)
     assert normed.shape == total.shape == (0, 64)
-    assert silu_mul(empty, backend=target.backend).shape == (0, 32)
 
 
 X, WEIGHT = rows(4, 64), rows(64, seed=1)
@@ -121,9 +102,3 @@ def test_an_output_that_is_read() -> None:
     other = torch.zeros_like(X)
     with pytest.raises(KernelArgumentError, match="out: shares memory with residual"):
         rms_norm(X, WEIGHT, 1e-5, residual=other, out=other)
-    with pytest.raises(KernelArgumentError, match="out: shares memory with gate_up"):
-        silu_mul(X, out=X.view(-1)[:128].view(4, 32))
-    with pytest.raises(KernelArgumentError, match="gate_up: rows must have two halves, got 63 columns"):
-        silu_mul(X[:, :63])
-    with pytest.raises(KernelArgumentError, match=r"out: shape must be \[4, 32\], got \[4, 64\]"):
-        silu_mul(X, out=other)

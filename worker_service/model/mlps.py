@@ -8,9 +8,9 @@ import torch
 
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
+from kernels.gated_activation import silu_mul
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
 from kernels.route_experts import route_experts
-from kernels.silu_mul import silu_mul
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Gemm, packed
 from worker_service.model.spec import Activation, DenseSpec, MoeSpec
