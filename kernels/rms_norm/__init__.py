@@ -50,11 +50,14 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight over rows [num_rows, dim], in fp32 and rounded once.
 
     With `residual`, of x's shape: x + residual is rounded to x's dtype, and (its norm, that sum) is returned. x and
-    residual may be slices of wider rows; weight [dim] has x's dtype. `out` [num_rows, dim] takes the norm.
+    residual may be slices of wider rows; weight [dim] has x's dtype or fp32. `out` [num_rows, dim] takes the norm.
+
+    A model whose weights are counted from one (Gemma) passes 1 + w in fp32: with that sum rounded to bf16, 23 % of the
+    results were others than transformers', with fp32 none.
     """
     check_tensor("x", x, (None, None), KV_DTYPES, x.device)
     check_rows("x", x)
-    check_tensor("weight", weight, (x.shape[1],), (x.dtype,), x.device)
+    check_tensor("weight", weight, (x.shape[1],), (x.dtype, torch.float32), x.device)
     check_contiguous("weight", weight)
     if residual is not None:
         check_tensor("residual", residual, x.shape, (x.dtype,), x.device)

@@ -61,8 +61,9 @@ def rotate_append_kv(
 
     qkv [num_tokens, q_heads + 2 * kv_heads, dim], rows may be slices of wider ones; positions int32 or int64
     [num_tokens]; cos_sin fp32 [max_positions, 2, rotary_dim / 2], cosines before sines: the first rotary_dim elements
-    of a head turn, element i with element i + rotary_dim / 2. q_norm, k_norm [dim]: weights of a root-mean-square norm
-    of each head before that. The norm, and then the rotation, are computed in fp32 and rounded to qkv's dtype.
+    of a head turn, element i with element i + rotary_dim / 2. q_norm, k_norm [dim], both in qkv's dtype or in fp32:
+    weights of a root-mean-square norm of each head before that. The norm, and then the rotation, are computed in fp32
+    and rounded to qkv's dtype.
 
     slot_mapping, k_scales and v_scales are append_kv's; a token with a negative slot still has its query written.
     Outputs that are not given are made.
@@ -118,8 +119,10 @@ def _checked_norms(
         return None
     if q_norm is None or k_norm is None:
         raise KernelArgumentError(f"{'q_norm' if q_norm is None else 'k_norm'}: the other norm needs it, got None")
+    # Both of one dtype: the kernel picks one of two pointers.
+    dtypes = {"q_norm": (qkv.dtype, torch.float32), "k_norm": (q_norm.dtype,)}
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        check_tensor(name, weight, (qkv.shape[2],), (qkv.dtype,), qkv.device)
+        check_tensor(name, weight, (qkv.shape[2],), dtypes[name], qkv.device)
         check_contiguous(name, weight)
     return HeadNorms(q_norm, k_norm, eps)
 

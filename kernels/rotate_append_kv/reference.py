@@ -28,9 +28,11 @@ def rotate_append_kv(
     qk, v = qkv[:, : -shape.heads], qkv[:, -shape.heads :]
     q_heads = qk.shape[1] - shape.heads
     if norms is not None:
-        q = functional.rms_norm(qk[:, :q_heads], norms.q.shape, norms.q, norms.eps)
-        k = functional.rms_norm(qk[:, q_heads:], norms.k.shape, norms.k, norms.eps)
-        qk = torch.cat((q, k), dim=1)
+        # Of 16-bit rows and fp32 weights the rows are made wider, which rounds nothing.
+        wide = qk.to(norms.q.dtype)
+        q = functional.rms_norm(wide[:, :q_heads], norms.q.shape, norms.q, norms.eps)
+        k = functional.rms_norm(wide[:, q_heads:], norms.k.shape, norms.k, norms.eps)
+        qk = torch.cat((q, k), dim=1).to(qkv.dtype)
     cos, sin = rotary.cos_sin.index_select(0, positions).unsqueeze(2).unbind(1)
     # Queries and keys in one: on a CPU a short batch costs as much as it has calls of torch.
     qk = rotated(qk, cos, sin)

@@ -89,9 +89,12 @@ def test_rows() -> None:
     check_moves(compile_for_hopper(cap_rows, {"COLUMNS": 2048}, 4, kind, aligned=("V",)))
     for adds in (False, True):
         constants = {"D": 4096, "BLOCK_D": 4096, "ADDS": adds}
-        built = compile_for_hopper(normalise_rows, constants, 8, kind)
-        assert not built.spills
-        assert "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+        for weight in ("*bf16", "*fp32"):
+            built = compile_for_hopper(
+                normalise_rows, constants, 8, lambda name, weight=weight: weight if name == "weight_ptr" else kind(name)
+            )
+            assert not built.spills
+            assert "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
 @pytest.mark.parametrize("pack", [False, True])

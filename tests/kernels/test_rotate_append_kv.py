@@ -33,6 +33,7 @@ class Heads:
     rotary_dim: int = 0
     normed: bool = False
     dtype: torch.dtype = torch.bfloat16
+    norm_dtype: torch.dtype | None = None  # None: dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def make(heads: Heads, tokens: int = 19, device: str = "cpu", seed: int = 0) -> 
     angles = torch.rand(NUM_POSITIONS, (heads.rotary_dim or heads.dim) // 2, generator=rng) * 6.3
     slots = torch.randperm(NUM_PAGES * PAGE_TOKENS, generator=rng)[:tokens]
     slots[3:4] = -1
-    norms = {name: torch.randn(heads.dim, generator=rng).to(heads.dtype).to(device) for name in ("q_norm", "k_norm")}
+    drawn = {name: torch.randn(heads.dim, generator=rng) for name in ("q_norm", "k_norm")}
+    norms = {name: weight.to(heads.norm_dtype or heads.dtype).to(device) for name, weight in drawn.items()}
     return Inputs(
         heads,
         wide[:, :-1],
@@ -64,7 +66,7 @@ def make(heads: Heads, tokens: int = 19, device: str = "cpu", seed: int = 0) -> 
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    return x if weight is None else functional.rms_norm(x, weight.shape, weight, EPS)
+    return x if weight is None else functional.rms_norm(x.to(weight.dtype), weight.shape, weight, EPS).to(x.dtype)
 
 
 def turned(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -148,6 +150,11 @@ def check(
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_layouts_and_dtypes(target: Target, is_normed: bool, dtype: torch.dtype, layout: KvLayout) -> None:
     check(Heads(normed=is_normed, dtype=dtype), target, layout)
+
+
+def test_norms_with_fp32_weights(target: Target) -> None:
+    """As of models whose weights are counted from one; values that bf16 does not have."""
+    check(Heads(normed=True, norm_dtype=torch.float32), target)
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 32, 20])
@@ -255,6 +262,7 @@ Q_NORM = torch.ones(64, dtype=torch.bfloat16)
         ({"cos_sin": torch.zeros(50, 2, 33)}, "cos_sin: turns 66 elements of heads that have 64"),
         ({"q_norm": Q_NORM}, "k_norm: the other norm needs it, got None"),
         ({"q_norm": Q_NORM, "k_norm": Q_NORM.float()}, "k_norm: dtype must be one of"),
+        ({"q_norm": Q_NORM.double(), "k_norm": Q_NORM}, "q_norm: dtype must be one of"),
         ({"num_unpacked": 20}, r"num_unpacked: must be within 0\.\.19, got 20"),
         ({"out": torch.zeros(19, 8, 64)}, "out: dtype must be one of"),
         ({"out": GIVEN.qkv[:, :8]}, "out: must be contiguous"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.rms_norm import rms_norm
 from tests.kernels.compare import assert_same_bits
@@ -48,6 +49,23 @@ def test_norm_of_a_sum(target: Target, dtype: torch.dtype) -> None:
     assert_rarely_different(normed, functional.rms_norm(total, (4096,), weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [80, 1152])
+def test_weights_counted_from_one(target: Target, dim: int, dtype: torch.dtype) -> None:
+    """Gemma's norm, with 1 + w in fp32: transformers' bits where the sum of squares runs in the same order."""
+    gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    module = gemma.Gemma3RMSNorm(dim, eps=1e-6).to(target.device)
+    module.weight.data = rows(dim, dtype=dtype, device=target.device, seed=1) / 2
+    x = rows(40, dim, dtype=dtype, device=target.device)
+    with torch.no_grad():
+        wanted = module(x)
+    got = rms_norm(x, 1.0 + module.weight.data.float(), 1e-6, backend=target.backend)
+    if target.backend is Backend.REFERENCE:
+        assert_same_bits(got, wanted)
+    else:
+        assert_rarely_different(got, wanted)
+
+
 def test_rows_do_not_see_each_other(target: Target) -> None:
     """A row's bits are its own, whoever lies beside it and however many there are."""
     x, weight = rows(33, 4096, device=target.device), rows(4096, device=target.device, seed=1)
@@ -84,7 +102,7 @@ X, WEIGHT = rows(4, 64), rows(64, seed=1)
         ({"x": X.T}, "x: the last axis must have stride 1"),
         ({"x": X.to(torch.float64)}, "x: dtype must be one of"),
         ({"weight": WEIGHT[:32]}, r"weight: shape must be \[64\], got \[32\]"),
-        ({"weight": WEIGHT.float()}, "weight: dtype must be one of"),
+        ({"weight": WEIGHT.half()}, "weight: dtype must be one of"),
         ({"residual": X[:3]}, r"residual: shape must be \[4, 64\], got \[3, 64\]"),
         ({"residual": X.to("meta")}, "residual: must be on cpu, is on meta"),
         ({"out": X.clone()[:3]}, r"out: shape must be \[4, 64\], got \[3, 64\]"),
