@@ -70,6 +70,30 @@ _GLM4_MOE = {
     "pad_token_id": None,
 }
 
+_GEMMA = {"head_dim": 16, "num_hidden_layers": 4, "query_pre_attn_scalar": 24, "pad_token_id": None}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_GPT_OSS = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 20,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+    "pad_token_id": None,
+}
+
 # What differs from _SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -95,6 +119,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"head_dim": 16, **_QWEN3_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, **_SLIDING},
     ),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gemma2": ("Gemma2", {**_GEMMA, "sliding_window": 20, "tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3",
+        {**_GEMMA, "sliding_window": 20, "sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPES},
+    ),
+    "mimo-v2": (
+        "MiMoV2Flash",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 20,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 0.25, "pad_token_id": None},
+    ),
     "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
@@ -103,7 +153,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(name: str, folder: Path) -> Any:
     """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros hide mistakes."""
     family, fields = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **fields})
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = kind(**{**_SIZES, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

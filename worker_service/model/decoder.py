@@ -12,6 +12,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.linear import packed_weight
+from kernels.softcap_logits import softcap_logits
 from worker_service.model.families import family_of
 from worker_service.model.layer_weights import LayerWeights, Linear
 from worker_service.model.mixers import Attend, AttentionMixer, Gemm, Step
@@ -100,7 +101,7 @@ class Decoder:
         if self.spec.logits_scale != 1.0:
             logits = logits * self.spec.logits_scale
         cap = self.spec.logits_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return softcap_logits(logits, cap, backend=self.backend) if cap else logits
 
 
 class DecoderLayer:

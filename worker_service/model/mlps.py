@@ -8,12 +8,16 @@ import torch
 
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
-from kernels.gated_activation import silu_mul
+from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
 from kernels.route_experts import route_experts
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Gemm, packed
 from worker_service.model.spec import Activation, DenseSpec, MoeSpec
+
+# Of gpt-oss' activation, the same in all its files.
+SWIGLU_LIMIT = 7.0
+SWIGLU_ALPHA = 1.702
 
 
 class Mlp(Protocol):
@@ -84,4 +88,6 @@ def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -
     """Returns the middle of an MLP, [num_rows, dim], from its two halves [num_rows, 2 dim]."""
     if activation is Activation.SILU:
         return silu_mul(gate_up, backend=backend)
-    raise NotImplementedError(activation)
+    if activation is Activation.GELU_TANH:
+        return gelu_mul(gate_up, backend=backend)
+    return clamped_swiglu(gate_up, limit=SWIGLU_LIMIT, alpha=SWIGLU_ALPHA, backend=backend)

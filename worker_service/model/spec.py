@@ -45,6 +45,8 @@ class AttentionSpec:
     rotary_dim      how many elements of a head, from the first on, are turned
     interleaved     element 2 i is turned with 2 i + 1, not i with i + rotary_dim / 2
     window_tokens   how many tokens a query sees, itself among them; 0: all
+    value_dim       elements of a value, at most head_dim; 0: head_dim. In pages a value is as long as a key
+    value_scale     factor of the values
     scale           of the scores; None: 1 / sqrt(head_dim)
     softcap         c turns a score s into c tanh(s / c); 0: off
     """
@@ -55,6 +57,8 @@ class AttentionSpec:
     rope: RopeConfig | None
     rotary_dim: int
     window_tokens: int = 0
+    value_dim: int = 0
+    value_scale: float = 1.0
     scale: float | None = None
     softcap: float = 0.0
     interleaved: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from worker_service.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, Linear, MoeWeights
 from worker_service.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec
@@ -33,33 +34,55 @@ def take_linear(source: TensorSource, names: list[str], rows: list[int], columns
     return Linear(stacked(weights), stacked(biases) if biases else None)
 
 
-def take_attention(source: TensorSource, prefix: str, spec: AttentionSpec, hidden: int) -> AttentionWeights:
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    projections = [f"{prefix}.{name}_proj" for name in "qkv"]
-    qkv = take_linear(source, projections, [q_rows, kv_rows, kv_rows], hidden, bias=spec.qkv_bias)
+def take_attention(
+    source: TensorSource, prefix: str, spec: AttentionSpec, hidden: int, sinks_name: str = "sinks"
+) -> AttentionWeights:
+    value_dim = spec.value_dim or spec.head_dim
+    rows = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * value_dim]
+    q, k, v = (
+        take_linear(source, [f"{prefix}.{name}_proj"], [count], hidden, bias=spec.qkv_bias)
+        for name, count in zip("qkv", rows, strict=True)
+    )
+    output = take_linear(source, [f"{prefix}.o_proj"], [hidden], spec.num_heads * value_dim, bias=spec.output_bias)
     q_norm, k_norm = (
         source.take(f"{prefix}.{name}_norm.weight", spec.head_dim) if spec.qk_norm else None for name in "qk"
     )
-    return AttentionWeights(
-        _in_halves(qkv, spec) if spec.interleaved else qkv,
-        take_linear(source, [f"{prefix}.o_proj"], [hidden], q_rows, bias=spec.output_bias),
-        q_norm,
-        k_norm,
-        source.take(f"{prefix}.sinks", spec.num_heads, wide=True) if spec.has_sinks else None,
-    )
+    sinks = source.take(f"{prefix}.{sinks_name}", spec.num_heads, wide=True) if spec.has_sinks else None
+    if spec.interleaved:
+        q, k = _in_halves(q, spec), _in_halves(k, spec)
+    if spec.value_scale != 1.0:
+        v = Linear(v.weight * spec.value_scale, None if v.bias is None else v.bias * spec.value_scale)
+    if value_dim < spec.head_dim:
+        v, output = _widened_values(v, output, value_dim, spec.head_dim)
+    return AttentionWeights(_joined(q, k, v), output, q_norm, k_norm, sinks)
 
 
-def _in_halves(qkv: Linear, spec: AttentionSpec) -> Linear:
-    """Returns the projection with the elements of each query and key in another order: even ones, then odd ones.
+def _joined(*linears: Linear) -> Linear:
+    """Returns projections of the same input as one, row under row."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Linear(stacked([linear.weight for linear in linears]), stacked(biases) if biases else None)
+
+
+def _widened_values(v: Linear, output: Linear, value_dim: int, head_dim: int) -> tuple[Linear, Linear]:
+    """Returns projections for values as long as keys: the elements that are added are 0, and no output reads them."""
+    missing = head_dim - value_dim
+    hidden = v.weight.shape[1]
+    rows = functional.pad(v.weight.view(-1, value_dim, hidden), (0, 0, 0, missing)).flatten(0, 1)
+    bias = None if v.bias is None else functional.pad(v.bias.view(-1, value_dim), (0, missing)).flatten()
+    columns = functional.pad(output.weight.view(hidden, -1, value_dim), (0, missing)).flatten(1)
+    return Linear(rows, bias), Linear(columns, output.bias)
+
+
+def _in_halves(linear: Linear, spec: AttentionSpec) -> Linear:
+    """Returns the projection with the elements of each head in another order: even ones, then odd ones.
 
     What was turned as neighbours lies half a head apart then, as the kernels turn it, and scores do not see the order.
     """
-    num_turned = spec.num_heads + spec.num_kv_heads
-    heads = torch.arange((num_turned + spec.num_kv_heads) * spec.head_dim).view(-1, spec.head_dim)
-    turned = heads[:num_turned, : spec.rotary_dim]
-    heads[:num_turned, : spec.rotary_dim] = torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
-    order = heads.flatten().to(qkv.weight.device)
-    return Linear(qkv.weight[order], None if qkv.bias is None else qkv.bias[order])
+    order = torch.arange(linear.weight.shape[0]).view(-1, spec.head_dim)
+    turned = order[:, : spec.rotary_dim].clone()
+    order[:, : spec.rotary_dim] = torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
+    rows = order.flatten().to(linear.weight.device)
+    return Linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
 def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows: int, columns: int) -> torch.Tensor:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from worker_service.core.errors import ModelError
-from worker_service.model.families import glm4_moe, llama, mixtral, qwen3_moe
+from worker_service.model.families import cohere2, gemma, glm4_moe, gpt_oss, llama, mimo_v2, mixtral, qwen3_moe
 from worker_service.model.families.family import Family
 
-FAMILIES = (llama.FAMILY, mixtral.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
+FAMILIES = (
+    llama.FAMILY,
+    mixtral.FAMILY,
+    qwen3_moe.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
+    gemma.FAMILY2,
+    gemma.FAMILY3,
+    cohere2.FAMILY,
+    mimo_v2.FAMILY,
+)
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 
 

@@ -1,0 +1,65 @@
+"""Cohere2: attention and MLP side by side behind one norm; layers that see everything do not see positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions, read_sliding
+from worker_service.model.families.family import Family
+from worker_service.model.fields import Fields, flag, number, whole
+from worker_service.model.layer_weights import LayerWeights
+from worker_service.model.spec import (
+    Activation,
+    AttentionSpec,
+    Block,
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    NormKind,
+    NormSpec,
+)
+from worker_service.model.take_weights import take_attention, take_dense
+from worker_service.model.tensors import TensorSource
+
+COHERE2 = "Cohere2ForCausalLM"
+
+
+def read_spec(fields: Fields) -> ModelSpec:
+    heads, positions = read_heads(fields), read_positions(fields)
+    num_layers = whole(fields, "num_hidden_layers")
+    pattern = whole(fields, "sliding_window_pattern", 4)
+    sliding = read_sliding(fields, num_layers) or [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    bias = flag(fields, "attention_bias")
+    everything = AttentionSpec(
+        *heads,
+        rope=None,
+        rotary_dim=heads.head_dim,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    window = replace(
+        everything, rope=positions.rope, interleaved=True, window_tokens=whole(fields, "sliding_window", 4096)
+    )
+    mlp = DenseSpec(whole(fields, "intermediate_size"), read_activation(fields, "hidden_act", (Activation.SILU,)))
+    return model_spec(
+        fields,
+        layers=tuple(LayerSpec(window if slides else everything, mlp) for slides in sliding),
+        norm=NormSpec(number(fields, "layer_norm_eps", 1e-5), NormKind.LAYER),
+        max_model_len=positions.max_model_len,
+        tied=True,
+        block=Block.PARALLEL,
+        logits_scale=number(fields, "logit_scale", 0.0625),
+    )
+
+
+def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
+    hidden, mlp = spec.hidden_size, layer.mlp
+    assert isinstance(mlp, DenseSpec)
+    return LayerWeights(
+        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mlp=take_dense(source, f"{prefix}.mlp", mlp, hidden),
+    )
+
+
+FAMILY = Family((COHERE2,), read_spec, take_layer)

@@ -1,0 +1,91 @@
+"""MiMo-V2-Flash: layers with a window have sinks and twice the key-value heads, values are shorter than keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from worker_service.core.errors import ModelError
+from worker_service.model.families.common import SLIDING, model_spec, read_heads, read_sliding
+from worker_service.model.families.family import Family
+from worker_service.model.families.glm4_moe import read_experts
+from worker_service.model.families.qwen3_moe import read_dense
+from worker_service.model.fields import Fields, flag, number, whole
+from worker_service.model.layer_weights import LayerWeights
+from worker_service.model.rope_fields import reach, read_ropes, rotary_dim
+from worker_service.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from worker_service.model.take_weights import take_attention, take_mlp
+from worker_service.model.tensors import TensorSource
+
+MIMO_V2_FLASH = "MiMoV2FlashForCausalLM"
+ROPES: Fields = {
+    "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
+    "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+}
+DENSE = {"dense": True, "sparse": False}
+
+
+def read_spec(given: Fields) -> ModelSpec:
+    fields = {"head_dim": 192, "n_shared_experts": 0, "routed_scaling_factor": None, **given}
+    if not fields.get("rope_parameters"):
+        fields["rope_parameters"] = ROPES
+    num_layers = whole(fields, "num_hidden_layers")
+    sliding = read_sliding(fields, num_layers) or [bool(layer) and (layer + 1) % 6 != 0 for layer in range(num_layers)]
+    mixers, max_model_len = _attention(fields)
+    dense, experts = read_dense(fields), read_experts(fields)
+    return model_spec(
+        fields,
+        layers=tuple(
+            LayerSpec(mixers[slides], dense if is_dense else experts)
+            for slides, is_dense in zip(sliding, _dense_layers(fields, num_layers), strict=True)
+        ),
+        norm=NormSpec(number(fields, "rms_norm_eps", 1e-5)),
+        max_model_len=max_model_len,
+    )
+
+
+def _attention(fields: Fields) -> tuple[dict[bool, AttentionSpec], int]:
+    """The mixers of layers without and with a window, and how far the model reaches."""
+    heads, max_tokens = read_heads(fields), whole(fields, "max_position_embeddings")
+    ropes = read_ropes(fields, tuple(SLIDING), max_tokens)
+    if ropes is None:
+        raise ModelError("rope_parameters", f"must have a rope for each of {', '.join(SLIDING)}")
+    named = {kind: fields["rope_parameters"][kind] for kind in SLIDING}
+    everything = AttentionSpec(
+        *heads,
+        rope=ropes["full_attention"],
+        rotary_dim=rotary_dim(named["full_attention"], heads.head_dim),
+        value_dim=whole(fields, "v_head_dim", 128),
+        value_scale=number(fields, "attention_value_scale", 1.0),
+        qkv_bias=flag(fields, "attention_bias"),
+    )
+    window = replace(
+        everything,
+        num_kv_heads=2 * heads.num_kv_heads,
+        rope=ropes["sliding_attention"],
+        rotary_dim=rotary_dim(named["sliding_attention"], heads.head_dim),
+        window_tokens=whole(fields, "sliding_window", 128),
+        has_sinks=True,
+    )
+    return {False: everything, True: window}, min(reach(rope, max_tokens) for rope in ropes.values())
+
+
+def _dense_layers(fields: Fields, num_layers: int) -> list[bool]:
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        return [layer == 0 for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in DENSE for kind in kinds):
+        raise ModelError("mlp_layer_types", f"must name {' or '.join(DENSE)} for each of the {num_layers} layers")
+    return [DENSE[kind] for kind in kinds]
+
+
+def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
+    hidden = spec.hidden_size
+    return LayerWeights(
+        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden, "attention_sink_bias"),
+        mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+        mlp=take_mlp(source, f"{prefix}.mlp", layer.mlp, hidden),
+    )
+
+
+FAMILY = Family((MIMO_V2_FLASH,), read_spec, take_layer)
