@@ -39,8 +39,8 @@ def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 
 
 def usual_tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Returns the largest tile that the experts fill if they are chosen equally often, or the smallest one."""
-    return max((rows for rows in TILE_ROWS if rows * num_experts <= num_pairs), default=TILE_ROWS[0])
+    """Returns the smallest tile that holds an expert's rows if all are chosen equally often, or the largest one."""
+    return next((rows for rows in TILE_ROWS if rows * num_experts >= num_pairs), TILE_ROWS[-1])
 
 
 def empty_plan(expert_ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertPlan:

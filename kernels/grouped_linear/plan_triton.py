@@ -10,12 +10,12 @@ import triton.language as tl
 
 from kernels.grouped_linear.plan import ExpertPlan
 
-# Pairs that a program looks at in one step.
-MAX_CHUNK = 4096
+# Pairs that a program looks at in one step: few sizes, since each is compiled.
+CHUNKS = (64, 1024, 4096)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "tile_rows"])
 def place_pairs(
     ids_ptr,
     order_ptr,
@@ -23,8 +23,8 @@ def place_pairs(
     tiles_ptr,
     num_tiles_ptr,
     num_pairs,
+    tile_rows,
     E: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -35,7 +35,7 @@ def place_pairs(
     for first in range(0, num_pairs, CHUNK):
         ids = tl.load(ids_ptr + first + within, mask=first + within < num_pairs, other=-1)
         counts += tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < E))
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    tiles = (counts + tile_rows - 1) // tile_rows
     start = tl.sum(tl.where(experts < expert, counts, 0), 0)
     first_tile = tl.sum(tl.where(experts < expert, tiles, 0), 0)
     count = tl.sum(tl.where(experts == expert, counts, 0), 0)
@@ -48,7 +48,7 @@ def place_pairs(
         tile = first + within
         row = tiles_ptr + (first_tile + tile) * 2
         tl.store(row, expert, mask=tile < own_tiles)
-        tl.store(row + 1, start + tile * TILE_ROWS, mask=tile < own_tiles)
+        tl.store(row + 1, start + tile * tile_rows, mask=tile < own_tiles)
     if count > 0:
         for first in range(0, num_pairs, CHUNK):
             ids = tl.load(ids_ptr + first + within, mask=first + within < num_pairs, other=-1)
@@ -60,14 +60,14 @@ def place_pairs(
 def launch(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
     """Fills the plan; checked, non-empty arguments."""
     num_experts = plan.num_experts
-    chunk = min(MAX_CHUNK, max(16, triton.next_power_of_2(plan.num_pairs)))
+    chunk = next((size for size in CHUNKS if size >= plan.num_pairs), CHUNKS[-1])
     with torch.cuda.device_of(expert_ids):
         place_pairs[(num_experts,)](
             expert_ids,
             *plan[:4],
             plan.num_pairs,
+            plan.tile_rows,
             E=num_experts,
-            TILE_ROWS=plan.tile_rows,
             BLOCK_E=max(16, triton.next_power_of_2(num_experts)),
             CHUNK=chunk,
             num_warps=4 if chunk <= 1024 else 8,

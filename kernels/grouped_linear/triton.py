@@ -24,10 +24,13 @@ class Tile(NamedTuple):
 
 
 def tile_for(dtype: torch.dtype, tile_rows: int) -> Tile:
-    """Returns the tile for so many rows. fp32 is multiplied without tensor cores, which would round it to 10 bits."""
+    """Returns the tile for so many rows. fp32 is multiplied without tensor cores, which would round it to 10 bits.
+
+    Few rows wait for weights alone: narrow tiles are more programs that wait at once.
+    """
     if dtype is torch.float32:
         return Tile(64, 16, 4, 2)
-    return Tile(128, 64, 8 if tile_rows > 64 else 4, 4)
+    return {16: Tile(64, 64, 4, 6), 64: Tile(128, 64, 4, 4), 128: Tile(128, 64, 8, 4)}[tile_rows]
 
 
 @triton.jit

@@ -160,7 +160,7 @@ def test_plans(target: Target, tokens: int, top_k: int, experts: int, rows: int)
 
 def test_more_pairs_than_a_step_of_the_plan_looks_at(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("kernels.grouped_linear.plan_triton.MAX_CHUNK", 32)
+    monkeypatch.setattr("kernels.grouped_linear.plan_triton.CHUNKS", (32,))
     ids = torch.randint(0, 3, (70, 3), generator=torch.Generator().manual_seed(4)).int()
     plan = plan_experts(ids.to(target.device), 3, tile_rows=16, backend=target.backend)
     order, starts, tiles = plan_by_hand(ids.flatten().tolist(), 3, 16)
@@ -255,4 +255,5 @@ def test_the_plan_has_the_size_of_its_pairs_alone() -> None:
     plans = [plan_experts(torch.full((64, 2), e, dtype=torch.int32), 8) for e in (0, 7)]
     sizes = [[t.shape for t in plan if isinstance(t, torch.Tensor)] for plan in plans]
     assert sizes[0] == sizes[1] and isinstance(plans[0], ExpertPlan)
-    assert [plan_experts(IDS[:1].expand(n, 2).contiguous(), 4).tile_rows for n in (1, 128, 5000)] == [16, 64, 128]
+    rows = [plan_experts(IDS[:1].expand(n, 2).contiguous(), 4).tile_rows for n in (1, 32, 33, 128, 129, 5000)]
+    assert rows == [16, 16, 64, 64, 128, 128]

@@ -7,16 +7,20 @@ import torch
 
 from kernels.append_kv import append_kv, rotate_append_kv
 from kernels.append_latent import append_latent
+from kernels.combine_experts import combine_experts
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.decode_attention import decode_attention_lse
 from kernels.fp8 import E4M3
-from kernels.gated_activation import silu_mul
+from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
+from kernels.grouped_linear import grouped_linear, plan_experts
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention_lse
 from kernels.rms_norm import rms_norm
+from kernels.route_experts import RoutingRule, route_experts
 from kernels.sample_tokens import sample_tokens
+from kernels.softcap_logits import softcap_logits
 from kernels.top_logprobs import top_logprobs
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
@@ -64,6 +68,8 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: rotate_append_kv(torch.cat((k, k, k), 1), slots, angles, *own, slots, q_heads=2).packed,
         lambda: rms_norm(rows, rows[0], 1e-5, residual=rows)[0],
         lambda: silu_mul(rows),
+        lambda: softcap_logits(rows, 30.0),
+        lambda: expert_layer(rows),
         lambda: append_latent(latents[:, :100], latents[:, 100:], own[0].flatten(2), slots) or own[0],
         lambda: gather_latent(latent_pages, *where, total),
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
@@ -77,6 +83,17 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: decode_attention_lse(case.q[:2], *args, lengths, sinks=sinks)[0],
         lambda: merge_attention_states(case.q, lse, case.q, lse)[0],
     ]
+
+
+def expert_layer(rows: torch.Tensor) -> torch.Tensor:
+    """All ops of an expert layer; its weights are of one number, but each expert's of another."""
+    width = rows.shape[1]
+    weight = torch.arange(1, 9, device="cuda", dtype=rows.dtype).view(8, 1, 1).expand(8, width, width).contiguous() / 64
+    routing = route_experts(rows[:, :8].float(), RoutingRule(2, renormalise=True))
+    plan = plan_experts(routing.expert_ids, 8)
+    inner = clamped_swiglu(grouped_linear(rows, weight, plan), limit=7.0, alpha=1.702)
+    inner = torch.cat((gelu_mul(torch.cat((inner, inner), 1)), inner), 1)
+    return combine_experts(grouped_linear(inner, weight, plan), routing.weights)
 
 
 def test_no_op_waits_for_the_device(case: PagedCase) -> None:
