@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
-from cache_service.core.base.types import Event, Explanation, Removed, Segment, Stored, WorkerMatch
+from cache_service.core.base.types import Age, Event, Explanation, Removed, Segment, Stored, WorkerMatch
 from protos.v1 import cache_pb2, types_pb2
 from session.limits import SessionLimits
 from session.wire import fields
@@ -94,7 +94,13 @@ def _segment(value: Segment) -> cache_pb2.Segment:
         num_tokens=value.num_tokens,
         residence=cache_pb2.Residence.ValueType(value.residence),
         miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
+        last_used=_age(value.last_used),
+        gone=_age(value.gone),
     )
+
+
+def _age(value: Age | None) -> cache_pb2.Age | None:
+    return None if value is None else cache_pb2.Age(least_ms=value.least_ms, most_ms=value.most_ms)
 
 
 def encode_event(value: Event, epoch: str, seq: int) -> cache_pb2.WatchResponse:

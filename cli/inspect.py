@@ -1,6 +1,6 @@
 """The commands about single prefixes: explain, pin, clear.
 
-views.py formats the responses.
+explanation.py formats what Explain tells.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cli.app import (
     utf8,
 )
 from cli.client import StemcacheClient, to_dict
+from cli.explanation import explanation_view, span
 from cli.output import Output
 from cli.places import find_admin, find_cache, find_workers
-from cli.views import explanation_view, span
 from protos.v1 import cache_pb2, types_pb2
 
 TOKEN_BYTES = 4

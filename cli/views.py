@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 
 from cli.client import Answer
 from cli.output import binary_size, plain, stacked, table
 from cli.rates import WINDOW_S, Rates
-from protos.v1 import cache_pb2, types_pb2
+from protos.v1 import cache_pb2
 
 NO_WORKER = "no worker is known to the cache service"
 
@@ -177,65 +177,6 @@ def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
     }
     title = f"host tier · spill {plain(tier.spill_policy)} · fetch {plain(tier.fetch_policy)}"
     return table(title, tuple(cells), [tuple(cells.values())])
-
-
-def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> RenderableType:
-    """Where each stretch of the prompt is on each worker, the best worker first."""
-    if not explained.workers:
-        return "no worker of this model is known to the cache service"
-    workers = sorted(explained.workers, key=lambda one: (-_within_reach(one), -one.match.usable_tokens, one.worker_id))
-    rows = [row for one in workers for row in _stretches(one)]
-    title = f"{num_tokens:,} prompt tokens; {_verdict(workers[0])}"
-    notes = [f"{plain(one.worker_id)}: {plain(note)}" for one in workers for note in (*_pin_note(one), *one.notes)]
-    return Group(table(title, ("worker", "tokens", "where", "why not", "count"), rows, left=4), "", *notes)
-
-
-def _pin_note(one: cache_pb2.WorkerExplanation) -> list[str]:
-    if not one.pinned_tokens:
-        return []
-    return [f"the first {one.pinned_tokens:,} tokens are pinned, for {span(one.pin_left_ms / 1000)} more"]
-
-
-def span(seconds: float) -> str:
-    """In the largest unit of which there are two and more: 90 s, 3 min, 47 h."""
-    for unit, size_s in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size_s:
-            return f"{seconds / size_s:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _within_reach(one: cache_pb2.WorkerExplanation) -> int:
-    return one.match.usable_tokens + one.match.host_tokens
-
-
-def _verdict(best: cache_pb2.WorkerExplanation) -> str:
-    if not _within_reach(best):
-        return "no worker can reuse any"
-    there = f"{best.match.usable_tokens:,} are there"
-    fetched = f", {best.match.host_tokens:,} can be fetched" if best.match.host_tokens else ""
-    return f"best on {plain(best.worker_id)}: {there}{fetched}"
-
-
-def _stretches(one: cache_pb2.WorkerExplanation) -> list[tuple[str, ...]]:
-    return [
-        (
-            plain(one.worker_id) if at == 0 else "",
-            f"{segment.first_token:,} .. {segment.first_token + segment.num_tokens - 1:,}",
-            _residence(segment.residence),
-            _reason(segment.miss_reason) if segment.residence == cache_pb2.RESIDENCE_MISSING else "",
-            f"{segment.num_tokens:,}",
-        )
-        for at, segment in enumerate(one.segments)
-    ]
-
-
-def _residence(residence: cache_pb2.Residence.ValueType) -> str:
-    word = words(cache_pb2.Residence.Name(residence), "RESIDENCE_")
-    return {"device": "[green]device[/green]", "host": "[cyan]host tier[/cyan]"}.get(word, word)
-
-
-def _reason(reason: types_pb2.MissReason.ValueType) -> str:
-    return words(types_pb2.MissReason.Name(reason), "MISS_REASON_")
 
 
 def words(name: str, prefix: str) -> str:

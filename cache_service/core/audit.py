@@ -59,6 +59,8 @@ def _check_shape(cache: DeviceCache, where: str) -> None:
             assert held == node.resident, f"{where}: node at {node.start} has {held} pages of group {group}"
         if not node.pins:
             evictable += node.resident
+            is_older = parent.parent is None or parent.pins > 0 or node.used_ms <= parent.used_ms
+            assert is_older, f"{where}: node at {node.start} was used after the one above"
         is_leaf = node.pins == node.ticket_pins and not node.children
         assert (node.queue is not None) == is_leaf, f"{where}: evictable order and leaf at {node.start} disagree"
         assert node.queue is None or node in node.queue, f"{where}: a node is not in its queue"

@@ -95,10 +95,10 @@ class CacheManager:
             self._supersede(worker)
         elif len(self.workers) >= self.config.max_workers:
             raise TooMany("hello.worker_id", f"more than {self.config.max_workers} workers")
-        return self._begin(hello)
+        return self._begin(hello, now_ms)
 
-    def _begin(self, hello: Hello) -> Welcome:
-        cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, self._events)
+    def _begin(self, hello: Hello, now_ms: int) -> Welcome:
+        cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, self._events, now_ms)
         self._last_generation += 1
         self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
         self._prune_tiers()

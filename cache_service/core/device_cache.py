@@ -15,6 +15,7 @@ from cache_service.core.device.lease_table import LeaseTable
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.radix_tree import RadixTree
 from cache_service.core.device.transfer_table import TicketIds, TransferTable
+from cache_service.core.device.unit_times import UnitTimes
 from cache_service.core.host.hash_index import HostView
 from cache_service.core.kinds.group import SparseGroup
 from cache_service.core.kinds.layout import make_groups, make_layout
@@ -51,6 +52,7 @@ class DeviceCache:
         host: HostView | None,
         ids: TicketIds,
         events: EventLog,
+        now_ms: int,
     ) -> None:
         self.model = hello.model
         self.worker_id, self.config, self.events = hello.worker_id, config, events
@@ -66,6 +68,8 @@ class DeviceCache:
         self.event_groups = tuple(self.pools) or (0,)
         ghosts = GhostTable(config.ghost_factor * size, size)
         self.tree = RadixTree(layout.page_tokens, len(layout.specs), self.policy, ghosts)
+        self.tree.now_ms = now_ms
+        self.unit_times = UnitTimes(now_ms)  # for Explain: when what is gone went
         self.leases = LeaseTable()
         self.kept = KeptPrompts(config.max_kept_bytes)
         self.transfers = TransferTable(ids)
@@ -73,10 +77,18 @@ class DeviceCache:
         self.counters = Counters()
         self.spill_queue: OrderedDict[Node, None] = OrderedDict()
         self.soft_pins = self.tree.soft_pins
-        self.now_ms = 0  # of the last step or tick
         self.renewals: OrderedDict[Node, None] = OrderedDict()  # whose host copies are to be renewed
         self.refill: Iterator[Node] | None = None  # what is still to be spilled to a store that lost everything
         self.set_host(host)
+
+    @property
+    def now_ms(self) -> int:
+        """Time of the last step or tick."""
+        return self.tree.now_ms
+
+    @now_ms.setter
+    def now_ms(self, now_ms: int) -> None:
+        self.tree.now_ms = now_ms
 
     def set_host(self, host: HostView | None) -> None:
         """The host tier may come, go or change with each Hello."""

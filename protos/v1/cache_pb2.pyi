@@ -935,11 +935,23 @@ class Segment(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     RESIDENCE_FIELD_NUMBER: _builtins.int
     MISS_REASON_FIELD_NUMBER: _builtins.int
+    LAST_USED_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     first_token: _builtins.int
     num_tokens: _builtins.int
     residence: Global___Residence.ValueType
     miss_reason: _types_pb2.MissReason.ValueType
     """For missing segments."""
+    @_builtins.property
+    def last_used(self) -> Global___Age:
+        """For device segments: when their pages were last used; 0 and 0 while a sequence or a spill holds them. Pages whose
+        ages differ by a factor of two and by a second are in different segments.
+        """
+
+    @_builtins.property
+    def gone(self) -> Global___Age:
+        """For segments that are missing since they were evicted or cleared: when the first page went."""
+
     def __init__(
         self,
         *,
@@ -947,11 +959,36 @@ class Segment(_message.Message):
         num_tokens: _builtins.int = ...,
         residence: Global___Residence.ValueType = ...,
         miss_reason: _types_pb2.MissReason.ValueType = ...,
+        last_used: Global___Age | None = ...,
+        gone: Global___Age | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "miss_reason", b"miss_reason", "num_tokens", b"num_tokens", "residence", b"residence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "last_used", b"last_used"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "gone", b"gone", "last_used", b"last_used", "miss_reason", b"miss_reason", "num_tokens", b"num_tokens", "residence", b"residence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
+
+@_typing.final
+class Age(_message.Message):
+    """How long ago, as far as the service knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEAST_MS_FIELD_NUMBER: _builtins.int
+    MOST_MS_FIELD_NUMBER: _builtins.int
+    least_ms: _builtins.int
+    most_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        least_ms: _builtins.int = ...,
+        most_ms: _builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_ms", b"least_ms", "most_ms", b"most_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Age: _TypeAlias = Age  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):

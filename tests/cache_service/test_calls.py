@@ -172,6 +172,29 @@ async def test_only_explain_speaks_of_other_salts() -> None:
         assert granted.match.miss_reason == types_pb2.MISS_REASON_NEVER_SEEN
 
 
+async def test_explain_tells_how_long_ago_pages_were_used_and_evicted() -> None:
+    clock = Clock()
+    async with started(clock=clock, tick_ms=5) as client:
+        peer = await client.connected(num_pages=4)
+        await peer.step(acquires=[acquire(1, PROMPT)])
+        await peer.step(publishes=[publish(1, 40)])
+        asked = cache_pb2.ExplainRequest(namespace=namespace(), tokens=PROMPT)
+        (told,) = (await client.stub.Explain(asked)).workers
+        assert [(s.HasField("last_used"), s.last_used.most_ms) for s in told.segments] == [(True, 0), (False, 0)]
+        await peer.step(releases=[release(1)])
+        clock.now_ms += 42_000
+        (told,) = (await client.stub.Explain(asked)).workers
+        assert told.segments[0].last_used == cache_pb2.Age(least_ms=42_000, most_ms=42_000)
+        assert not any(segment.HasField("gone") for segment in told.segments)
+        await until(lambda: client.manager.workers["w1"].cache.now_ms == clock.now_ms)
+        other = tokens(PAGE * 4, 900)
+        await peer.step(acquires=[acquire(2, other)], publishes=[])
+        clock.now_ms += 7_000
+        (told,) = (await client.stub.Explain(asked)).workers
+        assert told.match.miss_reason == types_pb2.MISS_REASON_EVICTED
+        assert 0 <= told.segments[0].gone.least_ms <= 7_000 <= told.segments[0].gone.most_ms <= 49_000
+
+
 async def test_stats_add_up() -> None:
     async with started() as client:
         peer = await cached(client)

@@ -10,6 +10,7 @@ import pytest
 from cache_service import codec
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.base.types import (
+    Age,
     Cleared,
     Explanation,
     FetchPolicy,
@@ -79,8 +80,8 @@ def test_matches_and_explanations() -> None:
     assert (matches.workers[0].worker_id, matches.workers[0].endpoint) == ("w1", "here:1")
     assert matches.workers[0].match.limiting_group == "swa"
     segments = (
-        Segment(0, 48, Residence.DEVICE),
-        Segment(48, 16, Residence.MISSING, MissReason.OTHER_SALT),
+        Segment(0, 48, Residence.DEVICE, last_used=Age(5, 8)),
+        Segment(48, 16, Residence.MISSING, MissReason.OTHER_SALT, gone=Age(0, 9)),
     )
     explained = codec.encode_explain_response([Explanation(worker, "here:1", MATCH, segments, ("because",))])
     told = explained.workers[0]
@@ -89,6 +90,9 @@ def test_matches_and_explanations() -> None:
         (48, 16, cache_pb2.RESIDENCE_MISSING, types_pb2.MISS_REASON_OTHER_SALT),
     ]
     assert list(told.notes) == ["because"]
+    used, gone = told.segments
+    assert (used.last_used, gone.gone) == (cache_pb2.Age(least_ms=5, most_ms=8), cache_pb2.Age(most_ms=9))
+    assert not used.HasField("gone") and not gone.HasField("last_used")
 
 
 def test_events() -> None:

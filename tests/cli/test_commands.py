@@ -105,6 +105,7 @@ def test_explain_tells_what_is_where(service: Service) -> None:
     first = by_worker["worker-1"]["segments"]
     assert [(s["num_tokens"], s["residence"]) for s in first] == [(48, "RESIDENCE_DEVICE"), (26, "RESIDENCE_MISSING")]
     assert first[1]["miss_reason"] == "MISS_REASON_NEVER_SEEN"
+    assert "most_ms" in first[0]["last_used"] and "last_used" not in first[1]
     assert by_worker["worker-2"]["match"]["usable_tokens"] == 0
     shown = stemcache(service.state, "explain", prompt[:60] + "another ending").stdout
     assert "74 prompt tokens; best on worker-1: 48 are there" in shown

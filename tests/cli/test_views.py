@@ -7,11 +7,12 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
+from cli.explanation import explanation_view, span
 from cli.output import table
 from cli.rates import Rates
 from cli.scene_table import scene_table
 from cli.stage import SceneResult, Shown
-from cli.views import Moment, explanation_view, live_view, span, stats_view
+from cli.views import Moment, live_view, stats_view
 from protos.v1 import cache_pb2, types_pb2
 
 WIDTHS = (80, 100, 140)
@@ -178,6 +179,22 @@ def test_an_explanation_says_what_is_pinned() -> None:
     assert "pinned" not in drawn(explanation_view(81, seen), 80)
     seen.workers[0].pinned_tokens, seen.workers[0].pin_left_ms = 32, 59 * 60_000
     assert "worker-1: the first 32 tokens are pinned, for 59 min more" in drawn(explanation_view(81, seen), 80)
+
+
+def test_an_explanation_says_when_pages_were_used_and_when_they_went() -> None:
+    seen = explained(("worker-1", 48, 0), ("worker-2", 48, 0), ("worker-3", 0, 0))
+    ages = {"worker-1": (0, 0), "worker-2": (42_000, 42_400)}
+    for one in seen.workers:
+        if one.worker_id in ages:
+            one.segments[0].last_used.least_ms, one.segments[0].last_used.most_ms = ages[one.worker_id]
+            one.segments[0].last_used.SetInParent()
+    for at, (least, most) in enumerate(((120_000, 180_000), (0, 7_200_000), (90_000, 90_000))):
+        gone = seen.workers[at].segments[-1].gone
+        gone.least_ms, gone.most_ms = least, most
+    text = " ".join(drawn(explanation_view(81, seen), 120).split())
+    assert "device in use 48" in text and "device used 42 s ago 48" in text
+    assert "never seen went 2 min to 3 min ago 17" in text
+    assert "went at most 2 h ago" in text and "went 90 s ago" in text
 
 
 def test_an_explanation_of_nothing() -> None:

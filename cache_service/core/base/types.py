@@ -28,11 +28,22 @@ class FetchPolicy(Enum):
     ALWAYS = "always"
 
 
+class Age(NamedTuple):
+    """How long ago: at least and at most."""
+
+    least_ms: int
+    most_ms: int
+
+
 class Segment(NamedTuple):
+    """`last_used` is of pages on the device (0, 0 while they are held), `gone` of evicted and cleared ones."""
+
     first_token: int
     num_tokens: int
     residence: Residence
     miss_reason: MissReason = MissReason.NONE
+    last_used: Age | None = None
+    gone: Age | None = None
 
 
 class Explanation(NamedTuple):

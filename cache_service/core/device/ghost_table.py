@@ -183,6 +183,16 @@ class GhostTable:
         room = self._max_pages - self.num_pages - num_pages
         self._next_at = min(self._unit * self._unit_pages, self._cut_pages + room + 1)
 
+    @property
+    def unit(self) -> int:
+        """The unit of time in which pages are cut now."""
+        return self._unit
+
+    @property
+    def cut_pages(self) -> int:
+        """Grows with every cut, by the pages that were cut or more."""
+        return self._cut_pages
+
     # Reading and taking.
 
     def find(self, mark: int) -> Ghost | None:

@@ -36,6 +36,7 @@ class Node:
         "start",
         "ticket_pins",
         "used_at",
+        "used_ms",
         "uses",
     )
 
@@ -50,6 +51,7 @@ class Node:
         # Recency, for the eviction policy; `queued_at` and `used_at` are on its clock.
         self.queue: Queue | None = None  # while no lease holds it and it has no child
         self.queued_at = self.used_at = self.uses = self.priority = self.soft_until_ms = 0
+        self.used_ms = 0  # when the last lease let go of it, or of a node behind it
         # Host copies: leading pages that need no look at the host tier any more; when they were last renewed there.
         self.spilled = self.renewed_ms = 0
         # Page hashes of leading resident pages, for events and the host tier.

@@ -58,6 +58,7 @@ class RadixTree:
         self.evictable_pages = 0  # pages of unpinned nodes
         self.ghosts = ghosts
         self.soft_pins = SoftPins()
+        self.now_ms = 0  # of the last step or tick
         self.detached: dict[Root, bool] = {}
         self._num_groups = num_groups
 
@@ -174,12 +175,20 @@ class RadixTree:
         node.pins -= 1
         if not node.pins:
             self.evictable_pages += node.resident
-            self.unpin(node.parent)
+            self._let_go(node.parent, node.used_ms)
 
-    def unpin(self, node: Node | None) -> None:
+    def unpin(self, node: Node) -> None:
         """Let go of a node; everything that becomes unpinned counts as just used."""
+        self._let_go(node, self.now_ms)
+
+    def _let_go(self, node: Node | None, used_ms: int) -> None:
+        """`used_ms`: the last use from below. What stays pinned is told, too: a ticket may be the last to let go."""
         while node is not None:
             node.pins -= 1
+            if node.used_ms < used_ms:
+                node.used_ms = used_ms
+            else:
+                used_ms = node.used_ms
             if not node.children:
                 self._queue_leaf(node)
             if node.pins:
@@ -244,7 +253,7 @@ class RadixTree:
         top.hashes, node.hashes = node.hashes[: count * HASH_BYTES], node.hashes[count * HASH_BYTES :]
         top.spilled, node.spilled = min(node.spilled, count), max(node.spilled - count, 0)
         top.uses, top.priority, top.soft_until_ms = node.uses, node.priority, node.soft_until_ms
-        top.used_at = node.used_at
+        top.used_at, top.used_ms = node.used_at, node.used_ms
         top.renewed_ms = node.renewed_ms
         top.children[bytes(node.key[: self.page_key_bytes])] = node
         top.pins = 1 if node.pins else 0

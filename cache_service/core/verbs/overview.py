@@ -8,6 +8,7 @@ from itertools import takewhile
 from cache_service.core.base.stats import WorkerStats
 from cache_service.core.base.types import Explanation, Residence, Segment
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.verbs.ages import UsedPart, gone_age, used_parts
 from cache_service.core.verbs.many_workers_match import PromptMatch
 from cache_service.core.verbs.prefix_match import PrefixMatch
 from cache_service.core.worker import Worker
@@ -36,11 +37,12 @@ def explain(
     found = prompt.prefix(cache)
     pinned, left_ms = _pinned(cache, found, now_ms)
     match = found.match(cache.layout.page_tokens)
-    segments = _segments(found, cache.layout.page_tokens, len(tokens) // TOKEN_BYTES)
+    segments = _segments(found, used_parts(cache, found, now_ms), cache.layout.page_tokens, len(tokens) // TOKEN_BYTES)
+    gone = gone_age(cache, found, tokens, now_ms)
     yield
     if found.reason is MissReason.NEVER_SEEN and (yield from _is_under_other_salt(cache, found, namespace, tokens)):
         match = match._replace(miss_reason=MissReason.OTHER_SALT)
-    segments[-1] = segments[-1]._replace(miss_reason=match.miss_reason)
+    segments[-1] = segments[-1]._replace(miss_reason=match.miss_reason, gone=gone)
     notes = [_SENTENCES[match.miss_reason].format(group=match.limiting_group)]
     if cache.host is not None and cache.host.index.breaker.is_open:
         notes.append("The host tier is not asked: its breaker is open.")
@@ -48,10 +50,12 @@ def explain(
     return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms)
 
 
-def _segments(found: PrefixMatch, page_tokens: int, num_tokens: int) -> list[Segment]:
+def _segments(found: PrefixMatch, parts: list[UsedPart], page_tokens: int, num_tokens: int) -> list[Segment]:
     segments = []
-    if found.usable_pages:
-        segments.append(Segment(0, found.usable_pages * page_tokens, Residence.DEVICE))
+    start = 0
+    for end, age in parts:
+        segments.append(Segment(start * page_tokens, (end - start) * page_tokens, Residence.DEVICE, last_used=age))
+        start = end
     if found.host_pages > found.usable_pages:
         segments.append(
             Segment(

@@ -59,6 +59,8 @@ def _mark(cache: DeviceCache, node: Node, until_ms: int) -> None:
 
 def tick(cache: DeviceCache, now_ms: int) -> None:
     cache.now_ms = now_ms
+    ghosts = cache.tree.ghosts
+    cache.unit_times.seen(ghosts.unit, ghosts.cut_pages, now_ms)
     for node in cache.soft_pins.due(now_ms):
         _mark(cache, node, 0)
     spilling.abandon_old(cache, now_ms)

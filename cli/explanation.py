@@ -1,0 +1,85 @@
+"""Formats what Explain tells: where each stretch of a prompt is, since when, and why the rest is not there."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+
+from cli.output import plain, table
+from cli.views import words
+from protos.v1 import cache_pb2, types_pb2
+
+
+def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> RenderableType:
+    """Where each stretch of the prompt is on each worker, the best worker first."""
+    if not explained.workers:
+        return "no worker of this model is known to the cache service"
+    workers = sorted(explained.workers, key=lambda one: (-_within_reach(one), -one.match.usable_tokens, one.worker_id))
+    rows = [row for one in workers for row in _stretches(one)]
+    title = f"{num_tokens:,} prompt tokens; {_verdict(workers[0])}"
+    notes = [f"{plain(one.worker_id)}: {plain(note)}" for one in workers for note in (*_pin_note(one), *one.notes)]
+    return Group(table(title, ("worker", "tokens", "where", "why not", "when", "count"), rows, left=5), "", *notes)
+
+
+def _pin_note(one: cache_pb2.WorkerExplanation) -> list[str]:
+    if not one.pinned_tokens:
+        return []
+    return [f"the first {one.pinned_tokens:,} tokens are pinned, for {span(one.pin_left_ms / 1000)} more"]
+
+
+def span(seconds: float) -> str:
+    """In the largest unit of which there are two and more: 90 s, 3 min, 47 h."""
+    for unit, size_s in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _within_reach(one: cache_pb2.WorkerExplanation) -> int:
+    return one.match.usable_tokens + one.match.host_tokens
+
+
+def _verdict(best: cache_pb2.WorkerExplanation) -> str:
+    if not _within_reach(best):
+        return "no worker can reuse any"
+    there = f"{best.match.usable_tokens:,} are there"
+    fetched = f", {best.match.host_tokens:,} can be fetched" if best.match.host_tokens else ""
+    return f"best on {plain(best.worker_id)}: {there}{fetched}"
+
+
+def _stretches(one: cache_pb2.WorkerExplanation) -> list[tuple[str, ...]]:
+    return [
+        (
+            plain(one.worker_id) if at == 0 else "",
+            f"{segment.first_token:,} .. {segment.first_token + segment.num_tokens - 1:,}",
+            _residence(segment.residence),
+            _reason(segment.miss_reason) if segment.residence == cache_pb2.RESIDENCE_MISSING else "",
+            _when(segment),
+            f"{segment.num_tokens:,}",
+        )
+        for at, segment in enumerate(one.segments)
+    ]
+
+
+def _when(segment: cache_pb2.Segment) -> str:
+    """When it was last used, or when it went; nothing where the cache service does not say."""
+    if segment.HasField("gone"):
+        return f"went {_ago(segment.gone)}"
+    if not segment.HasField("last_used"):
+        return ""
+    return f"used {_ago(segment.last_used)}" if segment.last_used.most_ms else "in use"
+
+
+def _ago(age: cache_pb2.Age) -> str:
+    least, most = span(age.least_ms / 1000), span(age.most_ms / 1000)
+    if least == most:
+        return f"{most} ago"
+    return f"{least} to {most} ago" if age.least_ms else f"at most {most} ago"
+
+
+def _residence(residence: cache_pb2.Residence.ValueType) -> str:
+    word = words(cache_pb2.Residence.Name(residence), "RESIDENCE_")
+    return {"device": "[green]device[/green]", "host": "[cyan]host tier[/cyan]"}.get(word, word)
+
+
+def _reason(reason: types_pb2.MissReason.ValueType) -> str:
+    return words(types_pb2.MissReason.Name(reason), "MISS_REASON_")
