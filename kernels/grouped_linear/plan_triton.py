@@ -10,8 +10,8 @@ import triton.language as tl
 
 from kernels.grouped_linear.plan import ExpertPlan
 
-# Pairs that a program looks at in one step: few sizes, since each is compiled.
-CHUNKS = (64, 1024, 4096)
+# Pairs that a program looks at in one step: few sizes, since each is compiled, and at least one for each thread.
+CHUNKS = (128, 1024, 4096)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.

@@ -69,10 +69,11 @@ def test_products(values: str, rows: int) -> None:
         assert "mma" not in built.ptx
 
 
-@pytest.mark.parametrize("chunk", [64, 1024, 4096])
+@pytest.mark.parametrize("chunk", [128, 1024, 4096])
 def test_plans(chunk: int) -> None:
-    from kernels.grouped_linear.plan_triton import place_pairs
+    from kernels.grouped_linear.plan_triton import CHUNKS, place_pairs
 
+    assert chunk in CHUNKS
     constants = {"E": 500, "BLOCK_E": 512, "CHUNK": chunk}
     assert not compile_for_hopper(place_pairs, constants, 4 if chunk <= 1024 else 8, kinds("i32")).spills
 
