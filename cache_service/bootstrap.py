@@ -22,7 +22,7 @@ from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.effect_dispatcher import EffectDispatcher
 from cache_service.host_keys import HostKeysConfig, RedisHostKeys, open_client
-from cache_service.metrics import ManagerCollector, gauge_of, step_observer
+from cache_service.metrics import ManagerCollector, counter_of, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
 from cache_service.servicer import CacheAdminServicer, PrefixCacheServicer
 from cache_service.session import Sessions, StreamLimits
@@ -132,7 +132,7 @@ async def running(
         gauge_of(registry, "watchers", "Watch streams.", lambda: len(watchers))
         if host_keys is not None:
             keys = host_keys
-            gauge_of(registry, "host_keys_dropped", "Deletes and touches for want of room.", lambda: keys.num_dropped)
+            counter_of(registry, "host_keys_dropped", "Deletes and touches for want of room.", lambda: keys.num_dropped)
         await stack.enter_async_context(_ticking(Reaper(sessions, config.tick_ms / 1000)))
         metrics = await stack.enter_async_context(serving_metrics(registry, config.metrics_listen))
         admin, address = await stack.enter_async_context(_serving(config, sessions, watchers, registry))

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from cache_service.compiled import CORE_FORM
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from rpc.metrics import Durations
+from session.words import MissReason
 
 PREFIX = "stemcache_cache_"
 STEP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -48,6 +49,12 @@ HOST_GAUGES = (
     ("host_bytes", "Bytes that those rows stand for.", "num_bytes"),
     ("host_quota_bytes", "Bytes that the host tier may hold.", "quota_bytes"),
     ("host_breaker_open", "1 while no fetch is granted since transfers failed.", "breaker_open"),
+)
+
+
+# What an admitted request may count as; each has a series from the start, or a rate would miss its first ones.
+MISS_REASONS = tuple(
+    reason for reason in MissReason if reason not in (MissReason.UNSPECIFIED, MissReason.NONE, MissReason.OTHER_SALT)
 )
 
 
@@ -98,8 +105,9 @@ def _misses(workers: Iterable[WorkerStats]) -> Metric:
         PREFIX + "misses", "Admitted requests by why no more of them was reused.", labels=["worker", "reason"]
     )
     for worker in workers:
-        for reason, count in worker.misses:
-            counter.add_metric([worker.worker_id, reason.name.lower()], count)
+        counts = dict(worker.misses)
+        for reason in MISS_REASONS:
+            counter.add_metric([worker.worker_id, reason.name.lower()], counts.get(reason, 0))
     return counter
 
 
@@ -145,6 +153,21 @@ def step_observer(registry: CollectorRegistry) -> Callable[[float], None]:
     times = StepTimes()
     registry.register(times)
     return times.observe
+
+
+class _ReadCounter(Collector):
+    """A counter that somebody else keeps."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], int]) -> None:
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._text, value=self._read())
+
+
+def counter_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], int]) -> None:
+    """A counter that reads its value when somebody scrapes."""
+    registry.register(_ReadCounter(PREFIX + name, text, read))
 
 
 def gauge_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], float]) -> None:

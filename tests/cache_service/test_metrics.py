@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
-from cache_service.metrics import ManagerCollector, step_observer
+from cache_service.metrics import ManagerCollector, counter_of, step_observer
 from protos.v1 import cache_pb2
 from session.words import GroupKind, MissReason, WorkerId
 from tests.cache_service.peer import Client, started
@@ -35,6 +35,8 @@ async def test_a_scrape_shows_what_the_manager_knows() -> None:
         assert sample(client, "stemcache_cache_matched_tokens_total", **worker) == 32
         assert sample(client, "stemcache_cache_hit_rate", **worker) == 0.4
         assert sample(client, "stemcache_cache_misses_total", **worker, reason="page_tail") == 1
+        assert sample(client, "stemcache_cache_misses_total", **worker, reason="evicted") == 0
+        assert sample(client, "stemcache_cache_misses_total", **worker, reason="other_salt") is None
         pages = {state: _pages(client, state) for state in ("free", "evictable", "held")}
         assert pages == {"free": 62, "evictable": 2, "held": 0}
         assert sample(client, "stemcache_cache_step_seconds_count") == 4
@@ -54,6 +56,13 @@ def test_a_step_counts_in_its_bucket_and_in_those_above() -> None:
     assert buckets == {"5e-05": 1, "0.0001": 2, "0.5": 3, "+Inf": 4}
     assert registry.get_sample_value(name + "_count") == 4
     assert registry.get_sample_value(name + "_sum") == pytest.approx(2.00163)
+
+
+def test_a_counter_that_somebody_else_keeps_is_read_at_each_scrape() -> None:
+    registry, counts = CollectorRegistry(), [3, 5]
+    counter_of(registry, "dropped", "Dropped.", lambda: counts.pop(0))
+    name = "stemcache_cache_dropped_total"
+    assert [registry.get_sample_value(name) for _ in range(2)] == [3, 5]
 
 
 def _pages(client: Client, state: str) -> float | None:
