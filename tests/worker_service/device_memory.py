@@ -39,7 +39,7 @@ class DeviceMemory:
             self._write(batch, index, row, marks[index])
         for index, row in enumerate(launch.rows):
             self._check_reads(batch, index, row.first_token, marks[index])
-            self._move_state(row, marks[index])
+            self._move_states(batch, index, row, marks[index])
         return [marks[sampled.row][-1] for sampled in batch.sampled]
 
     def _check_row(self, batch: Batch, index: int, row: LaunchRow, tokens: list[int]) -> None:
@@ -67,19 +67,24 @@ class DeviceMemory:
                 slot = page * page_tokens + position % page_tokens
                 assert self._marks.get((group, slot)) == marks[position], "attention reads another prefix"
 
-    def _move_state(self, row: LaunchRow, marks: list[int]) -> None:
-        """Recurrent state: restored or carried on, then left where the row says."""
-        for slot in row.working:
-            restored = [snapshot.slot for snapshot in row.restore if snapshot.group == slot.group]
+    def _move_states(self, batch: Batch, index: int, row: LaunchRow, marks: list[int]) -> None:
+        """Recurrent states: restored or carried on, then left where the batch says."""
+        for group, states in enumerate(batch.states):
+            if states is None:
+                continue
+            working = states.working[index]
+            assert working, "a row without a slot for its state"
+            assert states.fresh[index] == (row.first_token == 0)
             if row.first_token:
-                source = (restored or [slot.slot])[0]
-                assert self._marks[slot.group, source] == marks[row.first_token - 1], "another prefix's state"
-            self._marks[slot.group, slot.slot] = marks[-1]
-        for snapshot in row.leave:
-            self._marks[snapshot.group, snapshot.slot] = marks[snapshot.boundary_tokens - 1]
-        if len(marks) % self._config.page_tokens == 0:
-            for slot in row.rolling:
-                self._marks[slot.group, slot.slot] = marks[-1]
+                source = states.restore[index] or working
+                assert self._marks[group, source] == marks[row.first_token - 1], "another prefix's state"
+            self._marks[group, working] = marks[-1]
+            left = zip(states.leave_row, states.leave_tokens, states.leave_slot, strict=True)
+            for leaving, tokens, slot in left:
+                if leaving == index:
+                    self._marks[group, slot] = marks[row.first_token + tokens - 1]
+            if states.rolling[index]:
+                self._marks[group, states.rolling[index]] = marks[-1]
 
     # Pages that travel.
 

@@ -18,6 +18,7 @@ from session.words import NO_PAGE, GroupKind, GroupSpec
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import Sequence
+from worker_service.core.state_rows import StateRows, state_rows
 
 
 class CountedRow(NamedTuple):
@@ -51,6 +52,7 @@ class Batch:
     slot_mapping[group]      one entry for each computed token; empty for a STATE group
     block_tables[group]      num_seqs rows of `table_widths[group]` page ids, padded by NO_PAGE; empty for a STATE group
     cu_seqlens_q, _k         num_seqs + 1 running sums; k counts what was there before and what is new
+    states[group]            slots of a STATE group, None for another; nothing at all for a model without states
     logits_rows              index of the last token of each sequence that samples, in the order of `sampled`
     """
 
@@ -68,6 +70,7 @@ class Batch:
     num_decode_seqs: int
     logits_rows: array[int]
     sampled: tuple[SampledRow, ...]
+    states: tuple[StateRows | None, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,7 @@ def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], pa
         num_decode_seqs=num_decode_seqs,
         logits_rows=array("i", [cu_q[entry.row + 1] - 1 for entry in sampled]),
         sampled=tuple(sampled),
+        states=state_rows(rows, num_decode_seqs, groups, page_tokens),
     )
 
 

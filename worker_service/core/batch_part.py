@@ -47,6 +47,7 @@ def part_of(batch: Batch, first: int, end: int) -> Batch:
         num_decode_seqs=max(0, min(batch.num_decode_seqs, end) - first),
         logits_rows=array("i", [batch.logits_rows[at] - start_q for at in chosen]),
         sampled=tuple(batch.sampled[at]._replace(row=batch.sampled[at].row - first) for at in chosen),
+        states=tuple(None if states is None else states.part(first, end) for states in batch.states),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from session.messages import Ack, Rates, Step, StepReply, Welcome
-from session.words import TOKEN_BYTES, ReleaseReason, SequenceId, SnapshotSlot
+from session.words import TOKEN_BYTES, ReleaseReason, SequenceId
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
@@ -34,17 +34,13 @@ from worker_service.core.step_builder import StepBuilder
 
 
 class LaunchRow(NamedTuple):
-    """A batch row's sequence. STATE groups: restore snapshots before the launch, leave them as it passes boundaries."""
+    """A batch row's sequence, and which of its tokens the launch computes."""
 
     sequence_id: SequenceId
     lease: int
     first_token: int
     num_tokens: int
     samples: bool
-    restore: tuple[SnapshotSlot, ...]
-    leave: tuple[SnapshotSlot, ...]
-    working: tuple[SnapshotSlot, ...]
-    rolling: tuple[SnapshotSlot, ...]
 
 
 class Launch(NamedTuple):
@@ -313,10 +309,6 @@ class _Flight(NamedTuple):
     sequences: tuple[Sequence, ...]
 
 
-def _left_by(row: Row) -> tuple[SnapshotSlot, ...]:
-    return tuple(slot for slot in row.sequence.leave if row.first_token < slot.boundary_tokens <= row.end)
-
-
 def _launch_row(row: Row) -> LaunchRow:
     sequence, first_token, num_tokens = row
     return LaunchRow(
@@ -325,8 +317,4 @@ def _launch_row(row: Row) -> LaunchRow:
         first_token,
         num_tokens,
         samples=first_token + num_tokens == len(sequence.tokens) + sequence.num_pending,
-        restore=sequence.restore if first_token == sequence.start_len else (),
-        leave=_left_by(row) if sequence.leave else (),
-        working=sequence.working,
-        rolling=sequence.rolling,
     )

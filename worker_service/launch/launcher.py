@@ -174,7 +174,7 @@ class Launcher:
             return self._runner.submit(part).wait().tokens
 
         # A row that owns a working slot changes it in place, so it cannot be run twice.
-        may_repeat = not any(row.working for row in flight.launch.rows)
+        may_repeat = not flight.launch.batch.states
         try:
             results = run_in_parts(run, flight.known_batch(), error, may_repeat=may_repeat)
             self._runner.set_previous(results.token_ids)
