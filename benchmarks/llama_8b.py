@@ -19,6 +19,7 @@ from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder, expected_shapes
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.tensors import LoadedTensors
 
 PAGE = 16
 FIELDS: dict[str, Any] = {
@@ -61,7 +62,7 @@ class Llama8B:
         self.config = parse_model_spec({**FIELDS, "num_hidden_layers": num_layers})
         self.generator = torch.Generator(device).manual_seed(0)
         tensors = {name: self._weight(shape, device) for name, shape in expected_shapes(self.config).items()}
-        self.model = Decoder(self.config, tensors, device)
+        self.model = Decoder(self.config, LoadedTensors(tensors), device)
         self.pages = PagePools(page_layouts(self.config, torch.bfloat16, PAGE), [num_pages], PAGE, device)
         for layer in range(num_layers):
             for pages in self.pages.layer_pages(layer).planes:

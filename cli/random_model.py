@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import expected_shapes
-from worker_service.model.weights import WEIGHTS
 
 BYTES = 256
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from cli.random_model import make_random_model
+from worker_service.model.checkpoint_files import INDEX, WEIGHTS
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import expected_shapes
-from worker_service.model.weights import INDEX, WEIGHTS
 
 LLAMA_8B: dict[str, Any] = {
     "_name_or_path": "random weights in the shape of Llama 3.1 8B",

@@ -35,7 +35,7 @@ from benchmarks.serving.services import IDLE_SECONDS, LAUNCH_SECONDS, LAUNCHES, 
 from benchmarks.serving.streams import Message, Request, Stream, packed
 from worker_service.metrics import WorkerMetrics
 from worker_service.model.load import load_model
-from worker_service.model.weights import load_weights
+from worker_service.model.weights import open_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,9 +194,9 @@ def test_the_checkpoint_of_random_weights_loads(tmp_path: Path) -> None:
     assert model_name(str(tmp_path)) == LLAMA_8B["_name_or_path"]
     loaded = load_model(str(tmp_path), torch.device("cpu"), dtype="bfloat16")
     assert (len(loaded.spec.layers), loaded.spec.max_model_len) == (2, 16384)
-    weights = load_weights(tmp_path, loaded.spec, torch.float32, torch.device("cpu"))
-    assert weights["model.layers.1.mlp.down_proj.weight"].std().item() == pytest.approx(96**-0.5, rel=0.1)
-    queries = [weights[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in range(2)]
+    weights = open_weights(tmp_path, loaded.spec, torch.float32, torch.device("cpu"))
+    assert weights.take("model.layers.1.mlp.down_proj.weight", 64, 96).std().item() == pytest.approx(96**-0.5, rel=0.1)
+    queries = [weights.take(f"model.layers.{layer}.self_attn.q_proj.weight", 64, 64) for layer in range(2)]
     assert queries[0].std().item() == pytest.approx(QUERY_KEY_GAIN * 64**-0.5, rel=0.1)
     assert not torch.equal(*queries)
 

@@ -22,14 +22,14 @@ from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
-from worker_service.model.weights import load_weights
+from worker_service.model.weights import open_weights
 
 CPU = torch.device("cpu")
 PAGE = 16
 VOCAB = 97
 NUM_PAGES = 40
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -94,7 +94,7 @@ _GPT_OSS = {
     "pad_token_id": None,
 }
 
-# What differs from _SIZES, by name: (family, fields).
+# What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": _LLAMA3}),
@@ -154,7 +154,7 @@ def make_reference(name: str, folder: Path) -> Any:
     """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros hide mistakes."""
     family, fields = MODELS[name]
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = kind(**{**_SIZES, **fields})
+    config = kind(**{**SIZES, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -202,7 +202,7 @@ class Bench:
         for layer in range(len(config.layers)):
             for pages in self.pages.layer_pages(layer).planes:
                 pages[1:].fill_(torch.nan)
-        model = Decoder(config, load_weights(folder, config, dtype, device), device)
+        model = Decoder(config, open_weights(folder, config, dtype, device), device)
         self.runner = Runner(model, self.pages, device, limits)
         self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
 

@@ -24,6 +24,7 @@ from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.tensors import LoadedTensors
 
 CUDA = torch.device("cuda", 0)
 if torch.cuda.is_available():
@@ -72,7 +73,7 @@ class World(Bench):
             page_layouts(self.config, torch.bfloat16, page_tokens), [self.num_pages], page_tokens, CUDA
         )
         limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, invariance, graphs=True)
-        self.runner = Runner(Decoder(self.config, tensors, CUDA), self.pages, CUDA, limits)
+        self.runner = Runner(Decoder(self.config, LoadedTensors(tensors), CUDA), self.pages, CUDA, limits)
         self.clear(random.Random(0))
 
     def clear(self, source: random.Random) -> None:

@@ -23,6 +23,7 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -153,7 +154,13 @@ def test_eos_of_the_generation_config_wins() -> None:
         ({"rope_scaling": "linear"}, "rope_parameters"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
+        ({"quantization_config": {**FP8, "fmt": "e5m2"}}, "quantization_config.fmt"),
+        ({"quantization_config": {**FP8, "activation_scheme": "static"}}, "quantization_config.activation_scheme"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size"),
+        ({"quantization_config": {**FP8, "weight_block_size": [128, 0]}}, "quantization_config.weight_block_size"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window"),
         (

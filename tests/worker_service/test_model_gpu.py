@@ -15,6 +15,7 @@ from worker_service.model.decoder import Decoder, expected_shapes
 from worker_service.model.device import prepare_process
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner
+from worker_service.model.tensors import LoadedTensors
 
 CUDA = torch.device("cuda", 0)
 if torch.cuda.is_available():
@@ -55,7 +56,7 @@ class LargeBench(Bench):
         tensors["model.embed_tokens.weight"] *= 64
         layouts = page_layouts(self.config, torch.bfloat16, PAGE)
         self.pages = PagePools(layouts, [600], PAGE, CUDA)
-        self.runner = Runner(Decoder(self.config, tensors, CUDA), self.pages, CUDA)
+        self.runner = Runner(Decoder(self.config, LoadedTensors(tensors), CUDA), self.pages, CUDA)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from worker_service.core.errors import ModelError
 from worker_service.model.families import family_of
 from worker_service.model.families.common import architecture_of
 from worker_service.model.fields import Fields, eos_token_ids, merged, read_json
 from worker_service.model.spec import ModelSpec, with_max_model_len
+from worker_service.model.weight_formats import read_weight_format
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
@@ -23,9 +23,14 @@ def parse_model_spec(top_fields: Fields, generation: Fields | None = None) -> Mo
 
     A multimodal wrapper has the language model's fields in `text_config`; the top level wins.
     """
-    family = family_of(architecture_of(top_fields))
+    architecture = architecture_of(top_fields)
+    family = family_of(architecture)
     fields = merged(top_fields)
-    if fields.get("quantization_config"):
-        raise ModelError("quantization_config", "quantised checkpoints are not supported")
-    spec = replace(family.read_spec(fields), eos_token_ids=eos_token_ids(fields, generation or {}))
+    weight_format = read_weight_format(fields, family.weight_formats, architecture)
+    spec = replace(
+        family.read_spec(fields),
+        eos_token_ids=eos_token_ids(fields, generation or {}),
+        page_tokens=family.page_tokens,
+        weight_format=weight_format,
+    )
     return with_max_model_len(spec, spec.max_model_len)

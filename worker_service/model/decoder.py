@@ -5,7 +5,6 @@ What attention reads and where K and V go is the caller's `Attend`, the matrix p
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import Protocol
 
 import torch
@@ -20,7 +19,7 @@ from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
 from worker_service.model.rope import RotaryTables
 from worker_service.model.spec import Block, LayerSpec, ModelSpec
-from worker_service.model.tensors import Expected, LoadedTensors, NamesOnly, TensorSource
+from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 
 ROOT = "model."
 EMBEDDINGS = f"{ROOT}embed_tokens.weight"
@@ -51,20 +50,19 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 class Decoder:
     """Token ids and positions to hidden states, hidden states to logits.
 
-    Takes the tensors out of the mapping.
+    Its weights are taken from the source, layer by layer.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        tensors: MutableMapping[str, torch.Tensor],
+        source: TensorSource,
         device: torch.device,
         backend: Backend = Backend.AUTO,
     ) -> None:
         self.spec = spec
         self.device = device
         self.backend = backend
-        source = LoadedTensors(tensors)
         self._embeddings, norm, head = _take_ends(source, spec)
         # Tied and packed, the matrix is there twice: rows of embeddings are read from the plain one.
         self._head = Linear(packed_weight(self._embeddings if head is None else head, backend), None)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from worker_service.core.errors import ModelError
+from worker_service.model.checkpoint_files import weight_files
 from worker_service.model.fields import read_json
 from worker_service.model.tokenizer import TOKENIZER
-from worker_service.model.weights import weight_files
 
 T = TypeVar("T")
 

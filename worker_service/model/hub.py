@@ -9,8 +9,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from worker_service.core.errors import ModelError
+from worker_service.model.checkpoint_files import INDEX, WEIGHTS, read_index
 from worker_service.model.tokenizer import TOKENIZER, TOKENIZER_CONFIG
-from worker_service.model.weights import INDEX, WEIGHTS, read_index
 
 SMALL_FILES = ("config.json", "generation_config.json", TOKENIZER, TOKENIZER_CONFIG, "chat_template.jinja", INDEX)
 

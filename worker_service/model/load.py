@@ -19,7 +19,7 @@ from worker_service.model.digest import digesting
 from worker_service.model.hub import resolve_folder
 from worker_service.model.spec import ModelSpec, RopeKind, with_max_model_len
 from worker_service.model.tokenizer import TOKENIZER, Tokenizer, eos_token_ids
-from worker_service.model.weights import load_weights
+from worker_service.model.weights import open_weights
 
 LOG_SECONDS = 2.0
 
@@ -55,7 +55,7 @@ def load_model(
         spec = replace(spec, eos_token_ids=eos_token_ids(folder, tokenizer))
     with digesting(folder) as digest:
         progress = _LoggedProgress()
-        tensors = load_weights(folder, spec, pick_dtype(dtype, spec.dtype, device), device, progress)
+        tensors = open_weights(folder, spec, pick_dtype(dtype, spec.dtype, device), device, progress)
         return LoadedModel(spec, Decoder(spec, tensors, device, backend), tokenizer, digest())
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kernels.route_experts import RoutingRule
+from worker_service.model.weight_formats import UNQUANTISED, WeightFormat
 
 PAGE_TOKENS = 16
 
@@ -143,6 +144,8 @@ class ModelSpec:
     embedding_scale   factor of the embeddings, rounded to the model's dtype
     logits_scale      factor of the logits
     logits_softcap    c turns a logit s into c tanh(s / c); 0: off
+    page_tokens       token slots of a page where nobody asks for another number
+    weight_format     how the folder's tensors are stored
     """
 
     architecture: str
@@ -158,11 +161,8 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
-
-    @property
-    def page_tokens(self) -> int:
-        """Token slots of a page where nobody asks for another number."""
-        return PAGE_TOKENS
+    page_tokens: int = PAGE_TOKENS
+    weight_format: WeightFormat = UNQUANTISED
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

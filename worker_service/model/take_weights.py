@@ -90,9 +90,8 @@ def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows:
 
     `{expert}` in a name stands for the expert's number.
     """
-    return torch.stack(
-        [stacked([source.take(name.format(expert=expert), rows, columns) for name in names]) for expert in range(count)]
-    )
+    ordered = [name.format(expert=expert) for expert in range(count) for name in names]
+    return source.take_stack(ordered, rows, columns).view(count, len(names) * rows, columns)
 
 
 def take_dense(source: TensorSource, prefix: str, spec: DenseSpec, hidden: int) -> DenseWeights:

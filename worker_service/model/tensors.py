@@ -5,7 +5,7 @@ A family says its names and shapes once, in the order it takes them. `expected_t
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,9 +13,12 @@ import torch
 
 class TensorSource(Protocol):
     """`take` returns the tensor of that name; `shape` is what the checkpoint must hold. It has the model's dtype, or
-    fp32 where `wide` says so."""
+    fp32 where `wide` says so. `take_stack` returns several of one shape as [len(names), *shape], which are never in
+    memory twice."""
 
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor: ...
+
+    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor: ...
 
 
 class Expected(NamedTuple):
@@ -26,7 +29,7 @@ class Expected(NamedTuple):
 
 
 class LoadedTensors:
-    """Hands out each tensor once, and forgets it: what fuses several never doubles the model's memory."""
+    """Those of a mapping. Hands out each once, and forgets it: what fuses several never doubles the model's memory."""
 
     def __init__(self, tensors: MutableMapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -35,6 +38,12 @@ class LoadedTensors:
         tensor = self._tensors.pop(name)
         assert tensor.shape == shape, f"{name}: {list(tensor.shape)} was loaded where {list(shape)} was expected"
         return tensor
+
+    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
+        stack = self._tensors[names[0]].new_empty(len(names), *shape)
+        for place, name in zip(stack, names, strict=True):
+            place.copy_(self.take(name, *shape))
+        return stack
 
 
 class NamesOnly:
@@ -46,3 +55,8 @@ class NamesOnly:
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
         self.expected[name] = Expected(shape, wide)
         return torch.empty(shape, device="meta")
+
+    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
+        for name in names:
+            self.take(name, *shape)
+        return torch.empty(len(names), *shape, device="meta")

@@ -1,131 +1,110 @@
-"""A model folder's weights: found, checked against the config, and loaded."""
+"""A model folder's weights: checked against the config, and read tensor by tensor as the decoder takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from worker_service.core.errors import ModelError
+from worker_service.model.checkpoint_files import WeightFiles
 from worker_service.model.decoder import HEAD, expected_tensors
-from worker_service.model.fields import read_json
 from worker_service.model.spec import ModelSpec
+from worker_service.model.tensor_names import TensorNames, tensor_names
 from worker_service.model.tensors import Expected
+from worker_service.model.weight_formats import Part, Shape, WeightFormat
 
 Wanted = Mapping[str, Expected]
 # Called with the bytes that are loaded, and all bytes.
 Progress = Callable[[int, int], None]
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 class Checkpoint:
-    """The tensors of a folder, by name, over one safetensors file or the shards that an index names."""
+    """The tensors of a folder, by the model's names, whatever its files call them and however they store them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file_of = _files_by_tensor(folder)
+    def __init__(self, folder: Path, names: TensorNames, weight_format: WeightFormat) -> None:
+        self.format = weight_format
+        self._files = WeightFiles(folder)
+        self._stored_name = names.by_model_name(self._files.names())
 
-    def check(self, wanted: Wanted, tied_embeddings: bool) -> None:
-        """Raises ModelError unless every tensor is there, has the expected shape, and is used by the model."""
-        for name in wanted:
-            if name not in self._file_of:
-                raise ModelError(name, "is missing from the weights")
-        for name in self._file_of:
-            if name not in wanted and not _is_derived(name, tied_embeddings):
-                raise ModelError(name, "is in the weights, but the config has no place for it")
-        for name, tensor_shape in self._tensor_shapes(wanted):
-            if tensor_shape != wanted[name].shape:
-                raise ModelError(
-                    name, f"has shape {list(tensor_shape)}, but the config wants {list(wanted[name].shape)}"
-                )
+    def check(self, wanted: Wanted, tied_embeddings: bool) -> int:
+        """Returns the bytes that these tensors take in the files.
 
-    def load(
-        self, wanted: Wanted, dtype: torch.dtype, device: torch.device, progress: Progress
-    ) -> dict[str, torch.Tensor]:
-        total_bytes = sum((self._folder / file).stat().st_size for file in set(self._file_of.values()))
-        loaded_bytes = 0
-        tensors: dict[str, torch.Tensor] = {}
-        for file, names in self._by_file(wanted):
-            with _opened(self._folder / file) as weights:
-                for name in names:
-                    stored = weights.get_tensor(name)
-                    tensors[name] = stored.to(device=device, dtype=torch.float32 if wanted[name].wide else dtype)
-                    loaded_bytes += stored.nbytes
-                    progress(loaded_bytes, total_bytes)
-        return tensors
+        Raises ModelError unless each is there, has the expected shape and a dtype of the format, and every stored
+        tensor is used.
+        """
+        parts = [part for name, expected in wanted.items() for part in self._parts(name, expected.shape)]
+        for part in parts:
+            if part.name not in self._stored_name:
+                raise ModelError(part.name, "is missing from the weights")
+        used = {part.name for part in parts}
+        for name, stored in self._stored_name.items():
+            if name not in used and not _is_derived(name, tied_embeddings):
+                raise ModelError(stored, "is in the weights, but the config has no place for it")
+        return sum(self._checked_bytes(part) for part in parts)
 
-    def _tensor_shapes(self, wanted: Wanted) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for file, names in self._by_file(wanted):
-            with _opened(self._folder / file) as weights:
-                stored = set(weights.keys())
-                for name in names:
-                    if name not in stored:
-                        raise ModelError(name, f"is not in {file}, though the index says so")
-                    yield name, tuple(weights.get_slice(name).get_shape())
+    def read(self, name: str, shape: Shape) -> list[torch.Tensor]:
+        """Returns the stored tensors that make this one, for the format's `decoded`."""
+        return [self._files.read(self._stored_name[part.name]) for part in self._parts(name, shape)]
 
-    def _by_file(self, wanted: Wanted) -> Iterator[tuple[str, list[str]]]:
-        for file in sorted(set(self._file_of.values())):
-            yield file, [name for name in wanted if self._file_of[name] == file]
+    def _parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        return self.format.parts(name, shape, self._stored_name)
+
+    def _checked_bytes(self, part: Part) -> int:
+        stored = self._stored_name[part.name]
+        header = self._files.header(stored)
+        if header.shape != part.shape:
+            raise ModelError(stored, f"has shape {list(header.shape)}, but the config wants {list(part.shape)}")
+        if header.dtype not in part.dtypes:
+            raise ModelError(stored, f"has dtype {header.dtype}, but the config wants {' or '.join(part.dtypes)}")
+        return math.prod(header.shape) * DTYPE_BYTES[header.dtype]
 
 
-def load_weights(
+class CheckpointTensors:
+    """A checkpoint as a TensorSource: each tensor is read when it is taken, so none is held twice."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, total_bytes: int, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._total_bytes = total_bytes
+        self._loaded_bytes = 0
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+
+    def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
+        stored = self._checkpoint.read(name, shape)
+        parts = [part.to(self._device) for part in stored]
+        tensor = self._checkpoint.format.decoded(parts, torch.float32 if wide else self._dtype)
+        self._loaded_bytes += sum(part.nbytes for part in stored)
+        self._progress(self._loaded_bytes, self._total_bytes)
+        return tensor
+
+    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
+        stack = torch.empty(len(names), *shape, dtype=self._dtype, device=self._device)
+        for place, name in zip(stack, names, strict=True):
+            place.copy_(self.take(name, *shape))
+        return stack
+
+
+def open_weights(
     folder: Path,
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = lambda loaded_bytes, total_bytes: None,
-) -> dict[str, torch.Tensor]:
-    checkpoint = Checkpoint(folder)
-    wanted = expected_tensors(spec)
-    checkpoint.check(wanted, spec.tied_embeddings)
-    return checkpoint.load(wanted, dtype, device, progress)
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold the folder's tensors, sorted."""
-    return sorted(set(_files_by_tensor(folder).values()))
-
-
-def _files_by_tensor(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).is_file():
-        return _indexed_files(folder)
-    if not (folder / WEIGHTS).is_file():
-        raise ModelError(WEIGHTS, f"neither it nor {INDEX} is in the model folder")
-    with _opened(folder / WEIGHTS) as weights:
-        return dict.fromkeys(weights.keys(), WEIGHTS)
-
-
-def _indexed_files(folder: Path) -> dict[str, str]:
-    index = read_index(folder)
-    for file in index.values():
-        if not (folder / file).is_file():
-            raise ModelError(file, "is named by the index, but is not in the model folder")
-    return index
-
-
-def read_index(folder: Path) -> dict[str, str]:
-    """Each tensor's file, by the folder's index of shards."""
-    index = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise ModelError(INDEX, "weight_map must be an object that names each tensor's file")
-    for name, file in index.items():
-        # A file beside the index, never a path that leads out of the folder.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(INDEX, f"weight_map[{name!r}] must be a file name, not {file!r}")
-    return index
+) -> CheckpointTensors:
+    """Returns the folder's tensors, checked, to be taken by a Decoder. Raises ModelError."""
+    checkpoint = Checkpoint(folder, tensor_names(spec), spec.weight_format)
+    total_bytes = checkpoint.check(expected_tensors(spec), spec.tied_embeddings)
+    return CheckpointTensors(checkpoint, total_bytes, dtype, device, progress)
 
 
 def _is_derived(name: str, tied_embeddings: bool) -> bool:
     """Older checkpoints store the rotary frequencies, some tied ones the head a second time."""
     return name.endswith("rotary_emb.inv_freq") or (tied_embeddings and name == HEAD)
-
-
-def _opened(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(path.name, f"is not a safetensors file ({error})") from error

@@ -8,6 +8,7 @@ from worker_service.model.families.family import Family
 
 FAMILIES = (
     llama.FAMILY,
+    llama.WINDOWED,
     mixtral.FAMILY,
     qwen3_moe.FAMILY,
     glm4_moe.FAMILY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions, read_sliding
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.layer_weights import LayerWeights
 from worker_service.model.spec import (
@@ -62,4 +62,4 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY = Family((COHERE2,), read_spec, take_layer)
+FAMILY = Family((COHERE2,), read_spec, take_layer, kinds=FULL_AND_WINDOW)

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from session.words import GroupKind
 from worker_service.model.fields import Fields
 from worker_service.model.layer_weights import LayerWeights
-from worker_service.model.spec import LayerSpec, ModelSpec
+from worker_service.model.spec import PAGE_TOKENS, LayerSpec, ModelSpec
 from worker_service.model.tensors import TensorSource
+from worker_service.model.weight_formats import FP8, PLAIN
 
 # Of the spec's layer at a prefix such as `model.layers.3`.
 TakeLayer = Callable[[TensorSource, str, ModelSpec, LayerSpec], LayerWeights]
+
+FULL_AND_WINDOW = (GroupKind.FULL, GroupKind.WINDOW)
 
 
 class Family(NamedTuple):
     """`read_spec` gets the merged fields. `take_layer` takes one layer's tensors.
 
-    roots      what the names of the decoder's tensors may begin with; `model.` stands for each of them
-    ignored    beginnings of names that a folder may hold and the decoder has no use for
+    roots            what the names of the decoder's tensors may begin with; `model.` stands for each of them
+    ignored          beginnings of names that a folder may hold and the decoder has no use for, as they are behind
+                     `model.`; {num_layers} stands for the spec's number of layers
+    kinds            those of the groups that its layers may need
+    page_tokens      token slots of a page where nobody asks for another number
+    weight_formats   names of the formats in which its checkpoints may be stored
     """
 
     architectures: tuple[str, ...]
@@ -26,3 +34,6 @@ class Family(NamedTuple):
     take_layer: TakeLayer
     roots: tuple[str, ...] = ("model.",)
     ignored: tuple[str, ...] = ()
+    kinds: tuple[GroupKind, ...] = (GroupKind.FULL,)
+    page_tokens: int = PAGE_TOKENS
+    weight_formats: tuple[str, ...] = (PLAIN, FP8)

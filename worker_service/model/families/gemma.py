@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import SLIDING, model_spec, read_activation, read_heads, read_sliding
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.layer_weights import LayerWeights
 from worker_service.model.rope_fields import read_rope, read_ropes, rope_of
@@ -144,11 +144,12 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY2 = Family((GEMMA2,), read_gemma2, take_layer)
+FAMILY2 = Family((GEMMA2,), read_gemma2, take_layer, kinds=FULL_AND_WINDOW)
 FAMILY3 = Family(
     (GEMMA3, GEMMA3_WRAPPER),
     read_gemma3,
     take_layer,
     roots=("model.", "language_model.model.", "model.language_model."),
     ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    kinds=FULL_AND_WINDOW,
 )

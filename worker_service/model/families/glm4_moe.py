@@ -64,4 +64,5 @@ def read_experts(fields: Fields) -> MoeSpec:
     )
 
 
-FAMILY = Family((GLM4_MOE,), read_spec, take_layer)
+# Behind the last layer lie those that predict tokens ahead.
+FAMILY = Family((GLM4_MOE,), read_spec, take_layer, ignored=("model.layers.{num_layers}.",))

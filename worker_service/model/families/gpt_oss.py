@@ -9,13 +9,14 @@ import torch
 from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_heads, read_positions, read_sliding
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
 from worker_service.model.mlps import SWIGLU_LIMIT
 from worker_service.model.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_attention, take_linear
 from worker_service.model.tensors import TensorSource
+from worker_service.model.weight_formats import MXFP4, PLAIN
 
 GPT_OSS = "GptOssForCausalLM"
 ROPE: Fields = {
@@ -97,4 +98,4 @@ def _in_halves(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
 
 
-FAMILY = Family((GPT_OSS,), read_spec, take_layer)
+FAMILY = Family((GPT_OSS,), read_spec, take_layer, kinds=FULL_AND_WINDOW, weight_formats=(PLAIN, MXFP4))

@@ -13,7 +13,7 @@ from worker_service.model.families.common import (
     read_sliding,
     require_whole_rope,
 )
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
 from worker_service.model.take_weights import take_layer
@@ -77,4 +77,5 @@ def read_windows(architecture: str, fields: Fields) -> tuple[int, ...]:
     return tuple(window if slides else 0 for slides in sliding)
 
 
-FAMILY = Family((LLAMA, QWEN2, QWEN3, MISTRAL), read_spec, take_layer)
+FAMILY = Family((LLAMA,), read_spec, take_layer)
+WINDOWED = Family((QWEN2, QWEN3, MISTRAL), read_spec, take_layer, kinds=FULL_AND_WINDOW)

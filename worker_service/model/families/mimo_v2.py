@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import SLIDING, model_spec, read_heads, read_sliding
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.families.glm4_moe import read_experts
 from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, flag, number, whole
@@ -88,4 +88,4 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY = Family((MIMO_V2_FLASH,), read_spec, take_layer)
+FAMILY = Family((MIMO_V2_FLASH,), read_spec, take_layer, ignored=("model.mtp.",), kinds=FULL_AND_WINDOW)

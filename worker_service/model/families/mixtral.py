@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kernels.route_experts import RoutingRule
 from worker_service.model.families.common import model_spec, read_activation, read_positions
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.families.llama import MISTRAL, read_attention
 from worker_service.model.fields import Fields, number, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
@@ -50,4 +50,4 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY = Family((MIXTRAL,), read_spec, take_layer)
+FAMILY = Family((MIXTRAL,), read_spec, take_layer, kinds=FULL_AND_WINDOW)

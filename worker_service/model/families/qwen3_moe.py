@@ -8,7 +8,7 @@ from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
 from worker_service.model.families import llama
 from worker_service.model.families.common import model_spec, read_activation, read_positions
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, first_of, flag, number, whole
 from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_layer
@@ -54,4 +54,4 @@ def expert_layers(fields: Fields) -> list[bool]:
     return [layer not in only and (layer + 1) % step == 0 for layer in range(whole(fields, "num_hidden_layers"))]
 
 
-FAMILY = Family((QWEN3_MOE,), read_spec, take_layer)
+FAMILY = Family((QWEN3_MOE,), read_spec, take_layer, kinds=FULL_AND_WINDOW)
