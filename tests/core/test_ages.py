@@ -19,11 +19,16 @@ from tests.examples import examples
 
 PAGE = 2
 IN_USE = Age(0, 0)
-LAST_TOKEN = 9  # never a part of a whole page, so that all others may be
+LAST_TOKEN = 0  # never a part of a whole page, so that all others may be
 
 
 def prompt_of(pages: Sequence[int]) -> list[int]:
-    return [token for page in pages for token in (page, page + 1)] + [LAST_TOKEN]
+    """Each path has page tokens of its own: marks take prompts that agree on two pages for one another."""
+    tokens, path = [], 1
+    for page in pages:
+        path = 4 * path + page // 10
+        tokens += [2 * path, 2 * path + 1]
+    return [*tokens, LAST_TOKEN]
 
 
 class Stage:
@@ -160,6 +165,18 @@ def test_what_was_evicted_or_cleared_says_when() -> None:
     assert gone is not None and gone.least_ms <= 500 <= gone.most_ms <= 501
 
 
+def test_the_first_pages_to_go_are_told_to_the_tick_whatever_the_pool() -> None:
+    stage = Stage(400)
+    stage.begin((10, 10))
+    stage.finish(0)
+    stage.pass_time(100_001)
+    stage.pass_time(50)
+    stage.world.manager.clear(None, unused_only=False)
+    stage.pass_time(51)
+    stage.pass_time(9_000)
+    assert [one.gone for one in stage.explain((10, 10)).segments] == [Age(9_000, 9_101)]
+
+
 def test_a_spill_that_ends_late_is_no_use() -> None:
     world = World(host_quota_bytes=1 << 20)
     worker = FakeWorker(world, [full(20)], PAGE, host_tier=HostTierKind.PRIVATE)
@@ -208,5 +225,5 @@ def test_samples_are_bounded_and_begin_anew_with_the_table() -> None:
     assert times.window(last, 16 * last + 1) == (10 * (last - 1), None)
     assert times.window(last - MOST_SAMPLES + 2, 16 * last).after_ms == 10 * (last - MOST_SAMPLES + 1)
     assert times.window(1, 16 * last).after_ms == 0
-    times.seen(1, 0, 99_999)
-    assert times.window(1, 0) == (10 * last, 99_999)
+    times.seen(1, 3, 99_999)
+    assert times.window(1, 3) == (10 * last, 99_999)

@@ -21,7 +21,10 @@ class Window(NamedTuple):
 
 
 class UnitTimes:
-    """Samples of one worker, from `start_ms` on, before which nothing was cut. At most 24 KiB."""
+    """Samples of one worker, made at `start_ms`; most of them take 24 KiB.
+
+    A unit begins with a cut, but for the first one, which begins with the last tick before any.
+    """
 
     def __init__(self, start_ms: int) -> None:
         self._start_ms = start_ms
@@ -34,6 +37,8 @@ class UnitTimes:
     def seen(self, unit: int, cut_pages: int, now_ms: int) -> None:
         """It is this unit now, and so many pages were cut so far. A lower unit than before: the table began anew."""
         units = self._units
+        if not cut_pages:
+            self._start_ms = now_ms
         if cut_pages != self._cut_pages:
             self._cut_pages, self._still_ms = cut_pages, now_ms
         if units and units[-1] == unit:
