@@ -1,4 +1,4 @@
-"""What is measured of latent attention: prompts, decode steps, the projection, and the two paths of an extend.
+"""What is measured of latent attention: prompts, decode steps, the projection, appends, and the two paths of an extend.
 
 The shapes are DeepSeek-V3's: 128 heads on one card, or the 16 that one of eight cards holds.
 """
@@ -11,13 +11,14 @@ from importlib.util import find_spec
 
 import torch
 
-from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error
+from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, difference, row_error, unequal
 from kernels.backend import Backend
 from kernels.gather_latent import gather_latent
 from kernels.mla import MlaPath, mla_extend, plan_extend
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_prefill import MlaPrefillPlan, mla_prefill
 from kernels.project_latents import project_latents
+from kernels.rotate_append_latent import rotate_append_latent
 from tests.kernels.inputs import running_sums
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -25,9 +26,12 @@ WIDTH = LATENT + ROPE
 SCALE = (NOPE + ROPE) ** -0.5
 PAGE = 64
 BF16 = torch.bfloat16
+# bf16's step at 8: a norm may sum in another order, and the largest values are that large.
+ROUNDING = 2.0**-4
 
 PREFILLS = ((4, 4096, 512), (4, 0, 4096))
 DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
+APPENDS = ((128, 16), (128, 4096), (16, 65536))
 PROJECTIONS = ((16384, 128),)
 # Where the two paths meet; kernels/mla/rule.py holds what follows from it.
 EXTENDS = tuple((heads, 4, 8192, new) for heads in (128, 16) for new in (32, 64, 96, 128, 192, 256))
@@ -145,6 +149,40 @@ def absorbed_peer(
     return (Peer("flashinfer", partial(wrapper.run, *parts, *latents, return_lse=False), amount),)
 
 
+def append(heads: int, tokens: int) -> list[Measurement]:
+    """GB/s read and written: each head's rotary part, and a row of kv and of the cache; the peer runs torch's ops."""
+    q, kv = random(tokens, heads, NOPE + ROPE), random(tokens, WIDTH)
+    norm, pages = random(LATENT), torch.zeros(-(-tokens // PAGE) + 8, PAGE, WIDTH, dtype=BF16, device="cuda")
+    angles = torch.rand(8192, ROPE // 2, device="cuda") * 6
+    cos_sin, positions = torch.stack((angles.cos(), angles.sin()), dim=1), torch.arange(tokens, device="cuda") % 8192
+    slots = torch.randperm(pages.shape[0] * PAGE, device="cuda")[:tokens]
+    call = partial(rotate_append_latent, norm=norm, eps=1e-6)
+
+    def error() -> float:
+        results = []
+        for backend in (Backend.AUTO, Backend.REFERENCE):
+            own, written = q.clone(), torch.zeros_like(pages)
+            call(own, kv, positions, cos_sin, written, slots, backend=backend)
+            results.append((own, written))
+        (own, written), (own_wanted, wanted) = results
+        exact = max(unequal(own, own_wanted), unequal(written[..., LATENT:], wanted[..., LATENT:]))
+        return exact + difference(written[..., :LATENT], wanted[..., :LATENT])
+
+    def peer() -> None:
+        cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
+        turning = torch.cat((q[..., NOPE:], kv[:, None, LATENT:]), dim=1)
+        first, second = turning.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(BF16)
+        q[..., NOPE:] = turned[:, :-1]
+        latents = torch.nn.functional.rms_norm(kv[:, :LATENT], norm.shape, norm, 1e-6)
+        pages.view(-1, WIDTH).index_copy_(0, slots, torch.cat((latents, turned[:, -1]), dim=-1))
+
+    amount = 4e-9 * tokens * (heads * ROPE + WIDTH)
+    run = partial(call, q, kv, positions, cos_sin, pages, slots)
+    case, peers = f"{heads} heads, {tokens} tokens", (Peer("torch", peer, amount),)
+    return [Measurement("rotate_append_latent", case, "GB/s", amount, run, error, ROUNDING, peers)]
+
+
 def project(count: int, heads: int) -> list[Measurement]:
     """TFLOP/s of gathering latents and projecting keys and values of every head."""
     pages, tables = paged(4, count // 4)
@@ -199,6 +237,7 @@ def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measuremen
 AREAS: dict[str, tuple[Maker, ...]] = {
     "mla_prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
     "mla_decode": tuple(partial(decode, *sizes) for sizes in DECODES),
+    "mla_append": tuple(partial(append, *sizes) for sizes in APPENDS),
     "mla_project": tuple(partial(project, *sizes) for sizes in PROJECTIONS),
     "mla_extend": tuple(partial(extend, *sizes) for sizes in EXTENDS),
 }

@@ -24,6 +24,7 @@ kernel for Hopper (`hopper`).
     from kernels.prefill_attention import prefill_attention
     from kernels.project_latents import project_latents
     from kernels.rms_norm import rms_norm
+    from kernels.rotate_append_latent import rotate_append_latent
     from kernels.route_experts import route_experts
     from kernels.sample_tokens import sample_tokens
     from kernels.softcap_logits import softcap_logits

@@ -7,6 +7,7 @@ from kernels.fp8 import Scales
 from kernels.fp8.reference import write_rows
 from kernels.layout import KvLayout, PageShape
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
+from kernels.rotation.reference import rotated
 
 
 def rotate_append_kv(
@@ -43,11 +44,3 @@ def rotate_append_kv(
     write_rows(k, v, k_pages, v_pages, slot_mapping, scales, layout)
     out[:num_unpacked] = q[:num_unpacked]
     packed_out.copy_(q[num_unpacked:].view(-1, packed_out.shape[0], packed_out.shape[2], shape.dim).transpose(0, 1))
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [num_tokens, heads, dim] turned in fp32 by cos, sin [num_tokens, 1, rotary_dim / 2]; what lies behind stays."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    a, b = first.float(), second.float()
-    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)

@@ -17,24 +17,11 @@ from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantized, stored_scale
 from kernels.layout import KvLayout, PageShape, pack_width
 from kernels.rotate_append_kv.parts import HeadNorms, Rotary
+from kernels.rotation.triton import load_part, normalise_part, squares, store_part, turned
 
 # Elements that one warp moves: 2 KiB, next to what its neighbours move, keep the memory system busiest.
 ELEMENTS = 1024
 BLOCK_H = 8
-
-
-@triton.jit
-def load_part(row_ptr, row_ok, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements [START, START + SIZE) of rows [n]."""
-    d = tl.arange(0, BLOCK)[None, :]
-    return tl.load(row_ptr[:, None] + (START + d), mask=row_ok[:, None] & (d < SIZE), other=0.0)
-
-
-@triton.jit
-def store_part(row_ptr, row_ok, x, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores elements [START, START + SIZE) of rows [n]."""
-    d = tl.arange(0, BLOCK)[None, :]
-    tl.store(row_ptr[:, None] + (START + d), x, mask=row_ok[:, None] & (d < SIZE))
 
 
 @triton.jit
@@ -62,19 +49,6 @@ def store_in_page(
 
 
 @triton.jit
-def normalise_part(x, scale, weight_ptr, START: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    d = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight_ptr + START + d, mask=d < SIZE, other=0.0)
-    return (x.to(tl.float32) * scale[:, None] * weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def squares(x):
-    wide = x.to(tl.float32)
-    return tl.sum(wide * wide, 1)
-
-
-@triton.jit
 def normalise_and_turn(
     first,
     second,
@@ -99,11 +73,8 @@ def normalise_and_turn(
         second = normalise_part(second, scale, norm_ptr, HALF, HALF, BLOCK_HALF)
         if D > 2 * HALF:
             rest = normalise_part(rest, scale, norm_ptr, 2 * HALF, D - 2 * HALF, BLOCK_REST)
-    cos = load_part(angle_ptr, row_ok, 0, HALF, BLOCK_HALF)
-    sin = load_part(angle_ptr, row_ok, HALF, HALF, BLOCK_HALF)
-    a = first.to(tl.float32)
-    b = second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype), rest
+    first, second = turned(first, second, angle_ptr, row_ok, HALF, BLOCK_HALF)
+    return first, second, rest
 
 
 @triton.jit

@@ -30,7 +30,7 @@ PARTS = (
         "softcap_logits",
         "interpreter",
     ),
-    ("rotate_append_kv", "fp8_pages", "append_kv", "sinks", "softcap_logits"),
+    ("rotate_append_kv", "rotate_append_latent", "fp8_pages", "append_kv", "sinks", "softcap_logits"),
     (
         "mla_decode",
         "latents",

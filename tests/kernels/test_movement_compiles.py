@@ -65,6 +65,19 @@ def test_rotate_append_codes(scales: int) -> None:
     assert not built.spills
 
 
+def test_rotate_append_latent() -> None:
+    """Of DeepSeek-V3 and of GLM-4.7-Flash."""
+    from kernels.rotate_append_latent.triton import rotate_latents
+
+    for heads, nope in ((128, 128), (20, 192)):
+        row = {"HEADS": heads, "NOPE": nope, "LATENT": 512, "HALF": 32, "PAGE": 64}
+        blocks = {"BLOCK_H": 16, "BLOCK_LATENT": 512, "BLOCK_HALF": 32}
+        built = compile_for_hopper(rotate_latents, row | blocks, 1, kind, enable_fp_fusion=False)
+        assert not built.spills and built.shared_bytes == 0
+        # Both halves of 16 heads and the latent in words of 16 bytes; one rotary key is 2 elements for each lane.
+        assert built.ptx.count("st.global.v4") == 6 and built.ptx.count("st.global.b16") == 2
+
+
 @pytest.mark.parametrize("has_new", [False, True])
 def test_latents(has_new: bool) -> None:
     from kernels.append_latent.triton import append_latents

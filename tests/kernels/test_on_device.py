@@ -18,6 +18,7 @@ from kernels.grouped_linear import grouped_linear, plan_experts
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention_lse
 from kernels.rms_norm import rms_norm
+from kernels.rotate_append_latent import rotate_append_latent
 from kernels.route_experts import RoutingRule, route_experts
 from kernels.sample_tokens import sample_tokens
 from kernels.softcap_logits import softcap_logits
@@ -59,6 +60,8 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
     latent_pages = case.k_pages.flatten(2)
     angles = torch.zeros(total, 2, 32, device="cuda")
     latents = k.flatten(1)
+    latent_places = (slots, angles, own[0].flatten(2), slots)
+    norm = {"norm": latents[0, 64:].clone(), "eps": 1e-6}
     sampled = sampled_case(6, 9000, device="cuda")
     best = sampled.logits.argmax(dim=-1).int()
     return [
@@ -71,6 +74,7 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: softcap_logits(rows, 30.0),
         lambda: expert_layer(rows),
         lambda: append_latent(latents[:, :100], latents[:, 100:], own[0].flatten(2), slots) or own[0],
+        lambda: rotate_append_latent(latents.clone()[:, None], latents, *latent_places, **norm) or own[0],
         lambda: gather_latent(latent_pages, *where, total),
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
         lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],

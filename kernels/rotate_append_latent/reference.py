@@ -1,0 +1,20 @@
+"""rotate_append_latent in plain torch: norm, rotation and append one after the other."""
+
+import torch
+
+from kernels.append_latent import append_latent
+from kernels.backend import Backend
+from kernels.rms_norm import rms_norm
+from kernels.rotate_append_latent.call import RotateAppendLatentCall
+from kernels.rotation.reference import rotated
+
+
+def rotate_append_latent(call: RotateAppendLatentCall) -> None:
+    """Turns q in place and fills the slots."""
+    cos, sin = call.cos_sin.index_select(0, call.positions).unsqueeze(2).unbind(1)
+    turning = call.q[..., -call.rope :]
+    # Queries and keys in one: on a CPU a short batch costs as much as it has calls of torch.
+    both = rotated(torch.cat((turning, call.kv[:, None, call.latent :]), dim=1), cos, sin)
+    turning.copy_(both[:, :-1])
+    latents = rms_norm(call.kv[:, : call.latent], call.norm, call.eps, backend=Backend.REFERENCE)
+    append_latent(latents, both[:, -1], call.pages, call.slot_mapping, backend=Backend.REFERENCE)
