@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from cli import ask, doctor, drain, generate, inspect, serve, watch
+from cli import architectures, ask, doctor, drain, generate, inspect, serve, watch
 from cli.app import app
 from cli.evaluation import command as evaluation
 from cli.replay import command as replay
 
-__all__ = ["ask", "doctor", "drain", "evaluation", "generate", "inspect", "main", "replay", "serve", "watch"]
+__all__ = [
+    "architectures",
+    "ask",
+    "doctor",
+    "drain",
+    "evaluation",
+    "generate",
+    "inspect",
+    "main",
+    "replay",
+    "serve",
+    "watch",
+]
 
 
 def main() -> None:

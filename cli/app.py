@@ -34,6 +34,7 @@ ORDER = (
     "clear",
     "drain",
     "replay",
+    "models",
     "doctor",
 )
 

@@ -81,6 +81,7 @@ CALLS = [
     ["top", "--json", "--cache", "127.0.0.1:1"],
     ["up"],
     ["demo"],
+    ["models"],
 ]
 
 

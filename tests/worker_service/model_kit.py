@@ -150,14 +150,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_reference(name: str, folder: Path) -> Any:
-    """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros hide mistakes."""
+def make_config(name: str) -> Any:
     family, fields = MODELS[name]
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = kind(**{**SIZES, **fields})
+    return kind(**{**SIZES, **fields}, architectures=[f"{family}ForCausalLM"])
+
+
+def make_reference(name: str, folder: Path) -> Any:
+    """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros hide mistakes."""
+    config = make_config(name)
     config._attn_implementation = "eager"
     torch.manual_seed(len(name))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    (architecture,) = config.architectures
+    model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
         for parameter in (*model.parameters(), *_choice_biases(model)):
             if parameter.dim() == 1:
