@@ -68,6 +68,7 @@ class Machine(Troubled):
             del self.waiting[worker_id, sequence]
             return
         tokens = tokens + more
+        self.waiting[worker_id, sequence] = namespace, tokens  # those that the manager may keep from now on
         oracle = self.oracles[worker.id]
         forecast, blurred = oracle.forecast(namespace, tokens, 0, 0), oracle.blurred()
         answer = worker.submit(tokens, namespace, sequence_id=sequence, kept=kept)
