@@ -35,6 +35,7 @@ LONGEST_FIRST = (
     "kernels/test_interpreted.py",
     "cli/test_main_job.py",
     "cluster",
+    "e2e/test_kinds.py",
     "e2e/test_eval.py",
     "cli/test_up.py",
     "service",

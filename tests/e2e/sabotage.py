@@ -25,15 +25,20 @@ MAX_ANSWER_TOKENS = 48
 
 
 class WatchedRunner:
-    """The worker's runner; it remembers in which pages the last launch found its only sequence."""
+    """The worker's runner; it remembers in which pages of each group the launches found their only sequence."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.last_table: list[int] = []
+        self.launches: list[list[list[int]]] = []
+
+    @property
+    def last_table(self) -> list[int]:
+        return self.launches[-1][FULL]
 
     def submit(self, batch: Batch) -> RunningLaunch:
         assert batch.num_seqs == 1, "one request at a time, or nobody knows whose pages these are"
-        self.last_table = batch.block_tables[FULL][: math.ceil(batch.max_seqlen_k / PAGE)].tolist()
+        num_pages = math.ceil(batch.max_seqlen_k / PAGE)
+        self.launches.append([table[:num_pages].tolist() for table in batch.block_tables])
         return self._runner.submit(batch)
 
     def set_previous(self, token_ids: Sequence[int]) -> None:

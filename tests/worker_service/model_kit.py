@@ -152,15 +152,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_config(name: str) -> Any:
     family, fields = MODELS[name]
+    return config_of(family, {**SIZES, **fields})
+
+
+def config_of(family: str, fields: dict[str, Any]) -> Any:
+    """The Hugging Face config of a family's language model."""
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    return kind(**{**SIZES, **fields}, architectures=[f"{family}ForCausalLM"])
+    return kind(**fields, architectures=[f"{family}ForCausalLM"])
 
 
 def make_reference(name: str, folder: Path) -> Any:
-    """The Hugging Face model, saved to the folder. Norms and biases are random too: ones and zeros hide mistakes."""
-    config = make_config(name)
+    """The Hugging Face model, saved to the folder."""
+    model = random_reference(make_config(name), seed=len(name), spread=0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def random_reference(config: Any, *, seed: int, spread: float) -> Any:
+    """The Hugging Face model; `spread` is the deviation of its matrices.
+
+    Norms and biases are random too: ones and zeros hide mistakes.
+    """
     config._attn_implementation = "eager"
-    torch.manual_seed(len(name))
+    torch.manual_seed(seed)
     (architecture,) = config.architectures
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
@@ -168,8 +182,7 @@ def make_reference(name: str, folder: Path) -> Any:
             if parameter.dim() == 1:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             else:
-                parameter.copy_(torch.randn_like(parameter) * 0.15)
-    model.save_pretrained(folder)
+                parameter.copy_(torch.randn_like(parameter) * spread)
     return model
 
 

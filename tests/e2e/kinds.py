@@ -1,0 +1,88 @@
+"""Small random models, one for each kind of layers, as folders that a worker serves.
+
+Their greedy texts depend on every page of the prompt: tests/e2e/test_kinds_sabotage.py would fail otherwise.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.worker_service.model_kit import config_of, random_reference
+
+WINDOW = 40
+PAGE = 16
+# The tokenizer has a token for each byte, and four special ones.
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# With 0.2, half of the answers of gpt-oss' kind are a few tokens in turn.
+SPREAD = 0.3
+
+
+class Kind(NamedTuple):
+    """transformers' class names begin with `family`; `groups` are the names of the pages that its layers share."""
+
+    family: str
+    groups: tuple[str, ...]
+    fields: dict[str, Any]
+
+
+KINDS = {
+    "gpt-oss": Kind(
+        "GptOss",
+        ("full", f"window{WINDOW}"),
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
+    # Two layers with the window, one that sees everything, and so on: each kind with a rope of its own.
+    "gemma3": Kind(
+        "Gemma3",
+        ("full", f"window{WINDOW}"),
+        {
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "qwen3-moe": Kind(
+        "Qwen3Moe",
+        ("full",),
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+}
+
+
+def make_kind(name: str, folder: Path, tokenizer: Path) -> None:
+    """Write the model's folder; the tokenizer is a file of 260 tokens."""
+    kind = KINDS[name]
+    config = config_of(kind.family, {**SIZES, **kind.fields})
+    random_reference(config, seed=5, spread=SPREAD).save_pretrained(folder)
+    shutil.copy(tokenizer, folder)
