@@ -191,7 +191,7 @@ def project(count: int, heads: int) -> list[Measurement]:
     rows = (tables.long().unsqueeze(2) * PAGE + torch.arange(PAGE, device="cuda")).flatten()
 
     def call() -> torch.Tensor:
-        return project_latents(gather_latent(pages, tables, bounds, count), kv_b).k_nope
+        return project_latents(gather_latent(pages, tables, bounds, count), kv_b, heads, NOPE).k_nope
 
     def peer() -> torch.Tensor:
         return pages.view(-1, WIDTH).index_select(0, rows)[:, :LATENT] @ kv_b.T

@@ -86,3 +86,12 @@ def sequence_of(row, cu_k_ptr, num_seqs, LEVELS: tl.constexpr):
     for level in tl.static_range(LEVELS):
         seq, begin = narrowed(seq, begin, row, cu_k_ptr, num_seqs, _PROBES ** (LEVELS - 1 - level))
     return seq, begin
+
+
+@triton.jit
+def row_mask(ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of [n, BLOCK] elements belong to rows [n] of SIZE elements that are ok; [n, 1] where all of a row do."""
+    mask = ok[:, None]
+    if BLOCK > SIZE:
+        mask = mask & (tl.arange(0, BLOCK) < SIZE)[None, :]
+    return mask

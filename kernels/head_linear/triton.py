@@ -27,6 +27,7 @@ def multiply_heads(
     stride_out_token,
     stride_out_head,
     K: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -40,10 +41,18 @@ def multiply_heads(
     weight_at = head * stride_weight_head + depth[:, None] * stride_weight_k + column[None, :] * stride_weight_n
     acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=3):
-        x = tl.load(x_ptr + x_at + k, mask=ok, other=0.0)
-        weight = tl.load(weight_ptr + weight_at + k * stride_weight_k)
+        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            x = tl.load(x_ptr + x_at + k, mask=ok, other=0.0)
+            weight = tl.load(weight_ptr + weight_at + k * stride_weight_k)
+        else:
+            has_k = depth < K - k
+            x = tl.load(x_ptr + x_at + k, mask=ok & has_k[None, :], other=0.0)
+            has_weight = has_k[:, None] & (column < N)[None, :]
+            weight = tl.load(weight_ptr + weight_at + k * stride_weight_k, mask=has_weight, other=0.0)
         acc = tl.dot(x, weight, acc)
     out_at = token[:, None] * stride_out_token + head * stride_out_head + column[None, :]
+    if N % BLOCK_N:
+        ok = ok & (column < N)[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=ok)
 
 
@@ -51,7 +60,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Launches over checked, non-empty arguments."""
     tokens, heads, depth = x.shape
     with torch.cuda.device_of(x):
-        multiply_heads[(heads, out.shape[2] // BLOCK_N, triton.cdiv(tokens, BLOCK_T))](
+        multiply_heads[(heads, triton.cdiv(out.shape[2], BLOCK_N), triton.cdiv(tokens, BLOCK_T))](
             x,
             weight,
             out,
@@ -64,6 +73,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             out.stride(0),
             out.stride(1),
             K=depth,
+            N=out.shape[2],
             BLOCK_T=BLOCK_T,
             BLOCK_N=BLOCK_N,
             BLOCK_K=BLOCK_K,

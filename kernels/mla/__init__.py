@@ -8,17 +8,17 @@ Latents are appended before, q comes rotated, the output projection comes after.
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_tensor
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.gather_latent import gather_latent
 from kernels.head_linear import head_linear
+from kernels.latent_dims import check_latent_dims
 from kernels.linear import Route
 from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_prefill import AttentionState, mla_prefill, mla_prefill_part
-from kernels.project_latents import LATENT, NOPE, ROPE, VALUE, project_latents
+from kernels.project_latents import project_latents
 
 __all__ = ["ExtendPlan", "MlaPath", "choose_path", "mla_absorbed", "mla_extend", "plan_extend"]
 
@@ -36,19 +36,19 @@ def mla_extend(
 ) -> torch.Tensor:
     """Causal attention of new tokens over cached and new latents, all read from pages.
 
-    q [num_tokens, heads, 128 + 64]; pages [num_pages, page_tokens, 576]; kv_b [heads * (128 + 128), 512]. The plan is
-    made once per step and shared by all layers. Returns [num_tokens, heads, 128]. On one path a token's bits depend
-    neither on how its prompt was cut nor on other requests; the two paths round differently, so where bits must not
-    depend on the number of new tokens the plan is made for one of them.
+    q [num_tokens, heads, nope + rope]; pages [num_pages, page_tokens, latent + rope]; kv_b [heads * (nope + value),
+    latent]. The plan is made once per step and shared by all layers. Returns [num_tokens, heads, value]. On one path a
+    token's bits depend neither on how its prompt was cut nor on other requests; the two paths round differently, so
+    where bits must not depend on the number of new tokens the plan is made for one of them.
     """
-    heads = _check(q, pages, kv_b)
+    dims, heads = check_latent_dims(q, pages, kv_b), q.shape[1]
     if q.shape[0] != plan.num_tokens or heads != plan.heads:
         raise KernelArgumentError(
             f"q: the plan is for {plan.num_tokens} tokens of {plan.heads} heads, got {q.shape[0]} of {heads}"
         )
-    factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
+    factor = dims.head**-0.5 if scale is None else float(scale)
     if out is None:
-        out = q.new_zeros((q.shape[0], heads, VALUE))
+        out = q.new_zeros((q.shape[0], heads, dims.value))
     for run in plan.runs:
         rows, target = q[run.first_token : run.last_token], out[run.first_token : run.last_token]
         if isinstance(run, AbsorbedRun):
@@ -73,27 +73,28 @@ def mla_absorbed(
     out: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
-    """What decoding runs, always: q [num_tokens, heads, 128 + 64] as in mla_extend, the rest as in mla_decode."""
-    heads = _check(q, pages, kv_b)
-    factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
-    matrices = kv_b.view(heads, NOPE + VALUE, LATENT)
-    latent_q = q.new_empty((q.shape[0], heads, LATENT + ROPE))
-    head_linear(q[..., :NOPE], matrices[:, :NOPE], latent_q[..., :LATENT], backend=backend)
-    latent_q[..., LATENT:] = q[..., NOPE:]
+    """What decoding runs, always: q, pages, kv_b and out as in mla_extend, the rest as in mla_decode."""
+    dims, heads = check_latent_dims(q, pages, kv_b), q.shape[1]
+    factor = dims.head**-0.5 if scale is None else float(scale)
+    matrices = kv_b.view(heads, dims.nope + dims.value, dims.latent)
+    latent_q = q.new_empty((q.shape[0], heads, dims.width))
+    head_linear(q[..., : dims.nope], matrices[:, : dims.nope], latent_q[..., : dims.latent], backend=backend)
+    latent_q[..., dims.latent :] = q[..., dims.nope :]
     attended = mla_decode(
         latent_q,
         pages,
         block_tables,
         seqlens_k,
         scale=factor,
+        latent=dims.latent,
         cu_seqlens_q=cu_seqlens_q,
         max_q_tokens=max_q_tokens,
         max_seqlen_k=max_seqlen_k,
         plan=plan,
         backend=backend,
     )
-    out = q.new_empty((q.shape[0], heads, VALUE)) if out is None else out
-    return head_linear(attended, matrices[:, NOPE:].transpose(1, 2), out, backend=backend)
+    out = q.new_empty((q.shape[0], heads, dims.value)) if out is None else out
+    return head_linear(attended, matrices[:, dims.nope :].transpose(1, 2), out, backend=backend)
 
 
 def _absorb(
@@ -132,10 +133,11 @@ def _materialise(
     backend: Backend,
 ) -> None:
     """All but the last chunk leave their sums behind; a sequence may own nothing in a chunk."""
-    state = AttentionState.empty(q.shape[0], q.shape[1], q.device) if len(run.chunks) > 1 else None
+    state = AttentionState.empty(q.shape[0], q.shape[1], out.shape[2], q.device) if len(run.chunks) > 1 else None
     for index, chunk in enumerate(run.chunks):
         latents = _gather(pages, run, chunk, backend)
-        k_nope, k_rope, v = project_latents(latents, kv_b, route=route, backend=backend)
+        nope = q.shape[2] - (pages.shape[2] - kv_b.shape[1])
+        k_nope, k_rope, v = project_latents(latents, kv_b, q.shape[1], nope, route=route, backend=backend)
         if state is not None and index < len(run.chunks) - 1:
             mla_prefill_part(
                 q,
@@ -179,15 +181,3 @@ def _gather(pages: torch.Tensor, run: MaterialisedRun, chunk: Chunk, backend: Ba
         first_positions=chunk.first_positions,
         backend=backend,
     )
-
-
-def _check(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> int:
-    """Refuses what does not fit together; the number of heads."""
-    check_tensor("kv_b", kv_b, (None, LATENT), KV_DTYPES, q.device)
-    check_contiguous("kv_b", kv_b)
-    heads = kv_b.shape[0] // (NOPE + VALUE)
-    if heads == 0 or kv_b.shape[0] % (NOPE + VALUE):
-        raise KernelArgumentError(f"kv_b: {kv_b.shape[0]} rows are not a multiple of {NOPE + VALUE}")
-    check_tensor("q", q, (None, heads, NOPE + ROPE), (kv_b.dtype,), q.device)
-    check_tensor("pages", pages, (None, None, LATENT + ROPE), (kv_b.dtype,), q.device)
-    return heads

@@ -26,15 +26,15 @@ from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import reason_against
 from kernels.mla_decode.plan import MlaDecodePlan, Tree, tree_of
 
-__all__ = ["LATENT", "WIDTH", "MlaDecodePlan", "Tree", "mla_decode", "mla_decode_lse", "tree_of"]
+__all__ = ["LATENT", "MlaDecodePlan", "Tree", "mla_decode", "mla_decode_lse", "tree_of"]
 
 LATENT = 512
-WIDTH = 576
 
 
 class MlaDecodeOptions(TypedDict, total=False):
     """Keyword arguments of mla_decode that have a default."""
 
+    latent: int
     cu_seqlens_q: torch.Tensor | None
     max_q_tokens: int
     max_seqlen_k: int | None
@@ -50,6 +50,7 @@ def mla_decode(
     seqlens_k: torch.Tensor,
     *,
     scale: float,
+    latent: int = LATENT,
     cu_seqlens_q: torch.Tensor | None = None,
     max_q_tokens: int = 1,
     max_seqlen_k: int | None = None,
@@ -58,29 +59,29 @@ def mla_decode(
     lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
-    """Attention of q [num_tokens, heads, 512 + 64] over pages [num_pages, page_tokens, 576], read as keys and values.
+    """Attention of q [num_tokens, heads, latent + rope] over rows of pages [num_pages, page_tokens, latent + rope].
 
-    seqlens_k int32 [num_seqs] counts the new tokens, whose latents were appended before; 0 marks a padding row (out 0,
-    lse -inf). cu_seqlens_q int32 [num_seqs + 1] and the bound max_q_tokens where a sequence has more than one query, or
-    where its one is to have the bits that it has among several; a sequence's last query sees all latents, the one
-    before it one less. max_seqlen_k is a bound (None: what a row of the block table holds); it sizes the launch, never
-    the result. `scale` belongs to the unabsorbed head, so it has no default. plan is this step's, prepared with the
-    same seqlens_k and cu_seqlens_q, which are then not read again; without one the op makes its own.
-    Returns out [num_tokens, heads, 512], still latent; lse, fp32 [heads, num_tokens], is filled with the natural
-    log-sum-exp.
+    A row is a key, and its first `latent` elements are the value. seqlens_k int32 [num_seqs] counts the new tokens,
+    whose latents were appended before; 0 marks a padding row (out 0, lse -inf). cu_seqlens_q int32 [num_seqs + 1] and
+    the bound max_q_tokens where a sequence has more than one query, or where its one is to have the bits that it has
+    among several; a sequence's last query sees all latents, the one before it one less. max_seqlen_k is a bound (None:
+    what a row of the block table holds); it sizes the launch, never the result. `scale` belongs to the unabsorbed head,
+    so it has no default. plan is this step's, prepared with the same seqlens_k and cu_seqlens_q, which are then not
+    read again; without one the op makes its own. Returns out [num_tokens, heads, latent]; lse, fp32
+    [heads, num_tokens], is filled with the natural log-sum-exp.
     """
     room = block_tables.shape[1] * pages.shape[1] if block_tables.dim() == 2 and pages.dim() == 3 else 0
     bound = room if max_seqlen_k is None else max_seqlen_k
-    call = MlaDecodeCall(q, pages, block_tables, seqlens_k, bound, cu_seqlens_q, max_q_tokens, scale)
+    call = MlaDecodeCall(q, pages, block_tables, seqlens_k, bound, cu_seqlens_q, max_q_tokens, scale, latent)
     _check(call)
     check_lse(lse, q)
     tokens, heads, _ = q.shape
     if not 0 <= bound <= room:
         raise KernelArgumentError(f"max_seqlen_k: must be in 0..{room}, what the block table holds, got {bound}")
     if out is None:
-        out = q.new_zeros((tokens, heads, LATENT))
+        out = q.new_zeros((tokens, heads, latent))
     else:
-        check_tensor("out", out, (tokens, heads, LATENT), (q.dtype,), q.device)
+        check_tensor("out", out, (tokens, heads, latent), (q.dtype,), q.device)
         check_contiguous("out", out)
         check_disjoint("out", out, "q", q)
         check_disjoint("out", out, "pages", pages)
@@ -116,8 +117,9 @@ def _compute(
 
         launch_gluon(call, plan, out, lse)
     elif route is Backend.TRITON:
-        from kernels.mla_decode.triton import launch
+        from kernels.mla_decode.triton import check_dims, launch
 
+        check_dims(call)
         launch(call, out, lse)
     else:
         reference.mla_decode(call, out, lse)
@@ -126,11 +128,16 @@ def _compute(
 def _check(call: MlaDecodeCall) -> None:
     """Refuses what no implementation can work with."""
     q, pages, seqlens_k, cu_seqlens_q = call.q, call.pages, call.seqlens_k, call.cu_seqlens_q
-    check_tensor("pages", pages, (None, None, WIDTH), KV_DTYPES, pages.device)
+    check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
     check_dense_pages("pages", pages)
     if pages.shape[1] == 0 or pages.shape[1] & (pages.shape[1] - 1):
         raise KernelArgumentError(f"pages: page_tokens must be a power of two, got {pages.shape[1]}")
-    check_tensor("q", q, (None, None, WIDTH), (pages.dtype,), pages.device)
+    width = pages.shape[2]
+    if not 0 < call.latent < width:
+        raise KernelArgumentError(
+            f"latent: must be less than the {width} of a row of pages, and positive, got {call.latent}"
+        )
+    check_tensor("q", q, (None, None, width), (pages.dtype,), pages.device)
     check_contiguous("q", q)
     num_seqs = seqlens_k.shape[0] if seqlens_k.dim() == 1 else 0
     check_lengths("seqlens_k", seqlens_k, num_seqs, q.device)

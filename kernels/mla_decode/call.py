@@ -18,6 +18,7 @@ class MlaDecodeCall(NamedTuple):
     cu_seqlens_q: torch.Tensor | None
     max_q_tokens: int
     scale: float
+    latent: int
 
     @property
     def num_seqs(self) -> int:

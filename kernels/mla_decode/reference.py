@@ -8,8 +8,6 @@ import torch
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode.call import MlaDecodeCall
 
-LATENT = 512
-
 
 def mla_decode(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fills out, and lse where one is wanted; a sequence without latents gives 0 and leaves its lse alone."""
@@ -32,12 +30,12 @@ def mla_decode(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None)
         hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
         scores = scores.masked_fill(hidden, float("-inf"))
         weights = torch.softmax(scores, dim=-1)
-        out[first:stop] = torch.einsum("hqk,kd->qhd", weights, latents[:, :LATENT]).to(out.dtype)
+        out[first:stop] = torch.einsum("hqk,kd->qhd", weights, latents[:, : call.latent]).to(out.dtype)
         if lse is not None:
             lse[:, first:stop] = torch.logsumexp(scores, dim=-1)
 
 
 def read_latents(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` latents [length, 576] of one sequence, by plain indexing."""
+    """The first `length` rows [length, width] of one sequence, by plain indexing."""
     position = torch.arange(length, device=pages.device)
     return pages[table.long()[position // pages.shape[1]], position % pages.shape[1]]

@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 
 from kernels import softmax
+from kernels.addressing.triton import row_mask
+from kernels.errors import KernelArgumentError
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.plan import tree_of
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
-LATENT = 512
-ROPE = 64
+LEAST_BLOCK = 16  # the least that a product's operand is wide
+# Tiles of wider latents or rotary keys do not fit in shared memory.
+MAX_LATENT, MAX_ROPE = 512, 64
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -45,6 +48,8 @@ def attend_leaf(
     BLOCK_N: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
 ):
     WIDTH: tl.constexpr = LATENT + ROPE
     tile = tl.program_id(0)
@@ -60,25 +65,25 @@ def attend_leaf(
         return
     row = tile * ROWS + tl.arange(0, ROWS)
     live = row < q_len * HEADS
-    d = tl.arange(0, LATENT)
-    r = LATENT + tl.arange(0, ROPE)
+    d = tl.arange(0, BLOCK_LATENT)
+    r = LATENT + tl.arange(0, BLOCK_ROPE)
     column = tl.arange(0, BLOCK_N)
     last_seen = length - q_len + tl.minimum(row // HEADS, q_len - 1)
     q_at = (q_start * HEADS + row) * WIDTH
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=live[:, None], other=0.0)
-    q_rope = tl.load(q_ptr + q_at[:, None] + r[None, :], mask=live[:, None], other=0.0)
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=row_mask(live, LATENT, BLOCK_LATENT), other=0.0)
+    q_rope = tl.load(q_ptr + q_at[:, None] + r[None, :], mask=row_mask(live, ROPE, BLOCK_ROPE), other=0.0)
     table_ptr = tables_ptr + seq * stride_tables_seq
     # Above every masked score, so that the weight of one is 0 even in a row that has seen no key yet.
     row_max = tl.full([ROWS], NO_KEYS, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, LATENT], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
     for start in tl.range(leaf * LEAF, tl.minimum(length, (leaf + 1) * LEAF), BLOCK_N):
         key = start + column
         ok = key < length
         page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
         at = page * stride_page + (key % PAGE) * WIDTH
-        latent = tl.load(pages_ptr + at[:, None] + d[None, :], mask=ok[:, None], other=0.0)
-        rope = tl.load(pages_ptr + at[:, None] + r[None, :], mask=ok[:, None], other=0.0)
+        latent = tl.load(pages_ptr + at[:, None] + d[None, :], mask=row_mask(ok, LATENT, BLOCK_LATENT), other=0.0)
+        rope = tl.load(pages_ptr + at[:, None] + r[None, :], mask=row_mask(ok, ROPE, BLOCK_ROPE), other=0.0)
         scores = tl.dot(q, tl.trans(latent)) + tl.dot(q_rope, tl.trans(rope))
         scores = tl.where(key[None, :] <= last_seen[:, None], scores, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -90,7 +95,7 @@ def attend_leaf(
     first = ((seq * TILES + tile) * max_leaves + leaf) * ROWS
     slot = first + tl.arange(0, ROWS)
     at = (d // 8 * (ROWS * 8) + d % 8)[None, :] + (tl.arange(0, ROWS) * 8)[:, None]
-    tl.store(acc_ptr + first * LATENT + at, acc, mask=live[:, None])
+    tl.store(acc_ptr + first * BLOCK_LATENT + at, acc, mask=live[:, None])
     tl.store(row_max_ptr + slot, row_max, mask=live)
     tl.store(row_sum_ptr + slot, row_sum, mask=live)
 
@@ -105,10 +110,10 @@ def folded(acc, row_max, row_sum, part_acc, part_max, part_sum):
 
 
 @triton.jit
-def joined(acc, row_max, row_sum, partials, slot, at, row, ROWS: tl.constexpr, LATENT: tl.constexpr):
+def joined(acc, row_max, row_sum, partials, slot, at, row, ROWS: tl.constexpr, BLOCK_LATENT: tl.constexpr):
     """Returns the softmax state of a sum and a slot's partial result."""
     acc_ptr, row_max_ptr, row_sum_ptr = partials
-    part_acc = tl.load(acc_ptr + slot * (ROWS * LATENT) + at)
+    part_acc = tl.load(acc_ptr + slot * (ROWS * BLOCK_LATENT) + at)
     part_max = tl.load(row_max_ptr + slot * ROWS + row)
     return folded(acc, row_max, row_sum, part_acc, part_max, tl.load(row_sum_ptr + slot * ROWS + row))
 
@@ -131,6 +136,7 @@ def fold_leaves(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
     WANTS_LSE: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -146,40 +152,59 @@ def fold_leaves(
     parts = tl.cdiv(length, LEAF)
     tile = row // ROWS
     first = (seq * TILES + tile) * max_leaves
-    d = tl.arange(0, LATENT)
+    d = tl.arange(0, BLOCK_LATENT)
     at = d // 8 * (ROWS * 8) + d % 8 + row % ROWS * 8
     row_max = tl.full([], NO_KEYS, tl.float32)
     row_sum = 0.0
-    acc = tl.zeros([LATENT], tl.float32)
+    acc = tl.zeros([BLOCK_LATENT], tl.float32)
     partials = (acc_ptr, row_max_ptr, row_sum_ptr)
     if LEAVES_PER_GROUP == 1:
         for part in tl.range(0, parts):
-            acc, row_max, row_sum = joined(acc, row_max, row_sum, partials, first + part, at, row % ROWS, ROWS, LATENT)
+            acc, row_max, row_sum = joined(
+                acc, row_max, row_sum, partials, first + part, at, row % ROWS, ROWS, BLOCK_LATENT
+            )
     else:
         for start in tl.range(0, parts, LEAVES_PER_GROUP):
-            group_acc, group_max, group_sum = tl.zeros([LATENT], tl.float32), tl.full([], NO_KEYS, tl.float32), 0.0
+            group_acc, group_max, group_sum = (
+                tl.zeros([BLOCK_LATENT], tl.float32),
+                tl.full([], NO_KEYS, tl.float32),
+                0.0,
+            )
             for part in tl.range(start, tl.minimum(start + LEAVES_PER_GROUP, parts)):
                 group_acc, group_max, group_sum = joined(
-                    group_acc, group_max, group_sum, partials, first + part, at, row % ROWS, ROWS, LATENT
+                    group_acc, group_max, group_sum, partials, first + part, at, row % ROWS, ROWS, BLOCK_LATENT
                 )
             acc, row_max, row_sum = folded(acc, row_max, row_sum, group_acc, group_max, group_sum)
     share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out_ptr + (q_start * HEADS + row) * LATENT + d, (acc * share).to(out_ptr.dtype.element_ty))
+    out_at = out_ptr + (q_start * HEADS + row) * LATENT + d
+    out = (acc * share).to(out_ptr.dtype.element_ty)
+    if BLOCK_LATENT > LATENT:
+        tl.store(out_at, out, mask=d < LATENT)
+    else:
+        tl.store(out_at, out)
     if WANTS_LSE:
         lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
         tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
+
+
+def check_dims(call: MlaDecodeCall) -> None:
+    """Refuses rows whose tiles do not fit in shared memory."""
+    rope = call.pages.shape[2] - call.latent
+    if call.latent > MAX_LATENT or rope > MAX_ROPE:
+        raise KernelArgumentError(f"pages: rows must be at most {MAX_LATENT} + {MAX_ROPE}, got {call.latent} + {rope}")
 
 
 def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked, non-empty arguments."""
     q, pages, block_tables = call.q, call.pages, call.block_tables
     (tokens, heads, _), num_seqs, multi = q.shape, call.num_seqs, call.cu_seqlens_q is not None
-    rows = 16
+    latent, rope, rows = call.latent, pages.shape[2] - call.latent, 16
+    block_latent = max(triton.next_power_of_2(latent), LEAST_BLOCK)
     tiles = triton.cdiv(heads * call.max_q_tokens, rows)
     tree = tree_of(heads, not multi)
     leaves = max(triton.cdiv(call.max_seqlen_k, tree.leaf), 1)
     slots = num_seqs * tiles * leaves
-    acc = torch.empty((slots, rows, LATENT), dtype=torch.float32, device=q.device)
+    acc = torch.empty((slots, rows, block_latent), dtype=torch.float32, device=q.device)
     row_max, row_sum = (torch.empty((slots, rows), dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
         attend_leaf[(tiles, leaves, num_seqs)](
@@ -202,8 +227,10 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
             TILES=tiles,
             ROWS=rows,
             BLOCK_N=32,
-            LATENT=LATENT,
-            ROPE=ROPE,
+            LATENT=latent,
+            ROPE=rope,
+            BLOCK_LATENT=block_latent,
+            BLOCK_ROPE=max(triton.next_power_of_2(rope), LEAST_BLOCK),
             num_warps=8,
         )
         fold_leaves[(heads * call.max_q_tokens, num_seqs)](
@@ -222,7 +249,8 @@ def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> 
             MULTI=multi,
             TILES=tiles,
             ROWS=rows,
-            LATENT=LATENT,
+            LATENT=latent,
+            BLOCK_LATENT=block_latent,
             WANTS_LSE=lse is not None,
             num_warps=4,
         )

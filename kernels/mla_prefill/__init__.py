@@ -29,17 +29,12 @@ from kernels.mla_prefill.state import AttentionState
 
 __all__ = [
     "BLOCK",
-    "NOPE",
-    "ROPE",
     "AttentionState",
     "MlaPrefillPlan",
     "mla_prefill",
     "mla_prefill_lse",
     "mla_prefill_part",
 ]
-
-NOPE = 128
-ROPE = 64
 
 
 class MlaPrefillOptions(TypedDict, total=False):
@@ -72,25 +67,25 @@ def mla_prefill(
     lse: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
-    """Attention of q [num_tokens, heads, 128 + 64] over keys k_nope [num_keys, heads, 128] | k_rope, and values v.
+    """Attention of q [num_tokens, heads, nope + rope] over keys k_nope [num_keys, heads, nope] | k_rope, and values v.
 
-    k_rope is [num_keys, 64], one for all heads, or [num_keys, heads, 64]; v is [num_keys, heads, 128]. cu_seqlens_q and
-    cu_seqlens_k int32 [num_seqs + 1]. Key j is visible to query i of its sequence iff j <= q_offsets[seq] + i (int32
-    [num_seqs]; None: keys less queries, so that the last query sees all); every key is, if not `causal`. A query that
-    sees no key gets 0, and lse -inf. With `state`, goes on from what mla_prefill_part stored for the same queries. A
-    prepared plan is shared by all layers; without one the op makes its own. Returns out [num_tokens, heads, 128] like
-    q; lse, fp32 [heads, num_tokens], is filled with the natural log-sum-exp.
+    k_rope is [num_keys, rope], one for all heads, or [num_keys, heads, rope]; v is [num_keys, heads, value].
+    cu_seqlens_q and cu_seqlens_k int32 [num_seqs + 1]. Key j is visible to query i of its sequence iff
+    j <= q_offsets[seq] + i (int32 [num_seqs]; None: keys less queries, so that the last query sees all); every key is,
+    if not `causal`. A query that sees no key gets 0, and lse -inf. With `state`, goes on from what mla_prefill_part
+    stored for the same queries. A prepared plan is shared by all layers; without one the op makes its own. Returns out
+    [num_tokens, heads, value] like q; lse, fp32 [heads, num_tokens], is filled with the natural log-sum-exp.
     """
-    factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
+    factor = _scale(q, scale)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, q_offsets, causal)
     call = MlaPrefillCall(q, k_nope, k_rope, v, *bounds, factor, state, state is not None, False)
     _check(call, plan)
     check_lse(lse, q)
     tokens, heads, _ = q.shape
     if out is None:
-        out = q.new_zeros((tokens, heads, NOPE))
+        out = q.new_zeros((tokens, heads, v.shape[2]))
     else:
-        check_tensor("out", out, (tokens, heads, NOPE), (q.dtype,), q.device)
+        check_tensor("out", out, (tokens, heads, v.shape[2]), (q.dtype,), q.device)
         check_contiguous("out", out)
         for name, source in (("q", q), ("k_nope", k_nope), ("k_rope", k_rope), ("v", v)):
             check_disjoint("out", out, name, source)
@@ -137,11 +132,15 @@ def mla_prefill_part(
     Arguments as in mla_prefill. If every sequence's keys were cut at multiples of BLOCK of its own positions, the
     result has the bits of one call over all of them.
     """
-    factor = (NOPE + ROPE) ** -0.5 if scale is None else float(scale)
+    factor = _scale(q, scale)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, q_offsets, causal)
     call = MlaPrefillCall(q, k_nope, k_rope, v, *bounds, factor, state, resumes, True)
     _check(call, plan)
     _compute(call, backend, plan, state.acc, None)
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale)
 
 
 def _compute(
@@ -157,8 +156,9 @@ def _compute(
 
         launch_gluon(call, plan, out, lse)
     elif route is Backend.TRITON:
-        from kernels.mla_prefill.triton import launch
+        from kernels.mla_prefill.triton import check_dims, launch
 
+        check_dims(call)
         launch(call, out, lse)
     else:
         reference.mla_prefill(call, out, lse)
@@ -167,11 +167,16 @@ def _compute(
 def _check(call: MlaPrefillCall, plan: MlaPrefillPlan | None) -> None:
     """Refuses what no implementation can work with."""
     q, k_nope, k_rope, v = call.q, call.k_nope, call.k_rope, call.v
-    check_tensor("q", q, (None, None, NOPE + ROPE), KV_DTYPES, q.device)
-    (tokens, heads, _), keys = q.shape, k_nope.shape[0]
-    check_tensor("k_nope", k_nope, (keys, heads, NOPE), (q.dtype,), q.device)
-    check_tensor("v", v, (keys, heads, NOPE), (q.dtype,), q.device)
-    rope_shape = (keys, ROPE) if k_rope.dim() == 2 else (keys, heads, ROPE)
+    check_tensor("q", q, (None, None, None), KV_DTYPES, q.device)
+    tokens, heads, dim = q.shape
+    check_tensor("k_nope", k_nope, (None, heads, None), (q.dtype,), q.device)
+    keys, nope = k_nope.shape[0], k_nope.shape[2]
+    if not 0 < nope < dim:
+        raise KernelArgumentError(f"k_nope: heads must be narrower than q's {dim}, got {nope}")
+    check_tensor("v", v, (keys, heads, None), (q.dtype,), q.device)
+    if v.shape[2] == 0:
+        raise KernelArgumentError("v: heads must not be empty")
+    rope_shape = (keys, dim - nope) if k_rope.dim() == 2 else (keys, heads, dim - nope)
     check_tensor("k_rope", k_rope, rope_shape, (q.dtype,), q.device)
     for name, tensor in (("q", q), ("k_nope", k_nope), ("k_rope", k_rope), ("v", v)):
         check_rows(name, tensor)
@@ -187,16 +192,17 @@ def _check(call: MlaPrefillCall, plan: MlaPrefillPlan | None) -> None:
         if not call.causal:
             raise KernelArgumentError("q_offsets: say which keys are hidden, but causal is False")
     if call.state is not None:
-        _check_state(call.state, tokens, heads, q.device)
+        _check_state(call.state, tokens, v)
     if plan is not None and (num_seqs > plan.max_seqs or tokens > plan.max_tokens):
         raise KernelArgumentError(
             f"plan: holds {plan.max_seqs} sequences of {plan.max_tokens} tokens, got {num_seqs} of {tokens}"
         )
 
 
-def _check_state(state: AttentionState, tokens: int, heads: int, device: torch.device) -> None:
-    check_tensor("state.acc", state.acc, (tokens, heads, NOPE), (torch.float32,), device)
+def _check_state(state: AttentionState, tokens: int, v: torch.Tensor) -> None:
+    heads, value = v.shape[1:]
+    check_tensor("state.acc", state.acc, (tokens, heads, value), (torch.float32,), v.device)
     check_contiguous("state.acc", state.acc)
     for name, part in (("state.row_max", state.row_max), ("state.row_sum", state.row_sum)):
-        check_tensor(name, part, (heads, tokens), (torch.float32,), device)
+        check_tensor(name, part, (heads, tokens), (torch.float32,), v.device)
         check_contiguous(name, part)

@@ -27,6 +27,12 @@ class MlaPrefillCall(NamedTuple):
     suspends: bool
 
     @property
+    def dims(self) -> tuple[int, int, int]:
+        """Elements of a key's own part and of its rotary one, and of a value."""
+        nope = self.k_nope.shape[2]
+        return nope, self.q.shape[2] - nope, self.v.shape[2]
+
+    @property
     def num_seqs(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 

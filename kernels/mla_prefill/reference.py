@@ -30,7 +30,7 @@ def mla_prefill(call: MlaPrefillCall, out: torch.Tensor, lse: torch.Tensor | Non
             hidden = torch.arange(length, device=q.device) > position.unsqueeze(1)
             scores = scores.masked_fill(hidden, EMPTY)
         row_max = torch.full(scores.shape[:2], EMPTY, device=q.device)
-        row_sum, acc = torch.zeros_like(row_max), torch.zeros((new, heads, 128), device=q.device)
+        row_sum, acc = torch.zeros_like(row_max), torch.zeros((new, heads, call.v.shape[2]), device=q.device)
         if state is not None and call.resumes:
             row_max, row_sum, acc = state.row_max[:, rows] * math.log(2.0), state.row_sum[:, rows], state.acc[rows]
             row_max = torch.where(row_sum == 0.0, EMPTY, row_max)

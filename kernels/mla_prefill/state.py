@@ -11,15 +11,15 @@ __all__ = ["AttentionState"]
 
 
 class AttentionState(NamedTuple):
-    """fp32 acc [num_tokens, heads, 128]; row_max (of scaled scores, base 2) and row_sum [heads, num_tokens]."""
+    """fp32 acc [num_tokens, heads, value]; row_max (of scaled scores, base 2) and row_sum [heads, num_tokens]."""
 
     acc: torch.Tensor
     row_max: torch.Tensor
     row_sum: torch.Tensor
 
     @classmethod
-    def empty(cls, tokens: int, heads: int, device: torch.device | str) -> "AttentionState":
+    def empty(cls, tokens: int, heads: int, value: int, device: torch.device | str) -> "AttentionState":
         """Room for a state; its contents mean nothing until an attention has stored one."""
-        acc = torch.empty((tokens, heads, 128), dtype=torch.float32, device=device)
+        acc = torch.empty((tokens, heads, value), dtype=torch.float32, device=device)
         row_max, row_sum = (torch.empty((heads, tokens), dtype=torch.float32, device=device) for _ in range(2))
         return cls(acc, row_max, row_sum)

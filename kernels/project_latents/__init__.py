@@ -3,7 +3,7 @@
 The product's rows already lie as attention reads them, a head's key part beside its value; the rotary key, which all
 heads share, stays where it is and is copied nowhere.
 
-    kv [n, heads, 256]       | k_nope 128 | v 128 |          latents [n, 576]      | latent 512 | k_rope 64 |
+    kv [n, heads, nope + value]   | k_nope | v |          latents [n, latent + rope]   | latent | k_rope |
 """
 
 from typing import NamedTuple
@@ -15,14 +15,11 @@ from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.linear import Route, linear
 
-__all__ = ["LATENT", "NOPE", "ROPE", "VALUE", "ProjectedLatents", "project_latents"]
-
-LATENT, ROPE = 512, 64
-NOPE, VALUE = 128, 128
+__all__ = ["ProjectedLatents", "project_latents"]
 
 
 class ProjectedLatents(NamedTuple):
-    """Views: k_nope and v [n, heads, 128], k_rope [n, 64] for all heads."""
+    """Views: k_nope [n, heads, nope], k_rope [n, rope] for all heads, v [n, heads, value]."""
 
     k_nope: torch.Tensor
     k_rope: torch.Tensor
@@ -30,18 +27,26 @@ class ProjectedLatents(NamedTuple):
 
 
 def project_latents(
-    latents: torch.Tensor, kv_b: torch.Tensor, *, route: Route = Route.LIBRARY, backend: Backend = Backend.AUTO
+    latents: torch.Tensor,
+    kv_b: torch.Tensor,
+    heads: int,
+    nope: int,
+    *,
+    route: Route = Route.LIBRARY,
+    backend: Backend = Backend.AUTO,
 ) -> ProjectedLatents:
-    """latents [n, 512 + 64] through kv_b [heads * (128 + 128), 512]; `route` as in linear.
+    """latents [n, latent + rope] through kv_b [heads * (nope + value), latent]; `route` as in linear.
 
     The result refers to `latents`: they must not be written before it has been used.
     """
-    check_tensor("kv_b", kv_b, (None, LATENT), KV_DTYPES, latents.device)
+    check_tensor("kv_b", kv_b, (None, None), KV_DTYPES, latents.device)
     check_contiguous("kv_b", kv_b)
-    if kv_b.shape[0] == 0 or kv_b.shape[0] % (NOPE + VALUE):
-        raise KernelArgumentError(f"kv_b: {kv_b.shape[0]} rows are not a multiple of {NOPE + VALUE}")
-    check_tensor("latents", latents, (None, LATENT + ROPE), (kv_b.dtype,), latents.device)
+    rows, latent = kv_b.shape
+    if heads < 1 or nope < 1 or rows % heads or rows // heads <= nope:
+        raise KernelArgumentError(f"kv_b: {rows} rows are not {heads} heads with keys of {nope} and values")
+    check_tensor("latents", latents, (None, None), (kv_b.dtype,), latents.device)
     check_rows("latents", latents)
-    kv = linear(latents[:, :LATENT], kv_b, route=route, backend=backend)
-    kv = kv.view(latents.shape[0], -1, NOPE + VALUE)
-    return ProjectedLatents(kv[..., :NOPE], latents[:, LATENT:], kv[..., NOPE:])
+    if latents.shape[1] <= latent:
+        raise KernelArgumentError(f"latents: rows must be wider than kv_b's {latent}, got {latents.shape[1]}")
+    kv = linear(latents[:, :latent], kv_b, route=route, backend=backend).view(latents.shape[0], heads, rows // heads)
+    return ProjectedLatents(kv[..., :nope], latents[:, latent:], kv[..., nope:])

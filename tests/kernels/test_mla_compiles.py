@@ -96,6 +96,21 @@ def test_decode_of_few_heads(name: str) -> None:
     assert not got.spills
 
 
+TILE = {
+    "HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False, "BLOCK_M": 64, "BLOCK_N": 128,
+    "NOPE": 128, "ROPE": 64, "VALUE": 128, "BLOCK_NOPE": 128, "BLOCK_ROPE": 64, "BLOCK_VALUE": 128,
+}  # fmt: skip
+
+
+def test_wide_heads_fit() -> None:
+    """Of GLM-4.7-Flash, in tiles of half as many keys."""
+    from kernels.mla_prefill.triton import attend_tile
+
+    wide = {"HEADS": 20, "NOPE": 192, "VALUE": 256, "BLOCK_NOPE": 256, "BLOCK_VALUE": 256, "BLOCK_N": 64}
+    built = compile_for_hopper(attend_tile, TILE | wide, 8, pointer, num_stages=2)
+    assert not built.spills and built.shared_bytes <= SHARED_BYTES
+
+
 def test_the_plain_kernels_spill_nothing() -> None:
     from kernels.head_linear.triton import multiply_heads
     from kernels.mla_decode.hopper.fold import fold_shared
@@ -104,14 +119,13 @@ def test_the_plain_kernels_spill_nothing() -> None:
     from kernels.mla_prefill.plan_triton import order_tiles
     from kernels.mla_prefill.triton import attend_tile
 
-    leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512}
+    leaf = {"HEADS": 16, "LEAF": 1024, "MULTI": True, "TILES": 1, "ROWS": 16, "LATENT": 512, "BLOCK_LATENT": 512}
     fold = {**leaf, "LEAVES_PER_GROUP": 8, "WANTS_LSE": True}
-    tile = {"HEADS": 16, "MODE": 0, "RESUMES": True, "SUSPENDS": True, "WANTS_LSE": False}
     tree = {"LEAF": 512, "TILE": 64, "LEAVES_PER_GROUP": 8}
     listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
     cases = (
-        (multiply_heads, {"K": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
-        (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64}, 8),
+        (multiply_heads, {"K": 512, "N": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
+        (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64, "BLOCK_ROPE": 64}, 8),
         (fold_leaves, fold, 4),
         (
             fold_shared,
@@ -123,7 +137,7 @@ def test_the_plain_kernels_spill_nothing() -> None:
             {"HEADS": 128, "LEAVES_PER_GROUP": 1, "ROWS": 64, "SLOT_ROWS": 64, "LATENT": 512, "WANTS_LSE": True},
             4,
         ),
-        (attend_tile, {**tile, "BLOCK_M": 64, "BLOCK_N": 128}, 8),
+        (attend_tile, TILE, 8),
         (list_items, listed, 4),
         (order_tiles, {"MODE": 1, "BLOCK": 128, "SEQS": 256, "SLOTS": 16}, 8),
     )

@@ -224,7 +224,8 @@ def _cuda() -> Target:
     ("change", "message"),
     [
         ({"q": torch.zeros(2, 4, 512)}, "q: shape must be"),
-        ({"pages": torch.zeros(9, 16, 512)}, "pages: shape must be"),
+        ({"pages": torch.zeros(9, 16, 512)}, "latent: must be less than the 512 of a row"),
+        ({"latent": 0}, "latent: must be less than the 576 of a row of pages, and positive"),
         ({"pages": torch.zeros(9, 24, WIDTH)}, "pages: page_tokens must be a power of two"),
         ({"q": torch.zeros(3, 4, WIDTH)}, "q: 3 tokens"),
         ({"max_q_tokens": 2}, "need cu_seqlens_q"),

@@ -10,14 +10,30 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.head_linear import head_linear
+from kernels.latent_dims import DEEPSEEK_V3, LatentDims
 from kernels.linear import Route
 from kernels.mla import MlaPath, choose_path, mla_absorbed, mla_extend, plan_extend
 from kernels.mla.rule import MATERIALISED_FROM
+from kernels.mla_decode import hopper as decode_hopper
+from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_prefill import BLOCK
+from kernels.mla_prefill import hopper as prefill_hopper
+from kernels.mla_prefill.call import MlaPrefillCall
 from kernels.project_latents import project_latents
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.mla_inputs import LATENT, NOPE, LatentCase, extend_truth, make_latents, permuted, projected
+from tests.kernels.mla_inputs import (
+    GLM_FLASH,
+    LATENT,
+    NOPE,
+    ODD,
+    TINY,
+    LatentCase,
+    extend_truth,
+    make_latents,
+    permuted,
+    projected,
+)
 from tests.kernels.target import Target
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "mla_extend.json"
@@ -47,6 +63,56 @@ def test_both_paths_give_the_truth(target: Target, path: MlaPath) -> None:
         short = INTERPRETING and path is MlaPath.AUTO
         case = make([(30, 5), (0, 3)] if short else LENGTHS, target, dtype)
         assert_output(run(case, target, path), extend_truth(case))
+
+
+@pytest.mark.parametrize("path", FIXED)
+@pytest.mark.parametrize("dims", [GLM_FLASH, TINY, ODD], ids=["glm", "tiny", "odd"])
+def test_other_dims_give_the_truth(target: Target, dims: LatentDims, path: MlaPath) -> None:
+    """In chunks, and fp32 too where tensor cores are not needed."""
+    lengths = [(140, 5), (0, 3)] if INTERPRETING else LENGTHS
+    for dtype in target.dtypes[:1] if INTERPRETING else target.dtypes:
+        case = make_latents(lengths, 2, device=target.device, dtype=dtype, dims=dims)
+        got = run(case, target, path, chunk_tokens=2 * BLOCK)
+        assert got.shape == (case.q.shape[0], 2, dims.value)
+        assert_output(got, extend_truth(case))
+
+
+def test_hopper_takes_one_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of GLM-4.7-Flash take the plain kernel, its decode steps the one for Hopper."""
+    for op in ("mla_prefill", "mla_decode"):
+        monkeypatch.setattr(f"kernels.{op}.hopper.is_hopper", lambda device: True)
+    reasons = {}
+    for name, dims in {"v3": DEEPSEEK_V3, "glm": GLM_FLASH, "tiny": TINY}.items():
+        case = make_latents([(3, 2)], 2, dims=dims)
+        bounds = (case.cu_q, case.cu_k, 2, None, True, 1.0)
+        q, pages = case.q.new_zeros(2, 2, dims.width), torch.zeros_like(case.pages)
+        decode = MlaDecodeCall(q, pages, case.block_tables, case.seqlens_k, 5, case.cu_q, 2, 1.0, dims.latent)
+        prefill = MlaPrefillCall(case.q, *projected(case), *bounds, None, False, False)
+        reasons[name] = (prefill_hopper.reason_against(prefill), decode_hopper.reason_against(decode))
+    assert reasons == {
+        "v3": (None, None),
+        "glm": ("needs heads (nope, rope, value) of (128, 64, 128), got (192, 64, 256)", None),
+        "tiny": (
+            "needs heads (nope, rope, value) of (128, 64, 128), got (16, 8, 24)",
+            "needs rows of 512 + 64, got 32 + 8",
+        ),
+    }
+
+
+def test_what_the_plain_kernels_have_no_room_for() -> None:
+    pytest.importorskip("triton")
+    from kernels.mla_decode.triton import check_dims as check_decode_dims
+    from kernels.mla_prefill.triton import check_dims as check_prefill_dims
+
+    case = make_latents([(3, 2)], 2, dims=LatentDims(520, 64, 128, 512))
+    pages = torch.zeros_like(case.pages)
+    bounds = (case.cu_q, case.cu_k, 2, None, True, 1.0)
+    with pytest.raises(KernelArgumentError, match=r"pages: rows must be at most 512 \+ 64, got 520 \+ 64"):
+        check_decode_dims(
+            MlaDecodeCall(case.q, pages, case.block_tables, case.seqlens_k, 5, case.cu_q, 2, 1.0, case.dims.latent)
+        )
+    with pytest.raises(KernelArgumentError, match=r"q, v: heads .* of \(128, 64, 512\) .* more than 576"):
+        check_prefill_dims(MlaPrefillCall(case.q, *projected(case), *bounds, None, False, False))
 
 
 @pytest.mark.parametrize("chunk_tokens", [2 * BLOCK] if INTERPRETING else [4 * BLOCK, 5 * BLOCK])
@@ -134,7 +200,7 @@ def test_chunks_end_at_blocks_and_bounds_hold() -> None:
 def test_projected_latents_are_views(target: Target) -> None:
     case = make([(30, 7)], target)
     latents = case.latents[0]
-    k_nope, k_rope, v = project_latents(latents, case.kv_b, backend=target.backend)
+    k_nope, k_rope, v = project_latents(latents, case.kv_b, HEADS, NOPE, backend=target.backend)
     for got, wanted in zip((k_nope, v), projected(case)[::2], strict=True):
         torch.testing.assert_close(got.double(), wanted.double(), atol=3e-2, rtol=1e-2)
     assert k_rope.data_ptr() == latents[:, LATENT:].data_ptr()
@@ -163,11 +229,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     plan = plan_extend(case.block_tables, [3], [5], HEADS)
     with pytest.raises(KernelArgumentError, match="q: the plan is for 3 tokens"):
         mla_extend(case.q[:2], case.pages, case.kv_b, plan)
-    with pytest.raises(KernelArgumentError, match=r"kv_b: .* multiple of 256"):
+    with pytest.raises(KernelArgumentError, match=r"kv_b: 100 rows are not a multiple of the .* heads of q"):
         mla_extend(case.q, case.pages, case.kv_b[:100], plan)
     with pytest.raises(KernelArgumentError, match="new_tokens, cached_tokens"):
         plan_extend(case.block_tables, [3], [5, 6], HEADS)
     with pytest.raises(KernelArgumentError, match="chunk_tokens: must be at least"):
         plan_extend(case.block_tables, [3], [5], HEADS, chunk_tokens=64)
-    with pytest.raises(KernelArgumentError, match="weight: K and N"):
-        head_linear(torch.zeros(2, 3, 32), torch.zeros(3, 32, 64), torch.zeros(2, 3, 64))
+    with pytest.raises(KernelArgumentError, match="weight: K must be positive"):
+        head_linear(torch.zeros(2, 3, 0), torch.zeros(3, 0, 64), torch.zeros(2, 3, 64))

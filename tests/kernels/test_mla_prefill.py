@@ -108,7 +108,7 @@ def test_a_softmax_carried_on_has_the_bits_of_one_pass(target: Target, cut: int)
     case = make([(260, 60), (0, 130), (70, 3)], target)
     keys = projected(case)
     whole = run(case, keys, target)
-    state = AttentionState.empty(sum(case.new), case.heads, target.device)
+    state = AttentionState.empty(sum(case.new), case.heads, NOPE, target.device)
     starts = [sum(case.totals[:seq]) for seq in range(len(case.totals))]
     first = 0
     while first < max(case.totals):
@@ -159,15 +159,15 @@ def test_an_empty_batch_gives_an_empty_answer(target: Target) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(3, 2, 128)}, "q: shape must be"),
-        ({"v": torch.zeros(20, 2, 64)}, "v: shape must be"),
+        ({"q": torch.zeros(3, 2, 128)}, "k_nope: heads must be narrower than q's 128"),
+        ({"v": torch.zeros(20, 3, 128)}, "v: shape must be"),
         ({"k_rope": torch.zeros(20, 3, 64)}, "k_rope: shape must be"),
         ({"k_nope": torch.zeros(20, 2, 256)[..., ::2]}, "k_nope: the last axis"),
         ({"scale": 0.0}, "scale: must be positive"),
         ({"max_seqlen_q": -1}, "max_seqlen_q: must not be negative"),
         ({"q_offsets": torch.zeros(1, dtype=torch.int32), "causal": False}, "q_offsets: say which"),
         ({"plan": MlaPrefillPlan(1, 2, device="cpu")}, "plan: holds"),
-        ({"state": AttentionState.empty(4, 2, "cpu")}, "state.acc: shape must be"),
+        ({"state": AttentionState.empty(4, 2, 128, "cpu")}, "state.acc: shape must be"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], message: str) -> None:

@@ -1,0 +1,59 @@
+"""The sizes of a latent attention, as the tensors of a layer tell them.
+
+latents [.., latent + rope]    q [.., heads, nope + rope]    kv_b [heads * (nope + value), latent]
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from kernels._checks import KV_DTYPES, check_contiguous, check_tensor
+from kernels.errors import KernelArgumentError
+
+__all__ = ["DEEPSEEK_V3", "LatentDims", "check_latent_dims"]
+
+
+class LatentDims(NamedTuple):
+    """Elements of a latent, of the rotary part that all heads' keys share, and of a head's own key part and value."""
+
+    latent: int
+    rope: int
+    nope: int
+    value: int
+
+    @property
+    def width(self) -> int:
+        """Of a row of the cache."""
+        return self.latent + self.rope
+
+    @property
+    def head(self) -> int:
+        """Of a head of q, and of a key."""
+        return self.nope + self.rope
+
+
+# What the kernels for Hopper are made for.
+DEEPSEEK_V3 = LatentDims(latent=512, rope=64, nope=128, value=128)
+
+
+def check_latent_dims(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> LatentDims:
+    """Returns the sizes; refuses tensors that do not fit together."""
+    check_tensor("kv_b", kv_b, (None, None), KV_DTYPES, q.device)
+    check_contiguous("kv_b", kv_b)
+    check_tensor("q", q, (None, None, None), (kv_b.dtype,), q.device)
+    check_tensor("pages", pages, (None, None, None), (kv_b.dtype,), q.device)
+    heads, rows, latent = q.shape[1], *kv_b.shape
+    if heads == 0 or rows == 0 or rows % heads:
+        raise KernelArgumentError(f"kv_b: {rows} rows are not a multiple of the {heads} heads of q")
+    rope = pages.shape[2] - latent
+    if latent == 0 or rope <= 0:
+        raise KernelArgumentError(
+            f"pages: rows must be wider than the {latent} of a latent (kv_b), got {rope + latent}"
+        )
+    nope = q.shape[2] - rope
+    if nope <= 0:
+        raise KernelArgumentError(f"q: heads must be wider than the {rope} that turn (pages), got {q.shape[2]}")
+    value = rows // heads - nope
+    if value <= 0:
+        raise KernelArgumentError(f"kv_b: a head's {rows // heads} rows must be more than the {nope} of its keys (q)")
+    return LatentDims(latent, rope, nope, value)
