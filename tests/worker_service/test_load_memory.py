@@ -15,6 +15,7 @@ from tests.worker_service.model_kit import CPU, make_reference
 from tests.worker_service.test_weight_formats import store_as_fp8
 from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import read_model_spec
+from worker_service.model.decoder import expected_tensors
 from worker_service.model.take_weights import take_experts
 from worker_service.model.tensors import LoadedTensors, TensorSource
 from worker_service.model.weights import open_weights
@@ -65,3 +66,20 @@ def test_a_mapping_gives_its_tensors_up_for_the_stack(folder: Path) -> None:
     assert peak_bytes(LoadedTensors(tensors)) == (STACK_BYTES, STACK_BYTES)
     stacked = {name.format(expert=expert) for name in NAMES for expert in range(EXPERTS)}
     assert not stacked & tensors.keys()
+
+
+def test_a_file_is_mapped_until_its_last_tensor_is_read(folder: Path) -> None:
+    """The values have another dtype than the file, so nothing of the model lies in the mapping."""
+
+    def is_mapped() -> bool:
+        return str(folder / WEIGHTS) in Path("/proc/self/maps").read_text()
+
+    spec = read_model_spec(folder)
+    source = open_weights(folder, spec, torch.bfloat16, CPU)
+    tensors = list(expected_tensors(spec).items())
+    for name, (shape, _) in tensors[:-1]:
+        source.take(name, *shape)
+        assert is_mapped()
+    name, (shape, _) = tensors[-1]
+    source.take(name, *shape)
+    assert not is_mapped()

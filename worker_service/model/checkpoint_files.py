@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +25,13 @@ class Header(NamedTuple):
 
 
 class WeightFiles:
-    """The stored tensors by name. A file is mapped into memory when something of it is first asked for."""
+    """The stored tensors by name. A file is mapped into memory from the first question about it to its last tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of = _files_by_tensor(folder)
         self._opened: dict[str, Any] = {}
+        self._num_unread: Counter[str] = Counter()
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -40,9 +43,17 @@ class WeightFiles:
             raise ModelError(name, f"is not in {self._file_of[name]}, though the index says so") from None
         return Header(tuple(part.get_shape()), part.get_dtype())
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Says which tensors will be read, each once."""
+        self._num_unread = Counter(self._file_of[name] for name in names)
+
     def read(self, name: str) -> torch.Tensor:
         """Returns the tensor as the file has it, on the CPU."""
         stored: torch.Tensor = self._file(name).get_tensor(name)
+        file = self._file_of[name]
+        self._num_unread[file] -= 1
+        if not self._num_unread[file]:
+            del self._opened[file]
         return stored
 
     def _file(self, name: str) -> Any:

@@ -45,6 +45,7 @@ class Checkpoint:
         for name, stored in self._stored_name.items():
             if name not in used and not _is_derived(name, tied_embeddings):
                 raise ModelError(stored, "is in the weights, but the config has no place for it")
+        self._files.expect(self._stored_name[name] for name in used)
         return sum(self._checked_bytes(part) for part in parts)
 
     def read(self, name: str, shape: Shape) -> list[torch.Tensor]:

@@ -1,0 +1,29 @@
+"""Quantised weights are decoded on a CUDA device to the bits that a CPU gives them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker_service.test_weight_formats import FP8, mxfp4_experts, quantised
+from worker_service.model.weight_formats import Mxfp4
+
+CUDA = torch.device("cuda", 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_blocks(dtype: torch.dtype) -> None:
+    parts = quantised(torch.randn(1000, 700, generator=torch.Generator().manual_seed(1)))
+    made = FP8.decoded([part.to(CUDA) for part in parts], dtype)
+    assert torch.equal(made.cpu(), FP8.decoded(parts, dtype))
+
+
+def test_mxfp4_experts() -> None:
+    parts = list(mxfp4_experts(1, 4, 96, 5).values())
+    made = Mxfp4().decoded([part.to(CUDA) for part in parts], torch.bfloat16)
+    assert torch.equal(made.cpu(), Mxfp4().decoded(parts, torch.bfloat16))
