@@ -25,9 +25,11 @@ from benchmarks.gpu_timer import CEILING_BYTES, Timer, read_microseconds
 from benchmarks.llama_8b import Llama8B
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.core.batch import Batch
+from worker_service.model.attention import PagedHeads
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.runner import LaunchResult, RunnerLimits
+from worker_service.model.spec import AttentionSpec
 
 KINDS = tuple(kind.value for kind in Invariance)
 DEVICE = torch.device("cuda", 0)
@@ -184,17 +186,20 @@ class Bench:
 
     def attention_us(self, batch: Batch) -> float:
         """The launch's attention alone, in all layers, over its own pages and with random queries."""
-        config = self.llama.config
+        spec = self.llama.config
+        mixer = spec.layers[0].mixer
+        assert isinstance(mixer, AttentionSpec)
         with torch.inference_mode():
             inputs = self.runner._staged(batch).inputs
-            attend = self.runner.attention(inputs)
+            attention = PagedHeads(self.llama.pages, inputs, self.runner._plans.heads)
             rows, others = inputs.token_ids.shape[0], inputs.token_ids.shape[0] - inputs.num_decode
-            group = config.num_heads // config.num_kv_heads
+            group = mixer.num_heads // mixer.num_kv_heads
+            packed = (mixer.num_kv_heads, others, group, mixer.head_dim)
             queries = RotatedQueries(
-                torch.randn(rows, config.num_heads, config.head_dim, device=DEVICE, dtype=torch.bfloat16),
-                torch.randn(config.num_kv_heads, others, group, config.head_dim, device=DEVICE, dtype=torch.bfloat16),
+                torch.randn(rows, mixer.num_heads, mixer.head_dim, device=DEVICE, dtype=torch.bfloat16),
+                torch.randn(packed, device=DEVICE, dtype=torch.bfloat16),
             )
-            return self.device_us(lambda: [attend.attended(layer, queries) for layer in range(config.num_layers)], 5)
+            return self.device_us(lambda: [attention.attended(layer, queries) for layer in range(len(spec.layers))], 5)
 
 
 def measure(invariance: Invariance, cases: Sequence[str]) -> dict[str, Any]:

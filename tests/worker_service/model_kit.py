@@ -94,6 +94,25 @@ _GPT_OSS = {
     "pad_token_id": None,
 }
 
+_DEEPSEEK = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
+
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -145,6 +164,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 0.25, "pad_token_id": None},
     ),
+    "deepseek-v2-lite": ("DeepseekV2", {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**_DEEPSEEK, "topk_method": "group_limited_greedy", "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN, "attention_bias": True}),
+    "glm4-lite": ("Glm4MoeLite", {**_DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }

@@ -13,7 +13,6 @@ from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, PagedTokens, Part, make_reference, random_tokens
 from worker_service.core.batch import Batch
-from worker_service.model.attention import LaunchInputs
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.last_tokens import LastTokens
@@ -25,6 +24,7 @@ from worker_service.model.launch_graphs import (
     buckets,
     prompt_sizes,
 )
+from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.runner import RunnerLimits
 
 CUDA = torch.device("cuda", 0)

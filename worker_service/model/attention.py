@@ -5,8 +5,6 @@ The tokens' slots and block tables are in the launch's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,32 +14,9 @@ from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.page_pools import PagePools
+from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import Heads
 from worker_service.model.spec import AttentionSpec, ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchInputs:
-    """A batch on the device, padding rows last; the integers are the host's knowledge or bounds.
-
-    Lengths are split at the last decode row, as two kernels share the launch.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: Sequence[torch.Tensor]
-    block_tables: Sequence[torch.Tensor]
-    decode_seqlens_k: torch.Tensor
-    prefill_cu_q: torch.Tensor
-    prefill_cu_k: torch.Tensor
-    num_decode: int
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @property
-    def num_prefill(self) -> int:
-        """Sequences with a chunk of their prompt in this launch."""
-        return self.prefill_cu_q.shape[0] - 1
 
 
 class HeadShape(NamedTuple):
@@ -73,8 +48,9 @@ class AttentionPlans:
         device: torch.device,
         backend: Backend = Backend.AUTO,
     ) -> None:
-        self.mixers = tuple(layer.mixer for layer in spec.layers)
-        self.shapes = tuple(_head_shape(mixer) for mixer in self.mixers)
+        self.mixers = {
+            number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, AttentionSpec)
+        }
         self.backend = backend
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
         self._plans = {
@@ -82,11 +58,10 @@ class AttentionPlans:
                 DecodePlan(max_num_seqs, spec.max_model_len, *shape, device=device),
                 PrefillPlan(max_num_seqs, max_tokens, *shape, device=device),
             )
-            for shape in dict.fromkeys(self.shapes)
+            for shape in dict.fromkeys(map(head_shape, self.mixers.values()))
         }
 
-    def prepared(self, launch: LaunchInputs) -> tuple[Prepared, ...]:
-        """Returns the plans of each layer."""
+    def prepared(self, launch: LaunchInputs) -> dict[HeadShape, Prepared]:
         has_decode = 0 < launch.num_decode <= self._max_num_seqs
         num_others = launch.token_ids.shape[0] - launch.num_decode
         has_prefill = 0 < launch.num_prefill <= self._max_num_seqs and num_others <= self._max_tokens
@@ -100,15 +75,18 @@ class AttentionPlans:
             if has_prefill:
                 prefill.prepare(launch.prefill_cu_q, launch.prefill_cu_k)
             by_shape[shape] = Prepared(decode if has_decode else None, prefill if has_prefill else None)
-        return tuple(by_shape[shape] for shape in self.shapes)
+        return by_shape
 
 
-def _head_shape(mixer: AttentionSpec) -> HeadShape:
+def head_shape(mixer: AttentionSpec) -> HeadShape:
     return HeadShape(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
 
 
-class PagedAttention:
-    """The model's `Attend` for one launch. Queries of decode rows stay in rows, the others are packed by kv head."""
+class PagedHeads:
+    """Attention over keys and values in pages, for one launch.
+
+    Queries of decode rows stay in rows, the others are packed by kv head.
+    """
 
     def __init__(self, pools: PagePools, launch: LaunchInputs, plans: AttentionPlans) -> None:
         self._pools = pools
@@ -157,7 +135,7 @@ class PagedAttention:
             self._launch.block_tables[pages.group][: self._launch.num_decode],
             self._launch.decode_seqlens_k,
             max_seqlen_k=self._launch.max_seqlen_k,
-            plan=self._prepared[layer].decode,
+            plan=self._prepared[head_shape(mixer)].decode,
             scale=mixer.scale,
             window=mixer.window_tokens,
             softcap=mixer.softcap,
@@ -176,7 +154,7 @@ class PagedAttention:
             self._launch.prefill_cu_q,
             self._launch.prefill_cu_k,
             self._launch.max_seqlen_q,
-            plan=self._prepared[layer].prefill,
+            plan=self._prepared[head_shape(mixer)].prefill,
             scale=mixer.scale,
             window=mixer.window_tokens,
             softcap=mixer.softcap,

@@ -1,6 +1,6 @@
 """A decoder's forward pass, inference only: its layers are what the spec says, connected as its `Block` says.
 
-What attention reads and where K and V go is the caller's `Attend`, the matrix products are its `Gemm`.
+What attention reads and where K and V go is the caller's `Attention`, the matrix products are its `Gemm`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.softcap_logits import softcap_logits
 from worker_service.model.families import family_of
-from worker_service.model.layer_weights import LayerWeights, Linear
-from worker_service.model.mixers import Attend, AttentionMixer, Gemm, Step
+from worker_service.model.layer_weights import AttentionWeights, LatentWeights, LayerWeights, Linear
+from worker_service.model.mixers import Attention, AttentionMixer, Gemm, LatentMixer, Step
 from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import Block, LayerSpec, ModelSpec
+from worker_service.model.spec import Block, LatentSpec, LayerSpec, ModelSpec
 from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 
 ROOT = "model."
@@ -82,9 +82,11 @@ class Decoder:
         """Every projection, the head last."""
         return [*(linear for layer in self._layers for linear in layer.linears()), self._head]
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, gemm: Gemm) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, gemm: Gemm
+    ) -> torch.Tensor:
         """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
-        step = Step(positions, attend, gemm)
+        step = Step(positions, attention, gemm)
         hidden = self._embeddings[token_ids]
         if self._scale != 1.0:
             hidden = hidden * self._scale
@@ -118,7 +120,7 @@ class DecoderLayer:
             return None if weight is None else make_norm(spec.norm, weight, backend)
 
         self.mixer_norm = make_norm(spec.norm, weights.mixer_norm, backend)
-        self._mixer: Mixer = AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, rotary, backend)
+        self._mixer = _make_mixer(number, layer, weights, spec, rotary, backend)
         self._mlp: Mlp = make_mlp(layer.mlp, weights.mlp, backend)
         self._mlp_norm = norm(weights.mlp_norm)
         self._norm_behind_mixer = norm(weights.norm_behind_mixer)
@@ -143,6 +145,16 @@ class DecoderLayer:
         if self._norm_behind_mlp is not None:
             inner = self._norm_behind_mlp(inner)
         return next_norm.with_residual(inner, hidden)
+
+
+def _make_mixer(
+    number: int, layer: LayerSpec, weights: LayerWeights, spec: ModelSpec, rotary: RotaryTables, backend: Backend
+) -> Mixer:
+    if isinstance(layer.mixer, LatentSpec):
+        assert isinstance(weights.mixer, LatentWeights)
+        return LatentMixer(number, layer.mixer, weights.mixer, rotary, backend)
+    assert isinstance(weights.mixer, AttentionWeights)
+    return AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, rotary, backend)
 
 
 def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

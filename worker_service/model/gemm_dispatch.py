@@ -71,8 +71,14 @@ class GemmDispatch:
         return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:
-        route = Route.TILED if gemm_shape(linear_) in self.tiled else Route.LIBRARY
-        return linear(x, *linear_, route=route, backend=self._backend)
+        return linear(x, *linear_, route=self._route(linear_), backend=self._backend)
+
+    def route(self, weight: torch.Tensor) -> Route:
+        """Returns the route of a projection without a bias, one of those that the constructor got."""
+        return self._route(Linear(weight, None))
+
+    def _route(self, linear_: Linear) -> Route:
+        return Route.TILED if gemm_shape(linear_) in self.tiled else Route.LIBRARY
 
 
 def _least_cpu_rows(linears: Sequence[Linear]) -> int:

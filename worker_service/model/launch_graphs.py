@@ -21,8 +21,8 @@ import torch
 
 from kernels.sample_tokens import SamplingTensors
 from worker_service.core.batch import Batch, SampledRow
-from worker_service.model.attention import LaunchInputs
 from worker_service.model.last_tokens import LastTokens
+from worker_service.model.launch_inputs import LaunchInputs, PromptLens
 from worker_service.model.sampling_arrays import NUM_ARRAYS, sampling_arrays
 from worker_service.model.staging import HostArray, Upload, packed_bytes, padded
 
@@ -75,6 +75,7 @@ class GraphLimits(NamedTuple):
     num_groups: int
     least_rows: int
     one_phase: bool  # decode rows go through the attention of prompts, as chunks of one token
+    has_prompts: bool = True  # whether launches with prompts can be captured
 
 
 class Bucket(NamedTuple):
@@ -140,6 +141,8 @@ def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
         if size <= tokens
     ]
     decode = [Bucket(size, 0, 0, 0) for size in sizes]
+    if not limits.has_prompts:
+        return tuple(decode)
     return tuple(sorted([*decode, *prompts, *mixed], key=lambda bucket: bucket.num_rows))
 
 
@@ -304,6 +307,13 @@ def _place(table: torch.Tensor, sent: torch.Tensor, num_decode: int, decode_rows
         table[:num_decode].copy_(sent[:num_decode])
     if num_decode < sent.shape[0]:
         table[decode_rows : decode_rows + sent.shape[0] - num_decode].copy_(sent[num_decode:])
+
+
+def prompt_lens(batch: Batch, num_decode: int) -> PromptLens:
+    """New and cached tokens of each sequence that is not among the decode rows."""
+    new = tuple(end - start for start, end in pairwise(batch.cu_seqlens_q[num_decode:]))
+    ends = (end - start for start, end in pairwise(batch.cu_seqlens_k[num_decode:]))
+    return PromptLens(new, tuple(end - count for end, count in zip(ends, new, strict=True)))
 
 
 def split_lengths(batch: Batch, num_decode: int) -> tuple[array[int], array[int], array[int]]:

@@ -27,6 +27,19 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """`down` makes a query's row, or the queries themselves, and a token's row behind it; `q_up` makes queries of the
+    former. kv_up [num_heads * (nope + value), latent] makes keys and values of the latter."""
+
+    down: Linear
+    kv_norm: torch.Tensor
+    kv_up: torch.Tensor
+    output: Linear
+    q_norm: torch.Tensor | None = None
+    q_up: Linear | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DenseWeights:
     gate_up: Linear
     down: Linear
@@ -51,7 +64,7 @@ class LayerWeights:
     """The norms behind a branch are there in a SANDWICH block only, the MLP's own one everywhere but in a PARALLEL."""
 
     mixer_norm: torch.Tensor
-    mixer: AttentionWeights
+    mixer: AttentionWeights | LatentWeights
     mlp: DenseWeights | MoeWeights
     mlp_norm: torch.Tensor | None = None
     norm_behind_mixer: torch.Tensor | None = None

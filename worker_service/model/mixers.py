@@ -8,10 +8,11 @@ import torch
 
 from kernels.backend import Backend
 from kernels.linear import packed_weight
-from worker_service.model.layer_weights import AttentionWeights, Linear
+from kernels.rms_norm import rms_norm
+from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import AttentionSpec, NormSpec
+from worker_service.model.spec import AttentionSpec, LatentSpec, NormSpec
 
 
 class Heads(NamedTuple):
@@ -26,10 +27,24 @@ class Heads(NamedTuple):
     sinks: torch.Tensor | None
 
 
-class Attend(Protocol):
-    """Rotates a layer's heads, appends K and V, and returns the attention output: [num_tokens, q_heads, head_dim]."""
+class Latents(NamedTuple):
+    """A layer's queries [num_tokens, heads, nope + rope] and tokens' rows [num_tokens, latent + rope] as its GEMMs made
+    them, how to norm and turn them, and what makes keys and values of them."""
 
-    def __call__(self, layer: int, heads: Heads) -> torch.Tensor: ...
+    q: torch.Tensor
+    kv: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    norm: torch.Tensor
+    kv_up: torch.Tensor
+
+
+class Attention(Protocol):
+    """Puts what is new into a layer's pages, and returns the attention output: [num_tokens, heads, value_dim]."""
+
+    def over_heads(self, layer: int, heads: Heads) -> torch.Tensor: ...
+
+    def over_latents(self, layer: int, latents: Latents) -> torch.Tensor: ...
 
 
 class Gemm(Protocol):
@@ -42,7 +57,7 @@ class Step(NamedTuple):
     """What one launch gives to every layer."""
 
     positions: torch.Tensor
-    attend: Attend
+    attention: Attention
     gemm: Gemm
 
 
@@ -87,5 +102,44 @@ class AttentionMixer:
             self._eps,
             self._sinks,
         )
-        attended = step.attend(self._number, heads)
+        attended = step.attention.over_heads(self._number, heads)
+        return step.gemm(attended.view(x.shape[0], -1), self._output)
+
+
+class LatentMixer:
+    """Attention over latents in pages."""
+
+    def __init__(
+        self, number: int, spec: LatentSpec, weights: LatentWeights, rotary: RotaryTables, backend: Backend
+    ) -> None:
+        self._number = number
+        self._spec = spec
+        self._down = packed(weights.down, backend)
+        self._q_up = None if weights.q_up is None else packed(weights.q_up, backend)
+        self._output = packed(weights.output, backend)
+        self._q_norm, self._kv_norm, self._kv_up = weights.q_norm, weights.kv_norm, weights.kv_up
+        self._cos_sin = rotary.of(spec.rope, spec.rope_dim)
+        self._backend = backend
+
+    def linears(self) -> list[Linear]:
+        """The one that makes keys and values is multiplied beside attention, by the same route as the others."""
+        up = [] if self._q_up is None else [self._q_up]
+        return [self._down, *up, Linear(self._kv_up, None), self._output]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        spec = self._spec
+        made = step.gemm(x, self._down)
+        q, kv = made[:, : -spec.width], made[:, -spec.width :]
+        if self._q_up is not None:
+            assert self._q_norm is not None
+            q = step.gemm(rms_norm(q, self._q_norm, spec.inner_eps, backend=self._backend), self._q_up)
+        latents = Latents(
+            q.view(q.shape[0], spec.num_heads, spec.query_dim),
+            kv,
+            step.positions,
+            self._cos_sin,
+            self._kv_norm,
+            self._kv_up,
+        )
+        attended = step.attention.over_latents(self._number, latents)
         return step.gemm(attended.view(x.shape[0], -1), self._output)

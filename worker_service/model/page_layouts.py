@@ -8,38 +8,41 @@ import torch
 
 from session.words import GroupKind
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
-from worker_service.model.spec import AttentionSpec, ModelSpec
+from worker_service.model.spec import LatentSpec, MixerSpec, ModelSpec
 
 
-class _KvShape(NamedTuple):
-    """Layers with equal ones share a group; full attention comes first, then the shorter windows."""
+class _Row(NamedTuple):
+    """What a token has in a layer: layers with equal rows share a group, full attention first, then shorter windows."""
 
     window_tokens: int
-    num_kv_heads: int
-    head_dim: int
+    planes: int
+    shape: tuple[int, ...]
 
 
 def page_layouts(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> tuple[GroupLayout, ...]:
-    shapes = [_kv_shape(layer.mixer) for layer in spec.layers]
-    distinct = sorted(set(shapes))
+    rows = [_row(layer.mixer) for layer in spec.layers]
+    distinct = sorted(set(rows))
     return tuple(
         GroupLayout(
-            name=_name(shape, distinct),
-            kind=GroupKind.WINDOW if shape.window_tokens else GroupKind.FULL,
-            layers=tuple(layer for layer, other in enumerate(shapes) if other == shape),
-            tensors=(PageTensor(2, (page_tokens, shape.num_kv_heads, shape.head_dim), dtype),),
-            window_tokens=shape.window_tokens,
+            name=_name(row, distinct),
+            kind=GroupKind.WINDOW if row.window_tokens else GroupKind.FULL,
+            layers=tuple(layer for layer, other in enumerate(rows) if other == row),
+            tensors=(PageTensor(row.planes, (page_tokens, *row.shape), dtype),),
+            window_tokens=row.window_tokens,
         )
-        for shape in distinct
+        for row in distinct
     )
 
 
-def _kv_shape(mixer: AttentionSpec) -> _KvShape:
-    return _KvShape(mixer.window_tokens, mixer.num_kv_heads, mixer.head_dim)
+def _row(mixer: MixerSpec) -> _Row:
+    """Keys and values of each head, or one latent."""
+    if isinstance(mixer, LatentSpec):
+        return _Row(0, 1, (mixer.width,))
+    return _Row(mixer.window_tokens, 2, (mixer.num_kv_heads, mixer.head_dim))
 
 
-def _name(shape: _KvShape, distinct: list[_KvShape]) -> str:
-    name = f"window{shape.window_tokens}" if shape.window_tokens else "full"
-    if sum(other.window_tokens == shape.window_tokens for other in distinct) == 1:
+def _name(row: _Row, distinct: list[_Row]) -> str:
+    name = f"window{row.window_tokens}" if row.window_tokens else "full"
+    if sum(other.window_tokens == row.window_tokens for other in distinct) == 1:
         return name
-    return f"{name}-{shape.num_kv_heads}x{shape.head_dim}"
+    return f"{name}-{'x'.join(map(str, row.shape))}"

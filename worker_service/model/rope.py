@@ -86,5 +86,10 @@ def _attention_factor(config: RopeConfig) -> float:
     return _yarn_scale(config.factor, 1.0)
 
 
+def yarn_mscale(rope: RopeConfig) -> float:
+    """Returns the factor of queries, and again of keys, under a YaRN rope with `mscale_all_dim`; 1 for other ropes."""
+    return _yarn_scale(rope.factor, rope.mscale_all_dim) if rope.kind is RopeKind.YARN else 1.0
+
+
 def _yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

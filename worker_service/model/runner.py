@@ -12,15 +12,18 @@ from typing import NamedTuple
 import torch
 
 from kernels.backend import Backend
+from kernels.mla.plan import CHUNK_TOKENS
 from kernels.sample_tokens import SamplingTensors, sample_tokens
 from worker_service.core.batch import Batch, SampledRow
 from worker_service.gpu.page_pools import PagePools
 from worker_service.launch.runner_port import Completed
-from worker_service.model.attention import AttentionPlans, LaunchInputs, PagedAttention
+from worker_service.model.attention import AttentionPlans
 from worker_service.model.decoder import Decoder
 from worker_service.model.device_clock import DeviceClock, LaunchMarks, times_of
 from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invariance
 from worker_service.model.last_tokens import LastTokens
+from worker_service.model.latent_attention import LatentPlans
+from worker_service.model.launch_attention import LaunchAttention, Plans
 from worker_service.model.launch_graphs import (
     PADDING_SLOT,
     PROMPT_SAMPLES,
@@ -28,8 +31,10 @@ from worker_service.model.launch_graphs import (
     GraphOutput,
     LaunchGraphs,
     SampledInputs,
+    prompt_lens,
     split_lengths,
 )
+from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.penalty_counts import PenaltyCounts
 from worker_service.model.results import LaunchResult, joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
@@ -46,6 +51,7 @@ class RunnerLimits:
     token_budget: int = 2048
     invariance: Invariance = Invariance.BATCH
     graphs: bool = False
+    latent_chunk_tokens: int = CHUNK_TOKENS
 
 
 class RunningLaunch(NamedTuple):
@@ -83,10 +89,16 @@ class Runner:
         self._one_phase = limits.invariance is Invariance.STRICT
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
-        self._plans = AttentionPlans(model.spec, limits.max_num_seqs, max_tokens, device, model.backend)
+        self._plans = Plans(
+            AttentionPlans(model.spec, limits.max_num_seqs, max_tokens, device, model.backend),
+            LatentPlans(
+                model.spec, limits.max_num_seqs, limits.latent_chunk_tokens, limits.invariance, device, model.backend
+            ),
+        )
         self._graphs: LaunchGraphs | None = None
         # References wait for the device, which no capture allows.
-        if limits.graphs and device.type == "cuda" and model.backend is not Backend.REFERENCE:
+        captures = not (self._one_phase and self._plans.latents.mixers)
+        if limits.graphs and captures and device.type == "cuda" and model.backend is not Backend.REFERENCE:
             with torch.inference_mode():
                 self._graphs = self._captured_graphs(limits, device)
 
@@ -139,9 +151,9 @@ class Runner:
         attention = self.attention(inputs)
         return self._model.forward(inputs.token_ids, inputs.positions, attention, self._gemm)
 
-    def attention(self, inputs: LaunchInputs) -> PagedAttention:
+    def attention(self, inputs: LaunchInputs) -> LaunchAttention:
         """Returns the attention of one launch, which all its layers share."""
-        return PagedAttention(self._pools, inputs, self._plans)
+        return LaunchAttention(self._pools, inputs, self._plans, self._gemm)
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
         bounds = GraphLimits(
@@ -152,6 +164,7 @@ class Runner:
             num_groups=self._pools.num_groups,
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
+            has_prompts=not self._plans.latents.mixers,
         )
         graphs = LaunchGraphs(self._computed, self._last, bounds, device)
         graphs.capture()
@@ -188,6 +201,7 @@ class Runner:
             num_decode=num_decode,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
+            prompt_lens=prompt_lens(batch, num_decode),
         )
         from_previous = next(tensors)
         if batch.from_previous:

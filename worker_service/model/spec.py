@@ -69,6 +69,41 @@ class AttentionSpec:
     has_sinks: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Attention over latents: one row a token, from which every head's keys and values are made.
+
+    q_rank          queries come from a row of this length; 0: from the hidden state
+    latent_dim      what a token's row holds beside the rotary key of all heads, which has rope_dim elements
+    nope_dim        elements of a query, and of a key, that do not turn; the rope_dim turned ones follow them
+    inner_eps       of the norms of the query's and the token's row
+    """
+
+    num_heads: int
+    q_rank: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    rope: RopeConfig
+    scale: float
+    interleaved: bool = True
+    bias: bool = False
+    inner_eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's row in a page."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+MixerSpec = AttentionSpec | LatentSpec
+
+
 class Activation(Enum):
     """What makes the middle of an MLP from its gate and up halves."""
 
@@ -105,7 +140,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    mixer: AttentionSpec
+    mixer: MixerSpec
     mlp: DenseSpec | MoeSpec
 
 
@@ -176,5 +211,7 @@ def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     return replace(spec, max_model_len=max_model_len, layers=layers)
 
 
-def _without_idle_window(mixer: AttentionSpec, max_model_len: int) -> AttentionSpec:
-    return replace(mixer, window_tokens=0) if mixer.window_tokens >= max_model_len else mixer
+def _without_idle_window(mixer: MixerSpec, max_model_len: int) -> MixerSpec:
+    if isinstance(mixer, AttentionSpec) and mixer.window_tokens >= max_model_len:
+        return replace(mixer, window_tokens=0)
+    return mixer

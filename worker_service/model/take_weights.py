@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from worker_service.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, Linear, MoeWeights
-from worker_service.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from worker_service.model.layer_weights import (
+    AttentionWeights,
+    DenseWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    MoeWeights,
+)
+from worker_service.model.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, MixerSpec, ModelSpec, MoeSpec
 from worker_service.model.tensors import TensorSource
 
 
@@ -15,10 +22,16 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     hidden, mlp = spec.hidden_size, layer.mlp
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mixer=take_mixer(source, f"{prefix}.self_attn", layer.mixer, hidden),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=take_mlp(source, f"{prefix}.mlp", mlp, hidden),
     )
+
+
+def take_mixer(source: TensorSource, prefix: str, spec: MixerSpec, hidden: int) -> AttentionWeights | LatentWeights:
+    if isinstance(spec, LatentSpec):
+        return take_latents(source, prefix, spec, hidden)
+    return take_attention(source, prefix, spec, hidden)
 
 
 def take_mlp(source: TensorSource, prefix: str, spec: DenseSpec | MoeSpec, hidden: int) -> DenseWeights | MoeWeights:
@@ -49,7 +62,7 @@ def take_attention(
     )
     sinks = source.take(f"{prefix}.{sinks_name}", spec.num_heads, wide=True) if spec.has_sinks else None
     if spec.interleaved:
-        q, k = _in_halves(q, spec), _in_halves(k, spec)
+        q, k = (_in_halves(linear, spec.head_dim, 0, spec.rotary_dim) for linear in (q, k))
     if spec.value_scale != 1.0:
         v = Linear(v.weight * spec.value_scale, None if v.bias is None else v.bias * spec.value_scale)
     if value_dim < spec.head_dim:
@@ -58,9 +71,14 @@ def take_attention(
 
 
 def _joined(*linears: Linear) -> Linear:
-    """Returns projections of the same input as one, row under row."""
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return Linear(stacked([linear.weight for linear in linears]), stacked(biases) if biases else None)
+    """Returns projections of the same input as one, row under row; one without a bias has zeros beside one with."""
+    weight = stacked([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return Linear(weight, None)
+    biases = [
+        linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears
+    ]
+    return Linear(weight, stacked(biases))
 
 
 def _widened_values(v: Linear, output: Linear, value_dim: int, head_dim: int) -> tuple[Linear, Linear]:
@@ -73,16 +91,39 @@ def _widened_values(v: Linear, output: Linear, value_dim: int, head_dim: int) ->
     return Linear(rows, bias), Linear(columns, output.bias)
 
 
-def _in_halves(linear: Linear, spec: AttentionSpec) -> Linear:
-    """Returns the projection with the elements of each head in another order: even ones, then odd ones.
+def _in_halves(linear: Linear, head_dim: int, first: int, end: int) -> Linear:
+    """Returns the projection with elements first .. end - 1 of each head in another order: even ones, then odd ones.
 
-    What was turned as neighbours lies half a head apart then, as the kernels turn it, and scores do not see the order.
+    What was turned as neighbours lies half of them apart then, as the kernels turn it, and scores do not see the order.
     """
-    order = torch.arange(linear.weight.shape[0]).view(-1, spec.head_dim)
-    turned = order[:, : spec.rotary_dim].clone()
-    order[:, : spec.rotary_dim] = torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
+    order = torch.arange(linear.weight.shape[0]).view(-1, head_dim)
+    turned = order[:, first:end].clone()
+    order[:, first:end] = torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
     rows = order.flatten().to(linear.weight.device)
     return Linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+def take_latents(source: TensorSource, prefix: str, spec: LatentSpec, hidden: int) -> LatentWeights:
+    """By DeepSeek's names."""
+    queries = spec.num_heads * spec.query_dim
+    q = Linear(source.take(f"{prefix}.q_proj.weight", queries, hidden), None) if not spec.q_rank else None
+    down = take_linear(source, [f"{prefix}.q_a_proj"], [spec.q_rank], hidden, bias=spec.bias) if q is None else q
+    q_norm, q_up = None, None
+    if q is None:
+        q_norm = source.take(f"{prefix}.q_a_layernorm.weight", spec.q_rank)
+        q_up = Linear(source.take(f"{prefix}.q_b_proj.weight", queries, spec.q_rank), None)
+    kv = take_linear(source, [f"{prefix}.kv_a_proj_with_mqa"], [spec.width], hidden, bias=spec.bias)
+    kv_norm = source.take(f"{prefix}.kv_a_layernorm.weight", spec.latent_dim)
+    rows = spec.num_heads * (spec.nope_dim + spec.value_dim)
+    kv_up = source.take(f"{prefix}.kv_b_proj.weight", rows, spec.latent_dim)
+    output = take_linear(source, [f"{prefix}.o_proj"], [hidden], spec.num_heads * spec.value_dim, bias=spec.bias)
+    if spec.interleaved:
+        kv = _in_halves(kv, spec.width, spec.latent_dim, spec.width)
+        if q_up is None:
+            down = _in_halves(down, spec.query_dim, spec.nope_dim, spec.query_dim)
+        else:
+            q_up = _in_halves(q_up, spec.query_dim, spec.nope_dim, spec.query_dim)
+    return LatentWeights(_joined(down, kv), kv_norm, kv_up, output, q_norm, q_up)
 
 
 def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows: int, columns: int) -> torch.Tensor:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from worker_service.core.errors import ModelError
-from worker_service.model.families import cohere2, gemma, glm4_moe, gpt_oss, llama, mimo_v2, mixtral, qwen3_moe
+from worker_service.model.families import (
+    cohere2,
+    deepseek,
+    gemma,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo_v2,
+    mixtral,
+    qwen3_moe,
+)
 from worker_service.model.families.family import Family
 
 FAMILIES = (
@@ -17,6 +27,9 @@ FAMILIES = (
     gemma.FAMILY3,
     cohere2.FAMILY,
     mimo_v2.FAMILY,
+    deepseek.FAMILY_V2,
+    deepseek.FAMILY_V3,
+    deepseek.FAMILY_GLM4_LITE,
 )
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 

@@ -18,7 +18,7 @@ from worker_service.model.spec import (
     NormKind,
     NormSpec,
 )
-from worker_service.model.take_weights import take_attention, take_dense
+from worker_service.model.take_weights import take_dense, take_mixer
 from worker_service.model.tensors import TensorSource
 
 COHERE2 = "Cohere2ForCausalLM"
@@ -57,7 +57,7 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     assert isinstance(mlp, DenseSpec)
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mixer=take_mixer(source, f"{prefix}.self_attn", layer.mixer, hidden),
         mlp=take_dense(source, f"{prefix}.mlp", mlp, hidden),
     )
 

@@ -14,6 +14,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 SLIDING = {"full_attention": False, "sliding_attention": True}
+DENSE = {"dense": True, "sparse": False}
 
 
 def model_spec(
@@ -105,3 +106,13 @@ def require_whole_rope(fields: Fields) -> None:
 def read_sliding(fields: Fields, num_layers: int) -> list[bool] | None:
     """Which layers have the window, by `layer_types`; None where the field is missing."""
     return layer_types(fields, num_layers, SLIDING)
+
+
+def read_dense_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Which layers have no experts, by `mlp_layer_types`; without it the first one."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        return [layer == 0 for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in DENSE for kind in kinds):
+        raise ModelError("mlp_layer_types", f"must name {' or '.join(DENSE)} for each of the {num_layers} layers")
+    return [DENSE[kind] for kind in kinds]

@@ -25,7 +25,7 @@ from worker_service.model.spec import (
     NormSpec,
     RopeConfig,
 )
-from worker_service.model.take_weights import take_attention, take_dense
+from worker_service.model.take_weights import take_dense, take_mixer
 from worker_service.model.tensors import TensorSource
 
 GEMMA2 = "Gemma2ForCausalLM"
@@ -136,7 +136,7 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     assert isinstance(mlp, DenseSpec)
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mixer=take_mixer(source, f"{prefix}.self_attn", layer.mixer, hidden),
         norm_behind_mixer=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp_norm=source.take(f"{prefix}.pre_feedforward_layernorm.weight", hidden),
         mlp=take_dense(source, f"{prefix}.mlp", mlp, hidden),

@@ -14,7 +14,7 @@ from worker_service.model.fields import Fields, first_of, flag, number, one_of, 
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
 from worker_service.model.mlps import SWIGLU_LIMIT
 from worker_service.model.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
-from worker_service.model.take_weights import take_attention, take_linear
+from worker_service.model.take_weights import take_linear, take_mixer
 from worker_service.model.tensors import TensorSource
 from worker_service.model.weight_formats import MXFP4, PLAIN
 
@@ -75,7 +75,7 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     assert isinstance(mlp, MoeSpec)
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mixer=take_mixer(source, f"{prefix}.self_attn", layer.mixer, hidden),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=_take_experts(source, f"{prefix}.mlp", mlp, hidden),
     )

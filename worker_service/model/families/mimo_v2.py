@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from worker_service.core.errors import ModelError
-from worker_service.model.families.common import SLIDING, model_spec, read_heads, read_sliding
+from worker_service.model.families.common import SLIDING, model_spec, read_dense_layers, read_heads, read_sliding
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.families.glm4_moe import read_experts
 from worker_service.model.families.qwen3_moe import read_dense
@@ -21,7 +21,6 @@ ROPES: Fields = {
     "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
     "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
 }
-DENSE = {"dense": True, "sparse": False}
 
 
 def read_spec(given: Fields) -> ModelSpec:
@@ -36,7 +35,7 @@ def read_spec(given: Fields) -> ModelSpec:
         fields,
         layers=tuple(
             LayerSpec(mixers[slides], dense if is_dense else experts)
-            for slides, is_dense in zip(sliding, _dense_layers(fields, num_layers), strict=True)
+            for slides, is_dense in zip(sliding, read_dense_layers(fields, num_layers), strict=True)
         ),
         norm=NormSpec(number(fields, "rms_norm_eps", 1e-5)),
         max_model_len=max_model_len,
@@ -69,20 +68,12 @@ def _attention(fields: Fields) -> tuple[dict[bool, AttentionSpec], int]:
     return {False: everything, True: window}, min(reach(rope, max_tokens) for rope in ropes.values())
 
 
-def _dense_layers(fields: Fields, num_layers: int) -> list[bool]:
-    kinds = fields.get("mlp_layer_types")
-    if kinds is None:
-        return [layer == 0 for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in DENSE for kind in kinds):
-        raise ModelError("mlp_layer_types", f"must name {' or '.join(DENSE)} for each of the {num_layers} layers")
-    return [DENSE[kind] for kind in kinds]
-
-
 def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
-    hidden = spec.hidden_size
+    hidden, mixer = spec.hidden_size, layer.mixer
+    assert isinstance(mixer, AttentionSpec)
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden, "attention_sink_bias"),
+        mixer=take_attention(source, f"{prefix}.self_attn", mixer, hidden, "attention_sink_bias"),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=take_mlp(source, f"{prefix}.mlp", layer.mlp, hidden),
     )

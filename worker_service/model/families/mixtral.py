@@ -11,7 +11,7 @@ from worker_service.model.families.llama import MISTRAL, read_attention
 from worker_service.model.fields import Fields, number, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
 from worker_service.model.spec import Activation, LayerSpec, ModelSpec, MoeSpec, NormSpec
-from worker_service.model.take_weights import take_attention, take_experts, take_linear
+from worker_service.model.take_weights import take_experts, take_linear, take_mixer
 from worker_service.model.tensors import TensorSource
 
 MIXTRAL = "MixtralForCausalLM"
@@ -40,7 +40,7 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     experts, inner, names = mlp.num_experts, mlp.intermediate_size, f"{prefix}.block_sparse_moe.experts.{{expert}}"
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", layer.mixer, hidden),
+        mixer=take_mixer(source, f"{prefix}.self_attn", layer.mixer, hidden),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=MoeWeights(
             take_linear(source, [f"{prefix}.block_sparse_moe.gate"], [experts], hidden, bias=False),
