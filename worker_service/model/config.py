@@ -25,7 +25,7 @@ def parse_model_spec(top_fields: Fields, generation: Fields | None = None) -> Mo
     """
     architecture = architecture_of(top_fields)
     family = family_of(architecture)
-    fields = merged(top_fields)
+    fields = {**family.defaults, **merged(top_fields)}
     weight_format = read_weight_format(fields, family.weight_formats, architecture)
     spec = replace(
         family.read_spec(fields),

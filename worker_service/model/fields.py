@@ -69,22 +69,28 @@ def one_of(fields: Fields, name: str, known: Mapping[str, Any], default: str) ->
     """What `known` has for the field's value."""
     value = fields.get(name)
     value = default if value is None else value
-    if value not in known:
+    if not _is_one_of(value, known):
         raise ModelError(name, f"{value!r} is not supported; {', '.join(map(repr, known))} {_verb(known)}")
     return known[value]
+
+
+def _is_one_of(value: object, known: Mapping[str, Any]) -> bool:
+    return isinstance(value, str) and value in known
 
 
 def _verb(known: Mapping[str, Any]) -> str:
     return "is" if len(known) == 1 else "are"
 
 
-def layer_types(fields: Fields, num_layers: int, known: Mapping[str, Any]) -> list[Any] | None:
+def layer_types(
+    fields: Fields, num_layers: int, known: Mapping[str, Any], name: str = "layer_types"
+) -> list[Any] | None:
     """What `known` has for each layer's kind; None where the field is missing."""
-    kinds = fields.get("layer_types")
+    kinds = fields.get(name)
     if kinds is None:
         return None
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        raise ModelError("layer_types", f"must name {' or '.join(known)} for each of the {num_layers} layers")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(_is_one_of(kind, known) for kind in kinds):
+        raise ModelError(name, f"must name {' or '.join(known)} for each of the {num_layers} layers")
     return [known[kind] for kind in kinds]
 
 

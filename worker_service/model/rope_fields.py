@@ -4,7 +4,7 @@ top-level `rope_theta`."""
 from __future__ import annotations
 
 from worker_service.core.errors import ModelError
-from worker_service.model.fields import Fields, number, one_of, whole
+from worker_service.model.fields import Fields, flag, number, one_of, whole
 from worker_service.model.spec import RopeConfig, RopeKind
 
 KINDS = {kind.value: kind for kind in RopeKind}
@@ -12,7 +12,7 @@ KINDS = {kind.value: kind for kind in RopeKind}
 
 def read_rope(fields: Fields, max_tokens: int) -> RopeConfig:
     """Returns the one rope of all layers."""
-    rope = _parameters(fields)
+    rope = rope_parameters(fields)
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError("rope_parameters", "must be the same for all layers")
     return rope_of(rope, _theta(fields), max_tokens)
@@ -20,7 +20,7 @@ def read_rope(fields: Fields, max_tokens: int) -> RopeConfig:
 
 def read_ropes(fields: Fields, kinds: tuple[str, ...], max_tokens: int) -> dict[str, RopeConfig] | None:
     """Returns the rope of each kind of layer where `rope_parameters` names the kinds, else None."""
-    rope = _parameters(fields)
+    rope = rope_parameters(fields)
     if not all(isinstance(rope.get(kind), dict) for kind in kinds):
         return None
     return {kind: rope_of(rope[kind], _theta(fields), max_tokens) for kind in kinds}
@@ -32,8 +32,7 @@ def rope_of(rope: Fields, default_theta: float, max_tokens: int) -> RopeConfig:
         kind: RopeKind = one_of(rope, name, KINDS, "default")
     except ModelError as error:
         raise ModelError("rope_type", error.reason) from error
-    theta = rope.get("rope_theta")
-    base = RopeConfig(kind, float(theta) if theta else default_theta)
+    base = RopeConfig(kind, number(rope, "rope_theta", default_theta))
     return base if kind is RopeKind.DEFAULT else _scaled(rope, base, max_tokens)
 
 
@@ -43,8 +42,9 @@ def rotary_dim(fields: Fields, head_dim: int) -> int:
     share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     share = fields.get("partial_rotary_factor") if share is None else share
     share = 1.0 if share is None else share
-    turned = int(head_dim * share) if isinstance(share, int | float) else 0
-    if not 0 < turned <= head_dim or turned % 2:
+    is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+    turned = int(head_dim * share) if is_share else 0
+    if not turned or turned % 2:
         raise ModelError("partial_rotary_factor", f"{share!r} turns {turned} of the {head_dim} elements of a head")
     return turned
 
@@ -61,10 +61,12 @@ def reach(rope: RopeConfig, max_tokens: int) -> int:
     return max(max_tokens, int(rope.original_max_tokens * rope.factor))
 
 
-def _parameters(fields: Fields) -> Fields:
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+def rope_parameters(fields: Fields) -> Fields:
+    """Returns what the file says of its rotary embeddings, in either spelling; empty where it says nothing."""
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    rope = fields.get(name) or {}
     if not isinstance(rope, dict):
-        raise ModelError("rope_parameters", f"must be an object, not {rope!r}")
+        raise ModelError(name, f"must be an object, not {rope!r}")
     return rope
 
 
@@ -85,7 +87,7 @@ def _scaled(rope: Fields, base: RopeConfig, max_tokens: int) -> RopeConfig:
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
         attention_factor=None if attention_factor is None else number(rope, "attention_factor"),
-        mscale=float(rope.get("mscale") or 0.0),
-        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
-        truncate=bool(rope.get("truncate", True)),
+        mscale=number(rope, "mscale") if rope.get("mscale") else 0.0,
+        mscale_all_dim=number(rope, "mscale_all_dim") if rope.get("mscale_all_dim") else 0.0,
+        truncate=flag(rope, "truncate", True),
     )

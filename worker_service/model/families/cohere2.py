@@ -22,6 +22,7 @@ from worker_service.model.take_weights import take_dense, take_mixer
 from worker_service.model.tensors import TensorSource
 
 COHERE2 = "Cohere2ForCausalLM"
+DEFAULTS: Fields = {"eos_token_id": 255001}
 
 
 def read_spec(fields: Fields) -> ModelSpec:
@@ -62,4 +63,4 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY = Family((COHERE2,), read_spec, take_layer, kinds=FULL_AND_WINDOW)
+FAMILY = Family((COHERE2,), read_spec, take_layer, DEFAULTS, kinds=FULL_AND_WINDOW)

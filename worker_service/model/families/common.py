@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from worker_service.core.errors import ModelError
 from worker_service.model.fields import Fields, flag, layer_types, one_of, whole
-from worker_service.model.rope_fields import reach, read_rope
+from worker_service.model.rope_fields import reach, read_rope, rope_parameters
 from worker_service.model.spec import Activation, LayerSpec, ModelSpec, NormSpec, RopeConfig
 
 ACTIVATIONS = {
@@ -97,8 +97,7 @@ def read_positions(fields: Fields) -> Positions:
 
 def require_whole_rope(fields: Fields) -> None:
     """Raises ModelError where only a part of each head turns, for families in which all of it does."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    share = rope_parameters(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise ModelError("partial_rotary_factor", f"{share!r} is not supported; 1.0 is")
 
@@ -110,9 +109,5 @@ def read_sliding(fields: Fields, num_layers: int) -> list[bool] | None:
 
 def read_dense_layers(fields: Fields, num_layers: int) -> list[bool]:
     """Which layers have no experts, by `mlp_layer_types`; without it the first one."""
-    kinds = fields.get("mlp_layer_types")
-    if kinds is None:
-        return [layer == 0 for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in DENSE for kind in kinds):
-        raise ModelError("mlp_layer_types", f"must name {' or '.join(DENSE)} for each of the {num_layers} layers")
-    return [DENSE[kind] for kind in kinds]
+    default = [layer == 0 for layer in range(num_layers)]
+    return layer_types(fields, num_layers, DENSE, "mlp_layer_types") or default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple
 
 from session.words import GroupKind
@@ -21,6 +22,7 @@ FULL_AND_WINDOW = (GroupKind.FULL, GroupKind.WINDOW)
 class Family(NamedTuple):
     """`read_spec` gets the merged fields. `take_layer` takes one layer's tensors.
 
+    defaults         fields that a file may leave out, with the values that transformers gives them; null is a value
     roots            what the names of the decoder's tensors may begin with; `model.` stands for each of them
     ignored          beginnings of names that a folder may hold and the decoder has no use for, as they are behind
                      `model.`; {num_layers} stands for the spec's number of layers
@@ -32,6 +34,7 @@ class Family(NamedTuple):
     architectures: tuple[str, ...]
     read_spec: Callable[[Fields], ModelSpec]
     take_layer: TakeLayer
+    defaults: Fields = MappingProxyType({})
     roots: tuple[str, ...] = ("model.",)
     ignored: tuple[str, ...] = ()
     kinds: tuple[GroupKind, ...] = (GroupKind.FULL,)

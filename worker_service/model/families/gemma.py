@@ -32,35 +32,35 @@ GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 GEMMA3_WRAPPER = "Gemma3ForConditionalGeneration"
 GEMMA2_DEFAULTS: Fields = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 256,
+    "eos_token_id": 1,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "sliding_window_pattern": 2,
 }
 GEMMA3_DEFAULTS: Fields = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
     "sliding_window_pattern": 6,
 }
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def read_gemma2(given: Fields) -> ModelSpec:
-    fields = _completed(given, GEMMA2_DEFAULTS)
+def read_gemma2(fields: Fields) -> ModelSpec:
     rope = read_rope(fields, whole(fields, "max_position_embeddings"))
     return _read_spec(fields, replace(_attention(fields), rope=rope), dict.fromkeys((False, True), rope))
 
 
-def read_gemma3(given: Fields) -> ModelSpec:
-    fields = _completed(given, GEMMA3_DEFAULTS)
+def read_gemma3(fields: Fields) -> ModelSpec:
     return _read_spec(fields, replace(_attention(fields), qk_norm=True), _gemma3_ropes(fields))
-
-
-def _completed(given: Fields, defaults: Fields) -> Fields:
-    return {**defaults, **{name: value for name, value in given.items() if value is not None or name not in defaults}}
 
 
 def _read_spec(fields: Fields, mixer: AttentionSpec, ropes: dict[bool, RopeConfig]) -> ModelSpec:
@@ -144,11 +144,12 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY2 = Family((GEMMA2,), read_gemma2, take_layer, kinds=FULL_AND_WINDOW)
+FAMILY2 = Family((GEMMA2,), read_gemma2, take_layer, GEMMA2_DEFAULTS, kinds=FULL_AND_WINDOW)
 FAMILY3 = Family(
     (GEMMA3, GEMMA3_WRAPPER),
     read_gemma3,
     take_layer,
+    GEMMA3_DEFAULTS,
     roots=("model.", "language_model.model.", "model.language_model."),
     ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     kinds=FULL_AND_WINDOW,

@@ -12,12 +12,10 @@ from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, Laye
 from worker_service.model.take_weights import take_layer
 
 GLM4_MOE = "Glm4MoeForCausalLM"
-# What config.json may leave out.
-DEFAULTS: Fields = {"head_dim": None, "partial_rotary_factor": 0.5}
+DEFAULTS: Fields = {"num_key_value_heads": 8, "partial_rotary_factor": 0.5}
 
 
-def read_spec(given: Fields) -> ModelSpec:
-    fields = {**DEFAULTS, **given}
+def read_spec(fields: Fields) -> ModelSpec:
     heads = read_heads(fields)
     positions = read_positions(fields)
     mixer = AttentionSpec(
@@ -65,4 +63,4 @@ def read_experts(fields: Fields) -> MoeSpec:
 
 
 # Behind the last layer lie those that predict tokens ahead.
-FAMILY = Family((GLM4_MOE,), read_spec, take_layer, ignored=("model.layers.{num_layers}.",))
+FAMILY = Family((GLM4_MOE,), read_spec, take_layer, DEFAULTS, ignored=("model.layers.{num_layers}.",))

@@ -28,10 +28,12 @@ ROPE: Fields = {
 }
 
 
+DEFAULTS: Fields = {"head_dim": 64, "num_key_value_heads": 8, "rope_theta": ROPE["rope_theta"]}
+
+
 def read_spec(given: Fields) -> ModelSpec:
-    fields = {"head_dim": 64, "rope_theta": ROPE["rope_theta"], **given}
-    if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
-        fields["rope_parameters"] = ROPE
+    has_rope = given.get("rope_parameters") or given.get("rope_scaling")
+    fields = given if has_rope else {**given, "rope_parameters": ROPE}
     one_of(fields, "hidden_act", {"silu": None}, "silu")
     if number(fields, "swiglu_limit", SWIGLU_LIMIT) != SWIGLU_LIMIT:
         raise ModelError("swiglu_limit", f"{fields['swiglu_limit']!r} is not supported; {SWIGLU_LIMIT} is")
@@ -98,4 +100,4 @@ def _in_halves(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
 
 
-FAMILY = Family((GPT_OSS,), read_spec, take_layer, kinds=FULL_AND_WINDOW, weight_formats=(PLAIN, MXFP4))
+FAMILY = Family((GPT_OSS,), read_spec, take_layer, DEFAULTS, kinds=FULL_AND_WINDOW, weight_formats=(PLAIN, MXFP4))

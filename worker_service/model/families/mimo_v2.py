@@ -18,15 +18,20 @@ from worker_service.model.tensors import TensorSource
 
 MIMO_V2_FLASH = "MiMoV2FlashForCausalLM"
 ROPES: Fields = {
-    "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
-    "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+    "full_attention": {"rope_theta": 5_000_000.0},
+    "sliding_attention": {"rope_theta": 10_000.0},
+}
+ROTARY_SHARE = 0.334
+DEFAULTS: Fields = {
+    "head_dim": 192,
+    "num_key_value_heads": 4,
+    "attention_value_scale": 0.707,
+    "n_shared_experts": 0,
 }
 
 
 def read_spec(given: Fields) -> ModelSpec:
-    fields = {"head_dim": 192, "n_shared_experts": 0, "routed_scaling_factor": None, **given}
-    if not fields.get("rope_parameters"):
-        fields["rope_parameters"] = ROPES
+    fields = given if given.get("rope_parameters") else {**given, "rope_parameters": ROPES}
     num_layers = whole(fields, "num_hidden_layers")
     sliding = read_sliding(fields, num_layers) or [bool(layer) and (layer + 1) % 6 != 0 for layer in range(num_layers)]
     mixers, max_model_len = _attention(fields)
@@ -48,7 +53,7 @@ def _attention(fields: Fields) -> tuple[dict[bool, AttentionSpec], int]:
     ropes = read_ropes(fields, tuple(SLIDING), max_tokens)
     if ropes is None:
         raise ModelError("rope_parameters", f"must have a rope for each of {', '.join(SLIDING)}")
-    named = {kind: fields["rope_parameters"][kind] for kind in SLIDING}
+    named = {kind: {"partial_rotary_factor": ROTARY_SHARE, **fields["rope_parameters"][kind]} for kind in SLIDING}
     everything = AttentionSpec(
         *heads,
         rope=ropes["full_attention"],
@@ -79,4 +84,4 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY = Family((MIMO_V2_FLASH,), read_spec, take_layer, ignored=("model.mtp.",), kinds=FULL_AND_WINDOW)
+FAMILY = Family((MIMO_V2_FLASH,), read_spec, take_layer, DEFAULTS, ignored=("model.mtp.",), kinds=FULL_AND_WINDOW)

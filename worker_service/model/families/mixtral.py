@@ -15,6 +15,7 @@ from worker_service.model.take_weights import take_experts, take_linear, take_mi
 from worker_service.model.tensors import TensorSource
 
 MIXTRAL = "MixtralForCausalLM"
+DEFAULTS: Fields = {"num_key_value_heads": 8, "rope_theta": 1_000_000.0, "eos_token_id": 2}
 
 
 def read_spec(fields: Fields) -> ModelSpec:
@@ -50,4 +51,4 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-FAMILY = Family((MIXTRAL,), read_spec, take_layer, kinds=FULL_AND_WINDOW)
+FAMILY = Family((MIXTRAL,), read_spec, take_layer, DEFAULTS, kinds=FULL_AND_WINDOW)

@@ -7,16 +7,19 @@ from dataclasses import replace
 from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
 from worker_service.model.families import llama
-from worker_service.model.families.common import model_spec, read_activation, read_positions
+from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, first_of, flag, number, whole
 from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_layer
 
 QWEN3_MOE = "Qwen3MoeForCausalLM"
+DEFAULTS: Fields = {"num_key_value_heads": 4}
 
 
-def read_spec(fields: Fields) -> ModelSpec:
+def read_spec(given: Fields) -> ModelSpec:
+    # Not Qwen3's 128 where it is missing.
+    fields = {**given, "head_dim": read_heads(given).head_dim}
     slides = flag(fields, "use_sliding_window") and fields.get("sliding_window") is not None
     # All layers, whatever max_window_layers says.
     window = whole(fields, "sliding_window") if slides else 0
@@ -54,4 +57,4 @@ def expert_layers(fields: Fields) -> list[bool]:
     return [layer not in only and (layer + 1) % step == 0 for layer in range(whole(fields, "num_hidden_layers"))]
 
 
-FAMILY = Family((QWEN3_MOE,), read_spec, take_layer, kinds=FULL_AND_WINDOW)
+FAMILY = Family((QWEN3_MOE,), read_spec, take_layer, DEFAULTS, kinds=FULL_AND_WINDOW)
