@@ -20,6 +20,7 @@ from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.model.device import numerics, pick_device, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.latent_attention import workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
@@ -59,7 +60,9 @@ def _prepare(config: WorkerConfig) -> Compute:
     backend = Backend(config.kernel_backend)
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
     pools = _make_pools(config, loaded.spec, loaded.model.dtype, device)
-    limits = RunnerLimits(config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs)
+    limits = RunnerLimits(
+        config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs, config.latent_chunk_tokens
+    )
     return Compute(loaded, device, pools, invariance, Runner(loaded.model, pools, device, limits))
 
 
@@ -73,21 +76,28 @@ def _make_pools(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, devic
         max_num_seqs=config.max_num_seqs,
         window_share=config.window_share,
     )
-    pools = PagePools(layouts, _num_pages(config, layouts, demand, device), page_tokens, device)
+    budget_bytes = _budget(config, spec, dtype, device)
+    pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device)
     _log_pools(pool_report(pools.specs(), page_tokens, spec.max_model_len))
     return pools
 
 
 def _num_pages(
-    config: WorkerConfig, layouts: Sequence[GroupLayout], demand: PoolDemand, device: torch.device
+    config: WorkerConfig, layouts: Sequence[GroupLayout], demand: PoolDemand, budget_bytes: int
 ) -> tuple[int, ...]:
     if config.pool_pages:
         num_pages = counts_for(layouts, config.pool_pages, demand)
         check_pool(layouts, num_pages, demand)
         return num_pages
+    return plan_pages(layouts, budget_bytes, demand)
+
+
+def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Returns bytes for the pools: `pool_mb`, or a share of the memory that the model and its workspace leave."""
     if config.pool_mb:
-        return plan_pages(layouts, config.pool_mb << 20, demand)
-    return plan_pages(layouts, pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20), demand)
+        return config.pool_mb << 20
+    budget = pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20)
+    return budget - workspace_bytes(spec, config.latent_chunk_tokens, dtype) if device.type == "cuda" else budget
 
 
 def _log_pools(report: PoolReport) -> None:

@@ -51,6 +51,11 @@ class WorkerConfig:
         minimum=0.0,
         maximum=1.0,
     )
+    latent_chunk_tokens: int = setting(
+        32_768,
+        "Tokens of which a prompt over latents makes keys and values at a time; their memory is taken off the pools.",
+        minimum=1024,
+    )
     max_model_len: int = setting(0, "Longest prompt and answer together; 0: the model's.", minimum=0)
     max_num_seqs: int = setting(64, "Sequences in one launch.", minimum=1)
     max_waiting: int = setting(1024, "Requests that may wait; more are refused.", minimum=1)

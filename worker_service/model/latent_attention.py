@@ -62,6 +62,14 @@ class LatentPlans:
         )
 
 
+def workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
+    """Returns the memory that a prompt over latents needs beside the pools: the rows of a chunk, gathered, and the keys
+    and values that they become. 0 for a model without latents."""
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)]
+    row = max((mixer.width + mixer.num_heads * (mixer.nope_dim + mixer.value_dim) for mixer in mixers), default=0)
+    return row * chunk_tokens * dtype.itemsize
+
+
 class PagedLatents:
     """Attention over latents for one launch: new ones go to their pages first, so attention reads pages alone."""
 

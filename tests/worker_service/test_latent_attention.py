@@ -1,0 +1,60 @@
+"""Prompts over latents in chunks of the workspace's size, and what that workspace takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker_service.model_kit import Bench, Part, make_reference, random_tokens
+from worker_service.config import WorkerConfig
+from worker_service.model.config import read_model_spec
+from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.latent_attention import workspace_bytes
+from worker_service.model.runner import RunnerLimits
+from worker_service.model.spec import LatentSpec
+
+LENGTH = 200
+PAGES = tuple(range(1, 14))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek-v3")
+    make_reference("deepseek-v3", folder)
+    return folder
+
+
+def logits(folder: Path, limits: RunnerLimits, cut: int = 0) -> torch.Tensor:
+    bench = Bench(folder, limits=limits)
+    sequence = bench.sequence(random_tokens(LENGTH, 1), PAGES)
+    parts = [Part(sequence, 0, cut), Part(sequence, cut, LENGTH)] if cut else [Part(sequence, 0, LENGTH)]
+    return torch.cat([bench.all_logits(part) for part in parts])
+
+
+def test_a_small_workspace_computes_the_same(folder: Path) -> None:
+    whole = logits(folder, RunnerLimits())
+    in_chunks = logits(folder, RunnerLimits(latent_chunk_tokens=128))
+    assert (whole - in_chunks).abs().max().item() <= 1e-5 * whole.abs().max().item()
+
+
+@pytest.mark.parametrize("invariance", list(Invariance))
+def test_every_invariance_computes_the_same(folder: Path, invariance: Invariance) -> None:
+    """The paths of latent attention round differently, but they are one attention."""
+    wanted = logits(folder, RunnerLimits())
+    actual = logits(folder, RunnerLimits(invariance=invariance), cut=199)
+    assert (wanted - actual).abs().max().item() <= 1e-5 * wanted.abs().max().item()
+
+
+def test_the_workspace_is_that_of_one_chunk(folder: Path) -> None:
+    spec = read_model_spec(folder)
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, LatentSpec)
+    row = mixer.latent_dim + mixer.rope_dim + mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
+    assert workspace_bytes(spec, 128, torch.bfloat16) == 128 * row * 2
+
+
+def test_a_model_without_latents_needs_none(tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    assert workspace_bytes(read_model_spec(tmp_path), WorkerConfig(model="m").latent_chunk_tokens, torch.float32) == 0
