@@ -6,12 +6,15 @@ import math
 from typing import Any, NamedTuple
 
 import pytest
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.worker_service.published_configs import PUBLISHED
 from worker_service.core.errors import ModelError
 from worker_service.model.config import parse_model_spec
-from worker_service.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeConfig
+from worker_service.model.families import FAMILIES
+from worker_service.model.families.family import Family
+from worker_service.model.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, RopeConfig
 
 Fields = dict[str, Any]
 # These say which family it is.
@@ -30,6 +33,7 @@ UNREAD = {
     "experts_per_token",
     "initial_context_length",
     "initializer_range",
+    "ep_size",
     "layer_switch",
     "max_window_layers",
     "num_nextn_predict_layers",
@@ -51,11 +55,16 @@ UNREAD_BY = {
     "google/gemma-2-9b": {"hidden_act"},
     "Qwen/Qwen3-30B-A3B": {"sliding_window"},
     "CohereLabs/c4ai-command-r7b-12-2024": {"use_qk_norm"},
+    "deepseek-ai/DeepSeek-V3": {"moe_layer_freq", "num_key_value_heads", "scoring_func", "topk_method"},
 }
 
 
 class Layer(NamedTuple):
-    """What makes one layer: `mlp` names the experts' number, size, choice, scale, groups and the shared one's size."""
+    """What makes one layer.
+
+    latents   ranks of queries and of latents, and the elements of a head without and with a rotation
+    mlp       the experts' number, size, choice, scale, groups and the shared one's size
+    """
 
     heads: tuple[int, int, int]
     value_dim: int
@@ -68,6 +77,7 @@ class Layer(NamedTuple):
     biases: tuple[bool, bool]
     qk_norm: bool
     mlp: tuple[Any, ...]
+    latents: tuple[int, int, int, int] | None = None
 
 
 class Facts(NamedTuple):
@@ -100,6 +110,8 @@ def facts_of_spec(spec: ModelSpec) -> Facts:
 
 def _layer_of_spec(layer: LayerSpec) -> Layer:
     mixer = layer.mixer
+    if isinstance(mixer, LatentSpec):
+        return _latent_layer(mixer, _mlp_of_spec(layer.mlp))
     assert isinstance(mixer, AttentionSpec)
     return Layer(
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
@@ -113,6 +125,24 @@ def _layer_of_spec(layer: LayerSpec) -> Layer:
         (mixer.qkv_bias, mixer.output_bias),
         mixer.qk_norm,
         _mlp_of_spec(layer.mlp),
+    )
+
+
+def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
+    head_dim = mixer.nope_dim + mixer.rope_dim
+    return Layer(
+        (mixer.num_heads, mixer.num_heads, head_dim),
+        mixer.value_dim,
+        1.0,
+        0,
+        _rope_of_spec(mixer.rope),
+        mixer.rope_dim,
+        mixer.scale,
+        0.0,
+        (mixer.bias, mixer.bias),
+        False,
+        mlp,
+        (mixer.q_rank, mixer.latent_dim, mixer.nope_dim, mixer.rope_dim),
     )
 
 
@@ -156,6 +186,8 @@ def facts_of_transformers(fields: Fields) -> Facts:
 
 
 def _layer_of_transformers(config: Any, layer: int) -> Layer:
+    if config.model_type == "deepseek_v3":
+        return _latent_layer_of_transformers(config, layer)
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) or 0
     slides = bool(window) if kinds is None else kinds[layer] == "sliding_attention"
@@ -181,6 +213,25 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
         (bias, bias and config.model_type not in ("glm4_moe", "mimo_v2_flash")),
         config.model_type in ("gemma3_text", "qwen3_moe") or getattr(config, "use_qk_norm", False) is True,
         _mlp_of_transformers(config, layer),
+    )
+
+
+def _latent_layer_of_transformers(config: Any, layer: int) -> Layer:
+    rope = config.rope_parameters
+    mscale = 0.1 * rope.get("mscale_all_dim", 0.0) * math.log(rope.get("factor", 1.0)) + 1.0
+    return Layer(
+        (config.num_attention_heads, config.num_attention_heads, config.qk_head_dim),
+        config.v_head_dim,
+        1.0,
+        0,
+        _rope_of_transformers(rope),
+        config.qk_rope_head_dim,
+        config.qk_head_dim**-0.5 * mscale**2,
+        0.0,
+        (config.attention_bias, config.attention_bias),
+        False,
+        _mlp_of_transformers(config, layer),
+        (config.q_lora_rank or 0, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim),
     )
 
 
@@ -258,6 +309,17 @@ def test_what_a_file_leaves_out_has_transformers_value_or_is_named(name: str) ->
         assert facts_of_spec(spec) == facts_of_transformers(fields), left_out
         num_compared += 1
     assert num_compared >= 5
+
+
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.defaults], ids=lambda one: one.architectures[0]
+)
+def test_defaults_are_those_of_transformers_classes(family: Family) -> None:
+    for architecture in family.architectures:
+        config: Any = getattr(transformers, architecture).config_class().get_text_config()
+        stated = {name: value for name, value in family.defaults.items() if hasattr(config, name)}
+        assert stated
+        assert stated == {name: getattr(config, name) for name in stated}
 
 
 @pytest.mark.parametrize("wrong", ["?", ["?"], math.nan])

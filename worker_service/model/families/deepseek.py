@@ -21,6 +21,24 @@ from worker_service.model.take_weights import take_layer
 V2 = "DeepseekV2ForCausalLM"
 V3 = "DeepseekV3ForCausalLM"
 GLM4_LITE = "Glm4MoeLiteForCausalLM"
+V2_DEFAULTS: Fields = {"q_lora_rank": 1536, "n_routed_experts": 64, "eos_token_id": 2}
+V3_DEFAULTS: Fields = {
+    "q_lora_rank": 1536,
+    "n_routed_experts": 256,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "eos_token_id": 1,
+}
+GLM4_LITE_DEFAULTS: Fields = {
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "eos_token_id": 1,
+}
 
 
 def read_v2(fields: Fields) -> ModelSpec:
@@ -92,6 +110,8 @@ def _v2_experts(fields: Fields) -> MoeSpec:
     )
 
 
-FAMILY_V2 = Family((V2,), read_v2, take_layer)
-FAMILY_V3 = Family((V3,), read_v3, take_layer, ignored=("model.layers.{num_layers}.",))
-FAMILY_GLM4_LITE = Family((GLM4_LITE,), read_glm4_lite, take_layer, ignored=("model.layers.{num_layers}.",))
+FAMILY_V2 = Family((V2,), read_v2, take_layer, V2_DEFAULTS)
+FAMILY_V3 = Family((V3,), read_v3, take_layer, V3_DEFAULTS, ignored=("model.layers.{num_layers}.",))
+FAMILY_GLM4_LITE = Family(
+    (GLM4_LITE,), read_glm4_lite, take_layer, GLM4_LITE_DEFAULTS, ignored=("model.layers.{num_layers}.",)
+)
