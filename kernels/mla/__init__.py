@@ -14,6 +14,7 @@ from kernels.gather_latent import gather_latent
 from kernels.head_linear import head_linear
 from kernels.latent_dims import check_latent_dims
 from kernels.linear import Route
+from kernels.mla import cpu
 from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla_decode import MlaDecodePlan, mla_decode
@@ -53,6 +54,8 @@ def mla_extend(
         rows, target = q[run.first_token : run.last_token], out[run.first_token : run.last_token]
         if isinstance(run, AbsorbedRun):
             _absorb(rows, pages, kv_b, run, factor, target, backend)
+        elif cpu.reason_against(q, backend) is None:
+            cpu.materialise(rows, pages, kv_b, dims, run, factor, target)
         else:
             _materialise(rows, pages, kv_b, run, factor, route, target, backend)
     return out

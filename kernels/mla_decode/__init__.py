@@ -21,7 +21,7 @@ from kernels._checks import (
 from kernels.attention import check_lse, check_tensor_core_dtype, new_lse
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode import reference
+from kernels.mla_decode import cpu, reference
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import reason_against
 from kernels.mla_decode.plan import MlaDecodePlan, Tree, tree_of
@@ -121,6 +121,8 @@ def _compute(
 
         check_dims(call)
         launch(call, out, lse)
+    elif backend is Backend.AUTO and cpu.reason_against(call, lse) is None:
+        cpu.mla_decode(call, out)
     else:
         reference.mla_decode(call, out, lse)
 
