@@ -18,7 +18,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.gpu.pool_plan import PoolDemand, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.model.device import numerics, pick_device, prepare_process
+from worker_service.model.device import numerics, pick_device, pick_kv_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.latent_attention import workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
@@ -54,21 +54,22 @@ def prepare(config: WorkerConfig) -> Compute:
 def _prepare(config: WorkerConfig) -> Compute:
     device = pick_device(config.device)
     invariance = Invariance(config.invariance)
+    kv_dtype = pick_kv_dtype(config.kv_dtype, device)
     prepare_process(device, config.threads, stable_gemms=invariance is not Invariance.FAST)
     if config.host_tier != "none":
         keep_freed_blocks()
     backend = Backend(config.kernel_backend)
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
-    pools = _make_pools(config, loaded.spec, loaded.model.dtype, device)
+    pools = _make_pools(config, loaded.spec, kv_dtype or loaded.model.dtype, device)
     limits = RunnerLimits(
         config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs, config.latent_chunk_tokens
     )
     return Compute(loaded, device, pools, invariance, Runner(loaded.model, pools, device, limits))
 
 
-def _make_pools(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> PagePools:
+def _make_pools(config: WorkerConfig, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> PagePools:
     page_tokens = config.page_tokens or spec.page_tokens
-    layouts = page_layouts(spec, dtype, page_tokens)
+    layouts = page_layouts(spec, kv_dtype, page_tokens)
     demand = PoolDemand(
         page_tokens=page_tokens,
         max_model_len=spec.max_model_len,
@@ -76,9 +77,9 @@ def _make_pools(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, devic
         max_num_seqs=config.max_num_seqs,
         window_share=config.window_share,
     )
-    budget_bytes = _budget(config, spec, dtype, device)
+    budget_bytes = _budget(config, spec, kv_dtype, device)
     pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device)
-    _log_pools(pool_report(pools.specs(), page_tokens, spec.max_model_len))
+    _log_pools(pool_report(pools.specs(), page_tokens, spec.max_model_len), str(kv_dtype).removeprefix("torch."))
     return pools
 
 
@@ -100,9 +101,9 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
     return budget - workspace_bytes(spec, config.latent_chunk_tokens, dtype) if device.type == "cuda" else budget
 
 
-def _log_pools(report: PoolReport) -> None:
+def _log_pools(report: PoolReport, kv_dtype: str) -> None:
     groups = [group._asdict() for group in report.groups]
-    _log.info("pools made", extra={"groups": groups, "least_hit_tokens": report.least_hit_tokens})
+    _log.info("pools made", extra={"kv_dtype": kv_dtype, "groups": groups, "least_hit_tokens": report.least_hit_tokens})
     if report.warning is not None:
         _log.warning(report.warning)
 
@@ -111,13 +112,15 @@ def fingerprint(compute: Compute) -> bytes:
     """Returns a digest of what must agree before two workers may exchange pages; each field is framed by its length."""
     fields = (
         compute.loaded.digest,
+        # Rounds keys and values before fp8 pages do, so their layout does not tell it.
+        str(compute.loaded.model.dtype),
         compute.pools.layout_id,
         repr(compute.loaded.spec.ropes),
         str(NUM_RANKS),
         compute.invariance.value,
         numerics(compute.device, compute.loaded.model.backend),
     )
-    digest = hashlib.sha256(b"stemcache fingerprint 3")
+    digest = hashlib.sha256(b"stemcache fingerprint 4")
     for field in fields:
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(8, "little") + data)

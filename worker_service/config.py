@@ -16,6 +16,7 @@ ENV_PREFIX = "STEMCACHE_WORKER_"
 TIERS = ("none", "memory", "redis")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8_e4m3")
 BACKENDS = ("auto", "reference")
 INVARIANCES = ("strict", "batch", "fast")
 
@@ -38,6 +39,11 @@ class WorkerConfig:
     host_timeout_s: float = setting(2.0, "Silence of Redis after which a transfer fails.", minimum=0.01)
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str = setting("auto", "auto: fp32 on a CPU, the checkpoint's on a GPU.", choices=DTYPES)
+    kv_dtype: str = setting(
+        "auto",
+        "Keys and values in pages. auto: as the model's dtype; fp8_e4m3: a byte each, with 3 bits of mantissa.",
+        choices=KV_DTYPES,
+    )
     kernel_backend: str = setting(
         "auto", "auto: the kernels of the device; reference: plain PyTorch, slow, to compare with.", choices=BACKENDS
     )

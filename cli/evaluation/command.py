@@ -28,6 +28,7 @@ from register_qa import Kind
 POOL_MB = 512
 # Fetch whatever the tier has: an evaluation of fetched pages must not depend on whether a fetch pays.
 CACHE_ENV = {"STEMCACHE_CACHE_FETCH": "always"}
+KV_DTYPES = ("auto", "fp8_e4m3")
 KINDS = tuple(kind.value for kind in Kind)
 # Of the model in the box, over enough questions to tell.
 BOXED = LeastAccuracy(one_fact=0.97, two_facts=0.90)
@@ -51,6 +52,9 @@ def eval_command(
         list[str] | None,
         typer.Option("--way", help=f"Only cold and this way, of {', '.join(WAYS)}; may be given several times."),
     ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option("--kv-dtype", help=f"Keys and values in the workers' pages: {', '.join(KV_DTYPES)}.")
+    ] = "auto",
     plot: Annotated[Path | None, typer.Option("--plot", help="Write accuracy and times as an SVG.")] = None,
     model: ModelOption = "",
     device: DeviceOption = "auto",
@@ -65,13 +69,15 @@ def eval_command(
         for value in given or ():
             check_choice(option, value, known)
     check_choice("--device", device, DEVICES)
+    check_choice("--kv-dtype", kv_dtype, KV_DTYPES)
     if questions < 2 * registers:
         raise typer.BadParameter(f"needs two for each of {registers} registers", param_hint="--questions")
     if plot is not None and not plot.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
     output = Output(as_json=json_)
     folder = model_to_serve(model, seed, output)
-    options = ClusterOptions(folder, device=device, pool_mb=POOL_MB, cache_env=CACHE_ENV)
+    environ = {"STEMCACHE_WORKER_KV_DTYPE": kv_dtype}
+    options = ClusterOptions(folder, device=device, pool_mb=POOL_MB, cache_env=CACHE_ENV, environ=environ)
     plan = SheetPlan(questions, registers, tokens, tuple(map(Kind, kinds or KINDS)), seed)
     least = BOXED if not model and questions >= ENOUGH_QUESTIONS else LeastAccuracy()
     found = _evaluated(options, plan, tuple(ways or WAYS), least, output)

@@ -127,6 +127,7 @@ def as_json(evaluation: Evaluation, model: str) -> dict[str, object]:
         "model": model,
         "device": worker.device,
         "dtype": worker.dtype,
+        "kv_dtype": worker.config.get("kv_dtype", "auto"),
         "cpus": os.cpu_count() or 0,
         "page_tokens": worker.page_tokens,
         "questions": plan.questions,

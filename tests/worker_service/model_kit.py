@@ -238,9 +238,10 @@ class Bench:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         limits: RunnerLimits | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         config = read_model_spec(folder)
-        layouts = page_layouts(config, dtype, PAGE)
+        layouts = page_layouts(config, kv_dtype or dtype, PAGE)
         self.config = config
         self.pages = PagePools(layouts, [NUM_PAGES] * len(layouts), PAGE, device)
         for layer in range(len(config.layers)):

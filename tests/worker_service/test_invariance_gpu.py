@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.fp8 import E4M3
 from tests.worker_service.model_kit import Bench, PagedTokens, Part
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
@@ -59,7 +60,12 @@ MODEL: dict[str, Any] = {
 class World(Bench):
     """A model of one page size, and a pool whose pages are dealt in random order and poisoned between owners."""
 
-    def __init__(self, page_tokens: int, invariance: Invariance = Invariance.BATCH) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        invariance: Invariance = Invariance.BATCH,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.config = parse_model_spec(MODEL)
         generator = torch.Generator(CUDA).manual_seed(5)
         tensors = {}
@@ -69,9 +75,7 @@ class World(Bench):
         tensors["model.embed_tokens.weight"] *= 20
         self.page = page_tokens
         self.num_pages = POOL_TOKENS // page_tokens
-        self.pages = PagePools(
-            page_layouts(self.config, torch.bfloat16, page_tokens), [self.num_pages], page_tokens, CUDA
-        )
+        self.pages = PagePools(page_layouts(self.config, kv_dtype, page_tokens), [self.num_pages], page_tokens, CUDA)
         limits = RunnerLimits(MAX_MATES + 2, MAX_TOKENS * 2, invariance, graphs=True)
         self.runner = Runner(Decoder(self.config, LoadedTensors(tensors), CUDA), self.pages, CUDA, limits)
         self.clear(random.Random(0))
@@ -115,9 +119,16 @@ def strict_world(request: pytest.FixtureRequest) -> Iterator[World]:
     torch.cuda.empty_cache()
 
 
-@pytest.fixture(scope="module", params=[16, 32, 128, 1], ids="page{}".format)
+WORLDS = {
+    **{f"page{page_tokens}": (page_tokens, torch.bfloat16) for page_tokens in (16, 32, 128, 1)},
+    "page16-fp8": (16, E4M3),
+}
+
+
+@pytest.fixture(scope="module", params=list(WORLDS))
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    yield World(request.param)
+    page_tokens, kv_dtype = WORLDS[request.param]
+    yield World(page_tokens, kv_dtype=kv_dtype)
     torch.cuda.empty_cache()
 
 

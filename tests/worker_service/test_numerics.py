@@ -14,8 +14,9 @@ from kernels.backend import Backend
 from tests.worker_service.model_kit import CPU
 from worker_service import bootstrap
 from worker_service.config import WorkerConfig
+from worker_service.core.errors import ModelError
 from worker_service.model import device as model_device
-from worker_service.model.device import numerics
+from worker_service.model.device import numerics, pick_kv_dtype
 
 CUDA = torch.device("cuda", 0)
 
@@ -25,6 +26,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The card that numerics sees; a test may change it."""
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (properties.major, properties.minor))
     return properties
 
 
@@ -61,3 +63,29 @@ def test_the_fingerprint_holds_numerics(tmp_path: Path, monkeypatch: pytest.Monk
     assert bootstrap.fingerprint(slow) != wanted
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SOMETHING")
     assert bootstrap.fingerprint(first) != wanted
+
+
+def test_pages_of_another_dtype_are_smaller_and_other_pages(tmp_path: Path) -> None:
+    make_random_model(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
+    wide, narrow = (
+        bootstrap.prepare(WorkerConfig(**settings, pool_mb=1, kv_dtype=kv_dtype)) for kv_dtype in ("auto", "fp8_e4m3")
+    )
+    (wide_pool,), (narrow_pool,) = wide.pools.specs(), narrow.pools.specs()
+    assert 4 * narrow_pool.page_bytes == wide_pool.page_bytes
+    # Page 0, which belongs to nobody, is a part of the budget.
+    assert narrow_pool.num_pages + 1 == 4 * (wide_pool.num_pages + 1)
+    half = bootstrap.prepare(WorkerConfig(**settings, pool_mb=1, kv_dtype="fp8_e4m3", dtype="bfloat16"))
+    assert half.pools.layout_id == narrow.pools.layout_id
+    assert len({bootstrap.fingerprint(compute) for compute in (wide, narrow, half)}) == 3
+
+
+def test_the_dtype_of_pages_is_checked_against_the_card(card: SimpleNamespace) -> None:
+    assert pick_kv_dtype("auto", CUDA) is None
+    assert pick_kv_dtype("fp8_e4m3", CPU) is torch.float8_e4m3fn
+    assert pick_kv_dtype("fp8_e4m3", CUDA) is torch.float8_e4m3fn
+    card.major, card.minor = 8, 6
+    with pytest.raises(ModelError, match=r"kv_dtype.* 8\.9 or higher, this one has 8\.6"):
+        pick_kv_dtype("fp8_e4m3", CUDA)
+    with pytest.raises(ModelError, match=r"kv_dtype.*'int8' is not supported; auto, fp8_e4m3 are"):
+        pick_kv_dtype("int8", CPU)

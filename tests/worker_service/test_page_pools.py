@@ -146,4 +146,5 @@ def test_pages_of_several_tensors_move_between_workers() -> None:
 def test_a_header_tells_the_type_of_a_groups_elements() -> None:
     codes = [layout.dtype_code for layout in states().layouts]
     assert codes == [1, MIXED_DTYPES]
-    assert [kv_layouts([0], dtype)[0].dtype_code for dtype in (torch.float16, torch.bfloat16)] == [2, 3]
+    others = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    assert [kv_layouts([0], dtype)[0].dtype_code for dtype in others] == [2, 3, 4]

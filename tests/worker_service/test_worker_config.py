@@ -32,6 +32,7 @@ def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
         (["--model", "m", "--cache", "nowhere"], {}, "cache"),
         (["--model", "m", "--listen", "host:99999"], {}, "listen"),
         (["--model", "m", "--invariance", "always"], {}, "--invariance"),
+        (["--model", "m", "--kv-dtype", "fp8"], {}, "--kv-dtype"),
         (["--model", "m", "--cuda-graphs", "perhaps"], {}, "--cuda-graphs"),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 from session.words import GroupKind, GroupSpec
 
 # Codes of element types in a page's header; never reused.
-DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4}
 MIXED_DTYPES = 255
 
 

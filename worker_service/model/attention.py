@@ -11,9 +11,11 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
+from kernels.fp8 import E4M3
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.page_pools import PagePools
+from worker_service.model.kv_scales import NO_SCALES, KvScales
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import Heads
 from worker_service.model.spec import AttentionSpec, ModelSpec
@@ -97,6 +99,7 @@ class PagedHeads:
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
         pages = self._pools.layer_pages(layer)
+        scales = heads.scales if pages.k.dtype is E4M3 else NO_SCALES
         queries = rotate_append_kv(
             heads.qkv,
             heads.positions,
@@ -108,12 +111,20 @@ class PagedHeads:
             q_norm=heads.q_norm,
             k_norm=heads.k_norm,
             eps=heads.eps,
+            k_scales=scales.k,
+            v_scales=scales.v,
             num_unpacked=self._launch.num_decode,
             backend=self._backend,
         )
-        return self.attended(layer, queries, heads.sinks)
+        return self.attended(layer, queries, heads.sinks, scales)
 
-    def attended(self, layer: int, queries: RotatedQueries, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attended(
+        self,
+        layer: int,
+        queries: RotatedQueries,
+        sinks: torch.Tensor | None = None,
+        scales: KvScales = NO_SCALES,
+    ) -> torch.Tensor:
         """Returns the attention of the launch's queries over this layer's pages: [num_tokens, q_heads, head_dim].
 
         Padding rows are not written; their content stays in their row and is never read.
@@ -121,12 +132,14 @@ class PagedHeads:
         num_decode = self._launch.num_decode
         out = torch.empty_like(queries.unpacked)
         if num_decode:
-            self._attend_decode(layer, queries.unpacked[:num_decode], sinks, out[:num_decode])
+            self._attend_decode(layer, queries.unpacked[:num_decode], sinks, scales, out[:num_decode])
         if self._launch.num_prefill:
-            self._attend_prefill(layer, queries.packed, sinks, out[num_decode:])
+            self._attend_prefill(layer, queries.packed, sinks, scales, out[num_decode:])
         return out
 
-    def _attend_decode(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _attend_decode(
+        self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, scales: KvScales, out: torch.Tensor
+    ) -> None:
         pages, mixer = self._pools.layer_pages(layer), self._mixers[layer]
         decode_attention(
             q,
@@ -140,11 +153,15 @@ class PagedHeads:
             window=mixer.window_tokens,
             softcap=mixer.softcap,
             sinks=sinks,
+            k_scales=scales.k,
+            v_scales=scales.v,
             out=out,
             backend=self._backend,
         )
 
-    def _attend_prefill(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _attend_prefill(
+        self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, scales: KvScales, out: torch.Tensor
+    ) -> None:
         pages, mixer = self._pools.layer_pages(layer), self._mixers[layer]
         prefill_attention(
             q,
@@ -159,6 +176,8 @@ class PagedHeads:
             window=mixer.window_tokens,
             softcap=mixer.softcap,
             sinks=sinks,
+            k_scales=scales.k,
+            v_scales=scales.v,
             out=out,
             backend=self._backend,
         )

@@ -154,7 +154,7 @@ def _make_mixer(
         assert isinstance(weights.mixer, LatentWeights)
         return LatentMixer(number, layer.mixer, weights.mixer, rotary, backend)
     assert isinstance(weights.mixer, AttentionWeights)
-    return AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, rotary, backend)
+    return AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
 
 
 def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -12,6 +12,10 @@ import torch
 from kernels.backend import Backend
 from worker_service.core.errors import ModelError
 
+# What pages may hold instead of the model's own dtype.
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
+# The least compute capability whose compiler converts to e4m3.
+E4M3_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Raised when a change to the kernels or the model's code changes bits that pages hold.
 NUMERICS_VERSION = 3
@@ -41,6 +45,20 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and name == "float32":
         raise ModelError("dtype", "float32 is served on a CPU only; bfloat16 and float16 are served on CUDA")
     return DTYPES[name]
+
+
+def pick_kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """Returns what keys and values are in pages; None, for `auto`, is the model's dtype."""
+    if name == "auto":
+        return None
+    if name not in KV_DTYPES:
+        raise ModelError("kv_dtype", f"{name!r} is not supported; auto, {', '.join(KV_DTYPES)} are")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < E4M3_CAPABILITY:
+        least, have = (".".join(map(str, version)) for version in (E4M3_CAPABILITY, found))
+        raise ModelError(
+            "kv_dtype", f"{name} needs a device of compute capability {least} or higher, this one has {have}"
+        )
+    return KV_DTYPES[name]
 
 
 def numerics(device: torch.device, backend: Backend) -> str:

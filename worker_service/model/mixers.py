@@ -9,6 +9,7 @@ import torch
 from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
+from worker_service.model.kv_scales import KvScales, kv_scales
 from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
 from worker_service.model.rope import RotaryTables
@@ -16,7 +17,8 @@ from worker_service.model.spec import AttentionSpec, LatentSpec, NormSpec
 
 
 class Heads(NamedTuple):
-    """A layer's heads as its GEMM made them, [num_tokens, q_heads + 2 kv_heads, head_dim], and how to rotate them."""
+    """A layer's heads as its GEMM made them, [num_tokens, q_heads + 2 kv_heads, head_dim], how to rotate them,
+    and the scales of fp8 pages."""
 
     qkv: torch.Tensor
     positions: torch.Tensor
@@ -25,6 +27,7 @@ class Heads(NamedTuple):
     k_norm: torch.Tensor | None
     eps: float
     sinks: torch.Tensor | None
+    scales: KvScales
 
 
 class Latents(NamedTuple):
@@ -74,11 +77,14 @@ class AttentionMixer:
         spec: AttentionSpec,
         weights: AttentionWeights,
         norm: NormSpec,
+        input_norm: torch.Tensor,
         rotary: RotaryTables,
         backend: Backend,
     ) -> None:
         self._number = number
         self._shape = (spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        self._cos_sin = rotary.of(spec.rope, spec.rotary_dim)
+        self._scales = kv_scales(spec, weights, norm, input_norm, self._cos_sin)
         self._qkv = packed(weights.qkv, backend)
         self._output = packed(weights.output, backend)
         self._q_norm, self._k_norm = (
@@ -86,7 +92,6 @@ class AttentionMixer:
         )
         self._sinks = weights.sinks
         self._eps = norm.eps
-        self._cos_sin = rotary.of(spec.rope, spec.rotary_dim)
 
     def linears(self) -> list[Linear]:
         return [self._qkv, self._output]
@@ -101,6 +106,7 @@ class AttentionMixer:
             self._k_norm,
             self._eps,
             self._sinks,
+            self._scales,
         )
         attended = step.attention.over_heads(self._number, heads)
         return step.gemm(attended.view(x.shape[0], -1), self._output)

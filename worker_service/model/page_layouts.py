@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.fp8 import E4M3
 from session.words import GroupKind
+from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.model.spec import LatentSpec, MixerSpec, ModelSpec
 
@@ -19,7 +21,9 @@ class _Row(NamedTuple):
     shape: tuple[int, ...]
 
 
-def page_layouts(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> tuple[GroupLayout, ...]:
+def page_layouts(spec: ModelSpec, kv_dtype: torch.dtype, page_tokens: int) -> tuple[GroupLayout, ...]:
+    if kv_dtype is E4M3 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
+        raise ModelError("kv_dtype", f"fp8_e4m3 is for keys and values of heads; {spec.architecture} keeps latents")
     rows = [_row(layer.mixer) for layer in spec.layers]
     distinct = sorted(set(rows))
     return tuple(
@@ -27,7 +31,7 @@ def page_layouts(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> tuple
             name=_name(row, distinct),
             kind=GroupKind.WINDOW if row.window_tokens else GroupKind.FULL,
             layers=tuple(layer for layer, other in enumerate(rows) if other == row),
-            tensors=(PageTensor(row.planes, (page_tokens, *row.shape), dtype),),
+            tensors=(PageTensor(row.planes, (page_tokens, *row.shape), kv_dtype),),
             window_tokens=row.window_tokens,
         )
         for row in distinct
