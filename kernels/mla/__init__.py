@@ -15,13 +15,23 @@ from kernels.head_linear import head_linear
 from kernels.latent_dims import check_latent_dims
 from kernels.linear import Route
 from kernels.mla import cpu
-from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend
+from kernels.mla.device_plan import plan_on_device
+from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend, workspace_bytes
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_prefill import AttentionState, mla_prefill, mla_prefill_part
 from kernels.project_latents import project_latents
 
-__all__ = ["ExtendPlan", "MlaPath", "choose_path", "mla_absorbed", "mla_extend", "plan_extend"]
+__all__ = [
+    "ExtendPlan",
+    "MlaPath",
+    "choose_path",
+    "mla_absorbed",
+    "mla_extend",
+    "plan_extend",
+    "plan_on_device",
+    "workspace_bytes",
+]
 
 
 def mla_extend(

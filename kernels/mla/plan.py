@@ -15,11 +15,12 @@ import torch
 
 from kernels._checks import check_block_tables
 from kernels.errors import KernelArgumentError
+from kernels.latent_dims import LatentDims
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla_decode import MlaDecodePlan
 from kernels.mla_prefill import BLOCK, MlaPrefillPlan
 
-__all__ = ["CHUNK_TOKENS", "AbsorbedRun", "Chunk", "ExtendPlan", "MaterialisedRun", "plan_extend"]
+__all__ = ["CHUNK_TOKENS", "AbsorbedRun", "Chunk", "ExtendPlan", "MaterialisedRun", "plan_extend", "workspace_bytes"]
 
 CHUNK_TOKENS = 32768
 
@@ -40,11 +41,14 @@ class AbsorbedRun:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Latents from first_positions on, cu_seqlens_k of them; query 0 of a sequence is at q_offsets among them."""
+    """Latents from first_positions on, cu_seqlens_k of them; query 0 of a sequence is at q_offsets among them.
 
-    first_positions: torch.Tensor
+    Without the two: all latents, the last of which are the queries' own. num_latents bounds cu_seqlens_k's end.
+    """
+
+    first_positions: torch.Tensor | None
     cu_seqlens_k: torch.Tensor
-    q_offsets: torch.Tensor
+    q_offsets: torch.Tensor | None
     num_latents: int
     plan: MlaPrefillPlan | None
 
@@ -81,7 +85,8 @@ def plan_extend(
 ) -> ExtendPlan:
     """The plan for sequences whose lengths are these; block_tables int32 [num_seqs, any], on the device that computes.
 
-    chunk_tokens bounds the latents that are projected at a time, one BLOCK per sequence at least.
+    chunk_tokens bounds the latents that are projected at a time, one BLOCK per sequence at least; workspace_bytes says
+    what memory they take. On a CPU fp32 sequences are computed one after the other, each at once.
     """
     num_seqs = len(new_tokens)
     check_block_tables(block_tables, num_seqs, block_tables.device)
@@ -101,6 +106,17 @@ def plan_extend(
         else:
             runs.append(_materialised(span, block_tables[part], new, cached, chunk_tokens))
     return ExtendPlan(starts[-1], heads, tuple(runs))
+
+
+def workspace_bytes(chunk_tokens: int, heads: int, dims: LatentDims, dtype: torch.dtype) -> int:
+    """Bytes that a layer's extend holds for its latents while it attends to them: rows gathered, keys and values made.
+
+    2.1 GB for CHUNK_TOKENS of DeepSeek-V3's 128 heads in 16 bits. Beyond one chunk there is an AttentionState too,
+    heads * (value + 2) fp32 numbers for each new token.
+    """
+    if chunk_tokens < 0 or heads < 1:
+        raise KernelArgumentError(f"chunk_tokens, heads: must be counts, got {chunk_tokens} and {heads}")
+    return chunk_tokens * (dims.width + heads * (dims.nope + dims.value)) * dtype.itemsize
 
 
 def _absorbed(

@@ -21,6 +21,7 @@ ROOT = HERE.parent.parent
 PARTS = (
     (
         "mla_extend",
+        "mla_device_plan",
         "mla_plans",
         "mla_prefill",
         "linear",
