@@ -1,6 +1,6 @@
 """Times launches of a Llama-3-8B-shaped model on a CUDA device, in process: decode steps and prompts behind a prefix.
 
-    python -m benchmarks.bench_llama_gpu [--invariance strict batch fast] --out model.json
+    python -m benchmarks.bench_llama_gpu [--invariance strict batch fast] [--kv-dtype fp8_e4m3] --out model.json
 
 Each `invariance` gets a process of its own: cuBLAS reads its settings once. The floors that the times
 are held against are measured in the same process. Nothing is timed before the captured launch gave the tokens of the
@@ -23,11 +23,14 @@ import torch
 
 from benchmarks.gpu_timer import CEILING_BYTES, Timer, read_microseconds
 from benchmarks.llama_8b import Llama8B
+from kernels.fp8 import E4M3
 from kernels.rotate_append_kv import RotatedQueries
+from worker_service.config import KV_DTYPES
 from worker_service.core.batch import Batch
 from worker_service.model.attention import PagedHeads
-from worker_service.model.device import prepare_process
+from worker_service.model.device import pick_kv_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.kv_scales import NO_SCALES, KvScales
 from worker_service.model.runner import LaunchResult, RunnerLimits
 from worker_service.model.spec import AttentionSpec
 
@@ -45,9 +48,9 @@ Figures = dict[str, float]
 
 
 class Bench:
-    """One model under one `invariance`."""
+    """One model under one `invariance`, with pages of one dtype."""
 
-    def __init__(self, invariance: Invariance) -> None:
+    def __init__(self, invariance: Invariance, kv_dtype: torch.dtype) -> None:
         self.invariance = invariance
         self.timer = Timer()
         source = torch.ones(CEILING_BYTES // 4, device=DEVICE)
@@ -55,7 +58,9 @@ class Bench:
         del source
         limits = RunnerLimits(64, SIBLINGS * SIBLING_TOKENS, invariance, graphs=True)
         started = time.perf_counter()
-        self.llama = Llama8B(NUM_PAGES, limits, DEVICE)
+        self.llama = Llama8B(NUM_PAGES, limits, DEVICE, kv_dtype=kv_dtype)
+        one = torch.ones(1, device=DEVICE)
+        self.scales = KvScales(one, one) if kv_dtype is E4M3 else NO_SCALES
         torch.cuda.synchronize()
         self.start_s = time.perf_counter() - started
         self.runner = self.llama.runner
@@ -199,12 +204,13 @@ class Bench:
                 torch.randn(rows, mixer.num_heads, mixer.head_dim, device=DEVICE, dtype=torch.bfloat16),
                 torch.randn(packed, device=DEVICE, dtype=torch.bfloat16),
             )
-            return self.device_us(lambda: [attention.attended(layer, queries) for layer in range(len(spec.layers))], 5)
+            layers = range(len(spec.layers))
+            return self.device_us(lambda: [attention.attended(at, queries, scales=self.scales) for at in layers], 5)
 
 
-def measure(invariance: Invariance, cases: Sequence[str]) -> dict[str, Any]:
+def measure(invariance: Invariance, kv_dtype: str, cases: Sequence[str]) -> dict[str, Any]:
     prepare_process(DEVICE, 0, stable_gemms=invariance is not Invariance.FAST)
-    bench = Bench(invariance)
+    bench = Bench(invariance, pick_kv_dtype(kv_dtype, DEVICE) or torch.bfloat16)
     report: dict[str, Any] = {"start_s": bench.start_s, "read_gb_per_s": bench.read_bytes_per_us * 1e-3}
     for name in cases:
         report[name] = bench.decode(int(name.removeprefix("decode_"))) if "decode" in name else getattr(bench, name)()
@@ -227,8 +233,9 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def in_own_process(invariance: str, cases: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.bench_llama_gpu", "--only", invariance, "--cases", *cases]
+def in_own_process(invariance: str, kv_dtype: str, cases: Sequence[str]) -> dict[str, Any]:
+    settings = ["--only", invariance, "--kv-dtype", kv_dtype]
+    command = [sys.executable, "-m", "benchmarks.bench_llama_gpu", *settings, "--cases", *cases]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     report: dict[str, Any] = json.loads(output.splitlines()[-1])
     return report
@@ -238,13 +245,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--invariance", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of the pages; auto: bf16")
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_llama_gpu needs a CUDA device")
     if arguments.only:
-        print(json.dumps(rounded(measure(Invariance(arguments.only), arguments.cases))))
+        print(json.dumps(rounded(measure(Invariance(arguments.only), arguments.kv_dtype, arguments.cases))))
         return
     if arguments.out is None:
         parser.error("--out: where the figures are to go")
@@ -252,7 +260,8 @@ def main() -> None:
 
     report: dict[str, Any] = {
         **about_device(),
-        **{kind: in_own_process(kind, arguments.cases) for kind in arguments.invariance},
+        "kv_dtype": arguments.kv_dtype,
+        **{kind: in_own_process(kind, arguments.kv_dtype, arguments.cases) for kind in arguments.invariance},
     }
     if {"batch", "fast"} <= set(report):
         report["cost_of_batch"] = rounded(cost(report["batch"], report["fast"]))

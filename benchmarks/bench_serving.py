@@ -5,7 +5,8 @@
 The cache service and one worker run as `stemcache up` starts them, without a host tier; the clients are processes of
 their own, over loopback. On a GPU the model is random weights in the shape of Llama 3.1 8B, written to a temporary
 folder (16 GB) unless --model names one; a path (/... or ./...) that is not there yet is written and kept. On a CPU it
-is the small random model, which shows that everything works and nothing more.
+is the small random model, which shows that everything works and nothing more. Variables of the services count, for
+example STEMCACHE_WORKER_KV_DTYPE=fp8_e4m3; the report has them.
 
 A row has figures only if its tokens were right (benchmarks/serving/answers.py), else the exit code is 1. Rows are
 written as they come, so that a run that is cut keeps what it has.

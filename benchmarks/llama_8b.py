@@ -58,15 +58,24 @@ class PagedTokens:
 class Llama8B:
     """Holds the model, its pages (random too: zeros would be read faster) and the runner."""
 
-    def __init__(self, num_pages: int, limits: RunnerLimits, device: torch.device, num_layers: int = 32) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        limits: RunnerLimits,
+        device: torch.device,
+        num_layers: int = 32,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.config = parse_model_spec({**FIELDS, "num_hidden_layers": num_layers})
         self.generator = torch.Generator(device).manual_seed(0)
         tensors = {name: self._weight(shape, device) for name, shape in expected_shapes(self.config).items()}
         self.model = Decoder(self.config, LoadedTensors(tensors), device)
-        self.pages = PagePools(page_layouts(self.config, torch.bfloat16, PAGE), [num_pages], PAGE, device)
+        self.pages = PagePools(page_layouts(self.config, kv_dtype, PAGE), [num_pages], PAGE, device)
         for layer in range(num_layers):
             for pages in self.pages.layer_pages(layer).planes:
-                pages[1:].normal_(generator=self.generator)
+                # By way of bf16: nothing draws fp8.
+                drawn = torch.empty(pages[1:].shape, dtype=torch.bfloat16, device=device)
+                pages[1:].copy_(drawn.normal_(generator=self.generator))
         self.runner = Runner(self.model, self.pages, device, limits)
         self._next_page = 1
 

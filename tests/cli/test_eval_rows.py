@@ -165,6 +165,7 @@ def test_registers_come_in_turn_and_none_comes_twice(count: int) -> None:
         (("--registers", "1"), "--registers"),
         (("--plot", "/nowhere/at/all.svg"), "--plot: there is no folder"),
         (("--device", "tpu"), "--device: must be one of auto"),
+        (("--kv-dtype", "int8"), "--kv-dtype: must be one of auto, fp8_e4m3"),
     ],
 )
 def test_a_wrong_option_is_named(tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:

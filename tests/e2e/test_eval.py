@@ -45,6 +45,7 @@ def ways(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_every_way_is_played_and_holds(report: dict[str, Any], ways: dict[str, dict[str, Any]]) -> None:
     assert report["passed"] is True
+    assert report["kv_dtype"] == "auto"
     assert list(ways) == list(WAYS)
     assert [way["failures"] for way in ways.values()] == [[]] * len(WAYS)
     assert {way["questions"] for way in ways.values()} == {QUESTIONS}
