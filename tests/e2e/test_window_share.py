@@ -14,8 +14,8 @@ from tests.e2e.running import Draw, healthy
 
 POOL_PAGES = 300
 TOKEN_BUDGET = 64
-# Of one sequence: its window and two cut pages, and what two launches write.
-RUNNING_PAGES = -(-WINDOW // PAGE) + 2 + 2 * TOKEN_BUDGET // PAGE
+# Of one sequence: its window and two cut pages, and what three launches write.
+RUNNING_PAGES = -(-WINDOW // PAGE) + 2 + 3 * TOKEN_BUDGET // PAGE
 ANSWER = 12
 GONE = (f"window{WINDOW}", "window_gone")
 

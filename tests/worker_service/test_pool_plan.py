@@ -35,17 +35,17 @@ def test_equal_counts_take_the_budget_and_no_more() -> None:
 
 def test_a_window_gets_what_runs_and_its_share() -> None:
     layouts = kv_layouts([0, 8, 8])
-    # 2 sequences: 8 tokens and two cut pages each; two launches of 16 tokens.
-    assert running_pages(layouts[1], DEMAND) == 2 * 4 + 2 * 4
-    assert counts_for(layouts, 1000, DEMAND) == (1000, 16)
-    assert counts_for(layouts, 1000, DEMAND._replace(window_share=0.05)) == (1000, 66)
+    # 2 sequences: 8 tokens and two cut pages each; three launches of 16 tokens.
+    assert running_pages(layouts[1], DEMAND) == 2 * 4 + 3 * 4
+    assert counts_for(layouts, 1000, DEMAND) == (1000, 20)
+    assert counts_for(layouts, 1000, DEMAND._replace(window_share=0.05)) == (1000, 70)
     assert counts_for(layouts, 10, DEMAND._replace(window_share=0.05)) == (10, 10)
 
 
 def test_the_longest_window_leads_where_nothing_is_kept_whole() -> None:
     layouts = kv_layouts([8, 32, 8])
     assert leading(layouts).name == "window32"
-    assert counts_for(layouts, 1000, DEMAND) == (16, 1000)
+    assert counts_for(layouts, 1000, DEMAND) == (20, 1000)
 
 
 @given(

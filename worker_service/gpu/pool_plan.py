@@ -74,9 +74,9 @@ def _window_pages(layout: GroupLayout, n: int, demand: PoolDemand) -> int:
 
 def running_pages(layout: GroupLayout, demand: PoolDemand) -> int:
     """Returns pages of a window group for everything that runs: each sequence its window and two cut pages, and what
-    two launches write."""
+    three launches write, one that runs, one that is queued, and one whose pages are asked for."""
     window = math.ceil(layout.window_tokens / demand.page_tokens) + 2
-    return demand.max_num_seqs * window + 2 * math.ceil(demand.max_chunk_tokens / demand.page_tokens)
+    return demand.max_num_seqs * window + 3 * math.ceil(demand.max_chunk_tokens / demand.page_tokens)
 
 
 def pool_bytes(layouts: Sequence[GroupLayout], counts: Sequence[int]) -> int:

@@ -1,0 +1,115 @@
+"""What docs/invariance.md promises, for each kind of layers: the same bits for any cut, company, page order and source.
+
+On a GPU in bf16 and sizes that the Hopper kernels take; on a CPU in fp32 and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill
+from worker_service.model.device import prepare_process
+from worker_service.model.gemm_dispatch import Invariance
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+if torch.cuda.is_available():
+    # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
+    prepare_process(CUDA, 0)
+
+PAGE = 16
+GPU_CASES = 6
+CPU_CASES = 2
+SIZES: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+LARGE = {"hidden_size": 1024, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+# What differs from the sizes, by kind: everywhere, on a GPU, on a CPU.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "experts": (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"head_dim": 128},
+        {"head_dim": 16},
+    ),
+    "windows-sinks": (
+        {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 4},
+        {"head_dim": 64, "sliding_window": 128},
+        {"head_dim": 16, "sliding_window": 20},
+    ),
+    "two-ropes": (
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3, "tie_word_embeddings": True},
+        {"head_dim": 256, "sliding_window": 256},
+        {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+    ),
+    "softcap": (
+        {"architectures": ["Gemma2ForCausalLM"]},
+        {"head_dim": 256, "sliding_window": 256},
+        {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+    ),
+    "latents": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+        {"num_attention_heads": 16, "q_lora_rank": 512, "moe_intermediate_size": 512},
+        {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def gpu_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    shared, large, _ = KINDS[request.param]
+    yield World({**SIZES, **LARGE, **shared, **large}, PAGE, Invariance.BATCH, CUDA, torch.bfloat16, Scale())
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def cpu_world(request: pytest.FixtureRequest) -> World:
+    shared, _, small = KINDS[request.param]
+    scale = Scale(pool_tokens=4096, lengths=(17, 75, 100))
+    return World({**SIZES, **SMALL, **shared, **small}, PAGE, Invariance.BATCH, CPU, torch.float32, scale)
+
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class TestGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("seed", range(GPU_CASES))
+    def test_prefill_gives_the_cold_logits(self, gpu_world: World, seed: int) -> None:
+        check_prefill(gpu_world, seed)
+
+    @pytest.mark.parametrize("seed", range(GPU_CASES))
+    def test_decoding_gives_the_same_logits_in_any_company(self, gpu_world: World, seed: int) -> None:
+        check_decoding(gpu_world, seed)
+
+
+class TestCpu:
+    @pytest.mark.parametrize("seed", range(CPU_CASES))
+    def test_prefill_gives_the_cold_logits(self, cpu_world: World, seed: int) -> None:
+        check_prefill(cpu_world, seed)
+
+    @pytest.mark.parametrize("seed", range(CPU_CASES))
+    def test_decoding_gives_the_same_logits_in_any_company(self, cpu_world: World, seed: int) -> None:
+        check_decoding(cpu_world, seed)
