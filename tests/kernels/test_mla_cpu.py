@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.latent_dims import DEEPSEEK_V3, LatentDims
 from kernels.mla import MlaPath, mla_absorbed, mla_extend, plan_extend
-from kernels.mla_decode import mla_decode, reference
+from kernels.mla_decode import mla_decode, mla_decode_lse, reference
 from kernels.mla_prefill import reference as prefill_reference
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.inputs import running_sums
 from tests.kernels.mla_inputs import GLM_FLASH, ODD, TINY, LatentCase, extend_truth, make_latents, permuted
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="nothing here launches a kernel")
@@ -117,18 +117,35 @@ def test_a_decode_row_without_latents_gives_zero() -> None:
     assert not out[1].any()
 
 
+@pytest.mark.usefixtures("no_reference")
+def test_an_absorbed_prompt_has_the_bits_of_decoding(dims: LatentDims) -> None:
+    """Each token of it, whatever the cut: what a worker asks for whose decoded tokens count as parts of prompts."""
+    case = make([(0, 40), (30, 5)], dims)
+    plan = plan_extend(case.block_tables, case.new, case.cached, HEADS, path=MlaPath.ABSORBED)
+    got = mla_extend(case.q, case.pages, case.kv_b, plan)
+    assert_output(got, extend_truth(case))
+    for seq, (cached, new) in enumerate(case.lengths):
+        for token in range(new):
+            row = case.rows(seq).start + token
+            length = torch.tensor([cached + token + 1], dtype=torch.int32)
+            table = case.block_tables[seq : seq + 1]
+            one = mla_absorbed(case.q[row : row + 1], case.pages, case.kv_b, table, length)
+            assert_same_bits(one[0], got[row])
+
+
 def test_what_it_does_not_take_goes_to_the_reference() -> None:
-    case = make([(9, 2), (12, 2)], TINY)
-    q = torch.randn(4, HEADS, TINY.width)
-    where = (case.pages, case.block_tables, case.seqlens_k)
-    options = {"scale": 1.0, "latent": TINY.latent, "cu_seqlens_q": running_sums([2, 2]), "max_q_tokens": 2}
-    rows = [1, 3]  # the last query of each
-    several = mla_decode(q, *where, **options)[rows]
-    torch.testing.assert_close(several, mla_decode(q[rows], *where, scale=1.0, latent=TINY.latent))
+    case = make([(9, 1), (12, 1)], TINY)
+    q = torch.randn(2, HEADS, TINY.width)
+    where = (q, case.pages, case.block_tables, case.seqlens_k)
+    out, lse = mla_decode_lse(*where, scale=1.0, latent=TINY.latent)
+    wanted, wanted_lse = mla_decode_lse(*where, scale=1.0, latent=TINY.latent, backend=Backend.REFERENCE)
+    assert_same_bits(out, wanted)
+    assert_same_bits(lse, wanted_lse)
+    torch.testing.assert_close(mla_decode(*where, scale=1.0, latent=TINY.latent), wanted)
 
 
 def test_wrong_lengths_are_refused() -> None:
     case = make([(9, 2)], TINY)
     q = torch.randn(1, HEADS, TINY.width)
-    with pytest.raises(KernelArgumentError, match=r"sequence 0: 11 latents \(max_seqlen_k 10\)"):
+    with pytest.raises(KernelArgumentError, match=r"sequence 0: 1 queries .* and 11 latents \(max_seqlen_k 10\)"):
         mla_decode(q, case.pages, case.block_tables, case.seqlens_k, scale=1.0, latent=TINY.latent, max_seqlen_k=10)
