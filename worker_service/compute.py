@@ -20,7 +20,7 @@ from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.model.device import numerics, pick_device, pick_kv_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.latent_attention import workspace_bytes
+from worker_service.model.latent_attention import latent_workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
@@ -98,7 +98,7 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
     if config.pool_mb:
         return config.pool_mb << 20
     budget = pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20)
-    return budget - workspace_bytes(spec, config.latent_chunk_tokens, dtype) if device.type == "cuda" else budget
+    return budget - latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype) if device.type == "cuda" else budget
 
 
 def _log_pools(report: PoolReport, kv_dtype: str) -> None:

@@ -11,7 +11,7 @@ from tests.worker_service.model_kit import Bench, Part, make_reference, random_t
 from worker_service.config import WorkerConfig
 from worker_service.model.config import read_model_spec
 from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.latent_attention import workspace_bytes
+from worker_service.model.latent_attention import latent_workspace_bytes
 from worker_service.model.runner import RunnerLimits
 from worker_service.model.spec import LatentSpec
 
@@ -52,9 +52,12 @@ def test_the_workspace_is_that_of_one_chunk(folder: Path) -> None:
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, LatentSpec)
     row = mixer.latent_dim + mixer.rope_dim + mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
-    assert workspace_bytes(spec, 128, torch.bfloat16) == 128 * row * 2
+    assert latent_workspace_bytes(spec, 128, torch.bfloat16) == 128 * row * 2
 
 
 def test_a_model_without_latents_needs_none(tmp_path: Path) -> None:
     make_reference("llama", tmp_path)
-    assert workspace_bytes(read_model_spec(tmp_path), WorkerConfig(model="m").latent_chunk_tokens, torch.float32) == 0
+    assert (
+        latent_workspace_bytes(read_model_spec(tmp_path), WorkerConfig(model="m").latent_chunk_tokens, torch.float32)
+        == 0
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import Backend
-from kernels.mla import ExtendPlan, MlaPath, mla_absorbed, mla_extend, plan_extend
+from kernels.latent_dims import LatentDims
+from kernels.mla import ExtendPlan, MlaPath, mla_absorbed, mla_extend, plan_extend, workspace_bytes
 from kernels.mla_decode import MlaDecodePlan
 from kernels.rotate_append_latent import rotate_append_latent
 from worker_service.gpu.page_pools import PagePools
@@ -62,12 +63,14 @@ class LatentPlans:
         )
 
 
-def workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the memory that a prompt over latents needs beside the pools: the rows of a chunk, gathered, and the keys
-    and values that they become. 0 for a model without latents."""
-    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)]
-    row = max((mixer.width + mixer.num_heads * (mixer.nope_dim + mixer.value_dim) for mixer in mixers), default=0)
-    return row * chunk_tokens * dtype.itemsize
+def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
+    """Returns the memory that a prompt over latents needs beside the pools; 0 for a model without latents."""
+    mixers = {layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)}
+    return max((workspace_bytes(chunk_tokens, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers), default=0)
+
+
+def _dims(mixer: LatentSpec) -> LatentDims:
+    return LatentDims(mixer.latent_dim, mixer.rope_dim, mixer.nope_dim, mixer.value_dim)
 
 
 class PagedLatents:
