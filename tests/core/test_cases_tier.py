@@ -6,10 +6,10 @@ import contextlib
 
 import pytest
 
-from cache_service.core.base.types import FetchPolicy
+from cache_service.core.base.types import FetchPolicy, Residence
 from session.errors import FieldError
 from session.messages import Ack, Acquire, Extend, Publish, Release, Step
-from session.words import HostTierKind, SequenceId, TicketId
+from session.words import HostTierKind, MissReason, SequenceId, TicketId
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
@@ -181,6 +181,24 @@ def test_a_fetch_policy_that_declines_says_what_the_tier_has() -> None:
     spill(first)
     (match,) = world.manager.match(NS, pack(span(1, 10)), second.id)
     assert (match.match.usable_tokens, match.match.host_tokens) == (0, 8)
+
+
+@pytest.mark.parametrize("was_here", [False, True])
+def test_explain_calls_what_is_left_beyond_the_tiers_pages_a_page_tail(was_here: bool) -> None:
+    """Whether or not the device itself ever had the pages that the tier can bring."""
+    worker = warm(stage(), full(16))
+    if not was_here:
+        worker = join(worker.world, full(16), name="w1")
+    (told,) = worker.world.manager.explain(NS, pack(span(1, 9)), worker.id)
+    assert [(segment.residence, segment.num_tokens) for segment in told.segments] == [
+        (Residence.HOST, 8),
+        (Residence.MISSING, 1),
+    ]
+    assert told.match.miss_reason == (MissReason.EVICTED if was_here else MissReason.NEVER_SEEN)
+    assert (told.segments[1].miss_reason, told.segments[1].gone) == (MissReason.PAGE_TAIL, None)
+    assert told.notes == ("Only whole pages are reused, and the last token is always computed.",)
+    (beyond,) = worker.world.manager.explain(NS, pack(span(1, 12)), worker.id)
+    assert beyond.segments[1].miss_reason != MissReason.PAGE_TAIL
 
 
 def test_targets_and_keys_are_parallel() -> None:

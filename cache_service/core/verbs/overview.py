@@ -38,12 +38,15 @@ def explain(
     pinned, left_ms = _pinned(cache, found, now_ms)
     match = found.match(cache.layout.page_tokens)
     segments = _segments(found, used_parts(cache, found, now_ms), cache.layout.page_tokens, len(tokens) // TOKEN_BYTES)
-    gone = gone_age(cache, found, tokens, now_ms)
+    reason, gone = found.reason, gone_age(cache, found, tokens, now_ms)
+    if found.host_pages == found.limit_pages:  # the host tier has what the device lacks
+        reason, gone = MissReason.PAGE_TAIL, None
     yield
-    if found.reason is MissReason.NEVER_SEEN and (yield from _is_under_other_salt(cache, found, namespace, tokens)):
-        match = match._replace(miss_reason=MissReason.OTHER_SALT)
-    segments[-1] = segments[-1]._replace(miss_reason=match.miss_reason, gone=gone)
-    notes = [_SENTENCES[match.miss_reason].format(group=match.limiting_group)]
+    if reason is MissReason.NEVER_SEEN and (yield from _is_under_other_salt(cache, found, namespace, tokens)):
+        reason = MissReason.OTHER_SALT
+        match = match._replace(miss_reason=reason)
+    segments[-1] = segments[-1]._replace(miss_reason=reason, gone=gone)
+    notes = [_SENTENCES[reason].format(group=match.limiting_group)]
     if cache.host is not None and cache.host.index.breaker.is_open:
         notes.append("The host tier is not asked: its breaker is open.")
     hello = worker.hello
