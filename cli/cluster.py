@@ -25,6 +25,7 @@ from cli.preflight import (
     check_model,
     check_packages,
     check_worker_settings,
+    start_limit_s,
     weights_bytes,
 )
 from cli.redis_server import RedisServer, find_redis_binary
@@ -34,7 +35,6 @@ from rpc.logs import redact_url
 HOST_TIERS = ("auto", "redis", "memory", "none")
 # Below the supervisor's own grace, so that a drained service ends before it is killed.
 DRAIN_TIMEOUT_S = 5
-WORKER_START_S = 300.0
 PROGRESS_S = 10.0
 REDIS_VARIABLES = ("STEMCACHE_CACHE_REDIS_URL", "STEMCACHE_WORKER_REDIS_URL")
 # What the services could read but only the one who starts several of them can know.
@@ -145,7 +145,7 @@ async def _start_workers(
     start = time.monotonic()
 
     async def one(spec: ChildSpec) -> Child:
-        child = await supervisor.start(spec, ready_timeout_s=WORKER_START_S)
+        child = await supervisor.start(spec, ready_timeout_s=start_limit_s(model))
         report(f"{spec.name} serves after {time.monotonic() - start:.0f} s")
         return child
 
@@ -176,7 +176,7 @@ async def start_worker(
     gpus = await asyncio.to_thread(count_gpus, options.device)
     placement = placements(1, gpus, os.environ)[0]
     spec = _worker_child(name, listens, cluster.cache, cluster.tier, options, {**placement, **env})
-    await supervisor.start(spec, ready_timeout_s=WORKER_START_S)
+    await supervisor.start(spec, ready_timeout_s=start_limit_s(options.model))
     return listens.calls
 
 

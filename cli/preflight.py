@@ -18,6 +18,12 @@ from rpc.settings import SettingsError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
+# A worker with a small model serves after some ten seconds; this long, and it hangs.
+WORKER_START_S = 300.0
+# Large weights take longer: 140 GB from such a disk 23 minutes.
+SLOW_DISK_BYTES_PER_S = 100e6
+DOWNLOAD_S = 4 * 3600.0
+
 
 def check_packages() -> None:
     """Raises CannotStart where workers cannot run, as in the cache service's image."""
@@ -75,6 +81,13 @@ def weights_bytes(model: str) -> int:
     """What is to be read from the folder; 0 where that is not known yet."""
     folder = Path(model)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def start_limit_s(model: str) -> float:
+    """Returns how long a worker may take until it serves, in seconds. A hub id's weights may have to come first."""
+    if not Path(model).is_dir():
+        return DOWNLOAD_S
+    return WORKER_START_S + weights_bytes(model) / SLOW_DISK_BYTES_PER_S
 
 
 def _named(prefix: str, error: SettingsError) -> str:

@@ -12,6 +12,7 @@ import pytest
 from cli import addresses
 from cli.addresses import CannotStart, choose, connectable, free_port
 from cli.devices import has_gpu, placements
+from cli.preflight import start_limit_s
 from register_qa import MODEL_FOLDER
 from tests.cli.command import Running, ask, pauses, stemcache
 from tests.cli.conftest import start_service
@@ -274,6 +275,15 @@ def test_the_version(tmp_path: Path) -> None:
     done = stemcache(tmp_path, "--version")
     assert done.returncode == 0
     assert done.stdout.startswith("stemcache ")
+
+
+def test_a_worker_has_time_for_its_weights(tmp_path: Path) -> None:
+    """140 GB from a slow disk, or a download, take longer than the five minutes after which a small model hangs."""
+    assert start_limit_s(str(tmp_path)) == 300
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(140 * 10**9)
+    assert start_limit_s(str(tmp_path)) == 300 + 1400
+    assert start_limit_s("someone/large") >= 3600
 
 
 def test_workers_on_one_gpu_share_its_memory() -> None:
