@@ -17,8 +17,8 @@ from kernels._checks import (
 )
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import E4M3, Scales, check_scales
-from kernels.layout import KvLayout, PageShape
+from kernels.fp8 import E4M3, Scales, check_scales, dequantised_by_table
+from kernels.layout import KvLayout, PageShape, read_span
 
 # A weight below e^-64 of the largest counts as e^-64 in the references: no fp32 sum can tell, and values too small for
 # fp32's normal range slow a CPU's exponential and the product after it down by a factor of 50 to 200.
@@ -162,6 +162,16 @@ def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
         tokens, heads, _ = query_shape(q)
         check_tensor("lse", lse, (heads, tokens), (torch.float32,), q.device)
         check_contiguous("lse", lse)
+
+
+def scaled_span(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [stop - start, kv_heads, dim] of one sequence, fp8 ones in fp32 and times their scale."""
+    keys, values = read_span(k_pages, v_pages, table, start, stop, spec.layout)
+    if spec.scales is None:
+        return keys, values
+    return dequantised_by_table(keys, spec.scales.k), dequantised_by_table(values, spec.scales.v)
 
 
 def visible_start(position: int, window: int) -> int:

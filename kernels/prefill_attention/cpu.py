@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kernels.attention import visible_start
+from kernels.attention import scaled_span, visible_start
 from kernels.errors import KernelArgumentError
-from kernels.layout import read_span
+from kernels.fp8 import ScaleKind
 from kernels.prefill_attention.call import PrefillCall
 
 ROWS = 32
@@ -24,8 +24,10 @@ ROWS = 32
 def reason_against(call: PrefillCall, lse: torch.Tensor | None) -> str | None:
     """Why the reference has to take the case; None where this does."""
     spec = call.spec
-    if call.q.device.type != "cpu" or call.q.dtype is not torch.float32 or spec.scales is not None:
-        return "queries and pages must be fp32 on a CPU"
+    if call.q.device.type != "cpu" or call.q.dtype is not torch.float32:
+        return "queries must be fp32 on a CPU"
+    if spec.scales is not None and spec.scales.kind is not ScaleKind.PER_TENSOR:
+        return "one scale for a tensor of fp8 pages"
     return None if lse is None and call.sinks is None and not spec.softcap else "no softcap, no sinks, no lse"
 
 
@@ -130,7 +132,7 @@ def _padded_span(call: PrefillCall, chunk: _Chunk, low: int) -> tuple[torch.Tens
     table = call.block_tables[chunk.seq]
     # Any page will do behind the end: what is read from it is overwritten here.
     table = pad(table[:num_pages], (0, num_pages - min(num_pages, table.shape[0])))
-    span = read_span(call.k_pages, call.v_pages, table, low, chunk.padded_stop, call.spec.layout)
+    span = scaled_span(call.k_pages, call.v_pages, table, low, chunk.padded_stop, call.spec)
     first_seen = visible_start(chunk.start, call.spec.window)
     for rows in span:
         rows[: first_seen - low] = 0.0

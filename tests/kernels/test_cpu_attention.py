@@ -10,6 +10,7 @@ from kernels.backend import Backend
 from kernels.decode_attention import decode_attention, decode_attention_lse
 from kernels.decode_attention import reference as decode_reference
 from kernels.errors import KernelArgumentError
+from kernels.fp8 import E4M3, dequantise, quantise
 from kernels.layout import KvLayout
 from kernels.prefill_attention import prefill_attention
 from kernels.prefill_attention import reference as prefill_reference
@@ -30,14 +31,15 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(prefill_reference, "prefill_attention")
 
 
-def decode(case: PagedCase, backend: Backend = Backend.AUTO) -> torch.Tensor:
+def decode(case: PagedCase, backend: Backend = Backend.AUTO, **scales: torch.Tensor) -> torch.Tensor:
     where = (case.q, case.k_pages, case.v_pages, case.block_tables, case.seqlens_k)
-    return decode_attention(*where, window=case.window, layout=case.layout, backend=backend)
+    return decode_attention(*where, window=case.window, layout=case.layout, backend=backend, **scales)
 
 
-def prefill(case: PagedCase, backend: Backend = Backend.AUTO) -> torch.Tensor:
+def prefill(case: PagedCase, backend: Backend = Backend.AUTO, **scales: torch.Tensor) -> torch.Tensor:
     where = (case.q, case.k_pages, case.v_pages, case.block_tables, case.cu_seqlens_q, case.cu_seqlens_k)
-    return prefill_attention(*where, case.max_seqlen_q, window=case.window, layout=case.layout, backend=backend)
+    options = {"window": case.window, "layout": case.layout, "backend": backend}
+    return prefill_attention(*where, case.max_seqlen_q, **options, **scales)
 
 
 @pytest.mark.usefixtures("no_reference")
@@ -69,6 +71,29 @@ def test_scores_that_lie_far_apart() -> None:
     for case, attend in ((decoding, decode), (prompts, prefill)):
         sharp = replace(case, q=case.q * 20)
         assert_output(attend(sharp), dense_attention(sharp)[0])
+
+
+@pytest.mark.usefixtures("no_reference")
+@pytest.mark.parametrize("window", [0, 20])
+def test_fp8_pages_have_the_bits_of_fp32_ones_with_their_numbers(window: int) -> None:
+    shape = replace(FP32, window=window)
+    decoding, prompts = make_case([(length - 1, 1) for length in LENGTHS], shape), make_case(RAGGED, shape)
+    k_scales, v_scales = torch.tensor([0.125]), torch.tensor([0.03])
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    for case, attend in ((decoding, decode), (prompts, prefill)):
+        k, v = quantise(case.k_pages, k_scales), quantise(case.v_pages, v_scales)
+        wide = dequantise(k, k_scales, torch.float32), dequantise(v, v_scales, torch.float32)
+        wanted = attend(replace(case, k_pages=wide[0], v_pages=wide[1]))
+        assert_same_bits(attend(replace(case, k_pages=k, v_pages=v), **scales), wanted)
+
+
+def test_a_scale_for_each_token_takes_the_reference() -> None:
+    case = make_case([(20, 1)], FP32)
+    one = torch.ones(case.k_pages.shape[0], case.k_pages.shape[2], case.k_pages.shape[1])
+    narrow = replace(case, k_pages=case.k_pages.to(E4M3), v_pages=case.v_pages.to(E4M3))
+    scales = {"k_scales": one, "v_scales": one}
+    for attend in (decode, prefill):
+        assert_same_bits(attend(narrow, **scales), attend(narrow, Backend.REFERENCE, **scales))
 
 
 @pytest.mark.usefixtures("no_reference")

@@ -5,7 +5,7 @@ import torch
 
 from kernels.append_kv import append_kv
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import E4M3, quantise
+from kernels.fp8 import E4M3, dequantise, dequantised_by_table, quantise
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.layout import KvLayout, PageShape
 from kernels.prefill_attention import prefill_attention
@@ -50,6 +50,14 @@ def test_the_search_agrees_with_the_conversion() -> None:
     assert_same_bits(quantise(x, one), codes(x, one))
     assert quantise(torch.tensor([float("inf"), float("-inf")]), one).float().tolist() == [448.0, -448.0]
     assert quantise(torch.tensor([float("nan")]), one).isnan().all()
+
+
+def test_the_table_has_the_products_of_all_codes() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).view(2, 64, 2).transpose(0, 2)
+    for scale in (torch.tensor([0.03]), torch.tensor([2.0**-20])):
+        numbers, wanted = dequantised_by_table(every, scale), dequantise(every, scale, torch.float32)
+        assert_same_bits(numbers.nan_to_num(), wanted.nan_to_num())
+        assert torch.equal(numbers.isnan(), wanted.isnan())
 
 
 def empty_pages(shape: PageShape, layout: KvLayout, target: Target) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.decode_attention import cpu as decode_cpu
 from kernels.fp8 import E4M3, dequantise, quantise
-from kernels.prefill_attention import cpu as prefill_cpu
 from tests.worker_service.model_kit import PAGE, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
 from worker_service.model import attention
@@ -75,8 +73,6 @@ class Rounding:
             return attend(paged, layer, heads)
 
         monkeypatch.setattr(attention.PagedHeads, "__call__", seen)
-        for module in (decode_cpu, prefill_cpu):
-            monkeypatch.setattr(module, "reason_against", lambda *_: "the reference takes fp8 pages")
 
     def _rounded(self, qkv: Any, at: Any, table: Any, k: torch.Tensor, v: torch.Tensor, slots: Any, **more: Any) -> Any:
         assert self._scales is not None
