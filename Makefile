@@ -13,7 +13,7 @@ JOBS ?= 2
 COMPILED := build/compiled
 WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED):$(CURDIR) STEMCACHE_CORE=compiled
 
-.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-gpu bench-serving test-gpu up down
+.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-families bench-gpu bench-serving test-gpu up down
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -75,6 +75,9 @@ bench-cpu: setup ## serve the model in the box on one CPU thread, beside transfo
 
 bench-gpu: setup ## time the kernels on a CUDA device
 	@$(BIN)/python -m benchmarks.bench_gpu
+
+bench-families: setup ## time what a hit saves each family of models, on a CUDA device; ARGS="--device cpu --quick --out F" tries it
+	@$(BIN)/python -m benchmarks.bench_families $(or $(ARGS),--out benchmarks/results/families.json)
 
 bench-serving: setup ## time what clients of an 8B-shaped model on a CUDA device see; ARGS="--device cpu --quick" tries it here
 	@$(BIN)/python -m benchmarks.bench_serving $(ARGS)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 
-from benchmarks.llama_8b import PagedTokens
+from benchmarks.paged_model import PagedTokens
 from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams

@@ -1,0 +1,221 @@
+"""What a hit saves each family of models: time to a first token behind a shared prefix against the cold prompt.
+
+    python -m benchmarks.bench_families [--only experts latents] [--device cpu --quick] --out families.json
+
+Random weights of the families' real layer shapes, few layers of them, in process. A prompt is computed in launches of
+TOKEN_BUDGET tokens, as a worker does; a hit computes what follows the prefix. `saved` is the share of the cold time
+that the hit saves, `of_tokens` that share over the share of tokens that it saves: 1 where each token costs the same.
+Before a case is timed, the hit's logits are compared with the cold run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.paged_model import PAGE, PagedModel, PagedTokens
+from worker_service.model.device import prepare_process
+from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.runner import RunnerLimits
+
+TOKEN_BUDGET = 2048
+SHARED, NEW = (4_096, 16_384, 65_536), (512, 16)
+QUICK_SHARED, QUICK_NEW = (96,), (32, 16)
+TIMES = 5
+COMMON: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_position_embeddings": SHARED[-1] + NEW[0],
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32_768,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "experts": {  # Qwen3-30B-A3B
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "windows-sinks": {  # gpt-oss-20b
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+    "two-ropes": {  # Gemma-3-12b
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 3840,
+        "intermediate_size": 15_360,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 1024,
+    },
+    "latents": {  # DeepSeek-V3
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+}
+QUICK: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 40,
+    "query_pre_attn_scalar": 16,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 512,
+}
+# Of the largest logit: what sums of other launches may differ by, far less than another prefix would make.
+TOLERANCE = 0.02
+
+
+class Saving(NamedTuple):
+    """One prefix and what follows it, in milliseconds."""
+
+    family: str
+    shared_tokens: int
+    new_tokens: int
+    cold_ms: float
+    hit_ms: float
+
+    @property
+    def saved(self) -> float:
+        return 1.0 - self.hit_ms / self.cold_ms
+
+    @property
+    def of_tokens(self) -> float:
+        return self.saved / (self.shared_tokens / (self.shared_tokens + self.new_tokens))
+
+    def row(self) -> dict[str, object]:
+        return {**self._asdict(), "saved": round(self.saved, 4), "of_tokens": round(self.of_tokens, 4)}
+
+
+class Bench:
+    """One family's model, and a pool for one longest prompt."""
+
+    def __init__(self, name: str, device: torch.device, *, quick: bool) -> None:
+        self._name = name
+        self._device = device
+        fields = {**COMMON, **FAMILIES[name], **(QUICK if quick else {})}
+        budget = 64 if quick else TOKEN_BUDGET
+        limits = RunnerLimits(8, budget, Invariance.BATCH, graphs=True)
+        num_pages = (max(QUICK_SHARED if quick else SHARED) + NEW[0]) // PAGE + 1
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._budget = budget
+        self.model = PagedModel(fields, num_pages, limits, device, dtype)
+
+    def savings(self, shared_tokens: int, new_tokens: int) -> Saving:
+        self.model.free_pages()
+        sequence = self.model.sequence(shared_tokens + new_tokens)
+        self._check(sequence, shared_tokens)
+        cold_ms = self._median_ms(sequence, 0)
+        return Saving(self._name, shared_tokens, new_tokens, cold_ms, self._median_ms(sequence, shared_tokens))
+
+    def _check(self, sequence: PagedTokens, shared_tokens: int) -> None:
+        """Raises where the hit gives other logits than the cold run."""
+        self._run(sequence, 0)
+        cold = self._last_logits(sequence, 0)
+        self._run(sequence, shared_tokens)
+        hit = self._last_logits(sequence, shared_tokens)
+        difference = (cold - hit).abs().max().item() / cold.abs().max().item()
+        if not difference <= TOLERANCE:
+            raise AssertionError(f"{self._name}: a hit's logits differ by {difference:.3f} of the largest")
+
+    def _last_logits(self, sequence: PagedTokens, first: int) -> torch.Tensor:
+        begin, end = self._launches(sequence, first)[-1]
+        return self.model.runner.logits(self.model.batch([sequence], begin, end))[-1]
+
+    def _launches(self, sequence: PagedTokens, first: int) -> list[tuple[int, int]]:
+        length = len(sequence.tokens)
+        return list(pairwise([*range(first, length, self._budget), length]))
+
+    def _run(self, sequence: PagedTokens, first: int) -> None:
+        for begin, end in self._launches(sequence, first):
+            self.model.runner.run(self.model.batch([sequence], begin, end))
+
+    def _median_ms(self, sequence: PagedTokens, first: int) -> float:
+        samples = []
+        for _ in range(TIMES):
+            started = time.perf_counter()
+            self._run(sequence, first)
+            samples.append((time.perf_counter() - started) * 1e3)
+        return round(statistics.median(samples), 3)
+
+
+def measure(names: Sequence[str], device: torch.device, *, quick: bool) -> list[Saving]:
+    savings = []
+    for name in names:
+        bench = Bench(name, device, quick=quick)
+        for shared in QUICK_SHARED if quick else SHARED:
+            for new in QUICK_NEW if quick else NEW:
+                savings.append(bench.savings(shared, new))
+                print(json.dumps(savings[-1].row()), file=sys.stderr, flush=True)
+        del bench
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return savings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_families")
+    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny layers: tries the code, times nothing of worth")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    prepare_process(device, 0)
+    savings = measure(options.only, device, quick=options.quick)
+    about = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    report = {"about": about, "quick": options.quick, "rows": [saving.row() for saving in savings]}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

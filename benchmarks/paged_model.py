@@ -1,0 +1,115 @@
+"""A model of random weights, with pages and a runner, from the fields of a config.json; benchmarks share it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from worker_service.core.batch import Batch, build_batch
+from worker_service.core.launch_plan import Row
+from worker_service.core.sampling_params import SamplingParams
+from worker_service.core.sequence import NO_SLOT
+from worker_service.core.sequence import Sequence as CoreSequence
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.config import parse_model_spec
+from worker_service.model.decoder import Decoder
+from worker_service.model.page_layouts import page_layouts
+from worker_service.model.runner import Runner, RunnerLimits
+
+PAGE = 16
+
+
+@dataclass
+class PagedTokens:
+    """What batch building reads of a sequence."""
+
+    tokens: array[int]
+    tables: list[array[int]]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_pending: int = 0
+    sample_index: int = 0
+    prompt_len: int = 0
+    penalty_slot: int = NO_SLOT
+    counted_len: int = -1
+
+    @property
+    def planned_len(self) -> int:
+        return len(self.tokens) + self.num_pending
+
+
+class RandomTensors:
+    """A source of tensors for a decoder: matrices of N(0, 1 / columns), and ones in every vector."""
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        self._generator = generator
+        self._dtype = dtype
+
+    def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
+        dtype = torch.float32 if wide else self._dtype
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=self._generator.device)
+        values = torch.empty(shape, dtype=dtype, device=self._generator.device)
+        return values.normal_(std=shape[-1] ** -0.5, generator=self._generator)
+
+    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
+        return self.take(names[0], len(names), *shape)
+
+
+class PagedModel:
+    """Holds the model, its pages (random too: zeros would be read faster) and the runner. All groups have as many."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        num_pages: int,
+        limits: RunnerLimits,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.config = parse_model_spec(fields)
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.model = Decoder(self.config, RandomTensors(self.generator, dtype), device)
+        layouts = page_layouts(self.config, kv_dtype or dtype, PAGE)
+        self.pages = PagePools(layouts, [num_pages] * len(layouts), PAGE, device)
+        for layer in range(len(self.config.layers)):
+            for pages in self.pages.layer_pages(layer).planes:
+                # By way of the model's type: nothing draws fp8.
+                drawn = torch.empty(pages[1:].shape, dtype=dtype, device=device)
+                pages[1:].copy_(drawn.normal_(generator=self.generator))
+        self.runner = Runner(self.model, self.pages, device, limits)
+        self._next_page = 1
+
+    def sequence(self, length: int) -> PagedTokens:
+        """Random tokens with pages of their own."""
+        tokens = torch.randint(
+            0, self.config.vocab_size, (length,), generator=self.generator, device=self.generator.device
+        )
+        count = -(-length // PAGE)
+        first, self._next_page = self._next_page, self._next_page + count
+        ids = array("i", range(first, first + count))
+        return PagedTokens(array("i", tokens.tolist()), [ids] * self.pages.num_groups)
+
+    def free_pages(self) -> None:
+        """Later sequences take the first pages again."""
+        self._next_page = 1
+
+    def batch(self, sequences: Sequence[PagedTokens], first: int, end: int | None = None) -> Batch:
+        """Positions `first` .. `end` - 1 of each sequence; end None: all of it."""
+        rows = [
+            Row(cast(CoreSequence, entry), first, (len(entry.tokens) if end is None else end) - first)
+            for entry in sequences
+        ]
+        num_decode = sum(row.num_tokens == 1 for row in rows)
+        return build_batch(rows, num_decode, self.pages.specs(), PAGE)
+
+    def weight_bytes(self) -> int:
+        """What a launch reads of the weights: every projection, the head among them."""
+        return sum(linear.weight.nbytes for linear in self.model.linears())
+
+    def kv_bytes(self, num_keys: int) -> int:
+        return num_keys * self.pages.page_bytes(0) // PAGE
