@@ -16,6 +16,8 @@ FOOT = 34
 # Light enough for a dark page, dark enough for a light one.
 INK, FAINT = "#6b7280", "#9ca3af"
 ONE_FACT, TWO_FACTS, TIME = "#3b82f6", "#14b8a6", "#f59e0b"
+# The longest bar is then one of reuse, and looks as if reuse were slow.
+WAITS = "* with the wait for the earlier request, which computes the prefix"
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
 
 
@@ -45,7 +47,13 @@ def eval_plot(report: Mapping[str, Any]) -> str:
     ]
     for number, way in enumerate(ways):
         parts += _row(way, TOP + ROW * number, accuracy, times)
+    if any(_waits(way) for way in ways):
+        parts.append(f"<text x='{WIDTH}' y='{height - 12}' text-anchor='end' fill='{FAINT}'>{WAITS}</text>")
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _waits(way: Mapping[str, Any]) -> bool:
+    return str(way["way"]) == "sibling"
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -69,7 +77,8 @@ def _row(way: Mapping[str, Any], y: float, accuracy: Panel, times: Panel) -> Ite
     for offset, key, colour in ((0, "one_fact_accuracy", ONE_FACT), (BAR + 1, "two_facts_accuracy", TWO_FACTS)):
         if way[key] is not None:
             yield from bar(accuracy, y + offset, way[key], colour, f"{way[key]:.1%}")
-    yield from bar(times, y + BAR / 2, way["first_token_s"], TIME, f"{way['first_token_s'] * 1e3:,.0f} ms")
+    label = f"{way['first_token_s'] * 1e3:,.0f} ms{'*' if _waits(way) else ''}"
+    yield from bar(times, y + BAR / 2, way["first_token_s"], TIME, label)
 
 
 def bar(panel: Panel, y: float, value: float, colour: str, label: str) -> Iterator[str]:

@@ -136,12 +136,14 @@ def test_the_table_is_whole(width: int) -> None:
 
 
 def test_the_plot_leaves_out_what_was_not_measured() -> None:
-    way = {"title": "a < b", "one_fact_accuracy": 0.5, "two_facts_accuracy": None, "first_token_s": 0.25}
+    way = {"way": "cold", "title": "a < b", "one_fact_accuracy": 0.5, "two_facts_accuracy": None, "first_token_s": 0.25}
     head = {"questions": 4, "registers": 2, "dtype": "float32", "device": "cpu"}
     drawing = eval_plot({**head, "ways": [{**way, "questions": 4}, {**way, "questions": 0, "title": "broken"}]})
     assert drawing.count("<rect") == 2
     assert "a &lt; b" in drawing and "broken" not in drawing
-    assert "50.0%" in drawing and "250 ms" in drawing
+    assert "50.0%" in drawing and "250 ms<" in drawing and "the wait for" not in drawing
+    drawing = eval_plot({**head, "ways": [{**way, "way": "sibling", "questions": 4}]})
+    assert "250 ms*<" in drawing and "* with the wait for the earlier request" in drawing
 
 
 def test_questions_spread_over_the_registers() -> None:
