@@ -48,7 +48,8 @@ def multiply_tile(
         columns = first + k
         x = tl.load(x_row + columns[None, :], mask=columns[None, :] < depth, other=0.0)
         weight = tl.load(weight_row + columns[:, None], mask=columns[:, None] < depth, other=0.0)
-        acc = tl.dot(x, weight, acc)
+        # IEEE: fp32 rows, as routers have them, would be cut to 10 bits of mantissa else. 16 bits have no choice.
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias_ptr + tl.minimum(n, num_outputs - 1)).to(tl.float32)[None, :]
     target = out_ptr + m[:, None] * stride_out_row + n[None, :]

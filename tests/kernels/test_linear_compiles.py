@@ -24,3 +24,7 @@ def test_tiled() -> None:
     built = compile_for_hopper(multiply_tile, constants, num_warps=4)
     assert "wgmma.mma_async" in built.ptx
     assert not built.spills
+    # Routers compute in fp32: their products are not cut to the 10 bits of mantissa that tf32 has.
+    wide = compile_for_hopper(multiply_tile, constants, num_warps=4, pointer=lambda name: "*fp32")
+    assert "tf32" not in wide.ptx
+    assert not wide.spills
