@@ -255,6 +255,11 @@ def test_without_a_running_service_each_command_says_what_to_do(tmp_path: Path) 
         assert "start " in done.stderr and "stemcache up`" in done.stderr
 
 
+def test_down_with_nothing_running_is_no_error(tmp_path: Path) -> None:
+    assert ask(tmp_path, "down") == {"stopped": False}
+    assert stemcache(tmp_path, "down").stdout == "nothing is running here\n"
+
+
 def test_a_service_that_does_not_answer_is_named(tmp_path: Path) -> None:
     done = stemcache(tmp_path, "status", "--cache", "127.0.0.1:1")
     assert done.returncode == 1
