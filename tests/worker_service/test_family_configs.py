@@ -36,7 +36,6 @@ UNREAD = {
     "ep_size",
     "layer_switch",
     "max_window_layers",
-    "num_nextn_predict_layers",
     "order_of_interleaved_layers",
     "output_router_logits",
     "pad_token_id",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,22 @@ def test_a_layer_further_back_is_no_layer_that_predicts_ahead(tmp_path: Path) ->
     with pytest.raises(ModelError, match="no place") as caught:
         open_weights(tmp_path, read_model_spec(tmp_path), torch.float32, CPU)
     assert caught.value.field == stray
+
+
+@pytest.mark.parametrize(("num_mtp_layers", "first_unknown"), [(0, 3), (1, 4), (2, 5)])
+def test_a_config_says_how_many_layers_predict_ahead(tmp_path: Path, num_mtp_layers: int, first_unknown: int) -> None:
+    """A config that says one layer too few is told: the last layer is then behind those that predict ahead."""
+    make_reference("glm4-moe", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "num_nextn_predict_layers": num_mtp_layers}))
+    spec = read_model_spec(tmp_path)
+    assert len(spec.layers) == 3
+    ahead = {f"model.layers.{layer}.eh_proj.weight": torch.ones(48, 96) for layer in range(3, first_unknown)}
+    plain = load_file(tmp_path / WEIGHTS)
+    save_file({**plain, **ahead}, tmp_path / WEIGHTS)
+    open_weights(tmp_path, spec, torch.float32, CPU)
+    unknown = f"model.layers.{first_unknown}.eh_proj.weight"
+    save_file({**plain, **ahead, unknown: torch.ones(48, 96)}, tmp_path / WEIGHTS)
+    with pytest.raises(ModelError, match="no place") as caught:
+        open_weights(tmp_path, spec, torch.float32, CPU)
+    assert caught.value.field == unknown

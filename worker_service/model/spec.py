@@ -179,6 +179,7 @@ class ModelSpec:
     embedding_scale   factor of the embeddings, rounded to the model's dtype
     logits_scale      factor of the logits
     logits_softcap    c turns a logit s into c tanh(s / c); 0: off
+    num_mtp_layers    layers behind the last one, for predicting further tokens: stored, and not computed
     page_tokens       token slots of a page where nobody asks for another number
     weight_format     how the folder's tensors are stored
     """
@@ -196,6 +197,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
+    num_mtp_layers: int = 0
     page_tokens: int = PAGE_TOKENS
     weight_format: WeightFormat = UNQUANTISED
 

@@ -48,4 +48,5 @@ class TensorNames(NamedTuple):
 def tensor_names(spec: ModelSpec) -> TensorNames:
     """Returns those of the spec's family."""
     family = family_of(spec.architecture)
-    return TensorNames(family.roots, tuple(name.format(num_layers=len(spec.layers)) for name in family.ignored))
+    behind = range(len(spec.layers), len(spec.layers) + spec.num_mtp_layers)
+    return TensorNames(family.roots, (*family.ignored, *(f"{ROOT}layers.{layer}." for layer in behind)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from worker_service.core.errors import ModelError
-from worker_service.model.fields import Fields, flag, layer_types, one_of, whole
+from worker_service.model.fields import Fields, first_of, flag, layer_types, one_of, whole
 from worker_service.model.rope_fields import reach, read_rope, rope_parameters
 from worker_service.model.spec import Activation, LayerSpec, ModelSpec, NormSpec, RopeConfig
 
@@ -49,6 +49,11 @@ def architecture_of(fields: Fields) -> str:
     if not isinstance(names, list) or not names:
         raise ModelError("architectures", f"must be a list with one name, not {names!r}")
     return str(names[0])
+
+
+def read_num_mtp_layers(fields: Fields) -> int:
+    """Layers for predicting further tokens, which a folder holds behind the others; where no field says so, one."""
+    return whole(fields, first_of(fields, "num_nextn_predict_layers", "num_mtp_layers"), 1, least=0)
 
 
 def read_activation(fields: Fields, name: str, known: tuple[Activation, ...]) -> Activation:

@@ -9,6 +9,7 @@ from worker_service.model.families.common import (
     model_spec,
     read_activation,
     read_dense_layers,
+    read_num_mtp_layers,
     read_positions,
 )
 from worker_service.model.families.family import Family
@@ -21,7 +22,12 @@ from worker_service.model.take_weights import take_layer
 V2 = "DeepseekV2ForCausalLM"
 V3 = "DeepseekV3ForCausalLM"
 GLM4_LITE = "Glm4MoeLiteForCausalLM"
-V2_DEFAULTS: Fields = {"q_lora_rank": 1536, "n_routed_experts": 64, "eos_token_id": 2}
+V2_DEFAULTS: Fields = {
+    "q_lora_rank": 1536,
+    "n_routed_experts": 64,
+    "eos_token_id": 2,
+    "num_nextn_predict_layers": 0,
+}
 V3_DEFAULTS: Fields = {
     "q_lora_rank": 1536,
     "n_routed_experts": 256,
@@ -61,6 +67,7 @@ def _read_spec(fields: Fields, experts: MoeSpec, dense_layers: list[bool], norm_
         layers=tuple(LayerSpec(mixer, dense if is_dense else experts) for is_dense in dense_layers),
         norm=NormSpec(number(fields, "rms_norm_eps", norm_eps)),
         max_model_len=read_positions(fields).max_model_len,
+        num_mtp_layers=read_num_mtp_layers(fields),
     )
 
 
@@ -111,7 +118,5 @@ def _v2_experts(fields: Fields) -> MoeSpec:
 
 
 FAMILY_V2 = Family((V2,), read_v2, take_layer, V2_DEFAULTS)
-FAMILY_V3 = Family((V3,), read_v3, take_layer, V3_DEFAULTS, ignored=("model.layers.{num_layers}.",))
-FAMILY_GLM4_LITE = Family(
-    (GLM4_LITE,), read_glm4_lite, take_layer, GLM4_LITE_DEFAULTS, ignored=("model.layers.{num_layers}.",)
-)
+FAMILY_V3 = Family((V3,), read_v3, take_layer, V3_DEFAULTS)
+FAMILY_GLM4_LITE = Family((GLM4_LITE,), read_glm4_lite, take_layer, GLM4_LITE_DEFAULTS)

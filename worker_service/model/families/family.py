@@ -25,7 +25,7 @@ class Family(NamedTuple):
     defaults         fields that a file may leave out, with the values that transformers gives them; null is a value
     roots            what the names of the decoder's tensors may begin with; `model.` stands for each of them
     ignored          beginnings of names that a folder may hold and the decoder has no use for, as they are behind
-                     `model.`; {num_layers} stands for the spec's number of layers
+                     `model.`
     kinds            those of the groups that its layers may need
     page_tokens      token slots of a page where nobody asks for another number
     weight_formats   names of the formats in which its checkpoints may be stored

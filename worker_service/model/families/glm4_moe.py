@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from kernels.route_experts import RoutingRule, Scoring
-from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
+from worker_service.model.families.common import (
+    model_spec,
+    read_activation,
+    read_heads,
+    read_num_mtp_layers,
+    read_positions,
+)
 from worker_service.model.families.family import Family
 from worker_service.model.families.qwen3_moe import read_dense
 from worker_service.model.fields import Fields, first_of, flag, number, whole
@@ -35,6 +41,7 @@ def read_spec(fields: Fields) -> ModelSpec:
         ),
         norm=NormSpec(number(fields, "rms_norm_eps", 1e-5)),
         max_model_len=positions.max_model_len,
+        num_mtp_layers=read_num_mtp_layers(fields),
     )
 
 
@@ -63,4 +70,4 @@ def read_experts(fields: Fields) -> MoeSpec:
 
 
 # Behind the last layer lie those that predict tokens ahead.
-FAMILY = Family((GLM4_MOE,), read_spec, take_layer, DEFAULTS, ignored=("model.layers.{num_layers}.",))
+FAMILY = Family((GLM4_MOE,), read_spec, take_layer, DEFAULTS)
