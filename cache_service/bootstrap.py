@@ -44,7 +44,7 @@ from rpc.settings import describe
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name
 ADMIN_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheAdmin"].full_name
-# One call of the manager answers these, and its methods do not wait.
+# These get no timer: each is one call of a method of the manager, which never waits.
 NEVER_WAIT = (f"/{SERVICE_NAME}/Match", f"/{SERVICE_NAME}/Stats")
 # Time that admin calls get to end.
 ADMIN_GRACE_S = 1.0

@@ -1,7 +1,7 @@
 """Hands the manager's effects to those who carry them out.
 
-Events go to the watchers, host keys to whoever deletes and touches them. Orders are not here; each
-session takes its own when its peer can read them.
+Events go to the watchers, keys of the host tier to the client that deletes and touches them there. Spill orders are not
+handled here: each session takes its own when its peer can read them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(dtype: torch.dtype, tile_rows: int) -> Tile:
-    """Returns the tile for so many rows. fp32 is multiplied without tensor cores, which would round it to 10 bits.
+    """Returns the tile for a plan of `tile_rows`. fp32 does not use tensor cores, which would round it to 10 bits.
 
     Few rows wait for weights alone: narrow tiles are more programs that wait at once.
     """

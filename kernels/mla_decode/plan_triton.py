@@ -18,7 +18,9 @@ TILE = 64
 
 @triton.jit
 def step_of(tiles, size, enough, programs, PER_LEAF: tl.constexpr, LEAVES_PER_GROUP: tl.constexpr):
-    """Returns the leaves of an item: a group's, if `tiles` of rows of so many tiles of latents then take no longer.
+    """Returns how many leaves an item has: one, or those of a whole group where that makes the step no longer.
+
+    A sequence has `tiles` tiles of rows and `size` tiles of latents.
 
     Full groups take whole rounds of all programs; their rests go to those that are free in the last round, or on top.
     """

@@ -1,4 +1,7 @@
-"""fp8 pages through both services and Redis: cold, cached and fetched answers are equal, and fp32 workers find none."""
+"""fp8 pages through both services and Redis: cold, cached and fetched answers are equal.
+
+A worker with fp32 pages on the same Redis finds none of them.
+"""
 
 from __future__ import annotations
 

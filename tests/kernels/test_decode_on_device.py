@@ -154,7 +154,7 @@ def test_cuts_change_no_bit(parts: int, window: int, monkeypatch: pytest.MonkeyP
     launch = plan_triton.launch
 
     def cut(*args: object, **options: object) -> None:
-        """The model of a card on which a leaf's time is nearly all that counts, up to so many chunks."""
+        """Plans with costs that make cuts free, so that pairs are cut into as many chunks as there are programs."""
         programs = parts * 3 * 2
         launch(*args, **{**options, "programs": programs, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
 

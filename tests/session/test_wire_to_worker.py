@@ -121,7 +121,7 @@ def test_the_words_of_a_session_are_the_protocols(words: Any, enum: Any, prefix:
 
 
 def test_extends_of_some_groups_leave_the_others_empty() -> None:
-    """A group without new pages stands in the packed arrays, with none; three groups, of which the middle one grows."""
+    """A group without new pages has zeros in the packed arrays. Of three groups the middle one grows."""
     grants = (
         ExtendGrant(SequenceId(1), (GroupPages(1, 4, u32([9, 8])),)),
         ExtendGrant(SequenceId(2), ()),

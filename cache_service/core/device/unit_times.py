@@ -35,7 +35,8 @@ class UnitTimes:
         self._still_ms = start_ms  # of the first tick that saw as many
 
     def seen(self, unit: int, cut_pages: int, now_ms: int) -> None:
-        """It is this unit now, and so many pages were cut so far. A lower unit than before: the table began anew."""
+        """Records the ghost table's present unit, and how many pages were cut up to now. A lower unit than the last one
+        means that the table began anew."""
         units = self._units
         if not cut_pages:
             self._start_ms = now_ms

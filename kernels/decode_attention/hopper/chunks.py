@@ -2,7 +2,7 @@
 
 A chunk is a run of leaves of one pair (sequence, kv head): the whole pair, or one of its parts. Streams and consumers
 walk the same chunks in the same order by themselves. Where a pair is cut follows from its length and its number of
-parts alone, so that whoever merges it knows without being told which partials there are.
+parts alone, so that the program that merges the pair can compute which partials exist.
 """
 
 from triton.experimental import gluon
