@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.attention import AttentionOptions
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.fp8 import E4M3
@@ -129,18 +130,25 @@ class PagedHeads:
 
         Padding rows are not written; their content stays in their row and is never read.
         """
-        num_decode = self._launch.num_decode
+        num_decode, mixer = self._launch.num_decode, self._mixers[layer]
         out = torch.empty_like(queries.unpacked)
+        options: AttentionOptions = {
+            "scale": mixer.scale,
+            "window": mixer.window_tokens,
+            "softcap": mixer.softcap,
+            "sinks": sinks,
+            "k_scales": scales.k,
+            "v_scales": scales.v,
+            "backend": self._backend,
+        }
         if num_decode:
-            self._attend_decode(layer, queries.unpacked[:num_decode], sinks, scales, out[:num_decode])
+            self._attend_decode(layer, queries.unpacked[:num_decode], {**options, "out": out[:num_decode]})
         if self._launch.num_prefill:
-            self._attend_prefill(layer, queries.packed, sinks, scales, out[num_decode:])
+            self._attend_prefill(layer, queries.packed, {**options, "out": out[num_decode:]})
         return out
 
-    def _attend_decode(
-        self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, scales: KvScales, out: torch.Tensor
-    ) -> None:
-        pages, mixer = self._pools.layer_pages(layer), self._mixers[layer]
+    def _attend_decode(self, layer: int, q: torch.Tensor, options: AttentionOptions) -> None:
+        pages = self._pools.layer_pages(layer)
         decode_attention(
             q,
             pages.k,
@@ -148,21 +156,12 @@ class PagedHeads:
             self._launch.block_tables[pages.group][: self._launch.num_decode],
             self._launch.decode_seqlens_k,
             max_seqlen_k=self._launch.max_seqlen_k,
-            plan=self._prepared[head_shape(mixer)].decode,
-            scale=mixer.scale,
-            window=mixer.window_tokens,
-            softcap=mixer.softcap,
-            sinks=sinks,
-            k_scales=scales.k,
-            v_scales=scales.v,
-            out=out,
-            backend=self._backend,
+            plan=self._prepared[head_shape(self._mixers[layer])].decode,
+            **options,
         )
 
-    def _attend_prefill(
-        self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, scales: KvScales, out: torch.Tensor
-    ) -> None:
-        pages, mixer = self._pools.layer_pages(layer), self._mixers[layer]
+    def _attend_prefill(self, layer: int, q: torch.Tensor, options: AttentionOptions) -> None:
+        pages = self._pools.layer_pages(layer)
         prefill_attention(
             q,
             pages.k,
@@ -171,13 +170,6 @@ class PagedHeads:
             self._launch.prefill_cu_q,
             self._launch.prefill_cu_k,
             self._launch.max_seqlen_q,
-            plan=self._prepared[head_shape(mixer)].prefill,
-            scale=mixer.scale,
-            window=mixer.window_tokens,
-            softcap=mixer.softcap,
-            sinks=sinks,
-            k_scales=scales.k,
-            v_scales=scales.v,
-            out=out,
-            backend=self._backend,
+            plan=self._prepared[head_shape(self._mixers[layer])].prefill,
+            **options,
         )
