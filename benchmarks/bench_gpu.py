@@ -24,14 +24,21 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_attention, gpu_experts, gpu_mla, gpu_moves, gpu_ops
+from benchmarks import gpu_attention, gpu_experts, gpu_mla, gpu_moves, gpu_ops, gpu_states
 from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
 from benchmarks.host import commit, gpu, short_name
 from benchmarks.measurement import Measurement, Work
 
 RESULTS = Path(__file__).parent / "results"
-AREAS = {**gpu_attention.AREAS, **gpu_mla.AREAS, **gpu_ops.AREAS, **gpu_moves.AREAS, **gpu_experts.AREAS}
+AREAS = {
+    **gpu_attention.AREAS,
+    **gpu_mla.AREAS,
+    **gpu_ops.AREAS,
+    **gpu_moves.AREAS,
+    **gpu_experts.AREAS,
+    **gpu_states.AREAS,
+}
 
 MODEL = "model"
 

@@ -45,6 +45,12 @@ MIXED_DECODES = (16, 64, 256)
 LONG_AMONG_SHORT = (31, 60000)
 DECODES_OF_CODES = ((1, 32768), (16, 4096), (64, 4096), (256, 4096))
 HEADS = (SHAPE.q_heads, SHAPE.kv_heads, SHAPE.dim)
+# Of windowed layers: query heads, kv heads, dim, window; and the batches.
+WINDOWED_DECODES = (
+    *((64, 8, 64, 128, batch, length) for batch, length in ((1, 65536), (64, 128), (64, 65536))),
+    *((32, 8, 128, 4096, 1, length) for length in (4096, 8192, 65536)),
+    *((16, 8, 256, 1024, 1, length) for length in (1024, 4096, 32768)),
+)
 
 
 def dense_peers(batch: int, queries: int, keys: int, causal: bool, amount: float) -> tuple[Peer, ...]:
@@ -179,6 +185,37 @@ def decode_lengths(name: str, lengths: list[int], dense: tuple[Peer, ...] = ()) 
     ]
 
 
+def decode_window(q_heads: int, kv_heads: int, dim: int, window: int, sequences: int, length: int) -> list[Measurement]:
+    """GB/s of the keys and values that a window holds, with its own plan; the peer has the plan of all keys."""
+    shape = replace(SHAPE, q_heads=q_heads, kv_heads=kv_heads, dim=dim, window=window)
+    case = make_case([(length - 1, 1)] * sequences, shape)
+    seqlens, where = case.seqlens_k, (case.k_pages, case.v_pages, case.block_tables)
+    own, shared = (
+        DecodePlan(sequences, length, q_heads, kv_heads, dim, window=planned, device="cuda") for planned in (window, 0)
+    )
+    for plan in (own, shared):
+        plan.prepare(seqlens)
+
+    def call(plan: DecodePlan | None, backend: Backend = Backend.AUTO) -> torch.Tensor:
+        options = {"max_seqlen_k": length, "window": window, "plan": plan, "backend": backend}
+        return decode_attention(case.q, *where, seqlens, **options)  # type: ignore[arg-type]
+
+    amount = 2e-9 * sequences * min(window, length) * kv_heads * dim * SHAPE.dtype.itemsize
+    return [
+        Measurement(
+            op="decode_attention, window",
+            case=f"{q_heads}/{kv_heads} heads, dim {dim}, window {window}, B{sequences} L{length}",
+            unit="GB/s",
+            amount=amount,
+            run=partial(call, own),
+            error=lambda: row_error(call(own), call(None, Backend.REFERENCE)),
+            tolerance=OUT_TOLERANCE,
+            peers=(Peer("plan of all keys", partial(call, shared), amount),),
+            ceiling=READ,
+        )
+    ]
+
+
 def decode_codes(sequences: int, length: int) -> list[Measurement]:
     """GB/s of fp8 keys and values read: half the bytes for as many keys. The queries are bf16."""
     case, scales = coded_case([(length - 1, 1)] * sequences)
@@ -235,6 +272,7 @@ AREAS: dict[str, tuple[Maker, ...]] = {
         *(partial(decode_mixed, sequences) for sequences in MIXED_DECODES),
         partial(decode_long_among_short, *LONG_AMONG_SHORT),
         *(partial(decode_codes, *sizes) for sizes in DECODES_OF_CODES),
+        *(partial(decode_window, *sizes) for sizes in WINDOWED_DECODES),
     ),
     "merge": (merge,),
 }

@@ -1,4 +1,4 @@
-"""What is measured of the ops of expert layers, with the shapes of Qwen3-30B-A3B and gpt-oss-20b.
+"""What is measured of the ops of expert layers, with the shapes of three published models.
 
 Few tokens: GB/s of what is read and written, each expert's weights once if any token chose it. Many: TFLOP/s. Each
 product is measured with tiles of every size, since `plan_experts` chooses one by the number of pairs.
@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from benchmarks.measurement import COPY, GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error, unequal
+from benchmarks.measurement import COPY, GEMM, LINK, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error, unequal
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
 from kernels.gated_activation import silu_mul
 from kernels.grouped_linear import TILE_ROWS, ExpertPlan, grouped_linear, plan_experts
+from kernels.linear import Route, linear
 from kernels.route_experts import RoutingRule, Scoring, route_experts
 
 EXPERTS = 128
@@ -40,7 +41,11 @@ class ExpertShape(NamedTuple):
 
 QWEN = ExpertShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
 GPT_OSS = ExpertShape("gpt-oss-20b", 2880, 2880, 32, 4)
-LAYER_TOKENS = (1, 16, 64, 256, 8192)
+DEEPSEEK = ExpertShape("DeepSeek-V3", 7168, 2048, 256, 8)
+LAYER_TOKENS = {QWEN: (1, 16, 64, 256, 2048, 8192), GPT_OSS: (1, 16, 64, 256, 2048, 8192), DEEPSEEK: (1, 64, 2048)}
+ROUTER_TOKENS = (16, 64, 512, 2048)
+ROUTER_DEPTH, ROUTER_EXPERTS = DEEPSEEK.hidden, DEEPSEEK.experts
+ROUTER_ERROR = 1e-5
 
 
 def random(*size: int) -> torch.Tensor:
@@ -75,6 +80,22 @@ def route(tokens: int, rule: RoutingRule) -> list[Measurement]:
     name = f"{tokens} x {EXPERTS}, top {rule.top_k}{f' in {rule.num_groups} groups' if rule.adds_scores else ''}"
     peers = () if rule.adds_scores else (Peer("torch", peer, amount),)
     return [Measurement("route_experts", name, "GB/s", amount, call, error, tolerance=WEIGHT_ERROR, peers=peers)]
+
+
+def router(tokens: int) -> list[Measurement]:
+    """A router's fp32 product of fixed slices; the peer is torch's, with the process's settings."""
+    x = torch.randn(tokens, ROUTER_DEPTH, device="cuda")
+    weight = torch.randn(ROUTER_EXPERTS, ROUTER_DEPTH, device="cuda")
+    call = partial(linear, x, weight, route=Route.TILED)
+    amount = 2e-12 * tokens * weight.numel()
+    peers = (Peer("torch", partial(functional.linear, x, weight), amount),)
+    return [
+        Measurement(
+            "linear", f"{tokens} x {ROUTER_DEPTH} to {ROUTER_EXPERTS}, fp32", "TFLOP/s", amount, call,
+            lambda: row_error(call(), linear(x, weight, backend=Backend.REFERENCE)),
+            tolerance=ROUTER_ERROR, peers=peers, ceiling=LINK,
+        ),
+    ]  # fmt: skip
 
 
 def plan(tokens: int, shape: ExpertShape) -> list[Measurement]:
@@ -195,8 +216,11 @@ def layer(tokens: int, shape: ExpertShape) -> list[Measurement]:
     ]  # fmt: skip
 
 
-CASES = [(tokens, shape) for shape in (QWEN, GPT_OSS) for tokens in LAYER_TOKENS]
+CASES = [(tokens, shape) for shape, counts in LAYER_TOKENS.items() for tokens in counts]
 AREAS: dict[str, tuple[Maker, ...]] = {
-    "routing": tuple(partial(route, tokens, rule) for tokens in ROUTED_TOKENS for rule in (TOP_8, GROUPED)),
+    "routing": (
+        *(partial(route, tokens, rule) for tokens in ROUTED_TOKENS for rule in (TOP_8, GROUPED)),
+        *(partial(router, tokens) for tokens in ROUTER_TOKENS),
+    ),
     "experts": tuple(partial(make, *case) for make in (plan, product, combine, layer) for case in CASES),
 }

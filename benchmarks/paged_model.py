@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from session.words import SnapshotSlot
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ PAGE = 16
 
 @dataclass
 class PagedTokens:
-    """What batch building reads of a sequence."""
+    """What batch building reads of a sequence; of a STATE group that is the slots, and not its table."""
 
     tokens: array[int]
     tables: list[array[int]]
@@ -35,6 +36,11 @@ class PagedTokens:
     prompt_len: int = 0
     penalty_slot: int = NO_SLOT
     counted_len: int = -1
+    start_len: int = 0
+    working: tuple[SnapshotSlot, ...] = ()
+    restore: tuple[SnapshotSlot, ...] = ()
+    leave: tuple[SnapshotSlot, ...] = ()
+    rolling: tuple[SnapshotSlot, ...] = ()
 
     @property
     def planned_len(self) -> int:
@@ -74,7 +80,7 @@ class PagedModel:
         self.config = parse_model_spec(fields)
         self.generator = torch.Generator(device).manual_seed(0)
         self.model = Decoder(self.config, RandomTensors(self.generator, dtype), device)
-        layouts = page_layouts(self.config, kv_dtype or dtype, PAGE)
+        layouts = page_layouts(self.config, dtype, PAGE, kv_dtype)
         self.pages = PagePools(layouts, [num_pages] * len(layouts), PAGE, device)
         for layer in range(len(self.config.layers)):
             for pages in self.pages.layer_pages(layer).planes:

@@ -48,6 +48,13 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
         raise KernelArgumentError(f"{name}: the last axis must have stride 1, strides are {list(tensor.stride())}")
 
 
+def check_head_rows(name: str, tensor: torch.Tensor) -> None:
+    """Refuses [tokens, heads, dim] with gaps within a token; tokens may be slices of wider rows."""
+    check_rows(name, tensor)
+    if tensor.numel() and tensor.shape[1] > 1 and tensor.stride(1) != tensor.shape[2]:
+        raise KernelArgumentError(f"{name}: a token's heads must be contiguous, strides are {list(tensor.stride())}")
+
+
 def check_pages(
     k_pages: torch.Tensor, v_pages: torch.Tensor, layout: KvLayout, dtypes: Sequence[torch.dtype] = KV_DTYPES
 ) -> PageShape:

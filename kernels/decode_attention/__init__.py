@@ -70,7 +70,7 @@ def decode_attention(
     launch, never the result. A key at j is visible to the query at i iff i - window < j <= i (window 0: iff j <= i).
     softcap c turns a scaled score s into c tanh(s / c). sinks fp32 or bf16 [q_heads] are logits that take part in each
     row's softmax, once, and have no value. fp8 pages need k_scales and v_scales. plan is this step's, prepared with
-    the same seqlens_k; without one the op makes its own.
+    the same seqlens_k, made for this window or for none; without one the op makes its own.
     Returns out like q. lse, fp32 [q_heads, num_tokens], is filled with the natural log-sum-exp, sink included.
     """
     num_seqs = q.shape[0] if cu_seqlens_q is None else num_sequences(cu_seqlens_q, "cu_seqlens_q")
@@ -84,7 +84,7 @@ def decode_attention(
     check_lse(lse, q)
     if plan is not None:
         sizes = {"num_seqs": num_seqs, "max_seqlen_k": bound, "max_q_tokens": max_q_tokens}
-        plan.check(sizes, (spec.q_heads, spec.shape.heads, spec.shape.dim), q.device)
+        plan.check(sizes, (spec.q_heads, spec.shape.heads, spec.shape.dim), window, q.device)
     result = _result(call, out)
     if lse is not None and cu_seqlens_q is not None:
         lse.fill_(float("-inf"))  # rows of no sequence

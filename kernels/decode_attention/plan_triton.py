@@ -1,6 +1,7 @@
 """The plan of a decode step in Triton: lengths in, chunks of work out, all in device memory.
 
-A plan holds for every layer of a step, windowed or not.
+A plan of all keys holds for every layer of a step, windowed or not. One for a window divides the PLANNED newest keys of
+each sequence, from its origin on: the leaf in which they begin. What is said of a pair below is said of that rest.
 
 A pair is one sequence and one kv head; its keys are tiles of TILE, its tiles leaves of PER_LEAF. A chunk is a whole
 pair, or one of the equal parts into which a pair is cut, at leaves. How many parts a sequence's pairs have follows from
@@ -24,17 +25,32 @@ BLOCK_ELEMENTS = 8192
 
 
 @triton.jit
-def parts_of(tiles, limit, PER_LEAF: tl.constexpr):
-    """Returns how many parts a pair is cut into for about `limit` tiles each, a leaf or more.
+def pair_of(length, PLANNED: tl.constexpr, TILE: tl.constexpr, PER_LEAF: tl.constexpr):
+    """Returns (origin, tiles from there on, leaves' worth of tiles that hold planned keys) of a sequence's pairs.
+
+    The first leaf may hold one planned key behind many others: a pair is cut into no more parts than its planned keys
+    fill leaves.
+    """
+    all_tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    before = tl.zeros_like(length)
+    if PLANNED > 0:
+        before = tl.maximum(length - PLANNED, 0) // TILE
+    origin = before // PER_LEAF
+    return origin, all_tiles - origin * PER_LEAF, tl.cdiv(all_tiles - before, PER_LEAF)
+
+
+@triton.jit
+def parts_of(tiles, most, limit, PER_LEAF: tl.constexpr):
+    """Returns how many parts a pair is cut into for about `limit` tiles each, a leaf or more; `most` at most.
 
     Less than half a leaf above it is no reason for one part more.
     """
-    return tl.minimum(tl.cdiv(tl.maximum(tiles - (PER_LEAF // 2 - 1), 1), limit), tl.cdiv(tiles, PER_LEAF))
+    return tl.minimum(tl.cdiv(tl.maximum(tiles - (PER_LEAF // 2 - 1), 1), limit), most)
 
 
 @triton.jit
 def part_start(part, parts, tiles, leaves, PER_LEAF: tl.constexpr):
-    """Returns the first leaf of a part: the one that begins nearest to its share of the pair's tiles."""
+    """Returns the first leaf of a part, from the origin on: the one that begins nearest to its share of the tiles."""
     tiles = tl.maximum(tiles, parts * PER_LEAF)
     return tl.where(part < parts, (part * tiles + parts * (PER_LEAF // 2)) // (parts * PER_LEAF), leaves)
 
@@ -57,9 +73,11 @@ def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
 
 
 @triton.jit
-def estimates(tiles, busy, limits, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF: tl.constexpr):
+def estimates(
+    tiles, most_parts, busy, limits, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF: tl.constexpr
+):
     """Returns how long a step with each limit takes, in tiles of a program among all others; too many chunks never."""
-    parts = tl.where(busy[None, :], parts_of(tiles[None, :], limits[:, None], PER_LEAF), 0)
+    parts = tl.where(busy[None, :], parts_of(tiles[None, :], most_parts[None, :], limits[:, None], PER_LEAF), 0)
     total = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS
     # Cuts lie at leaves: what equal parts leave over is one more leaf for some, or the last leaf's rest.
     even = tiles[None, :] // tl.maximum(parts * PER_LEAF, 1) * PER_LEAF
@@ -82,10 +100,10 @@ def estimates(tiles, busy, limits, programs, most, least, cut_tiles, part_tiles,
 
 
 @triton.jit
-def chunk_limit(tiles, busy, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF: tl.constexpr):
+def chunk_limit(tiles, most_parts, busy, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF: tl.constexpr):
     """Returns the tiles that a chunk may hold: those of the shortest step, the longest pair's where none may be cut."""
     limits = limits_to_try(tiles, busy, programs, HEADS, PER_LEAF)
-    cost = estimates(tiles, busy, limits, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF)
+    cost = estimates(tiles, most_parts, busy, limits, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF)
     return tl.max(tl.where(cost == tl.min(cost, 0), limits, 1), 0)
 
 
@@ -104,6 +122,7 @@ def plan_chunks(
     TILE: tl.constexpr,
     PER_LEAF: tl.constexpr,
     LEAVES_PER_GROUP: tl.constexpr,
+    PLANNED: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     CHUNK_FIELDS: tl.constexpr,
@@ -112,21 +131,22 @@ def plan_chunks(
     place = tl.arange(0, BLOCK_SEQS)
     real = place < num_seqs
     length = tl.load(seqlens_ptr + place, mask=real, other=0)
-    tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    _, tiles, most_parts = pair_of(length, PLANNED, TILE, PER_LEAF)
     empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
     most = max_chunks - empty * HEADS
-    limit = chunk_limit(tiles, length > 0, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF)
+    limit = chunk_limit(tiles, most_parts, length > 0, programs, most, least, cut_tiles, part_tiles, HEADS, PER_LEAF)
     # Longest chunks first: what is drawn last then keeps no program long behind the others. Beyond what a sort has bits
     # for they count as equal.
-    chunk_tiles = tl.where(real, tl.minimum(tl.cdiv(tiles, parts_of(tiles, limit, PER_LEAF)), 1 << 18), 0)
+    average = tl.cdiv(tiles, parts_of(tiles, most_parts, limit, PER_LEAF))
+    chunk_tiles = tl.where(real, tl.minimum(average, 1 << 18), 0)
     seq = tl.sort(((1 << 18) - chunk_tiles) * BLOCK_SEQS + place) % BLOCK_SEQS
     length = tl.load(seqlens_ptr + seq, mask=real, other=0)
-    tiles = tl.maximum(tl.cdiv(length, TILE), 1)
-    leaves = tl.cdiv(tiles, PER_LEAF)
-    parts = tl.where(real, parts_of(tiles, limit, PER_LEAF), 0)
+    origin, tiles, most_parts = pair_of(length, PLANNED, TILE, PER_LEAF)
+    groups = tl.cdiv(origin + tl.cdiv(tiles, PER_LEAF), LEAVES_PER_GROUP) - origin // LEAVES_PER_GROUP
+    parts = tl.where(real, parts_of(tiles, most_parts, limit, PER_LEAF), 0)
     # Partials of a pair: one for each group, and what may be left alone behind each cut.
     spare = LEAVES_PER_GROUP - 1
-    partials = tl.where(parts > 1, tl.cdiv(leaves, LEAVES_PER_GROUP) + spare * (parts - 1), 0)
+    partials = tl.where(parts > 1, groups + spare * (parts - 1), 0)
     base = tl.cumsum(parts, 0) - parts
     partials_base = tl.cumsum(partials, 0) - partials
 
@@ -136,7 +156,7 @@ def plan_chunks(
     own = place[None, :] == owner[:, None]
     own_parts = tl.maximum(tl.sum(tl.where(own, parts[None, :], 0), 1), 1)
     own_length = tl.sum(tl.where(own, length[None, :], 0), 1)
-    own_tiles = tl.maximum(tl.cdiv(own_length, TILE), 1)
+    own_origin, own_tiles, _ = pair_of(own_length, PLANNED, TILE, PER_LEAF)
     own_leaves = tl.cdiv(own_tiles, PER_LEAF)
     own_partials = tl.sum(tl.where(own, partials[None, :], 0), 1)
     first = tl.sum(tl.where(own, partials_base[None, :], 0), 1) * HEADS
@@ -150,11 +170,12 @@ def plan_chunks(
     ok = chunk < max_chunks
     tl.store(at, tl.sum(tl.where(own, seq[None, :], 0), 1), mask=ok)
     tl.store(at + 1, head, mask=ok)
-    tl.store(at + 2, start, mask=ok)
+    tl.store(at + 2, own_origin + start, mask=ok)
     tl.store(at + 3, tl.where(chunk < total, stop - start, 0), mask=ok)
     tl.store(at + 4, own_length, mask=ok)
     tl.store(at + 5, own_parts, mask=ok)
-    tl.store(at + 6, first + head * own_partials, mask=ok)
+    # A group's partial is numbered by the group, from the sequence's beginning on.
+    tl.store(at + 6, first + head * own_partials - own_origin // LEAVES_PER_GROUP, mask=ok)
     tl.store(at + 7, total + tl.zeros_like(chunk), mask=ok)
 
 
@@ -168,10 +189,12 @@ def launch(
     leaf: int,
     leaves_per_group: int,
     costs: tuple[float, float, float],
+    planned_tokens: int = 0,
 ) -> None:
     """Launches over at least one sequence; `chunks` [max_chunks, fields] int32 has the room.
 
-    `costs` are the model's least, cut_tiles and part_tiles.
+    `costs` are the model's least, cut_tiles and part_tiles. planned_tokens of a sequence's newest keys are divided (0:
+    all).
     """
     num_seqs, max_chunks = seqlens_k.shape[0], chunks.shape[0]
     block_seqs = max(16, triton.next_power_of_2(num_seqs))
@@ -188,6 +211,7 @@ def launch(
             TILE=tile,
             PER_LEAF=leaf // tile,
             LEAVES_PER_GROUP=leaves_per_group,
+            PLANNED=planned_tokens,
             BLOCK_SEQS=block_seqs,
             BLOCK_CHUNKS=block_chunks,
             CHUNK_FIELDS=chunks.shape[1],

@@ -1,8 +1,9 @@
 """linear: rows times a weight matrix, such that a row's bits depend on no other row and not on how many there are.
 
 Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes while it has no workspace to
-split K into (the process sees to that before cuBLAS starts), and a Triton GEMM of one fixed tile. `keeps_rows` finds
-out, on the weights' own device, whether the first one will do. On a CPU fp32 weights are packed for oneDNN.
+split K into (the process sees to that before cuBLAS starts), and a Triton GEMM: of one fixed tile for 16 bits, of
+fixed slices of the depth for fp32. `keeps_rows` finds out, on the weights' own device, whether the first one will do.
+On a CPU fp32 weights are packed for oneDNN.
 """
 
 from enum import Enum
@@ -24,7 +25,7 @@ ROWS_TO_TRY = (LEAST_ROWS, 9, 16, 17, 32, 48, 64, 65, 100, 128, 200, 256, 384, 5
 
 
 class Route(Enum):
-    """LIBRARY multiplies with torch's GEMM, TILED with the Triton kernel of one tile."""
+    """LIBRARY multiplies with torch's GEMM, TILED with the Triton kernels of fixed tiles or slices."""
 
     LIBRARY = "library"
     TILED = "tiled"
@@ -55,16 +56,21 @@ def linear(
     if backend is Backend.REFERENCE:
         return reference.linear(x, weight, bias)
     if route is Route.TILED and uses_triton(backend, x):
-        from kernels.linear.triton import launch
-
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        if out.numel():
-            launch(x, weight, bias, out)
-        return out
+        return _tiled(x, weight, bias)
     missing = LEAST_ROWS - x.shape[0]
     if x.is_cuda and LEAST_ROWS > missing > 0:
         return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
     return functional.linear(x, weight, bias)
+
+
+def _tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from kernels.linear import triton
+    from kernels.linear.fp32 import triton as fp32
+
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    if out.numel():
+        (fp32 if x.dtype is torch.float32 else triton).launch(x, weight, bias, out)
+    return out
 
 
 def packed_weight(weight: torch.Tensor, backend: Backend = Backend.AUTO) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Triton kernel of linear's TILED route: one tile size for every number of rows, one loop over K in ascending order.
 
-Shapes were checked before. For shapes whose library GEMM is not row-stable.
+Shapes were checked before. For 16-bit shapes whose library GEMM is not row-stable; fp32 has kernels of its own.
 """
 
 import torch
@@ -48,7 +48,6 @@ def multiply_tile(
         columns = first + k
         x = tl.load(x_row + columns[None, :], mask=columns[None, :] < depth, other=0.0)
         weight = tl.load(weight_row + columns[:, None], mask=columns[:, None] < depth, other=0.0)
-        # IEEE: fp32 rows, as routers have them, would be cut to 10 bits of mantissa else. 16 bits have no choice.
         acc = tl.dot(x, weight, acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias_ptr + tl.minimum(n, num_outputs - 1)).to(tl.float32)[None, :]

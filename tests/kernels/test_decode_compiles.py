@@ -28,12 +28,15 @@ class Case(dict[str, object]):
 
         given: dict[str, object] = {
             "HEADS": 8, "GQA_GROUP": 4, "TOKENS": 1, "HAS_SPANS": False, "D": 128, "PAGE": 16, "BY_HEAD": False,
-            "TILE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 4, "WINDOW": 0, "SOFTCAP": False, "HAS_SINKS": False,
-            "HAS_SCALES": False, "WANTS_LSE": False,
+            "TILE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 4, "WINDOW": 0, "PLANNED": None, "SOFTCAP": False,
+            "HAS_SINKS": False, "HAS_SCALES": False, "WANTS_LSE": False,
         }  # fmt: skip
         given |= changed
         # More tokens than one are never launched without spans.
         given["HAS_SPANS"] = bool(given["HAS_SPANS"]) or int(str(given["TOKENS"])) > 1
+        if given["PLANNED"] is None:
+            # As the launcher's own plan has it: a window's keys, and those of the tokens before the last.
+            given["PLANNED"] = int(str(given["WINDOW"])) and int(str(given["WINDOW"])) + int(str(given["TOKENS"])) - 1
         dim, rows = int(str(given["D"])), int(str(given["GQA_GROUP"])) * int(str(given["TOKENS"]))
         columns = max(16, 1 << (rows - 1).bit_length())
         given |= {"ROWS": rows, "COLUMNS": columns, "PARKED": parked_levels(columns, dim)}
@@ -63,6 +66,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = {
     "plain": Case(),
     "options": Case(**OPTIONS),
+    "options, a plan of all keys": Case(PLANNED=0, **OPTIONS),
     "fp8": Case(HAS_SCALES=True),
     "spans": Case(HAS_SPANS=True),
     "spans, options": Case(HAS_SPANS=True, **OPTIONS),
@@ -104,13 +108,14 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
     assert built.shared_bytes <= (SHARED_BYTES if case.registers > 128 else SHARED_BYTES // 2)
 
 
+@pytest.mark.parametrize("planned", [0, 1000])
 @pytest.mark.parametrize("sequences", [16, 256, 1024])
-def test_the_plan_spills_nothing(sequences: int) -> None:
+def test_the_plan_spills_nothing(sequences: int, planned: int) -> None:
     from kernels.decode_attention.plan_triton import BLOCK_ELEMENTS, plan_chunks
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain
 
     tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "CHUNK_FIELDS": 8}
     blocks = {"BLOCK_SEQS": sequences, "BLOCK_CHUNKS": min(64, BLOCK_ELEMENTS // sequences)}
-    constants: dict[str, object] = {"HEADS": 8, **tree, **blocks}
+    constants: dict[str, object] = {"HEADS": 8, "PLANNED": planned, **tree, **blocks}
     built = compile_plain(plan_chunks, constants, 4 if sequences <= 256 else 8, lambda name: "*i32")
     assert built.stack_bytes == 0 and not built.spills

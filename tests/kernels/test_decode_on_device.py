@@ -163,6 +163,91 @@ def test_cuts_change_no_bit(parts: int, window: int, monkeypatch: pytest.MonkeyP
         assert_same_bits(got, right)
 
 
+# Around leaves and groups of keys, long enough that a shared plan cuts far from the window, and nothing.
+WINDOWED = [1, 511, 512, 513, 1024, 2047, 2048, 2049, 0, 4095, 4097, 8191, 8192, 8193, 20_479, 30_000]
+WINDOWS = (1, 64, 127, 128, 512, 513, 1024, 4096)
+
+
+def planned(case: PagedCase, window: int, max_q_tokens: int = 1) -> DecodePlan:
+    """A plan of the window's keys; window 0: of all."""
+    heads = (case.q.shape[1], case.k_pages.shape[2], case.q.shape[2])
+    longest = case.block_tables.shape[1] * case.page_tokens
+    made = DecodePlan(len(case.lengths), longest, *heads, max_q_tokens=max_q_tokens, window=window, device="cuda")
+    made.prepare(case.seqlens_k)
+    return made
+
+
+def check_plans(case: PagedCase, **options: object) -> None:
+    """The plan of a window gives the bits of the plan of all keys, on its second run as on its first."""
+    wanted = run(case, plan=planned(case, 0), **options)
+    own = planned(case, case.window)
+    for _ in range(2):
+        for got, right in zip(run(case, plan=own, **options), wanted, strict=True):
+            assert_same_bits(got, right)
+
+
+@pytest.mark.parametrize("lengths", [[20_479], [8193, 0, 30_000], WINDOWED], ids=["1", "3", "16"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_plan_for_a_window_changes_no_bit(window: int, lengths: list[int]) -> None:
+    case = decoding(lengths, window=window)
+    check_plans(case)
+    check(case, plan=planned(case, window))
+
+
+@pytest.mark.parametrize("length", [length + more for length in (512, 4096, 6144, 20_480) for more in (-1, 0, 1)])
+@pytest.mark.parametrize("window", [128, 513, 4096])
+def test_a_plan_for_a_window_around_leaves(window: int, length: int) -> None:
+    check_plans(decoding([length], window=window))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [128, 1024, 4096])
+def test_a_plan_for_a_window_with_options(window: int, dim: int) -> None:
+    case = decoding(WINDOWED, dim=dim, window=window)
+    check_plans(case, sinks=torch.linspace(-3.0, 6.0, 8, device="cuda"), softcap=15.0)
+    codes = decoding(WINDOWED, dim=dim, window=window, dtype=E4M3)
+    codes = replace(codes, q=torch.randn(codes.q.shape, device="cuda").to(torch.bfloat16))
+    check_plans(codes, k_scales=torch.tensor([0.4], device="cuda"), v_scales=torch.tensor([1.3], device="cuda"))
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_plan_for_a_window_of_several_tokens(window: int, tokens: int) -> None:
+    spans = [(length, min(tokens, 1 + at % 8)) for at, length in enumerate((0, 508, 2044, 4096, 8190, 20_475, 9000))]
+    case = make_case(spans, CaseShape(dim=128, q_heads=16, kv_heads=2, window=window, device="cuda"))
+    pages = (case.k_pages, case.v_pages, case.block_tables)
+    shared, own = (
+        decode_attention_lse(
+            case.q,
+            *pages,
+            case.seqlens_k,
+            cu_seqlens_q=case.cu_seqlens_q,
+            max_q_tokens=tokens,
+            window=window,
+            plan=planned(case, for_window, tokens),
+            backend=Backend.GLUON,
+        )
+        for for_window in (0, window)
+    )
+    for got, right in zip(own, shared, strict=True):
+        assert_same_bits(got, right)
+
+
+@pytest.mark.parametrize("parts", range(1, 10))
+@pytest.mark.parametrize("window", [513, 4096])
+def test_cuts_of_a_window_change_no_bit(parts: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = decoding([8193, 8700, 20_000], window=window)
+    wanted = run(case, plan=planned(case, 0))
+    launch = plan_triton.launch
+
+    def cut(*args: object, **options: object) -> None:
+        launch(*args, **{**options, "programs": parts * 3 * 2, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan_triton, "launch", cut)
+    for got, right in zip(run(case, plan=planned(case, window)), wanted, strict=True):
+        assert_same_bits(got, right)
+
+
 def test_a_second_run_has_the_same_bits() -> None:
     """The counters are back at zero; a plan serves smaller batches, too."""
     case = decoding(LENGTHS)
@@ -209,14 +294,17 @@ def test_a_sequence_without_a_query_moves_no_row(dim: int, monkeypatch: pytest.M
 
 
 class Captured:
-    """One captured step over static tensors: plan and two layers, one of them windowed."""
+    """One captured step over static tensors: two layers, one of them windowed, and a plan for each."""
 
     def __init__(self, case: PagedCase, rows: int, width: int) -> None:
         self.q = torch.zeros(rows, *case.q.shape[1:], dtype=case.q.dtype, device="cuda")
         self.tables = torch.zeros(rows, width, dtype=torch.int32, device="cuda")
         self.seqlens = torch.zeros(rows, dtype=torch.int32, device="cuda")
         self.pages = (case.k_pages.clone(), case.v_pages.clone())
-        self.plan = DecodePlan(rows, width * 16, 8, 2, 128, device="cuda")
+        # Of all keys, and of a window's.
+        self.plans = {
+            window: DecodePlan(rows, width * 16, 8, 2, 128, window=window, device="cuda") for window in (0, 500)
+        }
         self.step()
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
@@ -224,10 +312,13 @@ class Captured:
             self.out = self.step()
 
     def step(self) -> list[torch.Tensor]:
-        self.plan.prepare(self.seqlens)
+        for own in self.plans.values():
+            own.prepare(self.seqlens)
         args = (self.q, *self.pages, self.tables, self.seqlens)
-        options = {"plan": self.plan, "backend": Backend.GLUON}
-        return [decode_attention(*args, window=window, **options) for window in (0, 500)]  # type: ignore[call-overload]
+        return [
+            decode_attention(*args, window=window, plan=own, backend=Backend.GLUON)
+            for window, own in self.plans.items()
+        ]
 
     def replay(self, case: PagedCase) -> list[torch.Tensor]:
         count, width = case.block_tables.shape

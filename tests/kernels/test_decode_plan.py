@@ -34,7 +34,9 @@ LENGTHS = {
 class Planned:
     """A plan's chunks on the host."""
 
-    def __init__(self, lengths: list[int], device: str, heads: int = HEADS, programs: int = PROGRAMS) -> None:
+    def __init__(
+        self, lengths: list[int], device: str, heads: int = HEADS, programs: int = PROGRAMS, planned_tokens: int = 0
+    ) -> None:
         from kernels.decode_attention.plan_triton import launch
 
         self.room = len(lengths) * heads + MAX_ROUNDS * programs
@@ -49,6 +51,7 @@ class Planned:
             leaf=LEAF,
             leaves_per_group=LEAVES_PER_GROUP,
             costs=COSTS[2],
+            planned_tokens=planned_tokens,
         )
         self.chunks: list[list[int]] = chunks.tolist()
         self.count = self.chunks[0][-1]
@@ -162,6 +165,25 @@ def test_sizes_are_checked(change: dict[str, int], message: str) -> None:
     sizes = {"max_seqs": 2, "max_seqlen_k": 64, "q_heads": 4, "kv_heads": 2, "dim": 64}
     with pytest.raises(KernelArgumentError, match=message):
         DecodePlan(**(sizes | change), device="cpu")
+
+
+def test_a_plan_for_a_window_serves_that_window(target: Target) -> None:
+    case = make_case([(40, 1)], CaseShape(device=target.device))
+
+    def run(planned: int, window: int) -> torch.Tensor:
+        plan = DecodePlan(1, 64, 4, 2, 64, window=planned, device=target.device)
+        plan.prepare(case.seqlens_k)
+        where = (case.k_pages, case.v_pages, case.block_tables, case.seqlens_k)
+        return decode_attention(
+            case.q, *where, max_seqlen_k=48, window=window, plan=plan, backend=target.backend
+        )  # fmt: skip
+
+    assert torch.equal(run(20, 20), run(0, 20))
+    for planned, window in ((20, 0), (20, 19), (100, 0)):
+        with pytest.raises(KernelArgumentError, match=f"plan: made for window {planned}, got {window}"):
+            run(planned, window)
+    with pytest.raises(KernelArgumentError, match="window: must not be negative, got -1"):
+        run(-1, 0)
 
 
 def test_a_call_must_fit_its_plan(target: Target) -> None:

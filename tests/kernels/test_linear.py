@@ -31,7 +31,7 @@ def assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=step, atol=step * wanted.std().item() / 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("route", Route)
 @pytest.mark.parametrize(("rows", "outputs", "depth"), [(1, 130, 64), (70, 256, 200), (129, 48, 72)])
 def test_a_product(target: Target, rows: int, outputs: int, depth: int, route: Route, dtype: torch.dtype) -> None:

@@ -7,14 +7,19 @@ import torch
 
 from kernels.append_kv import append_kv, rotate_append_kv
 from kernels.append_latent import append_latent
+from kernels.block_scan import ScanPlan, plan_scan
+from kernels.causal_conv import causal_conv
 from kernels.combine_experts import combine_experts
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
+from kernels.copy_states import copy_states
 from kernels.decode_attention import decode_attention_lse
 from kernels.fp8 import E4M3
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
+from kernels.gated_delta_scan import gated_delta_scan
 from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.grouped_linear import grouped_linear, plan_experts
+from kernels.mamba2_scan import Mamba2Steps, mamba2_scan
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention_lse
 from kernels.rms_norm import rms_norm
@@ -22,11 +27,14 @@ from kernels.rotate_append_latent import rotate_append_latent
 from kernels.route_experts import RoutingRule, route_experts
 from kernels.sample_tokens import sample_tokens
 from kernels.softcap_logits import softcap_logits
+from kernels.state_slots import StateSlots
+from kernels.state_update import update_gated_delta, update_mamba2
 from kernels.top_logprobs import top_logprobs
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
 from tests.kernels.sampling_inputs import sampled_case
+from tests.kernels.state_inputs import MIXED, SCANNED, begins, keys, make_pool, make_slots, placed
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +81,7 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: silu_mul(rows),
         lambda: softcap_logits(rows, 30.0),
         lambda: expert_layer(rows),
+        *state_calls(),
         lambda: append_latent(latents[:, :100], latents[:, 100:], own[0].flatten(2), slots) or own[0],
         lambda: rotate_append_latent(latents.clone()[:, None], latents, *latent_places, **norm) or own[0],
         lambda: gather_latent(latent_pages, *where, total),
@@ -86,6 +95,43 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: prefill_attention_lse(case.q, *args, *sums, case.max_seqlen_q, sinks=sinks)[0],
         lambda: decode_attention_lse(case.q[:2], *args, lengths, sinks=sinks)[0],
         lambda: merge_attention_states(case.q, lse, case.q, lse)[0],
+    ]
+
+
+def state_calls() -> list[Callable[[], object]]:
+    """The ops on recurrent states; each call begins with the same pool."""
+    slots, count = make_slots(MIXED)
+    pool, cu = make_pool(slots, MIXED, count, (3, 512), torch.bfloat16).cuda(), begins(MIXED).cuda()
+    x, on_device = torch.randn(int(cu[-1]), 512, device="cuda", dtype=pool.dtype), placed(slots, "cuda")
+    ones = torch.ones(1, device="cuda", dtype=torch.int32)
+    return [
+        lambda: causal_conv(x, x[:4].T.contiguous(), None, cu, pool.clone(), on_device),
+        lambda: copy_states(own := pool.clone(), ones, 2 * ones) or own,
+        *recurrent_calls(),
+    ]
+
+
+def recurrent_calls() -> list[Callable[[], object]]:
+    """Both recurrences, as scans over rows of every kind and as updates of the same rows."""
+    rows, first = [row for _, row in SCANNED], [position for position, _ in SCANNED]
+    slots, count = make_slots(rows)
+    pool = make_pool(slots, rows, count, (4, 32, 32), torch.float32).cuda()
+    cu_q, cu_k, on_device = begins(rows).cuda(), keys(first, rows).cuda(), placed(slots, "cuda")
+    tokens = int(cu_q[-1])
+    few, many = (torch.randn(tokens, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (2, 4))
+    gates = torch.rand(tokens, 4, device="cuda")
+    steps = Mamba2Steps(gates, None, -gates[0])
+    none = StateSlots(*on_device[:4], *(array[:0] for array in on_device[4:]))
+    delta = (few, few, many, -gates, gates)
+
+    def plan() -> ScanPlan:
+        return plan_scan(cu_q, cu_k, on_device, tokens)
+
+    return [
+        lambda: gated_delta_scan(*delta, pool.clone(), plan(), norm_eps=1e-6),
+        lambda: mamba2_scan(many, few, few, steps, pool.clone(), plan()),
+        lambda: update_gated_delta(*delta, pool.clone(), cu_q, none, norm_eps=1e-6),
+        lambda: update_mamba2(many, few, few, steps, pool.clone(), cu_q, none),
     ]
 
 

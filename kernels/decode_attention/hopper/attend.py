@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.decode_attention.hopper.chunks import lowest_key, part_of, query_span, read_chunk
+from kernels.decode_attention.hopper.chunks import lowest_key, origin_of, part_of, query_span, read_chunk
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
 from kernels.decode_attention.hopper.quantized import query_operand, value_dims
 from kernels.decode_attention.hopper.tree import add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
@@ -124,6 +124,7 @@ def attend(
     LEAVES_PER_GROUP: gl.constexpr,
     PARKED: gl.constexpr,
     WINDOW: gl.constexpr,
+    PLANNED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
@@ -170,11 +171,12 @@ def attend(
         low = lowest_key(first_position, length, WINDOW)
         skipped = low // LEAF
         leaves = gl.maximum((length + LEAF - 1) // LEAF, 1)
-        tiles = gl.maximum((length + TILE - 1) // TILE, 1)
+        origin = origin_of(length, PLANNED, LEAF)
+        tiles = gl.maximum((length + TILE - 1) // TILE, 1) - origin * (LEAF // TILE)
         end = begin + held
         whole = (begin <= skipped) & (end == leaves)
         spare = base + (leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP
-        spare += (part_of(begin, parts, tiles, LEAF // TILE) - 1) * (LEAVES_PER_GROUP - 1) - begin
+        spare += (part_of(begin - origin, parts, tiles, LEAF // TILE) - 1) * (LEAVES_PER_GROUP - 1) - begin
         ok = column < rows
         token = gl.minimum(column // GQA_GROUP, count - 1)
         token_row = (start + token_first).to(gl.int64)
@@ -228,13 +230,13 @@ def attend(
                 GQA_GROUP, QUANTIZED, LAYOUT, HAS_SINKS, WANTS_LSE,
             )  # fmt: skip
         if (whole == 0) & (end > skipped):
-            others = parts - 1 - part_of(skipped, parts, tiles, LEAF // TILE)
+            others = parts - 1 - part_of(skipped - origin, parts, tiles, LEAF // TILE)
             thread_barrier()
             arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
             if arrived == others:  # the last of this pair's chunks
                 gl.store(arrivals_ptr + seq * HEADS + head, 0)
                 merge_pair(
-                    partials, base, skipped, leaves, tiles, parts, rows, head, token_row, outputs, strides_out,
+                    partials, base, skipped, leaves, origin, tiles, parts, rows, head, token_row, outputs, strides_out,
                     value_scale, length > 0, ROWS, GQA_GROUP, D, BLOCK, LEAF // TILE, LEAVES_PER_GROUP, WANTS_LSE,
                     HAS_SINKS,
                 )  # fmt: skip

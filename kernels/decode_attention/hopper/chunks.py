@@ -2,7 +2,8 @@
 
 A chunk is a run of leaves of one pair (sequence, kv head): the whole pair, or one of its parts. Streams and consumers
 walk the same chunks in the same order by themselves. Where a pair is cut follows from its length and its number of
-parts alone, so that the program that merges the pair can compute which partials exist.
+parts alone, so that the program that merges the pair can compute which partials exist. A plan for a window divides what
+lies from a pair's origin on: its parts count leaves and tiles from there. Leaves and groups stay where they are.
 """
 
 from triton.experimental import gluon
@@ -18,18 +19,20 @@ def read_chunk(chunks_ptr, chunk):
 
 
 @gluon.jit
-def part_start(part, parts, tiles, leaves, PER_LEAF: gl.constexpr):
-    """Returns the first leaf of a part: the one that begins nearest to its share of the pair's tiles.
-
-    The plan's cuts are the same. As many parts as leaves have one each.
-    """
-    tiles = gl.maximum(tiles, parts * PER_LEAF)
-    return gl.where(part < parts, (part * tiles + parts * (PER_LEAF // 2)) // (parts * PER_LEAF), leaves)
+def origin_of(length, PLANNED: gl.constexpr, LEAF: gl.constexpr):
+    """Returns the first leaf that a plan divides: that of the first of the PLANNED newest keys; 0 where all are."""
+    origin = length * 0
+    if PLANNED > 0:
+        origin = gl.maximum(length - PLANNED, 0) // LEAF
+    return origin
 
 
 @gluon.jit
 def part_of(leaf, parts, tiles, PER_LEAF: gl.constexpr):
-    """Returns the part that a leaf lies in, the inverse of part_start."""
+    """Returns the part that a leaf lies in, the inverse of the plan's part_start; leaves and tiles from the origin on.
+
+    As many parts as leaves have one each.
+    """
     tiles = gl.maximum(tiles, parts * PER_LEAF)
     return gl.minimum((parts * (PER_LEAF // 2) * (2 * leaf + 1) - 1) // tiles, parts - 1)
 

@@ -70,6 +70,7 @@ def decode_pages(
     STAGES: gl.constexpr,
     PARKED: gl.constexpr,
     WINDOW: gl.constexpr,
+    PLANNED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_SCALES: gl.constexpr,
@@ -114,8 +115,8 @@ def decode_pages(
                 (
                     q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, chunks_ptr, arrivals_ptr,
                     cu_seqlens_ptr, token_first, factors, rings, barriers, queue, queue_full, queue_empty, parked,
-                    HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, SOFTCAP,
-                    HAS_SINKS, WANTS_LSE,
+                    HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, PLANNED,
+                    SOFTCAP, HAS_SINKS, WANTS_LSE,
                 ),
             ),
             (

@@ -82,6 +82,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 STAGES=num_stages(RING_BYTES[per_multiprocessor], columns, shape.dim, k_pages.element_size()),
                 PARKED=parked_levels(columns, shape.dim),
                 WINDOW=spec.window,
+                PLANNED=plan.planned_tokens,
                 SOFTCAP=spec.softcap > 0.0,
                 HAS_SINKS=sinks is not None,
                 HAS_SCALES=scales is not None,

@@ -1,8 +1,8 @@
 """Partials in memory: where those of a pair lie, and the last program's fold over them.
 
-A pair's groups come first: what one chunk holds of a group from its beginning is one partial. The leaves of a group
-that lie behind a cut follow, part by part, one partial each. They are folded as the tree says: leaves to their group
-first, groups in ascending order.
+A pair's groups come first, those from its origin on: what one chunk holds of a group from its beginning is one partial.
+The leaves of a group that lie behind a cut follow, part by part, one partial each. They are folded as the tree says:
+leaves to their group first, groups in ascending order.
 
     groups     | 0       | 1       | 2       |        cut before leaf 6: leaves 4 and 5 are the partial of group 1,
     leaves     | 0 1 2 3 | 4 5|6 7 | 8 9 10  |        6 and 7 have one each
@@ -62,12 +62,12 @@ def fold_next(state, group, partial, starts):
 
 
 @gluon.jit
-def first_step(pair, tiles, PER_LEAF: gl.constexpr):
+def first_step(pair, origin, tiles, PER_LEAF: gl.constexpr):
     """The walk over a pair's partials at its first leaf that is not skipped."""
     _, _, skipped, leaves, parts, share, _, _ = pair
-    part = part_of(skipped, parts, tiles, PER_LEAF)
+    part = part_of(skipped - origin, parts, tiles, PER_LEAF)
     cut = (part + 1) * gl.maximum(tiles, share) + share // 2
-    return skipped, part, part * 0, gl.where(part + 1 < parts, cut // share, leaves), cut % share
+    return skipped, part, part * 0, gl.where(part + 1 < parts, origin + cut // share, leaves), cut % share
 
 
 @gluon.jit
@@ -101,6 +101,7 @@ def step(walk, pair, LEAVES_PER_GROUP: gl.constexpr):
 def merge_rows(
     partials,
     pair,
+    origin,
     tiles,
     row,
     ok,
@@ -119,7 +120,7 @@ def merge_rows(
     acc = gl.zeros([BLOCK, D], gl.float32, LAYOUT)
     state = (row_max, row_sum, acc)
     group = (row_max, row_sum, acc)
-    walk = first_step(pair, tiles, PER_LEAF)
+    walk = first_step(pair, origin, tiles, PER_LEAF)
     while walk[0] < pair[3]:
         p0, walk = step(walk, pair, LEAVES_PER_GROUP)
         s0 = load_partial(partials, p0[0], row, ok & p0[2], at, ROWS, D)
@@ -154,6 +155,7 @@ def merge_pair(
     base,
     skipped,
     leaves,
+    origin,
     tiles,
     parts,
     rows,
@@ -172,7 +174,7 @@ def merge_pair(
     WANTS_LSE: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):
-    """Merges all rows of a pair, BLOCK rows at a time, and writes the outputs."""
+    """Merges all rows of a pair, BLOCK rows at a time, and writes the outputs; `tiles` are those from its origin on."""
     out_ptr, lse_ptr, sinks_ptr = outputs
     stride_out_token, stride_out_head, num_tokens = strides
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
@@ -184,7 +186,9 @@ def merge_pair(
     for block in range(0, rows, BLOCK):
         row = block + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         ok = row < rows
-        row_max, row_sum, acc = merge_rows(partials, pair, tiles, row, ok, ROWS, D, PER_LEAF, LEAVES_PER_GROUP, LAYOUT)
+        row_max, row_sum, acc = merge_rows(
+            partials, pair, origin, tiles, row, ok, ROWS, D, PER_LEAF, LEAVES_PER_GROUP, LAYOUT
+        )
         q_head = head * GQA_GROUP + row % GQA_GROUP
         if HAS_SINKS:
             row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sinks_ptr, q_head, ok & has_keys, 1)

@@ -1,0 +1,55 @@
+"""gated_delta_scan: the gated delta rule over prompts, block by block, for layers of Qwen3-Next and Qwen3.5.
+
+For each head a state S [dk, dv] in fp32, and for each token
+
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  o = scale q S
+
+Rows may be of one token, but `update_gated_delta` (kernels/state_update) is made for those.
+"""
+
+import torch
+
+from kernels.backend import Backend, uses_triton
+from kernels.block_scan import GatedDeltaLayer, ScanPlan, check_gated_delta, check_plan
+from kernels.gated_delta_scan import cpu, reference
+
+__all__ = ["gated_delta_scan"]
+
+
+def gated_delta_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    plan: ScanPlan,
+    *,
+    scale: float | None = None,
+    norm_eps: float | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor:
+    """Returns [num_tokens, heads, dv]; reads and writes the states that the plan's slots name.
+
+    q and k [num_tokens, k_heads, dk], v [num_tokens, heads, dv], tokens may be slices of wider rows; consecutive heads
+    of v share one of k. g (0 or less) and beta [num_tokens, heads] of any float dtype. states fp32 [num_slots, heads,
+    dk, dv], each slot dense. scale None: 1 / sqrt(dk). With norm_eps q and k are divided by the root of their sum of
+    squares plus norm_eps. Outputs of padding rows, and of tokens behind the last row, are zeros.
+
+    Products of 16-bit inputs have 16-bit factors and fp32 sums; states are fp32 all the way.
+    """
+    layer = GatedDeltaLayer(q, k, v, g, beta, states, k.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
+    check_gated_delta(layer)
+    check_plan(plan, v.shape[0], v.device)
+    out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    if plan.num_rows == 0 or v.numel() == 0:
+        return out
+    if uses_triton(backend, v):
+        from kernels.gated_delta_scan.triton import launch
+
+        launch(layer, plan, out)
+    elif backend is Backend.AUTO:
+        cpu.gated_delta_scan(layer, plan, out)
+    else:
+        reference.gated_delta_scan(layer, plan, out)
+    return out

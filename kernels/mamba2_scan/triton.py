@@ -1,0 +1,57 @@
+"""mamba2_scan in Triton: sizes of steps and sums of decays first, then states pass and outputs follow (block_scan)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.block_scan import Mamba2Layer, ScanPlan
+from kernels.block_scan.call import BlockScan
+from kernels.block_scan.plan import GRID_TOKENS
+from kernels.block_scan.triton import launch_scan, step_sizes
+
+# Heads of a program that serves a block.
+HEADS = 32
+
+_GRID = tl.constexpr(GRID_TOKENS)
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_steps(
+    raw_ptr, bias_ptr, a_ptr, sizes_ptr, sums_ptr, cu_blocks_ptr, blocks_ptr, num_rows, least, most, stride_raw,
+    H: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    if block < tl.load(cu_blocks_ptr + num_rows):
+        first = tl.load(blocks_ptr + block * 2)
+        token = tl.arange(0, _GRID)[:, None]
+        head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        is_head = head < H
+        ok = (token < tl.load(blocks_ptr + block * 2 + 1)) & is_head[None, :]
+        at = (first + token).to(tl.int64)
+        raw = tl.load(raw_ptr + at * stride_raw + head[None, :], mask=ok, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            raw += tl.load(bias_ptr + head, mask=is_head, other=0.0).to(tl.float32)[None, :]
+        sizes = tl.where(ok, step_sizes(raw, least, most), 0.0)
+        sums = tl.cumsum(sizes * tl.load(a_ptr + head, mask=is_head, other=0.0)[None, :], 0)
+        tl.store(sizes_ptr + at * H + head[None, :], sizes, mask=ok)
+        tl.store(sums_ptr + at * H + head[None, :], sums, mask=ok)
+
+
+def launch(layer: Mamba2Layer, plan: ScanPlan, out: torch.Tensor) -> None:
+    """Fills out, writes the states; checked, non-empty arguments."""
+    steps = layer.steps
+    tokens, heads = steps.raw.shape
+    sizes, sums = steps.a.new_empty(tokens, heads), steps.a.new_empty(tokens, heads)
+    block = min(HEADS, triton.next_power_of_2(heads))
+    with torch.cuda.device_of(out):
+        sum_steps[(plan.max_blocks, triton.cdiv(heads, block))](
+            steps.raw, steps.a if steps.bias is None else steps.bias, steps.a, sizes, sums,
+            plan.cu_blocks, plan.blocks, plan.num_rows, steps.least, steps.most, steps.raw.stride(0),
+            H=heads, HAS_BIAS=steps.bias is not None, BLOCK_H=block, num_warps=4,
+        )  # fmt: skip
+    scan = BlockScan(
+        layer.c, layer.b, layer.x, None, sums, sizes, layer.states, plan, 1.0, None,
+        by_value=True, skip=layer.skip, gate=layer.gate,
+    )  # fmt: skip
+    launch_scan(scan, out)

@@ -1,0 +1,266 @@
+"""gated_delta_scan: near the rule in fp64, and the same bits wherever a row is cut on the grid, and in any company."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from kernels.block_scan import plan_scan
+from kernels.errors import KernelArgumentError
+from kernels.gated_delta_scan import gated_delta_scan
+from kernels.state_slots import StateSlots
+from tests.kernels.compare import assert_same_bits
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.recurrences import assert_states, expected, gated_delta
+from tests.kernels.state_inputs import (
+    POISON,
+    SCANNED,
+    Begin,
+    StateRow,
+    begins,
+    keys,
+    make_pool,
+    make_slots,
+    placed,
+    sources,
+)
+from tests.kernels.target import Target
+
+# Of the largest output or state; 16 bits round factors of products.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+CPU = Target("cpu", Backend.AUTO)
+
+
+class Layer(NamedTuple):
+    """A layer's inputs for some tokens."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def part(self, first: int, end: int) -> Layer:
+        return Layer(*(tensor[first:end] for tensor in self))
+
+    def beside(self, *others: Layer) -> Layer:
+        return Layer(*(torch.cat(tensors) for tensors in zip(self, *others, strict=True)))
+
+
+class Heads(NamedTuple):
+    """Heads of queries and keys, of values, and their sizes."""
+
+    k_heads: int = 2
+    heads: int = 4
+    k_dim: int = 32
+    dim: int = 24
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.heads, self.k_dim, self.dim
+
+
+def layer(tokens: int, sizes: Heads, dtype: torch.dtype, seed: int = 2) -> Layer:
+    """Some tokens forget all, some nothing; some write with full strength, some not at all."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(*size: int) -> torch.Tensor:
+        return torch.randn((tokens, *size), generator=generator)
+
+    g, beta = -made(sizes.heads).abs() / 2, made(sizes.heads).sigmoid()
+    g[3::17], g[5::11], beta[2::7], beta[6::13] = -60.0, 0.0, 1.0, 0.0
+    q, k, v = made(sizes.k_heads, sizes.k_dim), made(sizes.k_heads, sizes.k_dim), made(sizes.heads, sizes.dim)
+    return Layer(q.to(dtype), k.to(dtype), v.to(dtype), g, beta)
+
+
+def scanned(
+    given: Layer, first: list[int], rows: list[StateRow], pool: torch.Tensor, slots: StateSlots, target: Target,
+    norm_eps: float | None = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns the outputs and the pool afterwards, on the CPU; `pool` stays as it is."""
+    device, cu = target.device, begins(rows)
+    states = pool.to(device).clone()
+    lengths = (cu.to(device), keys(first, rows).to(device))
+    plan = plan_scan(*lengths, placed(slots, device), given.v.shape[0], backend=target.backend)
+    out = gated_delta_scan(
+        *(tensor.to(device) for tensor in given), states, plan, norm_eps=norm_eps, backend=target.backend
+    )
+    return out.cpu(), states.cpu()
+
+
+def on_cpu_too(target: Target) -> list[Target]:
+    """Beside the reference what a CPU takes by itself."""
+    return [target, CPU] if target.backend is Backend.REFERENCE else [target]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", [Heads(), Heads(1, 1, 16, 64), Heads(2, 2, 72, 40)], ids=str)
+def test_rows_of_every_kind(target: Target, sizes: Heads, dtype: torch.dtype) -> None:
+    """In one launch; slots that no row begins from are NaN, and none of those that no row names changes."""
+    first, rows = [position for position, _ in SCANNED], [row for _, row in SCANNED]
+    slots, count = make_slots(rows)
+    pool, cu = make_pool(slots, rows, count, sizes.state, torch.float32), begins(rows)
+    given = layer(int(cu[-1]), sizes, dtype)
+    step = gated_delta(*given, scale=sizes.k_dim**-0.5, norm_eps=1e-6)
+    wanted, wanted_pool = expected(step, slots, rows, cu, pool, given.v.shape[1:])
+    for each in on_cpu_too(target):
+        out, after = scanned(given, first, rows, pool, slots, each)
+        assert out.dtype is dtype
+        assert_states(out, wanted, TOLERANCE[dtype])
+        assert_states(after, wanted_pool, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_cut_on_the_grid_and_no_company_changes_a_bit(target: Target, dtype: torch.dtype, is_restored: bool) -> None:
+    """A row of 200 tokens, cut at 64 and 128, beside others; its states in working slots or through snapshots.
+
+    The reference goes token by token: no cut changes it. What a CPU takes goes block by block.
+    """
+    sizes, rows = Heads(), [StateRow(200, leave=(64, 128, 200))]
+    given, (slots, count) = layer(200, sizes, dtype), make_slots(rows)
+    for each in on_cpu_too(target):
+        empty = torch.full((count, *sizes.state), POISON)
+        whole, ended = scanned(given, [0], rows, empty, slots, each)
+        plain, _ = scanned(given, [0], [StateRow(200)], empty, make_slots([StateRow(200)], padding=0)[0], each)
+        assert_same_bits(plain, whole)
+        state = None
+        for entry, (at, end) in enumerate(((0, 64), (64, 128), (128, 200))):
+            begin = Begin.FRESH if not at else Begin.RESTORE if is_restored else Begin.WORKING
+            mixed = [StateRow(3), StateRow(end - at, begin, leave=(end - at,)), StateRow(70)]
+            own, size = make_slots(mixed, seed=at)
+            pool = make_pool(own, mixed, size, sizes.state, torch.float32)
+            if state is not None:
+                pool[sources(own, mixed)[1]] = state
+            others = layer(73, sizes, dtype, seed=at)
+            beside = others.part(0, 3).beside(given.part(at, end), others.part(3, 73))
+            out, after = scanned(beside, [0, at, 0], mixed, pool, own, each)
+            assert_same_bits(out[3 : 3 + end - at], whole[at:end])
+            state = after[own.leave_slot[0]]
+            assert_same_bits(after[own.working[1]], state)
+            assert_same_bits(state, ended[slots.leave_slot[entry]])
+
+
+def test_cuts_off_the_grid_agree_to_within_rounding(target: Target) -> None:
+    sizes, (none, count) = Heads(), make_slots([StateRow(150)])
+    given = layer(150, sizes, torch.float32)
+    for each in on_cpu_too(target):
+        pool = torch.full((count, *sizes.state), POISON)
+        whole, ended = scanned(given, [0], [StateRow(150)], pool, none, each)
+        parts, pool = [], torch.full((count, *sizes.state), POISON)
+        for first, end in ((0, 1), (1, 63), (63, 65), (65, 100), (100, 150)):
+            rows = [StateRow(end - first, Begin.WORKING if first else Begin.FRESH)]
+            out, pool = scanned(given.part(first, end), [first], rows, pool, make_working(none, rows), each)
+            parts.append(out)
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=0.0, atol=1e-5)
+        working = none.working[0]
+        torch.testing.assert_close(pool[working], ended[working], rtol=0.0, atol=1e-5)
+
+
+def make_working(slots: StateSlots, rows: list[StateRow]) -> StateSlots:
+    """The same slots for a row that begins as `rows` say."""
+    fresh = torch.tensor([int(row.begin is Begin.FRESH) for row in rows], dtype=torch.int32)
+    return slots._replace(fresh=fresh, restore=torch.zeros_like(fresh))
+
+
+def test_equal_keys_that_overwrite_each_other(target: Target) -> None:
+    """No decay, full strength, one key for all: each value replaces the one before. Powers of A would be 10^18."""
+    sizes, rows = Heads(1, 1, 16, 16), [StateRow(128)]
+    given, (slots, count) = layer(128, sizes, torch.float32), make_slots(rows)
+    key = given.k[:1].expand(128, 1, 16).contiguous()
+    given = given._replace(q=key, k=key, g=torch.zeros(128, 1), beta=torch.ones(128, 1))
+    for each in on_cpu_too(target):
+        pool = torch.full((count, *sizes.state), POISON)
+        out, _ = scanned(given, [0], rows, pool, slots, each)
+        torch.testing.assert_close(out, given.v / 4.0, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm_eps", [None, 1e-6])
+def test_rows_that_are_slices_and_slots_that_lie_apart(target: Target, norm_eps: float | None) -> None:
+    """Of a wider projection, behind the last row of which others follow; as it is served."""
+    sizes, rows = Heads(), [StateRow(70), StateRow(40, Begin.WORKING)]
+    slots, count = make_slots(rows)
+    given, pool = layer(110, sizes, torch.float32), make_pool(slots, rows, count, sizes.state, torch.float32)
+    given = given._replace(k=given.k / 6.0)
+    wide = torch.full((130, 300), POISON)
+    ends = [8 + 64, 8 + 128, 8 + 128 + 96, 240, 250]
+    views = []
+    for tensor, end in zip(given, ends, strict=True):
+        width = tensor[0].numel()
+        wide[:110, end - width : end] = tensor.flatten(1)
+        views.append((end - width, end, tensor.shape[1:]))
+    for each in on_cpu_too(target):
+        device, cu = each.device, begins(rows)
+        apart = torch.full((count, 2, *sizes.state), POISON, device=device)
+        apart[:, 1] = pool.to(device)
+        on_device = wide.to(device)
+        plan = plan_scan(cu.to(device), keys([0, 9], rows).to(device), placed(slots, device), 130, backend=each.backend)
+        out = gated_delta_scan(
+            *(on_device[:, first:end].unflatten(1, shape) for first, end, shape in views), apart[:, 1], plan,
+            norm_eps=norm_eps, backend=each.backend,
+        )  # fmt: skip
+        wanted, wanted_pool = scanned(given, [0, 9], rows, pool, slots, each, norm_eps)
+        assert_same_bits(out.cpu()[:110], wanted)
+        assert not out[110:].any()
+        assert_same_bits(apart[:, 1].cpu(), wanted_pool)
+        assert apart[:, 0].isnan().all()
+
+
+def test_slots_beyond_32_bits(target: Target) -> None:
+    sizes, rows = Heads(1, 1, 16, 16), [StateRow(2, Begin.WORKING), StateRow(70, leave=(64,))]
+    slots, count = make_slots(rows, padding=0)
+    pool, cu = make_pool(slots, rows, count, sizes.state, torch.float32), begins(rows)
+    given, stride = layer(72, sizes, torch.float32), 2**31 // (count - 1) + 1
+    device = target.device
+    store = torch.empty((count - 1) * stride + 256, device=device)
+    far = store.as_strided(pool.shape, (stride, 256, 16, 1))
+    far.copy_(pool)
+    lengths = (cu.to(device), keys([9, 0], rows).to(device))
+    plan = plan_scan(*lengths, placed(slots, device), 72, backend=target.backend)
+    out = gated_delta_scan(*(tensor.to(device) for tensor in given), far, plan, norm_eps=1e-6, backend=target.backend)
+    wanted, wanted_pool = scanned(given, [9, 0], rows, pool, slots, target)
+    assert_same_bits(out.cpu(), wanted)
+    assert_same_bits(far.cpu(), wanted_pool)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a CPU's own route")
+def test_company_changes_no_bit_with_two_threads() -> None:
+    sizes, rows = Heads(4, 8, 64, 64), [StateRow(200), StateRow(130)]
+    given, (slots, count) = layer(330, sizes, torch.float32), make_slots(rows)
+    pool = torch.full((count, *sizes.state), POISON)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together, _ = scanned(given, [0, 0], rows, pool, slots, CPU)
+        alone, _ = scanned(given.part(200, 330), [0], [StateRow(130)], pool, make_slots([StateRow(130)])[0], CPU)
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(alone, together[200:])
+
+
+ROWS = [StateRow(4), StateRow(2)]
+SLOTS, COUNT = make_slots(ROWS)
+GIVEN, POOL = layer(6, Heads(), torch.float32), torch.zeros(COUNT, *Heads().state)
+PLAN = plan_scan(begins(ROWS), begins(ROWS), SLOTS, 6)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"v": GIVEN.v[:, 0]}, r"v: shape must be \[any, any, any\]"),
+    ({"k": GIVEN.k.half()}, "k: dtype must be one of"),
+    ({"k": GIVEN.v[:, :3]}, "k: its heads must divide 4 heads, got 3"),
+    ({"k": torch.zeros(6, 2, 260)}, r"k: heads must have 1 to 256 elements, states are of \[260, 24\]"),
+    ({"q": GIVEN.q[:, :1]}, r"q: shape must be \[6, 2, 32\], got \[6, 1, 32\]"),
+    ({"q": GIVEN.q.transpose(0, 1).contiguous().transpose(0, 1)}, "q: a token's heads must be contiguous"),
+    ({"g": GIVEN.g[:5]}, r"g: shape must be \[6, 4\], got \[5, 4\]"),
+    ({"beta": GIVEN.beta.long()}, "beta: dtype must be one of"),
+    ({"states": POOL.bfloat16()}, "states: dtype must be one of"),
+    ({"states": POOL.transpose(2, 3)}, r"states: shape must be \[any, 4, 32, 24\]"),
+    ({"plan": plan_scan(begins(ROWS), begins(ROWS), SLOTS, 0)}, "plan: has 0 blocks"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(KernelArgumentError, match=message):
+        gated_delta_scan(**{**GIVEN._asdict(), "states": POOL, "plan": PLAN, **change})

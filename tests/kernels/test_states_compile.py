@@ -1,0 +1,131 @@
+"""The kernels of recurrent states, compiled for Hopper without a GPU: no spill, wide accesses where they move data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.test_compiles import compile_for_hopper, own_cache
+from tests.kernels.test_experts_compile import kinds
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+__all__ = ["own_cache"]
+
+SLOTS = dict.fromkeys(("cu_", "working", "restore", "fresh", "rolling", "leave", "sources", "destinations"), "*i32")
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp32"])
+@pytest.mark.parametrize(("channels", "d_conv"), [(8192, 4), (2048, 3)])
+def test_convolutions(values: str, channels: int, d_conv: int) -> None:
+    from kernels.causal_conv.triton import ROW_CHANNELS, TILE_CHANNELS, TILE_TOKENS, convolve, leave_columns
+
+    shared: dict[str, object] = {"C": channels, "PADDED": 4 if d_conv == 4 else 2}
+    constants = {
+        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2,
+        "ROW_C": ROW_CHANNELS, "BLOCK_T": TILE_TOKENS, "BLOCK_C": TILE_CHANNELS,
+    }  # fmt: skip
+    built = compile_for_hopper(convolve, constants, 4, kinds(values, **SLOTS))
+    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+    left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": ROW_CHANNELS}
+    built = compile_for_hopper(leave_columns, left, 4, kinds(values, **SLOTS))
+    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+
+
+def test_copies() -> None:
+    from kernels.copy_states.triton import NUM_WARPS, WORDS, copy_words
+
+    built = compile_for_hopper(copy_words, {"WORDS": WORDS}, NUM_WARPS, kinds("i64", **SLOTS))
+    assert not built.spills and "ld.global.v2.b64" in built.ptx and "st.global.v2.b64" in built.ptx
+
+
+SCAN_KINDS = {
+    **SLOTS, "blocks": "*i32", "sums": "*fp32", "weights": "*fp32", "states": "*fp32", "g_": "*fp32", "beta": "*fp32",
+    "skip": "*fp32",
+}  # fmt: skip
+# Heads of Qwen3-Next: 16 of keys, 32 of values.
+QWEN: dict[str, object] = {"HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "BK": 128, "NORM": True}
+
+
+def scan_kinds(values: str) -> Callable[[str], str]:
+    """The gate's pointer begins as that of g does."""
+    return lambda name: f"*{values}" if name == "gate_ptr" else kinds(values, **SCAN_KINDS)(name)
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+def test_scans(values: str) -> None:
+    """Products of 16 bits are wgmmas that nobody waits for one by one."""
+    from kernels.block_scan.triton import (
+        OUTPUT_VALUES,
+        OUTPUT_WARPS,
+        PASS_VALUES,
+        PASS_WARPS,
+        block_outputs,
+        pass_states,
+    )
+
+    shared = {**QWEN, "HAS_WEIGHTS": False, "BY_VALUE": False, "PRECISION": "tf32"}
+    constants = {**shared, "HAS_READERS": True, "BV": PASS_VALUES}
+    built = compile_for_hopper(pass_states, constants, PASS_WARPS, scan_kinds(values))
+    assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
+    constants = {**shared, "HAS_SKIP": False, "HAS_GATE": True, "BV": OUTPUT_VALUES}
+    built = compile_for_hopper(block_outputs, constants, OUTPUT_WARPS, scan_kinds(values))
+    assert not built.spills and "wgmma" in built.ptx
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+def test_blocks_of_the_delta_rule(values: str) -> None:
+    from kernels.gated_delta_scan.triton import WARPS, solve_blocks
+
+    constants = {**QWEN, "PRECISION": "tf32", "BV": 128}
+    built = compile_for_hopper(solve_blocks, constants, WARPS, scan_kinds(values))
+    assert not built.spills and "wgmma" in built.ptx
+
+
+def test_plans_of_scans() -> None:
+    from kernels.block_scan.plan_triton import CHUNK, PLACED, count_blocks, place_blocks
+
+    assert not compile_for_hopper(count_blocks, {"CHUNK": CHUNK}, 4, kinds("i32")).spills
+    assert not compile_for_hopper(place_blocks, {"CHUNK": PLACED, "LEVELS": 2}, 4, kinds("i32")).spills
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp32"])
+def test_updates(values: str) -> None:
+    """States are read and written 16 bytes at a time."""
+    from kernels.state_update.triton import VALUES, WARPS, update_delta, update_ssd
+
+    kinds_of = {**SCAN_KINDS, "raw": "*fp32", "bias": "*fp32", "a_": "*fp32"}
+    pointer = kinds(values, **{name: kind for name, kind in kinds_of.items() if name != "g_"}, g_ptr="*fp32")
+    built = compile_for_hopper(update_delta, {**QWEN, "BV": VALUES}, WARPS, pointer)
+    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+    heads: dict[str, object] = {"HEADS": 128, "GROUP": 128, "DK": 128, "DV": 64, "BK": 128, "BV": VALUES}
+    options = {"HAS_BIAS": True, "HAS_SKIP": True, "HAS_GATE": True}
+    built = compile_for_hopper(update_ssd, {**heads, **options}, WARPS, pointer)
+    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+
+
+def test_scans_of_mamba2() -> None:
+    from kernels.block_scan.triton import (
+        OUTPUT_VALUES,
+        OUTPUT_WARPS,
+        PASS_VALUES,
+        PASS_WARPS,
+        block_outputs,
+        pass_states,
+    )
+    from kernels.mamba2_scan.triton import HEADS, sum_steps
+
+    shared: dict[str, object] = {
+        "HEADS": 128, "GROUP": 128, "DK": 128, "DV": 64, "BK": 128, "NORM": False, "HAS_WEIGHTS": True,
+        "BY_VALUE": True, "PRECISION": "tf32",
+    }  # fmt: skip
+    constants = {**shared, "HAS_READERS": False, "BV": PASS_VALUES}
+    assert not compile_for_hopper(pass_states, constants, PASS_WARPS, scan_kinds("bf16")).spills
+    constants = {**shared, "HAS_SKIP": True, "HAS_GATE": False, "BV": OUTPUT_VALUES}
+    assert not compile_for_hopper(block_outputs, constants, OUTPUT_WARPS, scan_kinds("bf16")).spills
+    raw = kinds("fp32", raw="*bf16", **dict.fromkeys(("cu_", "blocks"), "*i32"))
+    assert not compile_for_hopper(sum_steps, {"H": 128, "HAS_BIAS": True, "BLOCK_H": HEADS}, 4, raw).spills
