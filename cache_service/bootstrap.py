@@ -90,6 +90,7 @@ def manager_config(config: CacheConfig) -> ManagerConfig:
         max_pinned_share=config.max_pinned_share,
         max_spill_ms=config.max_spill_s * 1000,
         max_lease_bytes=config.max_lease_mb << 20,
+        max_total_lease_bytes=config.max_total_lease_mb << 20,
         breaker_failures=config.breaker_failures,
         breaker_ms=config.breaker_ms,
     )
@@ -101,6 +102,7 @@ def watch_limits(config: CacheConfig) -> WatchLimits:
         max_queued=config.watch_queue,
         max_queued_bytes=config.watch_queue_mb << 20,
         write_timeout_s=config.write_timeout_s,
+        max_present_states=config.max_present_states,
     )
 
 
@@ -123,7 +125,7 @@ async def running(
     epoch = secrets.token_hex(8)
     manager = make_manager(manager_config(config), epoch)
     registry.register(ManagerCollector(manager.stats))
-    watchers = Watchers(epoch, watch_limits(config), manager.watch)
+    watchers = Watchers(epoch, watch_limits(config), manager.watch, manager.present_state)
     async with AsyncExitStack() as stack:
         host_keys = await stack.enter_async_context(_host_keys(config, manager))
         dispatcher = EffectDispatcher(manager, watchers, host_keys)

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
-from cache_service.core.base.types import Age, Event, Explanation, Removed, Segment, Stored, WorkerMatch
+from cache_service.core.base.types import Age, Connection, Event, Explanation, Removed, Segment, Stored, WorkerMatch
 from protos.v1 import cache_pb2, types_pb2
+from rpc.version import package_version
 from session.limits import SessionLimits
 from session.wire import fields
 from session.wire.parts import decode_namespace, encode_match, encode_namespace, required_namespace
@@ -85,6 +86,9 @@ def _explanation(value: Explanation) -> cache_pb2.WorkerExplanation:
         notes=value.notes,
         pinned_tokens=value.pinned_tokens,
         pin_left_ms=value.pin_left_ms,
+        holders=[cache_pb2.Holder(sequence_id=one.sequence_id, num_tokens=one.num_tokens) for one in value.holders],
+        num_holders=value.num_holders,
+        spilling_tokens=value.spilling_tokens,
     )
 
 
@@ -109,8 +113,21 @@ def encode_event(value: Event, epoch: str, seq: int) -> cache_pb2.WatchResponse:
     if isinstance(value, Removed):
         removed = cache_pb2.PagesRemoved(worker_id=value.worker_id, group=value.group, page_hashes=value.page_hashes)
         return cache_pb2.WatchResponse(epoch=epoch, seq=seq, removed=removed)
+    if isinstance(value, Connection):
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, connection=_connection(value))
     cleared = cache_pb2.CacheCleared(worker_id=value.worker_id or "")
     return cache_pb2.WatchResponse(epoch=epoch, seq=seq, cleared=cleared)
+
+
+def _connection(value: Connection) -> cache_pb2.WorkerConnection:
+    return cache_pb2.WorkerConnection(
+        worker_id=value.worker_id, endpoint=value.endpoint, is_connected=value.is_connected
+    )
+
+
+def encode_present_state_end(num_pages: int, epoch: str, seq: int) -> cache_pb2.WatchResponse:
+    end = cache_pb2.PresentStateEnd(num_pages=num_pages)
+    return cache_pb2.WatchResponse(epoch=epoch, seq=seq, present_state_end=end)
 
 
 def _stored(value: Stored) -> cache_pb2.PagesStored:
@@ -130,7 +147,10 @@ def encode_events_lost(num_events: int, epoch: str, seq: int) -> cache_pb2.Watch
 
 def encode_clear_response(value: ClearResult) -> cache_pb2.ClearResponse:
     return cache_pb2.ClearResponse(
-        num_pages=value.num_pages, num_host_rows=value.num_host_rows, num_pinned_pages=value.num_pinned_pages
+        num_pages=value.num_pages,
+        num_host_rows=value.num_host_rows,
+        num_pinned_pages=value.num_pinned_pages,
+        num_unconfirmed_workers=value.num_unconfirmed_workers,
     )
 
 
@@ -140,6 +160,7 @@ def encode_stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
         workers=[_worker_stats(worker) for worker in value.workers],
         host_tier=_host_tier_stats(value.host_tier),
         policy=value.policy,
+        version=package_version(),
     )
 
 
@@ -164,6 +185,8 @@ def _worker_stats(value: WorkerStats) -> cache_pb2.WorkerStats:
         model=value.model,
         pinned_tokens=value.pinned_tokens,
         matched_tokens=value.matched_tokens,
+        restored_pages=value.restored_pages,
+        restored_tokens=value.restored_tokens,
         misses={reason.name.lower(): count for reason, count in value.misses},
     )
 
@@ -176,6 +199,9 @@ def _group_stats(value: GroupStats) -> cache_pb2.GroupStats:
         num_free=value.num_free,
         num_evictable=value.num_evictable,
         num_evicted=value.num_evicted,
+        num_snapshots_taken=value.num_snapshots_taken,
+        num_snapshots_restored=value.num_snapshots_restored,
+        limited_tokens=value.limited_tokens,
     )
 
 

@@ -82,12 +82,20 @@ class CacheConfig:
     max_lease_mb: int = setting(
         MANAGER.max_lease_bytes >> 20, "Tokens that one worker's sequences may hold, in MiB.", minimum=1
     )
+    max_total_lease_mb: int = setting(
+        MANAGER.max_total_lease_bytes >> 20,
+        "Tokens that the sequences of all workers may hold together, in MiB.",
+        minimum=1,
+    )
     breaker_failures: int = setting(MANAGER.breaker_failures, "Failed transfers in a row that stop fetches.", minimum=1)
     breaker_ms: int = setting(MANAGER.breaker_ms, "How long they stay stopped.", minimum=1)
     watch: bool = setting(True, "Whether Watch is served.")
     max_watchers: int = setting(64, "Watch streams at once.", minimum=0)
     watch_queue: int = setting(4096, "Events that one watcher may lag behind.", minimum=1)
     watch_queue_mb: int = setting(16, "Size of those events together, in MiB.", minimum=1)
+    max_present_states: int = setting(
+        2, "Watchers at once that are being told what is cached already; more are refused.", minimum=0
+    )
     max_workers: int = setting(
         MANAGER.max_workers, "Workers known at once, connected or in their grace period.", minimum=1
     )

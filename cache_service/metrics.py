@@ -28,6 +28,8 @@ WORKER_COUNTERS = (
     ("fetched_tokens", "Prompt tokens skipped thanks to the host tier.", "fetched_tokens"),
     ("computed_tokens", "Prompt tokens left to compute.", "computed_tokens"),
     ("refusals", "Acquires and extends answered with a refusal.", "num_refusals"),
+    ("restored_pages", "Pages that the worker's inventory made findable again.", "restored_pages"),
+    ("restored_tokens", "Tokens of those pages.", "restored_tokens"),
 )
 WORKER_GAUGES = (
     ("worker_connected", "1 while the worker's session is up.", "connected"),
@@ -52,6 +54,13 @@ HOST_GAUGES = (
 )
 
 
+# Name, help, field of a group's stats; 0 for the kinds of groups to which it does not apply.
+RESUME_COUNTERS = (
+    ("snapshots_taken", "Snapshots that became findable after a launch.", "num_snapshots_taken"),
+    ("snapshots_restored", "Snapshots from which a launch went on.", "num_snapshots_restored"),
+    ("limited_tokens", "Matched tokens that this group kept from being used.", "limited_tokens"),
+)
+
 # What an admitted request may count as; each has a series from the start, or a rate would miss its first ones.
 MISS_REASONS = tuple(
     reason for reason in MissReason if reason not in (MissReason.UNSPECIFIED, MissReason.NONE, MissReason.OTHER_SALT)
@@ -70,6 +79,7 @@ class ManagerCollector(Collector):
         yield _hit_rate(stats.workers)
         yield _misses(stats.workers)
         yield from _pool_metrics(stats.workers)
+        yield from _resume_metrics(stats.workers)
         yield from _host_metrics(stats.host_tier)
         info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy", "core"])
         info.add_metric([stats.epoch, stats.policy, CORE_FORM], 1)
@@ -121,6 +131,15 @@ def _pool_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
             evicted.add_metric([worker.worker_id, group.name], group.num_evicted)
     yield pages
     yield evicted
+
+
+def _resume_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+    for name, text, field in RESUME_COUNTERS:
+        counter = CounterMetricFamily(PREFIX + name, text, labels=["worker", "group"])
+        for worker in workers:
+            for group in worker.groups:
+                counter.add_metric([worker.worker_id, group.name], getattr(group, field))
+        yield counter
 
 
 def _page_states(group: GroupStats) -> tuple[tuple[str, int], ...]:

@@ -17,6 +17,9 @@ from cache_service.watchers import Watchers
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.interceptor import Context
 
+# How long Clear waits for connected workers to confirm that they forgot what it dropped.
+FORGET_TIMEOUT_S = 5.0
+
 
 class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
     """What people, routers, tools and workers may ask of the cache service."""
@@ -56,13 +59,14 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
     async def Watch(  # type: ignore[override]  # noqa: N802
         self, request: cache_pb2.WatchRequest, context: Context
     ) -> None:
-        await self._watchers.serve(context)
+        await self._watchers.serve(context, present_state=request.present_state)
 
 
 class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
     """What changes the cache for everybody: for operators, on the admin address only."""
 
     def __init__(self, sessions: Sessions, max_pin_ms: int) -> None:
+        self._sessions = sessions
         self._manager = sessions.manager
         self._dispatcher = sessions.dispatcher
         self._clock = sessions.clock
@@ -85,7 +89,7 @@ class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
         try:
             cleared = await in_slices(clearing, self._dispatcher.flush)
             keep_marks = cleared.num_hidden_rows > 0
-            return cleared
+            return cleared._replace(num_unconfirmed_workers=await self._sessions.forgotten(FORGET_TIMEOUT_S))
         finally:
             self._dispatcher.clear_ends(keep_marks=keep_marks)
 

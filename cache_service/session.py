@@ -12,6 +12,7 @@ as the same process or as a new one, is decided by `CacheManager.hello`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +24,7 @@ from cache_service.effect_dispatcher import EffectDispatcher
 from protos.v1 import cache_pb2
 from rpc.interceptor import Context
 from session.errors import FieldError, InvalidInput, TooMany
-from session.messages import Hello, Welcome
+from session.messages import Forget, Hello, Welcome
 from session.wire.hello import decode_hello, encode_welcome
 from session.wire.reply import encode_order, encode_reply
 from session.wire.seal import open_request, seal_response
@@ -69,6 +70,8 @@ class Sessions:
         self._current: dict[WorkerId, Session] = {}
         self._num_streams = 0
         self._closing = False
+        # Set by each step, and by each stream's end.
+        self.progressed = asyncio.Event()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -115,6 +118,7 @@ class Sessions:
         if self._current.get(session.worker_id) is not session:
             return False
         del self._current[session.worker_id]
+        self.progressed.set()
         return True
 
     def end_stalled(self) -> None:
@@ -123,6 +127,19 @@ class Sessions:
         now_s = time.monotonic()
         for session in self._current.values():
             session.end_if_stalled(now_s)
+
+    async def forgotten(self, timeout_s: float) -> int:
+        """Tells the workers what Clear calls dropped; returns how many have not confirmed it within that time.
+
+        Those that are away are not waited for.
+        """
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._current.keys().isdisjoint(self.manager.unconfirmed()):
+                    self.progressed.clear()
+                    await self.progressed.wait()
+        return len(self.manager.unconfirmed())
 
     def wake(self) -> None:
         """After a tick, there may be orders for anybody."""
@@ -205,7 +222,7 @@ class Session:
         except TimeoutError:
             raise PeerTooSlow("session", f"took no message for {limit_s:g} s") from None
 
-    async def _read(self, orders: tuple[Transfer, ...]) -> None:
+    async def _read(self, orders: tuple[Transfer | Forget, ...]) -> None:
         await self._send(orders)
         async for request in self._requests:
             if self._ended.done():
@@ -227,6 +244,7 @@ class Session:
         reply = self._manager.step(self.worker_id, step, self._sessions.clock())
         self._sessions.observe_step_s(time.perf_counter() - started)
         self._sessions.dispatcher.flush()
+        self._sessions.progressed.set()
         await self._answer(encode_reply(reply, self._num_groups))
 
     def _goodbye(self) -> None:
@@ -249,9 +267,9 @@ class Session:
         if orders:
             await self._send(orders)
 
-    async def _send(self, orders: tuple[Transfer, ...]) -> None:
-        for transfer in orders:
-            await self._write(encode_order(transfer))
+    async def _send(self, orders: tuple[Transfer | Forget, ...]) -> None:
+        for order in orders:
+            await self._write(encode_order(order))
 
     async def _write(self, message: cache_pb2.ManagerMessage) -> None:
         async with self._writing:

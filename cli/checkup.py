@@ -24,6 +24,7 @@ from cli.places import cache_from_environment, command_name, workers_from_enviro
 from cli.run_file import read_record, state_dir
 from protos.v1 import cache_pb2, worker_pb2
 from rpc.logs import redact_url
+from rpc.version import package_version
 
 REDIS_VARIABLE = "STEMCACHE_CACHE_REDIS_URL"
 REDIS_TIMEOUT_S = 2.0
@@ -52,11 +53,11 @@ async def look_at_services(cache: str) -> list[Finding]:
     async with StemcacheClient(address, workers) as client:
         found = await _cache(client)
         of_workers = await asyncio.gather(*(_worker(client, worker) for worker in workers))
-    if record is None and any(worker.ok for worker in of_workers):
+    if record is None and any(worker[0].ok for worker in of_workers):
         # One value of the variable does for several profiles.
         advice = "not serving; maybe of a profile that is not in use"
-        of_workers = [worker if worker.ok else worker._replace(ok=None, advice=advice) for worker in of_workers]
-    return [*found, *of_workers, *(await _redis(url) if url else [])]
+        of_workers = [one if one[0].ok else [one[0]._replace(ok=None, advice=advice)] for one in of_workers]
+    return [*found, *(finding for one in of_workers for finding in one), *(await _redis(url) if url else [])]
 
 
 def _ports() -> Finding:
@@ -83,7 +84,8 @@ async def _cache(client: StemcacheClient) -> list[Finding]:
         return [Finding("cache service", False, client.cache, f"not serving{_logs()}")]
     stats = await client.stats()
     tier = stats.host_tier
-    findings = [Finding("cache service", True, client.cache), _sessions(stats)]
+    findings = [Finding("cache service", True, client.cache), *_version("the cache service", stats.version)]
+    findings.append(_sessions(stats))
     if tier.breaker_open:
         advice = "Redis does not reply; serving goes on without it"
         findings.append(Finding("host tier", False, "the breaker is open", advice))
@@ -99,12 +101,22 @@ def _sessions(stats: cache_pb2.StatsResponse) -> Finding:
     return Finding("sessions", not gone, seen, f"gone: {', '.join(gone)}" if gone else "")
 
 
-async def _worker(client: StemcacheClient, address: str) -> Finding:
+def _version(name: str, found: str) -> list[Finding]:
+    """Nothing where it is this command's own."""
+    if found == package_version():
+        return []
+    seen = f"{name} is {found or 'of an older version'}, this command is {package_version()}"
+    return [Finding("version", None, seen, "upgrade the older one; replies may lack what the newer one knows")]
+
+
+async def _worker(client: StemcacheClient, address: str) -> list[Finding]:
     try:
         one = await client.describe(address)
     except grpc.RpcError:
-        return Finding("worker", False, address, f"not serving{_logs()}")
-    return Finding("worker", not one.draining and bool(one.cache_epoch), f"{address}, {described(one)}", _trouble(one))
+        return [Finding("worker", False, address, f"not serving{_logs()}")]
+    seen = f"{address}, {described(one)}"
+    found = Finding("worker", not one.draining and bool(one.cache_epoch), seen, _trouble(one))
+    return [found, *_version(one.worker_id, one.version)]
 
 
 def _logs() -> str:

@@ -46,8 +46,8 @@ class ClusterOptions:
     """Ports of 0 take free ones; they are drawn once, so that a child that comes back is found where it was. None: what
     a variable says, else the usual port.
 
-    `pool_mb` of 0 leaves it to the worker: its share of the GPU's free memory, or a fixed size on a CPU. `environ` has
-    the variables of the services that are to count; options beat them.
+    `pool_mb` of 0 leaves it to the worker: its share of the GPU's free memory, or a fixed size on a CPU; `page_tokens`
+    of 0 to the model. `environ` has the variables of the services that are to count; options beat them.
     """
 
     model: str
@@ -57,7 +57,7 @@ class ClusterOptions:
     host_tier: str = "auto"
     host_mb: int = 1024
     pool_mb: int = 0
-    page_tokens: int = 16
+    page_tokens: int = 0
     device: str = "auto"
     policy: str = "adaptive"
     cache_env: dict[str, str] = field(default_factory=dict)

@@ -16,8 +16,25 @@ def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> R
     workers = sorted(explained.workers, key=lambda one: (-_within_reach(one), -one.match.usable_tokens, one.worker_id))
     rows = [row for one in workers for row in _stretches(one)]
     title = f"{num_tokens:,} prompt tokens; {_verdict(workers[0])}"
-    notes = [f"{plain(one.worker_id)}: {plain(note)}" for one in workers for note in (*_pin_note(one), *one.notes)]
+    notes = [
+        f"{plain(one.worker_id)}: {plain(note)}"
+        for one in workers
+        for note in (*_held(one), *_pin_note(one), *one.notes)
+    ]
     return Group(table(title, ("worker", "tokens", "where", "why not", "when", "count"), rows, left=5), "", *notes)
+
+
+def _held(one: cache_pb2.WorkerExplanation) -> list[str]:
+    """Who keeps how much of it from being evicted."""
+    notes = []
+    if one.num_holders:
+        named = ", ".join(f"{holder.sequence_id} ({holder.num_tokens:,} tokens)" for holder in one.holders)
+        more = one.num_holders - len(one.holders)
+        s = "s" * (one.num_holders > 1)
+        notes.append(f"held by {one.num_holders:,} running sequence{s}: {named}{f' and {more:,} more' * (more > 0)}")
+    if one.spilling_tokens:
+        notes.append(f"{one.spilling_tokens:,} tokens are held while they are copied to the host tier")
+    return notes
 
 
 def _pin_note(one: cache_pb2.WorkerExplanation) -> list[str]:

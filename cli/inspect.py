@@ -5,6 +5,7 @@ explanation.py formats what Explain tells.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ from cli.app import (
     SaltOption,
     WorkerOption,
     app,
+    fail,
     number,
     run,
     utf8,
@@ -65,7 +67,7 @@ def pin(
     salt: SaltOption = "",
     json_: JsonOption = False,
 ) -> None:
-    """Evict a cached prefix last, for a while."""
+    """Evict a cached prefix last, for a while; exit code 1 when nothing of it is cached."""
     output = Output(as_json=json_)
 
     async def ask() -> cache_pb2.PinResponse:
@@ -79,6 +81,8 @@ def pin(
     else:
         output.show("nothing is pinned: no whole page of this prompt is cached; `explain` says why")
     output.emit(to_dict(response))
+    if ttl and not response.pinned_tokens:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -86,16 +90,20 @@ def clear(
     unused: Annotated[bool, typer.Option("--unused", help="Drop only what nobody holds.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would be dropped; drop nothing.")] = False,
     salt: Annotated[
-        str | None, typer.Option("--salt", callback=utf8, help="Only this tenant's namespace; default: all.")
+        str | None, typer.Option("--salt", callback=utf8, help="Only this tenant's namespace; default: all tenants'.")
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Drop what all tenants have cached without asking.")] = False,
     admin: AdminOption = "",
     worker: WorkerOption = "",
     json_: JsonOption = False,
 ) -> None:
-    """Drop cached prefixes, pinned ones too; refused while live sequences hold some, unless --unused is given."""
+    """Drop cached prefixes, pinned ones too; refused while live sequences hold some, unless --unused is given.
+
+    Without --salt it asks first, since it takes what all tenants have cached.
+    """
     output = Output(as_json=json_)
 
-    async def ask() -> cache_pb2.ClearResponse:
+    async def ask(dry_run: bool) -> cache_pb2.ClearResponse:
         workers = find_workers(worker) if salt is not None else ()
         async with StemcacheClient("", workers, find_admin(admin)) as client:
             namespace: types_pb2.Namespace | None = None
@@ -103,12 +111,26 @@ def clear(
                 namespace = (await client.tokenize(await client.healthy_worker(), "", salt)).namespace
             return await client.clear(namespace, unused_only=unused, dry_run=dry_run)
 
-    response = run(ask())
-    output.show(_cleared(response, dry_run=dry_run))
+    if salt is None and not yes and not dry_run:
+        _confirm(run(ask(dry_run=True)))
+    response = run(ask(dry_run))
+    output.show(f"{'would drop' if dry_run else 'dropped'} {_counts(response, 'are' if dry_run else 'were')}")
     output.emit(to_dict(response))
 
 
-def _cleared(response: cache_pb2.ClearResponse, *, dry_run: bool) -> str:
+def _confirm(response: cache_pb2.ClearResponse) -> None:
+    """Asks at a terminal. Ends the command with exit code 1 after a no, and where nobody can be asked."""
+    counts = _counts(response, "are")
+    if not sys.stdin.isatty():
+        fail(f"this would drop {counts}, of all tenants: say --yes, or name one tenant with --salt")
+    if not typer.confirm(f"Drop {counts}, of all tenants?", err=True):
+        fail("nothing was dropped")
+
+
+def _counts(response: cache_pb2.ClearResponse, verb: str) -> str:
     counts = f"{response.num_pages:,} pages and {response.num_host_rows:,} rows of the host tier"
-    pins = f"; {response.num_pinned_pages:,} of the pages {'are' if dry_run else 'were'} pinned"
-    return f"{'would drop' if dry_run else 'dropped'} {counts}{pins if response.num_pinned_pages else ''}"
+    pins = f"; {response.num_pinned_pages:,} of the pages {verb} pinned"
+    away = (
+        f"; {response.num_unconfirmed_workers} workers have yet to confirm it: if this service ends first, clear again"
+    )
+    return f"{counts}{pins if response.num_pinned_pages else ''}{away if response.num_unconfirmed_workers else ''}"

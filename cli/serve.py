@@ -30,6 +30,7 @@ from cli.supervisor import ChildFailed, Supervisor
 DEVICES = ("auto", "cpu", "cuda")
 DOWN_WAIT_S = 60.0
 DEMO_POOL_MB = 512
+DEMO_PAGE_TOKENS = 16
 
 MODEL_HELP = f"Folder or hub id of a checkpoint, or {RANDOM}: random weights; default: the one in the box."
 TIER_HELP = f"Where pages spill to: {', '.join(HOST_TIERS)}."
@@ -139,7 +140,9 @@ def demo(
     check_choice("--device", device, DEVICES)
     output = Output(as_json=json_)
     folder = model_to_serve(model, seed, output)
-    options = ClusterOptions(folder, host_tier=host_tier, device=device, pool_mb=DEMO_POOL_MB)
+    options = ClusterOptions(
+        folder, host_tier=host_tier, device=device, pool_mb=DEMO_POOL_MB, page_tokens=DEMO_PAGE_TOKENS
+    )
     numbers = sorted(set(scene or range(1, len(SCENES) + 1)))
     # As Ctrl-C: every child is ended before we are.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from cli.client import Answer
 from cli.output import binary_size, plain, stacked, table
 from cli.rates import WINDOW_S, Rates
-from protos.v1 import cache_pb2
+from protos.v1 import cache_pb2, types_pb2
 
 NO_WORKER = "no worker is known to the cache service"
 
@@ -31,7 +31,7 @@ def stats_view(moment: Moment) -> RenderableType:
     if not workers:
         return stacked((_heading(moment), NO_WORKER, _host_table(stats.host_tier)))
     views = [_heading(moment), _workers_table(workers), *_rates_table(workers, moment.rates), _tokens_table(workers)]
-    views += [*_remarks(stats, workers), *_misses_table(workers), _pools_table(workers)]
+    views += [*_remarks(stats, workers), *_misses_table(workers), _pools_table(workers), *_snapshots_table(workers)]
     return stacked((*views, _host_table(stats.host_tier)))
 
 
@@ -163,6 +163,22 @@ def _pools_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
         for g in w.groups
     ]
     return table("pages", ("worker", "group", "all", "free", "evictable", "evicted so far"), rows, left=2)
+
+
+def _snapshots_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
+    """Of groups of states; no table without one."""
+    rows = [
+        (
+            plain(w.worker_id),
+            plain(g.name),
+            *(f"{n:,}" for n in (g.num_snapshots_taken, g.num_snapshots_restored, g.num_evicted, g.limited_tokens)),
+        )
+        for w in workers
+        for g in w.groups
+        if g.kind == types_pb2.GROUP_KIND_STATE
+    ]
+    columns = ("worker", "group", "taken", "restored", "evicted", "matched tokens\nnot used")
+    return [table("snapshots", columns, rows, left=2)] if rows else []
 
 
 def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:

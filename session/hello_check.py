@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from session.errors import InvalidInput
-from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
+from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS, MIN_STATE_SLOTS
 from session.messages import Hello
-from session.words import GroupKind, HostTierKind
+from session.words import GroupKind, GroupSpec, HostTierKind
 
 
 def check_hello(hello: Hello) -> None:
@@ -18,6 +18,8 @@ def check_hello(hello: Hello) -> None:
         raise InvalidInput("hello.num_ranks", f"{hello.num_ranks} is not in 1..{MAX_RANKS}")
     if hello.host_tier is HostTierKind.SHARED and not hello.host_tier_id:
         raise InvalidInput("hello.host_tier_id", "a shared host tier needs its identity")
+    if hello.started_ns < 0:
+        raise InvalidInput("hello.started_ns", "must not be negative")
     _check_groups(hello)
 
 
@@ -38,3 +40,19 @@ def _check_groups(hello: Hello) -> None:
             raise InvalidInput(f"{where}.page_bytes", "must not be negative")
         if (spec.window_tokens >= 1) != (spec.kind == GroupKind.WINDOW) or spec.window_tokens < 0:
             raise InvalidInput(f"{where}.window_tokens", "is for WINDOW groups, which need at least 1")
+        _check_state(spec, hello.page_tokens, where)
+
+
+def _check_state(spec: GroupSpec, page_tokens: int, where: str) -> None:
+    interval = spec.state_interval_tokens
+    if interval and spec.kind is not GroupKind.STATE:
+        raise InvalidInput(f"{where}.state_interval_tokens", "is for STATE groups")
+    if interval < 0 or interval % page_tokens:
+        reason = f"{interval} is no multiple of page_tokens = {page_tokens}"
+        raise InvalidInput(f"{where}.state_interval_tokens", reason)
+    if spec.kind is GroupKind.STATE and spec.num_pages < MIN_STATE_SLOTS:
+        reason = (
+            f"{spec.num_pages} slot; a STATE group needs at least {MIN_STATE_SLOTS}: one for a running sequence, and "
+            "one for the snapshot that it resumes from"
+        )
+        raise InvalidInput(f"{where}.num_pages", reason)

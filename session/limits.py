@@ -1,6 +1,7 @@
 """The limits of a session, each decided once: bounds of single fields, and the defaults of what Welcome tells.
 
-What else can be set about the manager is in its ManagerConfig.
+What else can be set about the manager is in its ManagerConfig; what both ends of any connection hold, in
+rpc/options.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ MAX_RANKS = 1_024
 MAX_SEQUENCE_ID = 2**64 - 1
 # Characters of a salt and of any other name: they are kept for each root, lease and event.
 MAX_NAME_CHARS = 256
+# Boundaries in one `leave_at`: few requests that wait for a sequence part from it at places of their own.
+MAX_LEAVE_AT = 64
+# A running sequence works in one slot, and what another one resumes from is in a second.
+MIN_STATE_SLOTS = 2
 # Items in each repeated field of a Step: an engine sends at most a few for each sequence that it runs.
 MAX_STEP_ITEMS = 8_192
 

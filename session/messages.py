@@ -26,7 +26,10 @@ from session.words import (
 
 
 class Hello(NamedTuple):
-    """`generation`: Welcome's number of the state that the worker goes on from; 0 begins a new one."""
+    """`generation`: Welcome's number of the state that the worker goes on from; 0 begins a new one.
+
+    `started_ns`: when its process started, by which incarnations are ordered; 0: unknown.
+    """
 
     worker_id: WorkerId
     endpoint: str
@@ -39,12 +42,26 @@ class Hello(NamedTuple):
     num_ranks: int = 1
     model: str = ""  # of every namespace that the worker names; empty: of any
     generation: int = 0
+    capabilities: tuple[str, ...] = ()
+    started_ns: int = 0
+
+
+class Forget(NamedTuple):
+    """What Clear calls dropped: of these namespaces, or of all, the worker's inventory forgets what it has.
+
+    `number` counts the Clear calls of an epoch; a Step confirms it.
+    """
+
+    number: int
+    everything: bool
+    namespaces: tuple[Namespace, ...] = ()
 
 
 class Welcome(NamedTuple):
     """`epoch` and `generation` name a state of the cache service; `last_step_id` is the last step applied to it.
 
     `generation` is Hello's where the worker may go on; any other number names a state that holds nothing yet.
+    `forget`: Clear calls of this epoch that the worker has not confirmed.
     """
 
     epoch: str
@@ -52,10 +69,14 @@ class Welcome(NamedTuple):
     last_step_id: int
     limits: SessionLimits
     capabilities: tuple[str, ...] = ()
+    forget: Forget | None = None
 
 
 class Acquire(NamedTuple):
-    """`tokens` are those after the first `kept_tokens`, which the service kept from an earlier acquire or lease."""
+    """`tokens` are those after the first `kept_tokens`, which the service kept from an earlier acquire or lease.
+
+    `leave_at` are boundaries in tokens at which snapshots are wanted: other requests part from this one there.
+    """
 
     sequence_id: SequenceId
     namespace: Namespace
@@ -65,6 +86,7 @@ class Acquire(NamedTuple):
     priority: int = 0
     kept_tokens: int = 0
     bypass_cache: bool = False
+    leave_at: tuple[int, ...] = ()
 
 
 class Grant(NamedTuple):
@@ -106,10 +128,11 @@ class BadItem(NamedTuple):
 
 
 class Extend(NamedTuple):
-    """Room for a length of `num_tokens`."""
+    """Room for a length of `num_tokens`. `leave_at`: further boundaries in tokens, as in Acquire."""
 
     sequence_id: SequenceId
     num_tokens: int
+    leave_at: tuple[int, ...] = ()
 
 
 class ExtendGrant(NamedTuple):
@@ -134,8 +157,8 @@ class Remap(NamedTuple):
 
 
 class Release(NamedTuple):
-    """`rolling_tokens`, with FINISHED only: the boundary whose state the rolling slots hold, whatever is still in
-    flight; 0: none."""
+    """`rolling_tokens`, with FINISHED and PREEMPTED: the boundary whose state the rolling slots hold, whatever is
+    still in flight; 0: none."""
 
     sequence_id: SequenceId
     reason: ReleaseReason
@@ -173,8 +196,49 @@ class Adopt(NamedTuple):
     bypass_cache: bool = False
 
 
+class CachedRun(NamedTuple):
+    """Consecutive pages of one path that hold their KV: `page_ids` has for each group a packed id for each page.
+
+    It begins where `parent_run` ends, or, where that is 0, at token 0 of `namespace`, which is None otherwise.
+    """
+
+    run: int
+    parent_run: int
+    namespace: Namespace | None
+    tokens: bytes
+    page_ids: tuple[bytes, ...]
+
+
+class BadRun(NamedTuple):
+    """What decoding makes of a malformed run. `field` is named from the run on, as "page_ids[0]"."""
+
+    run: int
+    field: str
+    reason: str
+
+
+class Inventory(NamedTuple):
+    """A slice of what the worker's pages hold; after the one that `is_complete` no run follows in this generation."""
+
+    runs: tuple[CachedRun | BadRun, ...]
+    is_complete: bool
+
+
+class RunRefusal(NamedTuple):
+    """The run was not applied; nothing changed. `field` names the offending input when `reason` is INVALID."""
+
+    run: int
+    reason: RefusalReason
+    detail: str
+    field: str = ""
+
+
 class Step(NamedTuple):
-    """Everything that one engine iteration wants, applied in the order of the fields; a bad item is refused alone."""
+    """Everything that one engine iteration wants; a bad item is refused alone.
+
+    Applied in the order of the fields, the inventory between adopts and extends. `forgotten` is the number of the last
+    Forget that was followed.
+    """
 
     step_id: int
     acks: tuple[Ack, ...] = ()
@@ -184,6 +248,8 @@ class Step(NamedTuple):
     extends: tuple[Extend, ...] = ()
     acquires: tuple[Acquire | BadItem, ...] = ()
     rates: Rates | None = None
+    inventory: Inventory | None = None
+    forgotten: int = 0
 
 
 class StepReply(NamedTuple):
@@ -192,3 +258,5 @@ class StepReply(NamedTuple):
     extends: tuple[ExtendGrant, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     remaps: tuple[Remap, ...] = ()
+    free_pages: tuple[int, ...] = ()  # by group number; evictable ones are not among them
+    run_refusals: tuple[RunRefusal, ...] = ()

@@ -6,8 +6,11 @@ Limits are in limits.py, messages in messages.py.
 from __future__ import annotations
 
 PROTOCOL_VERSION = 2
+# The worker keeps an inventory of its pages: it is told of Clear calls, and offers the inventory to a service that has
+# lost its state.
+INVENTORY = "inventory"
 # Optional parts that are spoken beyond the version's own; a Hello that names another is refused.
-CAPABILITIES: tuple[str, ...] = ()
+CAPABILITIES: tuple[str, ...] = (INVENTORY,)
 
 # All keys in the store start with it; its number changes when keys or values change their form.
 HOST_KEY_PREFIX = b"stemcache:1:"

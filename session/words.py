@@ -82,6 +82,8 @@ class GroupSpec(NamedTuple):
     """A family of pages with one resume rule, and its pool on one worker.
 
     `num_pages` are usable ones, page 0 is reserved beyond them; `page_bytes` are those of a page's KV on one rank.
+    `state_interval_tokens`, of a STATE group: how far apart the snapshots of a prompt are, beside those at the
+    boundaries where later prompts are likely to resume; 0: only those.
     """
 
     name: str
@@ -89,6 +91,7 @@ class GroupSpec(NamedTuple):
     num_pages: int
     page_bytes: int = 0
     window_tokens: int = 0
+    state_interval_tokens: int = 0
 
 
 class GroupPages(NamedTuple):

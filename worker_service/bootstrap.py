@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
 from session.messages import Ack, Hello
+from session.protocol import CAPABILITIES
 from session.words import WorkerId
 from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.compute import Compute, fingerprint, prepare
@@ -92,6 +94,7 @@ def scheduler_config(config: WorkerConfig, compute: Compute) -> SchedulerConfig:
         chunked_prefill=config.chunked_prefill,
         reserve_pages=config.reserve_pages,
         decode_ahead_tokens=config.decode_ahead_tokens,
+        max_decode_ahead_tokens=config.max_decode_ahead_tokens,
         async_scheduling=config.async_scheduling,
     )
 
@@ -144,6 +147,8 @@ class _Worker:
             self.compute.pools.page_tokens,
             self.compute.pools.specs(),
             model=self.compute.loaded.digest.hex(),
+            capabilities=CAPABILITIES,
+            started_ns=time.time_ns(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
         return CacheClient(lambda: open_channel(self.config.cache), lambda: self._at_present(hello), limits)

@@ -20,7 +20,7 @@ import grpc.aio
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.logs import Outage
 from session.errors import FieldError
-from session.messages import Hello, Step, StepReply, Welcome
+from session.messages import Forget, Hello, Step, StepReply, Welcome
 from session.wire.hello import decode_welcome, encode_hello
 from session.wire.reply import decode_order, decode_reply
 from session.wire.seal import CHECKSUM_FIELD, open_response, seal_request
@@ -100,11 +100,11 @@ class CacheClient:
         check.reply(reply)
         return reply
 
-    async def next_order(self) -> Transfer:
+    async def next_order(self) -> Transfer | Forget:
         while True:
             if self._stream is not None:
-                if self._orders.transfers:
-                    return self._orders.transfers.popleft()
+                if self._orders.waiting:
+                    return self._orders.waiting.popleft()
                 self._stream.tell_loss_once()
             self._orders.news.clear()
             await self._orders.news.wait()
@@ -114,7 +114,7 @@ class CacheClient:
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.close()
-        self._orders.transfers.clear()
+        self._orders.waiting.clear()
 
     async def close(self) -> None:
         """Sends Goodbye if the stream is open, then ends it."""
@@ -140,17 +140,17 @@ _Key = tuple[str, int]
 
 
 class _OrderQueue:
-    """Spill orders of the present stream that wait for the mover; `news` is set by an order and by the stream's end."""
+    """Orders of the present stream that wait for the engine; `news` is set by an order and by the stream's end."""
 
     def __init__(self, max_orders: int) -> None:
         self.news = asyncio.Event()
-        self.transfers: deque[Transfer] = deque()
+        self.waiting: deque[Transfer | Forget] = deque()
         self._max_orders = max_orders
 
-    def put(self, order: Transfer) -> None:
-        if len(self.transfers) >= self._max_orders:
+    def put(self, order: Transfer | Forget) -> None:
+        if len(self.waiting) >= self._max_orders:
             raise SessionLost(f"more than {self._max_orders} orders wait")
-        self.transfers.append(order)
+        self.waiting.append(order)
         self.news.set()
 
 
@@ -262,10 +262,11 @@ class _Stream:
             raise SessionLost(f"{key[0]} {key[1]} got a reply but was not asked")
         reply.set_result(message)
 
-    def _take_order(self, order: cache_pb2.Order) -> None:
-        transfer = decode_order(order)
-        self.check.order(transfer)
-        self._orders.put(transfer)
+    def _take_order(self, message: cache_pb2.Order) -> None:
+        order = decode_order(message)
+        if isinstance(order, Transfer):
+            self.check.order(order)
+        self._orders.put(order)
 
     def _end(self, lost: Exception) -> None:
         if self._lost is None:

@@ -15,7 +15,7 @@ from worker_service.config import WorkerConfig
 from worker_service.core.errors import PoolError
 from worker_service.gpu.group_layout import GroupLayout
 from worker_service.gpu.page_pools import PagePools
-from worker_service.gpu.pool_plan import PoolDemand, check_pool, counts_for, plan_pages, pool_budget
+from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.model.device import numerics, pick_device, pick_kv_dtype, prepare_process
@@ -60,26 +60,32 @@ def _prepare(config: WorkerConfig) -> Compute:
         keep_freed_blocks()
     backend = Backend(config.kernel_backend)
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
-    pools = _make_pools(config, loaded.spec, kv_dtype or loaded.model.dtype, device)
+    pools = _make_pools(config, loaded, kv_dtype, device)
     limits = RunnerLimits(
         config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs, config.latent_chunk_tokens
     )
     return Compute(loaded, device, pools, invariance, Runner(loaded.model, pools, device, limits))
 
 
-def _make_pools(config: WorkerConfig, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> PagePools:
+def _make_pools(
+    config: WorkerConfig, loaded: LoadedModel, kv_dtype: torch.dtype | None, device: torch.device
+) -> PagePools:
+    spec, dtype = loaded.spec, loaded.model.dtype
     page_tokens = config.page_tokens or spec.page_tokens
-    layouts = page_layouts(spec, kv_dtype, page_tokens)
+    layouts = page_layouts(spec, dtype, page_tokens, kv_dtype)
     demand = PoolDemand(
         page_tokens=page_tokens,
         max_model_len=spec.max_model_len,
         max_chunk_tokens=config.token_budget,
         max_num_seqs=config.max_num_seqs,
         window_share=config.window_share,
+        state_share=config.state_share,
     )
-    budget_bytes = _budget(config, spec, kv_dtype, device)
-    pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device)
-    _log_pools(pool_report(pools.specs(), page_tokens, spec.max_model_len), str(kv_dtype).removeprefix("torch."))
+    interval = check_interval(layouts, config.state_interval_tokens, page_tokens)
+    budget_bytes = _budget(config, spec, kv_dtype or dtype, device)
+    pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device, interval)
+    report = pool_report(pools.specs(), page_tokens, spec.max_model_len, config.max_num_seqs)
+    _log_pools(report, str(kv_dtype or dtype).removeprefix("torch."))
     return pools
 
 

@@ -57,6 +57,20 @@ class WorkerConfig:
         minimum=0.0,
         maximum=1.0,
     )
+    state_share: float = setting(
+        0.5,
+        "Memory of snapshots, as a share of that of the pool of whole prompts; never more snapshots than its pages. "
+        "For models with recurrent states.",
+        minimum=0.0,
+        maximum=1000.0,
+    )
+    state_interval_tokens: int = setting(
+        512,
+        "How far apart a prompt leaves snapshots where nobody is known to resume, while there are slots to spare; a "
+        "multiple of page_tokens; 0: none. For models with recurrent states.",
+        minimum=0,
+        maximum=1 << 20,
+    )
     latent_chunk_tokens: int = setting(
         32_768,
         "Tokens of which a prompt over latents makes keys and values at a time; their memory is taken off the pools.",
@@ -74,6 +88,9 @@ class WorkerConfig:
     prefix_caching: bool = setting(True, "Whether requests reuse each other's prefixes.")
     decode_ahead_tokens: int = setting(
         32, "Tokens ahead for which a decoding sequence asks pages, to go on without the cache service.", minimum=0
+    )
+    max_decode_ahead_tokens: int = setting(
+        8192, "The most such tokens while pages are free, of which half are for that; 0: no more than that.", minimum=0
     )
     async_scheduling: bool = setting(True, "Whether a launch is queued while the one before it runs.")
     reserve_pages: int = setting(0, "Pages that stay free or evictable after an admission.", minimum=0)

@@ -30,6 +30,8 @@ def check(manager: CacheManager) -> None:
             _check_sparse_pool(cache, sparse, f"{where}, group {sparse.number}")
         _check_hashes(cache, where)
         cache.kept.check()
+    num_bytes = sum(worker.cache.leases.num_bytes for worker in manager.workers.values())
+    assert manager.lease_bytes.num_bytes == num_bytes, "bytes of all workers' leases"
     _check_host(manager)
 
 
@@ -171,6 +173,7 @@ def _check_sparse_pool(cache: DeviceCache, group: SparseGroup, where: str) -> No
     assert set(standing) == set(pages.places), f"{where}: places are not those of the tree"
     for page_id, place in pages.places.items():
         assert (place.holder(), place.page) == standing[page_id], f"{where}: page {page_id} stands elsewhere"
+    pages.check()
     order = pages.order()
     ordered = [page_id for page_ids in order.values() for page_id in page_ids]
     assert len(ordered) == pages.num_evictable, f"{where}: {pages.num_evictable} evictable, {len(ordered)} in order"

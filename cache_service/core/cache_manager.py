@@ -9,17 +9,20 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar, cast
 
+from cache_service.core.base.cleared_scopes import ClearedScopes
 from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWorker
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ClearResult, ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.eviction import make_policy
+from cache_service.core.device.lease_table import TokenBytes
 from cache_service.core.device.transfer_table import TicketIds
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.host_tiers import HostTiers
-from cache_service.core.verbs import clearing, overview, renewal, spilling, step_check, stepping, upkeep
+from cache_service.core.verbs import clearing, incarnations, overview, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.many_workers_match import PromptMatch
+from cache_service.core.verbs.present_state import connection, present_state
 from cache_service.core.worker import Worker
 from session.errors import InvalidInput, TooMany
 from session.hello_check import check_hello
@@ -28,6 +31,7 @@ from session.messages import (
     Acquire,
     Extend,
     ExtendGrant,
+    Forget,
     Grant,
     Hello,
     Publish,
@@ -59,8 +63,10 @@ class CacheManager:
         self.tiers = HostTiers(config)
         self._superseded: dict[WorkerId, deque[str]] = {}
         self._ticket_ids = TicketIds()
+        self.lease_bytes = TokenBytes()
         self._events = EventLog(config.max_events, is_wanted=config.watch)
         self._last_generation = 0
+        self._cleared = ClearedScopes()
         self.limits = SessionLimits(
             max_sequence_tokens=config.max_sequence_tokens,
             max_live_sequences=config.max_live_sequences,
@@ -79,7 +85,8 @@ class CacheManager:
 
         A new incarnation replaces the old, which is refused from then on.
 
-        Raises InvalidInput, Superseded for an incarnation that was replaced, TooMany beyond `max_workers`.
+        Raises InvalidInput, Superseded for an incarnation that was replaced or that started before the present one,
+        TooMany beyond `max_workers`.
         """
         check_hello(hello)
         if hello.incarnation in self._superseded.get(hello.worker_id, ()):
@@ -87,22 +94,25 @@ class CacheManager:
         self.tiers.tick(now_ms)
         worker = self.workers.get(hello.worker_id)
         if worker is not None and worker.hello.incarnation == hello.incarnation:
-            _check_same(worker.hello, hello)
+            incarnations.check_same(worker.hello, hello)
             if worker.generation == hello.generation:
                 return self._welcome_back(worker, hello)
             self._forget(worker)
         elif worker is not None:
+            incarnations.check_later(worker.hello, hello)
             self._supersede(worker)
         elif len(self.workers) >= self.config.max_workers:
             raise TooMany("hello.worker_id", f"more than {self.config.max_workers} workers")
         return self._begin(hello, now_ms)
 
     def _begin(self, hello: Hello, now_ms: int) -> Welcome:
-        cache = DeviceCache(hello, self.config, self.tiers.view(hello), self._ticket_ids, self._events, now_ms)
+        view = self.tiers.view(hello)
+        cache = DeviceCache(hello, self.config, view, self._ticket_ids, self.lease_bytes, self._events, now_ms)
         self._last_generation += 1
-        self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
+        worker = self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
         self._prune_tiers()
-        return Welcome(self.epoch, self._last_generation, 0, self.limits, CAPABILITIES)
+        self._events.record(connection(worker))
+        return self._welcome(worker)
 
     def _prune_tiers(self) -> None:
         self.tiers.prune({worker.hello.host_tier_id for worker in self.workers.values()})
@@ -115,8 +125,14 @@ class CacheManager:
             worker.cache.set_host(self.tiers.view(hello))
             renewal.start_refill(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None
+        self._events.record(connection(worker))
         self._prune_tiers()
-        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits, CAPABILITIES)
+        return self._welcome(worker)
+
+    def _welcome(self, worker: Worker) -> Welcome:
+        forget = self._cleared.since(worker.forgotten_clears) if worker.keeps_inventory else None
+        worker.told_clears = self._cleared.number
+        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits, CAPABILITIES, forget)
 
     def _supersede(self, worker: Worker) -> None:
         worker_id = worker.hello.worker_id
@@ -129,8 +145,10 @@ class CacheManager:
         """Leases, tickets and device pages go; host copies in a shared tier stay."""
         worker_id = worker.hello.worker_id
         del self.workers[worker_id]
-        self._events.record(Cleared(worker_id))
+        for event in (connection(worker)._replace(is_connected=False), Cleared(worker_id)):
+            self._events.record(event)
         spilling.abandon(worker.cache)
+        worker.cache.leases.forget()
         self.tiers.forget_worker(worker_id)
 
     def disconnect(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> None:
@@ -138,6 +156,7 @@ class CacheManager:
         worker = self.workers.get(worker_id)
         if worker is not None and worker.hello.incarnation == incarnation and worker.connected:
             worker.gone_since_ms = now_ms
+            self._events.record(connection(worker))
 
     def goodbye(self, worker_id: WorkerId) -> None:
         """Forget the worker. Raises UnknownWorker."""
@@ -163,6 +182,9 @@ class CacheManager:
         if step.step_id <= worker.last_step_id:
             raise InvalidInput("step.step_id", f"{step.step_id} comes after {worker.last_step_id}")
         step_check.check_acks(worker.cache, step.acks)
+        if step.forgotten > self._cleared.number:
+            raise InvalidInput("step.forgotten", f"{step.forgotten} of {self._cleared.number} Clear calls")
+        worker.forgotten_clears = max(worker.forgotten_clears, step.forgotten)
         try:
             reply = stepping.apply_step(worker.cache, step, now_ms)
         except Exception:
@@ -262,7 +284,23 @@ class CacheManager:
             return (yield from clearing.count(caches, self.tiers.all(), namespace))
         if namespace is None and not unused_only:
             self._events.record(Cleared(None))
-        return (yield from clearing.clear(caches, self.tiers.all(), namespace, detach=not unused_only))
+        self._note_clear(namespace)
+        cleared = yield from clearing.clear(caches, self.tiers.all(), namespace, detach=not unused_only)
+        # Again: what was published meanwhile may have been dropped as well.
+        self._note_clear(namespace)
+        return cleared
+
+    def _note_clear(self, namespace: Namespace | None) -> None:
+        """Workers are told from now on, also those that come later."""
+        self._cleared.add(namespace)
+        for worker in self.workers.values():
+            worker.cache.restored.clear(namespace)
+
+    def unconfirmed(self) -> tuple[WorkerId, ...]:
+        """Workers whose inventories may still have what a Clear call dropped: they have not confirmed the last one."""
+        last = self._cleared.number
+        workers = self.workers.items()
+        return tuple(name for name, worker in workers if worker.keeps_inventory and worker.forgotten_clears < last)
 
     def stats(self) -> ManagerStats:
         workers = tuple(overview.worker_stats(worker) for worker in self.workers.values())
@@ -280,14 +318,24 @@ class CacheManager:
                 upkeep.tick(worker.cache, now_ms)
         self.tiers.tick(now_ms)
 
-    def take_orders(self, worker_id: WorkerId) -> tuple[Transfer, ...]:
-        """New spill orders for this worker; each is open until its ack."""
+    def take_orders(self, worker_id: WorkerId) -> tuple[Transfer | Forget, ...]:
+        """New spill orders for this worker, each open until its ack, and what Clear calls dropped since it was told."""
         worker = self.workers.get(worker_id)
-        return spilling.next_orders(worker.cache) if worker is not None and worker.connected else ()
+        if worker is None or not worker.connected:
+            return ()
+        spills = spilling.next_orders(worker.cache)
+        if worker.told_clears == self._cleared.number or not worker.keeps_inventory:
+            return spills
+        forget, worker.told_clears = self._cleared.since(worker.told_clears), self._cleared.number
+        return (forget, *spills) if forget is not None else spills
 
     def watch(self, is_watched: bool) -> None:
         """Whether anybody wants events; from now on they are made, or are not."""
         self._events.is_wanted = is_watched
+
+    def present_state(self) -> Generator[tuple[Event, ...], None, int]:
+        """Events that tell what is cached now, in slices; for a watcher that comes late, while events are made."""
+        return present_state(self.workers)
 
     def has_effects(self) -> bool:
         """Whether any of the three below has something to take."""
@@ -350,10 +398,3 @@ def _to_the_end(slices: Generator[None, None, _Result]) -> _Result:
             next(slices)
         except StopIteration as end:
             return cast(_Result, end.value)
-
-
-def _check_same(old: Hello, new: Hello) -> None:
-    """What one process says of its pages cannot change."""
-    for name in ("fingerprint", "page_tokens", "groups", "num_ranks", "model"):
-        if getattr(new, name) != getattr(old, name):
-            raise InvalidInput(f"hello.{name}", "differs from what this incarnation said before")

@@ -11,9 +11,10 @@ from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.eviction import make_policy
 from cache_service.core.device.ghost_table import GhostTable
 from cache_service.core.device.kept_prompts import KeptPrompts
-from cache_service.core.device.lease_table import LeaseTable
+from cache_service.core.device.lease_table import LeaseTable, TokenBytes
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.radix_tree import RadixTree
+from cache_service.core.device.restored_runs import RestoredRuns
 from cache_service.core.device.transfer_table import TicketIds, TransferTable
 from cache_service.core.device.unit_times import UnitTimes
 from cache_service.core.host.hash_index import HostView
@@ -26,10 +27,11 @@ from session.words import HASH_BYTES, PAGE_ID_BYTES, MissReason, PageHash
 class Counters:
     """What one worker's cache did so far; admitted requests only."""
 
-    __slots__ = ("cached", "evicted", "fetched", "matched", "misses", "prompt", "refusals")
+    __slots__ = ("cached", "evicted", "fetched", "matched", "misses", "prompt", "refusals", "restored")
 
     def __init__(self) -> None:
         self.prompt = self.matched = self.cached = self.fetched = self.refusals = self.evicted = 0
+        self.restored = 0  # pages of a group without holes that the worker's inventory brought
         self.misses: dict[MissReason, int] = {}
 
     @property
@@ -51,6 +53,7 @@ class DeviceCache:
         config: ManagerConfig,
         host: HostView | None,
         ids: TicketIds,
+        lease_bytes: TokenBytes,
         events: EventLog,
         now_ms: int,
     ) -> None:
@@ -70,9 +73,10 @@ class DeviceCache:
         self.tree = RadixTree(layout.page_tokens, len(layout.specs), self.policy, ghosts)
         self.tree.now_ms = now_ms
         self.unit_times = UnitTimes(now_ms)  # for Explain: when what is gone went
-        self.leases = LeaseTable()
+        self.leases = LeaseTable(lease_bytes)
         self.kept = KeptPrompts(config.max_kept_bytes)
         self.transfers = TransferTable(ids)
+        self.restored = RestoredRuns(sum(spec.num_pages for spec in layout.specs))
         self.rates = Rates()
         self.counters = Counters()
         self.spill_queue: OrderedDict[Node, None] = OrderedDict()
@@ -131,6 +135,8 @@ class DeviceCache:
             self.spill_queue.pop(node, None)
             self.renewals.pop(node, None)
         removed = self.tree.cut(node, count, is_cleared)
+        if len(self.restored):
+            self.restored.was_cut(node)
         for group, pool in self.full_pools:
             pool.give(removed[group])
         freed = count * len(self.full_pools)

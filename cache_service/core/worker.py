@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cache_service.core.device_cache import DeviceCache
 from session.messages import Hello, StepReply
+from session.protocol import INVENTORY
 
 
 @dataclass(slots=True)
@@ -21,7 +22,13 @@ class Worker:
     last_step_id: int = 0
     kept_reply: StepReply | None = None
     gone_since_ms: int | None = None
+    told_clears: int = 0  # number of the last Clear call that the present stream was told
+    forgotten_clears: int = 0  # and of the last one that the worker confirmed
 
     @property
     def connected(self) -> bool:
         return self.gone_since_ms is None
+
+    @property
+    def keeps_inventory(self) -> bool:
+        return INVENTORY in self.hello.capabilities

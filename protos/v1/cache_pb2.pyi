@@ -231,6 +231,7 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    STARTED_NS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """2. The service refuses any other."""
     worker_id: _builtins.str
@@ -251,6 +252,10 @@ class Hello(_message.Message):
     generation: _builtins.int
     """Welcome.generation of the state that this worker goes on from. 0: it holds no lease, or adopts what it holds; the
     service then drops what it knows of this incarnation.
+    """
+    started_ns: _builtins.int
+    """When this worker's process started, in nanoseconds since 1970 by its machine's clock; 0: it does not say. Of two
+    incarnations of a worker id the one that started earlier is refused.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.GroupSpec]: ...
@@ -274,8 +279,9 @@ class Hello(_message.Message):
         model: _builtins.str = ...,
         generation: _builtins.int = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        started_ns: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "host_tier", b"host_tier", "host_tier_id", b"host_tier_id", "incarnation", b"incarnation", "model", b"model", "num_ranks", b"num_ranks", "page_tokens", b"page_tokens", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "generation", b"generation", "groups", b"groups", "host_tier", b"host_tier", "host_tier_id", b"host_tier_id", "incarnation", b"incarnation", "model", b"model", "num_ranks", b"num_ranks", "page_tokens", b"page_tokens", "protocol_version", b"protocol_version", "started_ns", b"started_ns", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
@@ -289,6 +295,7 @@ class Welcome(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     """Drawn anew at each start of the service."""
     last_step_id: _builtins.int
@@ -303,6 +310,12 @@ class Welcome(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional parts of the protocol that this service has. A worker uses no other."""
 
+    @_builtins.property
+    def forget(self) -> Global___Forget:
+        """Clear calls of this epoch that the worker has not confirmed: it forgets them before it offers its inventory. Only
+        with the capability "inventory".
+        """
+
     def __init__(
         self,
         *,
@@ -311,10 +324,11 @@ class Welcome(_message.Message):
         generation: _builtins.int = ...,
         limits: Global___SessionLimits | None = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        forget: Global___Forget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "epoch", b"epoch", "generation", b"generation", "last_step_id", b"last_step_id", "limits", b"limits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "epoch", b"epoch", "forget", b"forget", "generation", b"generation", "last_step_id", b"last_step_id", "limits", b"limits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
@@ -344,7 +358,9 @@ class SessionLimits(_message.Message):
     max_name_chars: _builtins.int
     """Characters of a salt, and of any other name."""
     max_adopt_pages: _builtins.int
-    """Pages that the adopts of one Step may name, all groups together; a single sequence may exceed it."""
+    """Pages that the adopts of one Step may name, all groups together; a single sequence may exceed it. The same for
+    the inventory of one Step, which may not.
+    """
     max_kept_bytes: _builtins.int
     """Bytes of refused and preempted prompts that are kept for Acquire.kept_tokens; 0: none are."""
     grace_ms: _builtins.int
@@ -368,8 +384,8 @@ Global___SessionLimits: _TypeAlias = SessionLimits  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
-    """Everything that one engine iteration wants, applied in this order: acks, publishes, releases, adopts, extends,
-    acquires. An item that cannot be applied is refused alone.
+    """Everything that one engine iteration wants, applied in this order: acks, publishes, releases, adopts, inventory,
+    extends, acquires. An item that cannot be applied is refused alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -382,8 +398,12 @@ class Step(_message.Message):
     ACQUIRES_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     ADOPTS_FIELD_NUMBER: _builtins.int
+    INVENTORY_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts from 1 for each incarnation. A repeated id is answered with the kept reply."""
+    forgotten: _builtins.int
+    """Forget.number up to which this worker has forgotten what Clear calls dropped; 0: none."""
     @_builtins.property
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ack]: ...
     @_builtins.property
@@ -398,6 +418,10 @@ class Step(_message.Message):
     def rates(self) -> Global___Rates: ...
     @_builtins.property
     def adopts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adopt]: ...
+    @_builtins.property
+    def inventory(self) -> Global___Inventory:
+        """Applied between adopts and extends. Only with the capability "inventory"."""
+
     def __init__(
         self,
         *,
@@ -409,10 +433,12 @@ class Step(_message.Message):
         acquires: _abc.Iterable[Global___Acquire] | None = ...,
         rates: Global___Rates | None = ...,
         adopts: _abc.Iterable[Global___Adopt] | None = ...,
+        inventory: Global___Inventory | None = ...,
+        forgotten: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "rates", b"rates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "inventory", b"inventory", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "acquires", b"acquires", "adopts", b"adopts", "extends", b"extends", "publishes", b"publishes", "rates", b"rates", "releases", b"releases", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "acquires", b"acquires", "adopts", b"adopts", "extends", b"extends", "forgotten", b"forgotten", "inventory", b"inventory", "publishes", b"publishes", "rates", b"rates", "releases", b"releases", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
@@ -481,7 +507,7 @@ class Release(_message.Message):
     sequence_id: _builtins.int
     reason: Global___ReleaseReason.ValueType
     rolling_tokens: _builtins.int
-    """FINISHED only: the boundary in tokens whose state the rolling slots hold, whatever is still in flight; 0: none."""
+    """FINISHED and PREEMPTED: the boundary in tokens whose state the rolling slots hold, whatever is still in flight; 0: none."""
     def __init__(
         self,
         *,
@@ -502,19 +528,47 @@ class Extends(_message.Message):
 
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    LEAVE_AT_FIELD_NUMBER: _builtins.int
     sequence_ids: _builtins.bytes
     num_tokens: _builtins.bytes
     """The length in tokens that the sequence is to have room for, packed uint32."""
+    @_builtins.property
+    def leave_at(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaveAt]:
+        """Of sequences that want snapshots at further boundaries; each is named above."""
+
     def __init__(
         self,
         *,
         sequence_ids: _builtins.bytes = ...,
         num_tokens: _builtins.bytes = ...,
+        leave_at: _abc.Iterable[Global___LeaveAt] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave_at", b"leave_at", "num_tokens", b"num_tokens", "sequence_ids", b"sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Extends: _TypeAlias = Extends  # noqa: Y015
+
+@_typing.final
+class LeaveAt(_message.Message):
+    """Boundaries in tokens, multiples of page_tokens, at which a sequence is to leave snapshots if slots can be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    BOUNDARY_TOKENS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    @_builtins.property
+    def boundary_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        boundary_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary_tokens", b"boundary_tokens", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LeaveAt: _TypeAlias = LeaveAt  # noqa: Y015
 
 @_typing.final
 class Acquire(_message.Message):
@@ -528,6 +582,7 @@ class Acquire(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     BYPASS_CACHE_FIELD_NUMBER: _builtins.int
+    LEAVE_AT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     tokens: _builtins.bytes
     """The prompt (after a preemption: prompt and generated tokens) from `kept_tokens` on, packed int32."""
@@ -543,6 +598,12 @@ class Acquire(_message.Message):
     """Reuse nothing, publish nothing."""
     @_builtins.property
     def namespace(self) -> _types_pb2.Namespace: ...
+    @_builtins.property
+    def leave_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Boundaries in tokens, multiples of page_tokens, at which other requests are known to part from this one: it leaves
+        snapshots there if slots can be had.
+        """
+
     def __init__(
         self,
         *,
@@ -554,10 +615,11 @@ class Acquire(_message.Message):
         priority: _builtins.int = ...,
         kept_tokens: _builtins.int = ...,
         bypass_cache: _builtins.bool = ...,
+        leave_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bypass_cache", b"bypass_cache", "chunk_tokens", b"chunk_tokens", "kept_tokens", b"kept_tokens", "namespace", b"namespace", "priority", b"priority", "reserve_pages", b"reserve_pages", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bypass_cache", b"bypass_cache", "chunk_tokens", b"chunk_tokens", "kept_tokens", b"kept_tokens", "leave_at", b"leave_at", "namespace", b"namespace", "priority", b"priority", "reserve_pages", b"reserve_pages", "sequence_id", b"sequence_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Acquire: _TypeAlias = Acquire  # noqa: Y015
@@ -592,7 +654,13 @@ class StepReply(_message.Message):
     EXTENDS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     REMAPS_FIELD_NUMBER: _builtins.int
+    FREE_PAGES_FIELD_NUMBER: _builtins.int
+    RUN_REFUSALS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
+    free_pages: _builtins.bytes
+    """Packed uint32: for each group the pages that hold nothing at all once this step is applied. What can be evicted is
+    not among them. Empty: a service that does not tell.
+    """
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
     @_builtins.property
@@ -601,6 +669,8 @@ class StepReply(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Refusal]: ...
     @_builtins.property
     def remaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Remap]: ...
+    @_builtins.property
+    def run_refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunRefusal]: ...
     def __init__(
         self,
         *,
@@ -609,13 +679,43 @@ class StepReply(_message.Message):
         extends: Global___ExtendGrants | None = ...,
         refusals: _abc.Iterable[_types_pb2.Refusal] | None = ...,
         remaps: _abc.Iterable[Global___Remap] | None = ...,
+        free_pages: _builtins.bytes = ...,
+        run_refusals: _abc.Iterable[Global___RunRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "grants", b"grants", "refusals", b"refusals", "remaps", b"remaps", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "free_pages", b"free_pages", "grants", b"grants", "refusals", b"refusals", "remaps", b"remaps", "run_refusals", b"run_refusals", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StepReply: _TypeAlias = StepReply  # noqa: Y015
+
+@_typing.final
+class RunRefusal(_message.Message):
+    """A run of the inventory was not applied; the runs behind it are not known either."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    run: _builtins.int
+    reason: _types_pb2.RefusalReason.ValueType
+    """NO_ROOM: one of its pages is somebody else's by now. INVALID: `field` says what is wrong."""
+    detail: _builtins.str
+    field: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.int = ...,
+        reason: _types_pb2.RefusalReason.ValueType = ...,
+        detail: _builtins.str = ...,
+        field: _builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "field", b"field", "reason", b"reason", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RunRefusal: _TypeAlias = RunRefusal  # noqa: Y015
 
 @_typing.final
 class ExtendGrants(_message.Message):
@@ -743,6 +843,70 @@ class Adopt(_message.Message):
 Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
 
 @_typing.final
+class Inventory(_message.Message):
+    """What a worker's pages still hold after the service has lost its state, in slices: each page was written by this
+    process, and nobody was granted it for writing since. The service caches the runs, with no lease; each is refused alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    is_complete: _builtins.bool
+    """No run follows in this generation."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedRun]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___CachedRun] | None = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_complete", b"is_complete", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Inventory: _TypeAlias = Inventory  # noqa: Y015
+
+@_typing.final
+class CachedRun(_message.Message):
+    """Consecutive pages of one path."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    PARENT_RUN_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    run: _builtins.int
+    """Counts up from 1 in each generation."""
+    parent_run: _builtins.int
+    """The run at whose end this one begins; 0: it begins at token 0 of `namespace`, which is set then only."""
+    tokens: _builtins.bytes
+    """Of whole pages, packed int32."""
+    @_builtins.property
+    def namespace(self) -> _types_pb2.Namespace: ...
+    @_builtins.property
+    def page_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """For each group of Hello one id for each page, packed uint32; NO_PAGE where a WINDOW or STATE group has none."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.int = ...,
+        parent_run: _builtins.int = ...,
+        namespace: _types_pb2.Namespace | None = ...,
+        tokens: _builtins.bytes = ...,
+        page_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "page_ids", b"page_ids", "parent_run", b"parent_run", "run", b"run", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CachedRun: _TypeAlias = CachedRun  # noqa: Y015
+
+@_typing.final
 class Goodbye(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -754,26 +918,59 @@ Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
 
 @_typing.final
 class Order(_message.Message):
-    """At any time between replies."""
+    """At any time between replies. One of the two is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SPILL_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spill(self) -> _types_pb2.Transfer:
         """Copy these pages to the host tier. The ticket pins them until its ack."""
+
+    @_builtins.property
+    def forget(self) -> Global___Forget:
+        """Only with the capability "inventory"."""
 
     def __init__(
         self,
         *,
         spill: _types_pb2.Transfer | None = ...,
+        forget: Global___Forget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spill", b"spill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "spill", b"spill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spill", b"spill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "spill", b"spill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Order: _TypeAlias = Order  # noqa: Y015
+
+@_typing.final
+class Forget(_message.Message):
+    """Clear calls: what the worker's inventory has of these namespaces is to be forgotten. The next Step confirms `number`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    EVERYTHING_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the Clear calls of this epoch."""
+    everything: _builtins.bool
+    """Of every namespace."""
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Namespace]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        everything: _builtins.bool = ...,
+        namespaces: _abc.Iterable[_types_pb2.Namespace] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "namespaces", b"namespaces", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Forget: _TypeAlias = Forget  # noqa: Y015
 
 @_typing.final
 class MatchRequest(_message.Message):
@@ -896,11 +1093,17 @@ class WorkerExplanation(_message.Message):
     NOTES_FIELD_NUMBER: _builtins.int
     PINNED_TOKENS_FIELD_NUMBER: _builtins.int
     PIN_LEFT_MS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    NUM_HOLDERS_FIELD_NUMBER: _builtins.int
+    SPILLING_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     endpoint: _builtins.str
     pinned_tokens: _builtins.int
     """Leading tokens under a Pin call, and how long the shortest of those pins still lasts."""
     pin_left_ms: _builtins.int
+    num_holders: _builtins.int
+    spilling_tokens: _builtins.int
+    """Tokens of the prompt whose pages are being copied to the host tier, which holds them, too."""
     @_builtins.property
     def match(self) -> _types_pb2.MatchResult: ...
     @_builtins.property
@@ -908,6 +1111,12 @@ class WorkerExplanation(_message.Message):
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Sentences for people."""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
+        """Running sequences that hold leading pages of the prompt, so that these cannot be evicted: those that hold most
+        first, at most 16; and how many there are.
+        """
 
     def __init__(
         self,
@@ -919,13 +1128,36 @@ class WorkerExplanation(_message.Message):
         notes: _abc.Iterable[_builtins.str] | None = ...,
         pinned_tokens: _builtins.int = ...,
         pin_left_ms: _builtins.int = ...,
+        holders: _abc.Iterable[Global___Holder] | None = ...,
+        num_holders: _builtins.int = ...,
+        spilling_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "match", b"match", "notes", b"notes", "pin_left_ms", b"pin_left_ms", "pinned_tokens", b"pinned_tokens", "segments", b"segments", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "holders", b"holders", "match", b"match", "notes", b"notes", "num_holders", b"num_holders", "pin_left_ms", b"pin_left_ms", "pinned_tokens", b"pinned_tokens", "segments", b"segments", "spilling_tokens", b"spilling_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerExplanation: _TypeAlias = WorkerExplanation  # noqa: Y015
+
+@_typing.final
+class Holder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    num_tokens: _builtins.int
+    """Leading tokens of the prompt."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
@@ -1008,9 +1240,12 @@ class StatsResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     policy: _builtins.str
     """Name of the eviction policy."""
+    version: _builtins.str
+    """Of the service's package; empty: a version that does not tell."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
     @_builtins.property
@@ -1022,10 +1257,11 @@ class StatsResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerStats] | None = ...,
         host_tier: Global___HostTierStats | None = ...,
         policy: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host_tier", b"host_tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host_tier", b"host_tier", "policy", b"policy", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host_tier", b"host_tier", "policy", b"policy", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
@@ -1071,6 +1307,8 @@ class WorkerStats(_message.Message):
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     PINNED_TOKENS_FIELD_NUMBER: _builtins.int
     KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    RESTORED_PAGES_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
@@ -1092,6 +1330,9 @@ class WorkerStats(_message.Message):
     """Cached tokens that a Pin call ranks last for eviction."""
     kept_bytes: _builtins.int
     """Refused and preempted prompts that are kept for their next acquire."""
+    restored_pages: _builtins.int
+    """Pages of the first FULL group, and their tokens, that the worker's inventory made findable again."""
+    restored_tokens: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStats]: ...
     @_builtins.property
@@ -1119,8 +1360,10 @@ class WorkerStats(_message.Message):
         matched_tokens: _builtins.int = ...,
         pinned_tokens: _builtins.int = ...,
         kept_bytes: _builtins.int = ...,
+        restored_pages: _builtins.int = ...,
+        restored_tokens: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "connected", b"connected", "endpoint", b"endpoint", "fetched_tokens", b"fetched_tokens", "groups", b"groups", "incarnation", b"incarnation", "kept_bytes", b"kept_bytes", "matched_tokens", b"matched_tokens", "misses", b"misses", "model", b"model", "num_ghost_pages", b"num_ghost_pages", "num_leases", b"num_leases", "num_nodes", b"num_nodes", "num_refusals", b"num_refusals", "num_requests", b"num_requests", "num_tickets", b"num_tickets", "pinned_tokens", b"pinned_tokens", "prompt_tokens", b"prompt_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "connected", b"connected", "endpoint", b"endpoint", "fetched_tokens", b"fetched_tokens", "groups", b"groups", "incarnation", b"incarnation", "kept_bytes", b"kept_bytes", "matched_tokens", b"matched_tokens", "misses", b"misses", "model", b"model", "num_ghost_pages", b"num_ghost_pages", "num_leases", b"num_leases", "num_nodes", b"num_nodes", "num_refusals", b"num_refusals", "num_requests", b"num_requests", "num_tickets", b"num_tickets", "pinned_tokens", b"pinned_tokens", "prompt_tokens", b"prompt_tokens", "restored_pages", b"restored_pages", "restored_tokens", b"restored_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015
@@ -1135,12 +1378,20 @@ class GroupStats(_message.Message):
     NUM_FREE_FIELD_NUMBER: _builtins.int
     NUM_EVICTABLE_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_FIELD_NUMBER: _builtins.int
+    NUM_SNAPSHOTS_TAKEN_FIELD_NUMBER: _builtins.int
+    NUM_SNAPSHOTS_RESTORED_FIELD_NUMBER: _builtins.int
+    LIMITED_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: _types_pb2.GroupKind.ValueType
     num_pages: _builtins.int
     num_free: _builtins.int
     num_evictable: _builtins.int
     num_evicted: _builtins.int
+    num_snapshots_taken: _builtins.int
+    """STATE only: snapshots that became findable after a launch, and those from which a launch went on."""
+    num_snapshots_restored: _builtins.int
+    limited_tokens: _builtins.int
+    """Matched tokens that admitted requests could not use since this group could not resume later."""
     def __init__(
         self,
         *,
@@ -1150,8 +1401,11 @@ class GroupStats(_message.Message):
         num_free: _builtins.int = ...,
         num_evictable: _builtins.int = ...,
         num_evicted: _builtins.int = ...,
+        num_snapshots_taken: _builtins.int = ...,
+        num_snapshots_restored: _builtins.int = ...,
+        limited_tokens: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "num_evictable", b"num_evictable", "num_evicted", b"num_evicted", "num_free", b"num_free", "num_pages", b"num_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "limited_tokens", b"limited_tokens", "name", b"name", "num_evictable", b"num_evictable", "num_evicted", b"num_evicted", "num_free", b"num_free", "num_pages", b"num_pages", "num_snapshots_restored", b"num_snapshots_restored", "num_snapshots_taken", b"num_snapshots_taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GroupStats: _TypeAlias = GroupStats  # noqa: Y015
@@ -1279,18 +1533,24 @@ class ClearResponse(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     NUM_HOST_ROWS_FIELD_NUMBER: _builtins.int
     NUM_PINNED_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_UNCONFIRMED_WORKERS_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     num_host_rows: _builtins.int
     num_pinned_pages: _builtins.int
     """Of num_pages, those under a Pin call: a pin does not outlive Clear."""
+    num_unconfirmed_workers: _builtins.int
+    """Workers that have not confirmed that their inventories forgot what was dropped: they were away, or did not reply in
+    time. If the service ends before they are back, they may offer it to the next one: call Clear again then.
+    """
     def __init__(
         self,
         *,
         num_pages: _builtins.int = ...,
         num_host_rows: _builtins.int = ...,
         num_pinned_pages: _builtins.int = ...,
+        num_unconfirmed_workers: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_host_rows", b"num_host_rows", "num_pages", b"num_pages", "num_pinned_pages", b"num_pinned_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_host_rows", b"num_host_rows", "num_pages", b"num_pages", "num_pinned_pages", b"num_pinned_pages", "num_unconfirmed_workers", b"num_unconfirmed_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ClearResponse: _TypeAlias = ClearResponse  # noqa: Y015
@@ -1299,9 +1559,20 @@ Global___ClearResponse: _TypeAlias = ClearResponse  # noqa: Y015
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PRESENT_STATE_FIELD_NUMBER: _builtins.int
+    present_state: _builtins.bool
+    """Begin with what is cached now: a `connection` for each worker and a `stored` for its pages, then `present_state_end`.
+    Their seq is that of the event before them. What happens meanwhile comes between them, in the order in which it
+    happened: taken in the order of arrival they give the state. A page may be stored twice, and before its parent.
+    After EventsLost no more of it comes.
+    """
     def __init__(
         self,
+        *,
+        present_state: _builtins.bool = ...,
     ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["present_state", b"present_state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
@@ -1317,6 +1588,8 @@ class WatchResponse(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    CONNECTION_FIELD_NUMBER: _builtins.int
+    PRESENT_STATE_END_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     seq: _builtins.int
     @_builtins.property
@@ -1329,6 +1602,10 @@ class WatchResponse(_message.Message):
     def lost(self) -> Global___EventsLost:
         """Events were dropped since the watcher fell behind; ask for the state anew."""
 
+    @_builtins.property
+    def connection(self) -> Global___WorkerConnection: ...
+    @_builtins.property
+    def present_state_end(self) -> Global___PresentStateEnd: ...
     def __init__(
         self,
         *,
@@ -1338,16 +1615,59 @@ class WatchResponse(_message.Message):
         removed: Global___PagesRemoved | None = ...,
         cleared: Global___CacheCleared | None = ...,
         lost: Global___EventsLost | None = ...,
+        connection: Global___WorkerConnection | None = ...,
+        present_state_end: Global___PresentStateEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "lost", b"lost", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "connection", b"connection", "event", b"event", "lost", b"lost", "present_state_end", b"present_state_end", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "epoch", b"epoch", "event", b"event", "lost", b"lost", "removed", b"removed", "seq", b"seq", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "connection", b"connection", "epoch", b"epoch", "event", b"event", "lost", b"lost", "present_state_end", b"present_state_end", "removed", b"removed", "seq", b"seq", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "lost"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "lost", "connection", "present_state_end"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class WorkerConnection(_message.Message):
+    """A worker's stream began or ended. Until it is back, or cleared, nobody is sent to it, and what it holds stays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    IS_CONNECTED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    endpoint: _builtins.str
+    is_connected: _builtins.bool
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        is_connected: _builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "is_connected", b"is_connected", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WorkerConnection: _TypeAlias = WorkerConnection  # noqa: Y015
+
+@_typing.final
+class PresentStateEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PAGES_FIELD_NUMBER: _builtins.int
+    num_pages: _builtins.int
+    """That were told, of all workers together."""
+    def __init__(
+        self,
+        *,
+        num_pages: _builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_pages", b"num_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PresentStateEnd: _TypeAlias = PresentStateEnd  # noqa: Y015
 
 @_typing.final
 class PagesStored(_message.Message):

@@ -24,35 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/v1/types.proto\x12\x0cstemcache.v1\"9\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x0c\n\x04salt\x18\x03 \x01(\t\"~\n\tGroupSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.stemcache.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\"A\n\nGroupPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x10\n\x08page_ids\x18\x03 \x01(\x0c\"D\n\x0cSnapshotSlot\x12\r\n\x05group\x18\x01 \x01(\r\x12\x17\n\x0f\x62oundary_tokens\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\"n\n\x08Transfer\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12+\n\x06groups\x18\x02 \x03(\x0b\x32\x1b.stemcache.v1.TransferPages\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\"e\n\rTransferPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08page_ids\x18\x02 \x01(\x0c\x12\x12\n\nkey_prefix\x18\x04 \x01(\t\x12\x13\n\x0bpage_hashes\x18\x05 \x01(\x0cJ\x04\x08\x03\x10\x04R\x04keys\"\x98\x01\n\x0bMatchResult\x12\x16\n\x0ematched_tokens\x18\x01 \x01(\r\x12\x15\n\rusable_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\r\x12\x16\n\x0elimiting_group\x18\x04 \x01(\t\x12-\n\x0bmiss_reason\x18\x05 \x01(\x0e\x32\x18.stemcache.v1.MissReason\"\x9e\x03\n\x05Grant\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rusable_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x04 \x01(\r\x12(\n\x06tables\x18\x05 \x03(\x0b\x32\x18.stemcache.v1.GroupPages\x12+\n\x07restore\x18\x07 \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12)\n\x05leave\x18\x08 \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12+\n\x07working\x18\t \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12+\n\x07rolling\x18\n \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12(\n\x05match\x18\x0b \x01(\x0b\x32\x19.stemcache.v1.MatchResult\x12\'\n\x07\x66\x65tches\x18\x0c \x03(\x0b\x32\x16.stemcache.v1.TransferJ\x04\x08\x06\x10\x07R\x05\x66\x65tch\"j\n\x07Refusal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.stemcache.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t*i\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_KIND_FULL\x10\x01\x12\x15\n\x11GROUP_KIND_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*\x98\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10MISS_REASON_NONE\x10\x01\x12\x1a\n\x16MISS_REASON_NEVER_SEEN\x10\x02\x12\x17\n\x13MISS_REASON_EVICTED\x10\x03\x12\x19\n\x15MISS_REASON_PAGE_TAIL\x10\x04\x12\x1b\n\x17MISS_REASON_NO_SNAPSHOT\x10\x05\x12\x1b\n\x17MISS_REASON_WINDOW_GONE\x10\x06\x12\x1a\n\x16MISS_REASON_OTHER_SALT\x10\x07\x12\x17\n\x13MISS_REASON_CLEARED\x10\x08\x12\x18\n\x14MISS_REASON_BYPASSED\x10\t*\xa1\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_NEVER_FITS\x10\x01\x12\x1a\n\x16REFUSAL_REASON_NO_ROOM\x10\x02\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\x03\x12\x19\n\x15REFUSAL_REASON_RESEND\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/v1/types.proto\x12\x0cstemcache.v1\"9\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x0c\n\x04salt\x18\x03 \x01(\t\"\x9d\x01\n\tGroupSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.stemcache.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\x12\x1d\n\x15state_interval_tokens\x18\x06 \x01(\r\"A\n\nGroupPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x10\n\x08page_ids\x18\x03 \x01(\x0c\"D\n\x0cSnapshotSlot\x12\r\n\x05group\x18\x01 \x01(\r\x12\x17\n\x0f\x62oundary_tokens\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\"n\n\x08Transfer\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12+\n\x06groups\x18\x02 \x03(\x0b\x32\x1b.stemcache.v1.TransferPages\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\"e\n\rTransferPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08page_ids\x18\x02 \x01(\x0c\x12\x12\n\nkey_prefix\x18\x04 \x01(\t\x12\x13\n\x0bpage_hashes\x18\x05 \x01(\x0cJ\x04\x08\x03\x10\x04R\x04keys\"\x98\x01\n\x0bMatchResult\x12\x16\n\x0ematched_tokens\x18\x01 \x01(\r\x12\x15\n\rusable_tokens\x18\x02 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x03 \x01(\r\x12\x16\n\x0elimiting_group\x18\x04 \x01(\t\x12-\n\x0bmiss_reason\x18\x05 \x01(\x0e\x32\x18.stemcache.v1.MissReason\"\x9e\x03\n\x05Grant\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rusable_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x66\x65tched_tokens\x18\x04 \x01(\r\x12(\n\x06tables\x18\x05 \x03(\x0b\x32\x18.stemcache.v1.GroupPages\x12+\n\x07restore\x18\x07 \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12)\n\x05leave\x18\x08 \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12+\n\x07working\x18\t \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12+\n\x07rolling\x18\n \x03(\x0b\x32\x1a.stemcache.v1.SnapshotSlot\x12(\n\x05match\x18\x0b \x01(\x0b\x32\x19.stemcache.v1.MatchResult\x12\'\n\x07\x66\x65tches\x18\x0c \x03(\x0b\x32\x16.stemcache.v1.TransferJ\x04\x08\x06\x10\x07R\x05\x66\x65tch\"j\n\x07Refusal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.stemcache.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t*i\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_KIND_FULL\x10\x01\x12\x15\n\x11GROUP_KIND_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*\x98\x02\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10MISS_REASON_NONE\x10\x01\x12\x1a\n\x16MISS_REASON_NEVER_SEEN\x10\x02\x12\x17\n\x13MISS_REASON_EVICTED\x10\x03\x12\x19\n\x15MISS_REASON_PAGE_TAIL\x10\x04\x12\x1b\n\x17MISS_REASON_NO_SNAPSHOT\x10\x05\x12\x1b\n\x17MISS_REASON_WINDOW_GONE\x10\x06\x12\x1a\n\x16MISS_REASON_OTHER_SALT\x10\x07\x12\x17\n\x13MISS_REASON_CLEARED\x10\x08\x12\x18\n\x14MISS_REASON_BYPASSED\x10\t*\xa1\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_NEVER_FITS\x10\x01\x12\x1a\n\x16REFUSAL_REASON_NO_ROOM\x10\x02\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\x03\x12\x19\n\x15REFUSAL_REASON_RESEND\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPKIND']._serialized_start=1258
-  _globals['_GROUPKIND']._serialized_end=1363
-  _globals['_MISSREASON']._serialized_start=1366
-  _globals['_MISSREASON']._serialized_end=1646
-  _globals['_REFUSALREASON']._serialized_start=1649
-  _globals['_REFUSALREASON']._serialized_end=1810
+  _globals['_GROUPKIND']._serialized_start=1290
+  _globals['_GROUPKIND']._serialized_end=1395
+  _globals['_MISSREASON']._serialized_start=1398
+  _globals['_MISSREASON']._serialized_end=1678
+  _globals['_REFUSALREASON']._serialized_start=1681
+  _globals['_REFUSALREASON']._serialized_end=1842
   _globals['_NAMESPACE']._serialized_start=39
   _globals['_NAMESPACE']._serialized_end=96
-  _globals['_GROUPSPEC']._serialized_start=98
-  _globals['_GROUPSPEC']._serialized_end=224
-  _globals['_GROUPPAGES']._serialized_start=226
-  _globals['_GROUPPAGES']._serialized_end=291
-  _globals['_SNAPSHOTSLOT']._serialized_start=293
-  _globals['_SNAPSHOTSLOT']._serialized_end=361
-  _globals['_TRANSFER']._serialized_start=363
-  _globals['_TRANSFER']._serialized_end=473
-  _globals['_TRANSFERPAGES']._serialized_start=475
-  _globals['_TRANSFERPAGES']._serialized_end=576
-  _globals['_MATCHRESULT']._serialized_start=579
-  _globals['_MATCHRESULT']._serialized_end=731
-  _globals['_GRANT']._serialized_start=734
-  _globals['_GRANT']._serialized_end=1148
-  _globals['_REFUSAL']._serialized_start=1150
-  _globals['_REFUSAL']._serialized_end=1256
+  _globals['_GROUPSPEC']._serialized_start=99
+  _globals['_GROUPSPEC']._serialized_end=256
+  _globals['_GROUPPAGES']._serialized_start=258
+  _globals['_GROUPPAGES']._serialized_end=323
+  _globals['_SNAPSHOTSLOT']._serialized_start=325
+  _globals['_SNAPSHOTSLOT']._serialized_end=393
+  _globals['_TRANSFER']._serialized_start=395
+  _globals['_TRANSFER']._serialized_end=505
+  _globals['_TRANSFERPAGES']._serialized_start=507
+  _globals['_TRANSFERPAGES']._serialized_end=608
+  _globals['_MATCHRESULT']._serialized_start=611
+  _globals['_MATCHRESULT']._serialized_end=763
+  _globals['_GRANT']._serialized_start=766
+  _globals['_GRANT']._serialized_end=1180
+  _globals['_REFUSAL']._serialized_start=1182
+  _globals['_REFUSAL']._serialized_end=1288
 # @@protoc_insertion_point(module_scope)

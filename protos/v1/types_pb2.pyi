@@ -143,6 +143,7 @@ class GroupSpec(_message.Message):
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: Global___GroupKind.ValueType
     window_tokens: _builtins.int
@@ -151,6 +152,10 @@ class GroupSpec(_message.Message):
     """Usable pages (STATE: slots); page 0 is reserved beyond them."""
     page_bytes: _builtins.int
     """Bytes of one page on one rank, all layers of the group together."""
+    state_interval_tokens: _builtins.int
+    """STATE only: a prompt leaves a snapshot at each multiple of this, a multiple of page_tokens, while slots can be had.
+    0: only where a later prompt is likely to resume.
+    """
     def __init__(
         self,
         *,
@@ -159,8 +164,9 @@ class GroupSpec(_message.Message):
         window_tokens: _builtins.int = ...,
         num_pages: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
+        state_interval_tokens: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "state_interval_tokens", b"state_interval_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GroupSpec: _TypeAlias = GroupSpec  # noqa: Y015

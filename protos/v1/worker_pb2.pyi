@@ -394,6 +394,7 @@ class DescribeResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     NUM_HELD_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     model_type: _builtins.str
@@ -408,6 +409,8 @@ class DescribeResponse(_message.Message):
     """Identity of the cache service that this worker is connected to; empty while it is not."""
     draining: _builtins.bool
     num_held: _builtins.int
+    version: _builtins.str
+    """Of the worker's package; empty: a version that does not tell."""
     @_builtins.property
     def namespace(self) -> _types_pb2.Namespace: ...
     @_builtins.property
@@ -435,10 +438,11 @@ class DescribeResponse(_message.Message):
         draining: _builtins.bool = ...,
         config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         num_held: _builtins.int = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_epoch", b"cache_epoch", "config", b"config", "device", b"device", "draining", b"draining", "dtype", b"dtype", "groups", b"groups", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "model_type", b"model_type", "namespace", b"namespace", "num_held", b"num_held", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_tokens", b"page_tokens", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_epoch", b"cache_epoch", "config", b"config", "device", b"device", "draining", b"draining", "dtype", b"dtype", "groups", b"groups", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "model_type", b"model_type", "namespace", b"namespace", "num_held", b"num_held", "num_running", b"num_running", "num_waiting", b"num_waiting", "page_tokens", b"page_tokens", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015

@@ -9,10 +9,11 @@ from session.limits import MAX_GROUPS, MAX_NAME_CHARS, SessionLimits
 from session.messages import Hello, Welcome
 from session.protocol import CAPABILITIES, PROTOCOL_VERSION
 from session.wire import fields
-from session.wire.parts import decode_group_spec, encode_group_spec
+from session.wire.parts import decode_forget, decode_group_spec, encode_forget, encode_group_spec
 from session.words import HostTierKind, WorkerId
 
 FINGERPRINT_BYTES = 32
+MAX_CAPABILITIES = 64
 # The other limits are at least 1.
 LIMITS_THAT_MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}
 
@@ -31,6 +32,8 @@ def encode_hello(value: Hello) -> cache_pb2.WorkerMessage:
         num_ranks=value.num_ranks,
         model=value.model,
         generation=value.generation,
+        capabilities=value.capabilities,
+        started_ns=value.started_ns,
     )
     return cache_pb2.WorkerMessage(hello=hello)
 
@@ -40,6 +43,7 @@ def decode_hello(message: cache_pb2.Hello) -> Hello:
         reason = f"is {message.protocol_version}; this service speaks {PROTOCOL_VERSION}"
         raise InvalidInput("hello.protocol_version", reason)
     fields.nothing_unknown(message, "hello")
+    fields.at_most(len(message.capabilities), "hello.capabilities", MAX_CAPABILITIES)
     for i, name in enumerate(message.capabilities):
         if name not in CAPABILITIES:
             raise InvalidInput(f"hello.capabilities[{i}]", f"{name[:MAX_NAME_CHARS]!r} is none of this service's")
@@ -59,6 +63,8 @@ def decode_hello(message: cache_pb2.Hello) -> Hello:
         num_ranks=message.num_ranks,
         model=fields.text(message.model, "hello.model", required=True),
         generation=message.generation,
+        capabilities=tuple(message.capabilities),
+        started_ns=message.started_ns,
     )
     check_hello(hello)
     return hello
@@ -71,6 +77,7 @@ def encode_welcome(value: Welcome) -> cache_pb2.ManagerMessage:
         last_step_id=value.last_step_id,
         limits=cache_pb2.SessionLimits(**value.limits._asdict()),
         capabilities=value.capabilities,
+        forget=encode_forget(value.forget) if value.forget is not None else None,
     )
     return cache_pb2.ManagerMessage(welcome=message)
 
@@ -82,4 +89,6 @@ def decode_welcome(message: cache_pb2.Welcome) -> Welcome:
             raise InvalidInput(f"welcome.limits.{field}", "must be at least 1")
     if not message.generation:
         raise InvalidInput("welcome.generation", "must be at least 1")
-    return Welcome(message.epoch, message.generation, message.last_step_id, limits, tuple(message.capabilities))
+    forget = decode_forget(message.forget, "welcome.forget") if message.HasField("forget") else None
+    capabilities = tuple(message.capabilities)
+    return Welcome(message.epoch, message.generation, message.last_step_id, limits, capabilities, forget)

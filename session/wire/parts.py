@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput
+from session.messages import Forget
 from session.wire import fields
 from session.words import (
     HASH_BYTES,
@@ -23,7 +24,14 @@ from session.words import (
     TransferPages,
 )
 
-_Named = cache_pb2.Acquire | cache_pb2.Adopt | cache_pb2.MatchRequest | cache_pb2.ExplainRequest | cache_pb2.PinRequest
+_Named = (
+    cache_pb2.Acquire
+    | cache_pb2.Adopt
+    | cache_pb2.CachedRun
+    | cache_pb2.MatchRequest
+    | cache_pb2.ExplainRequest
+    | cache_pb2.PinRequest
+)
 _MISS_REASONS = {int(reason): reason for reason in MissReason}
 
 
@@ -46,6 +54,17 @@ def required_namespace(message: _Named, field: str) -> Namespace:
     return decode_namespace(message.namespace, field)
 
 
+def encode_forget(value: Forget) -> cache_pb2.Forget:
+    names = [encode_namespace(namespace) for namespace in value.namespaces]
+    return cache_pb2.Forget(number=value.number, everything=value.everything, namespaces=names)
+
+
+def decode_forget(message: cache_pb2.Forget, field: str) -> Forget:
+    named = enumerate(message.namespaces)
+    names = tuple([decode_namespace(name, f"{field}.namespaces[{i}]") for i, name in named])
+    return Forget(message.number, message.everything, names)
+
+
 def encode_group_spec(value: GroupSpec) -> types_pb2.GroupSpec:
     return types_pb2.GroupSpec(
         name=value.name,
@@ -53,6 +72,7 @@ def encode_group_spec(value: GroupSpec) -> types_pb2.GroupSpec:
         window_tokens=value.window_tokens,
         num_pages=value.num_pages,
         page_bytes=value.page_bytes,
+        state_interval_tokens=value.state_interval_tokens,
     )
 
 
@@ -64,6 +84,7 @@ def decode_group_spec(message: types_pb2.GroupSpec, field: str) -> GroupSpec:
         num_pages=message.num_pages,
         page_bytes=message.page_bytes,
         window_tokens=message.window_tokens,
+        state_interval_tokens=message.state_interval_tokens,
     )
 
 

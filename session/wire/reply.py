@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput
-from session.messages import ExtendGrant, Grant, Refusal, Remap, StepReply
+from session.messages import ExtendGrant, Forget, Grant, Refusal, Remap, RunRefusal, StepReply
 from session.wire import fields
 from session.wire.parts import (
+    decode_forget,
     decode_match,
     decode_pages,
     decode_slot,
     decode_transfer,
+    encode_forget,
     encode_match,
     encode_pages,
     encode_slots,
@@ -39,6 +41,11 @@ def encode_reply(value: StepReply, num_groups: int) -> cache_pb2.ManagerMessage:
         reply.refusals.add(sequence_id=refusal.sequence_id, reason=reason, detail=refusal.detail, field=refusal.field)
     for remap in value.remaps:
         reply.remaps.add(sequence_id=remap.sequence_id).pages.extend(encode_pages(remap.pages))
+    if value.free_pages:
+        reply.free_pages = array("I", value.free_pages).tobytes()
+    for refused in value.run_refusals:
+        reason = types_pb2.RefusalReason.ValueType(refused.reason)
+        reply.run_refusals.add(run=refused.run, reason=reason, detail=refused.detail, field=refused.field)
     return message
 
 
@@ -85,12 +92,17 @@ def _without_gaps(pages: Iterable[GroupPages], num_groups: int) -> list[GroupPag
 
 
 def decode_reply(message: cache_pb2.StepReply, num_groups: int) -> StepReply:
+    free_pages = _numbers(message.free_pages, "free_pages")
+    if free_pages and len(free_pages) != num_groups:
+        raise InvalidInput("free_pages", f"has {len(free_pages)} numbers for {num_groups} groups")
     return StepReply(
         message.step_id,
         tuple([_grant(grant) for grant in message.grants]),
         _extend_grants(message.extends, num_groups) if message.HasField("extends") else (),
         tuple([_refusal(refusal) for refusal in message.refusals]),
         tuple([Remap(SequenceId(remap.sequence_id), _tables(remap.pages, "remaps.pages")) for remap in message.remaps]),
+        free_pages,
+        tuple([_run_refusal(refused) for refused in message.run_refusals]),
     )
 
 
@@ -123,6 +135,11 @@ def _refusal(message: types_pb2.Refusal) -> Refusal:
     return Refusal(SequenceId(message.sequence_id), reason, message.detail, message.field)
 
 
+def _run_refusal(message: cache_pb2.RunRefusal) -> RunRefusal:
+    reason = fields.member(RefusalReason, message.reason, "run_refusals.reason")
+    return RunRefusal(message.run, reason, message.detail, message.field)
+
+
 def _extend_grants(message: cache_pb2.ExtendGrants, num_groups: int) -> tuple[ExtendGrant, ...]:
     sequence_ids = fields.sequence_ids(message.sequence_ids, "extends.sequence_ids")
     first_pages = _numbers(message.first_pages, "extends.first_pages")
@@ -149,11 +166,16 @@ def _numbers(packed: bytes, field: str) -> tuple[int, ...]:
     return struct.unpack(f"<{fields.packed(packed, field, NUMBER_BYTES)}I", packed)
 
 
-def encode_order(value: Transfer) -> cache_pb2.ManagerMessage:
+def encode_order(value: Transfer | Forget) -> cache_pb2.ManagerMessage:
     message = cache_pb2.ManagerMessage()
-    fill_transfer(message.order.spill, value)
+    if isinstance(value, Forget):
+        message.order.forget.CopyFrom(encode_forget(value))
+    else:
+        fill_transfer(message.order.spill, value)
     return message
 
 
-def decode_order(message: cache_pb2.Order) -> Transfer:
+def decode_order(message: cache_pb2.Order) -> Transfer | Forget:
+    if message.HasField("forget"):
+        return decode_forget(message.forget, "order.forget")
     return decode_transfer(message.spill, "order.spill")

@@ -12,8 +12,21 @@ from typing import TypeVar, cast
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import FieldError, InvalidInput
-from session.limits import MAX_GROUPS, SessionLimits
-from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Publish, Rates, Release, Step
+from session.limits import MAX_GROUPS, MAX_LEAVE_AT, SessionLimits
+from session.messages import (
+    Ack,
+    Acquire,
+    Adopt,
+    BadItem,
+    BadRun,
+    CachedRun,
+    Extend,
+    Inventory,
+    Publish,
+    Rates,
+    Release,
+    Step,
+)
 from session.wire import fields
 from session.wire.parts import (
     decode_pages,
@@ -24,6 +37,7 @@ from session.wire.parts import (
     required_namespace,
 )
 from session.words import (
+    PAGE_ID_BYTES,
     TOKEN_BYTES,
     GroupPages,
     ReleaseReason,
@@ -62,12 +76,28 @@ def encode_step(value: Step) -> cache_pb2.WorkerMessage:
     if value.extends:
         step.extends.sequence_ids = array("Q", [extend.sequence_id for extend in value.extends]).tobytes()
         step.extends.num_tokens = array("I", [extend.num_tokens for extend in value.extends]).tobytes()
+        for extend in value.extends:
+            if extend.leave_at:
+                step.extends.leave_at.add(sequence_id=extend.sequence_id, boundary_tokens=extend.leave_at)
     for acquire in cast(Sequence[Acquire], value.acquires):
         _fill_acquire(step.acquires.add(), acquire)
     if value.rates is not None:
         step.rates.prefill_tokens_per_s = value.rates.prefill_tokens_per_s
         step.rates.fetch_bytes_per_s = value.rates.fetch_bytes_per_s
+    if value.inventory is not None:
+        _fill_inventory(step.inventory, value.inventory)
+    if value.forgotten:
+        step.forgotten = value.forgotten
     return message
+
+
+def _fill_inventory(message: cache_pb2.Inventory, value: Inventory) -> None:
+    message.is_complete = value.is_complete
+    message.SetInParent()
+    for run in cast(Sequence[CachedRun], value.runs):
+        item = message.runs.add(run=run.run, parent_run=run.parent_run, tokens=run.tokens, page_ids=run.page_ids)
+        if run.namespace is not None:
+            item.namespace.CopyFrom(encode_namespace(run.namespace))
 
 
 def _fill_acquire(message: cache_pb2.Acquire, value: Acquire) -> None:
@@ -79,6 +109,7 @@ def _fill_acquire(message: cache_pb2.Acquire, value: Acquire) -> None:
     message.priority = value.priority
     message.kept_tokens = value.kept_tokens
     message.bypass_cache = value.bypass_cache
+    message.leave_at.extend(value.leave_at)
 
 
 def _fill_adopt(message: cache_pb2.Adopt, value: Adopt) -> None:
@@ -107,6 +138,35 @@ def decode_step(message: cache_pb2.Step, limits: SessionLimits) -> Step:
         _extends(message.extends, most) if message.HasField("extends") else (),
         _items("step.acquires", message.acquires, most, _acquire, most_tokens),
         _rates(message.rates) if message.HasField("rates") else None,
+        _inventory(message.inventory, most, most_tokens) if message.HasField("inventory") else None,
+        message.forgotten,
+    )
+
+
+def _inventory(message: cache_pb2.Inventory, most: int, most_tokens: int) -> Inventory:
+    fields.at_most(len(message.runs), "step.inventory.runs", most)
+    runs: list[CachedRun | BadRun] = []
+    for item in message.runs:
+        try:
+            runs.append(_run(item, most_tokens))
+        except FieldError as error:
+            runs.append(BadRun(item.run, error.field, error.reason))
+    return Inventory(tuple(runs), message.is_complete)
+
+
+def _run(message: cache_pb2.CachedRun, most_tokens: int) -> CachedRun:
+    fields.nothing_unknown(message, "")
+    if message.parent_run and message.HasField("namespace"):
+        raise InvalidInput("namespace", "is that of the parent run")
+    fields.at_most(len(message.page_ids), "page_ids", MAX_GROUPS)
+    for i, page_ids in enumerate(message.page_ids):
+        fields.packed(page_ids, f"page_ids[{i}]", PAGE_ID_BYTES)
+    return CachedRun(
+        message.run,
+        message.parent_run,
+        None if message.parent_run else required_namespace(message, "namespace"),
+        fields.tokens(message.tokens, "tokens", most_tokens, required=True),
+        tuple(message.page_ids),
     )
 
 
@@ -168,7 +228,13 @@ def _acquire(message: cache_pb2.Acquire, most_tokens: int) -> Acquire:
         message.priority,
         message.kept_tokens,
         message.bypass_cache,
+        _leave_at(message.leave_at, "leave_at"),
     )
+
+
+def _leave_at(boundaries: Sequence[int], field: str) -> tuple[int, ...]:
+    fields.at_most(len(boundaries), field, MAX_LEAVE_AT)
+    return tuple(boundaries)
 
 
 def _adopt(message: cache_pb2.Adopt, most_tokens: int) -> Adopt:
@@ -211,7 +277,21 @@ def _extends(message: cache_pb2.Extends, most: int) -> tuple[Extend, ...]:
     if len(packed) != LENGTH_BYTES * len(ids):
         count = fields.packed(packed, "step.extends.num_tokens", LENGTH_BYTES)
         raise InvalidInput("step.extends.num_tokens", f"has {count} items for {len(ids)} sequence ids")
-    return tuple(map(Extend, ids, struct.unpack(f"<{len(ids)}I", packed)))
+    extends = map(Extend, ids, struct.unpack(f"<{len(ids)}I", packed))
+    return _with_leave_at(message.leave_at, tuple(extends)) if message.leave_at else tuple(extends)
+
+
+def _with_leave_at(messages: Sequence[cache_pb2.LeaveAt], extends: tuple[Extend, ...]) -> tuple[Extend, ...]:
+    field = "step.extends.leave_at"
+    fields.at_most(len(messages), field, len(extends))
+    fields.unique((message.sequence_id for message in messages), f"{field}.sequence_id")
+    named = {
+        message.sequence_id: _leave_at(message.boundary_tokens, f"{field}.boundary_tokens") for message in messages
+    }
+    out = tuple(extend._replace(leave_at=named.pop(extend.sequence_id, ())) for extend in extends)
+    if named:
+        raise InvalidInput(f"{field}.sequence_id", f"{next(iter(named))} is no sequence that is extended")
+    return out
 
 
 def _rates(message: cache_pb2.Rates) -> Rates:

@@ -32,7 +32,7 @@ SESSION_VALUES = tuple(
 )
 
 # What ops are made of: jit functions for all of them.
-SHARED_BY_KERNELS = {"addressing", "fp8", "rotation", "scores", "softmax"}
+SHARED_BY_KERNELS = {"addressing", "block_scan", "fp8", "rotation", "scores", "softmax", "state_slots"}
 
 
 def is_of(name: str, package: str) -> bool:

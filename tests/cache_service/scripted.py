@@ -66,6 +66,10 @@ class ScriptedManager:
     def watch(self, is_watched: bool) -> None:
         pass
 
+    def present_state(self) -> Generator[tuple[Any, ...], None, int]:
+        yield ()
+        return 0
+
     def has_effects(self) -> bool:
         return True
 

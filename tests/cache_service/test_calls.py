@@ -25,6 +25,8 @@ from tests.session.messages import (
 )
 
 PROMPT = tokens(40)
+CONNECTED = cache_pb2.WorkerConnection(worker_id="w1", endpoint="127.0.0.1:7500", is_connected=True)
+GONE = cache_pb2.WorkerConnection(worker_id="w1", endpoint="127.0.0.1:7500")
 
 
 async def cached(client: Client, prompt: bytes = PROMPT, salt: str = "") -> Peer:
@@ -247,20 +249,62 @@ async def test_watch_tells_what_is_stored_and_removed() -> None:
         start = await watch.read()
         assert (start.epoch, start.seq, start.WhichOneof("event")) == (client.service.epoch, 0, None)
         peer = await cached(client, salt="s")
+        begun = await watch.read()
+        assert (begun.seq, begun.connection) == (1, CONNECTED)
         stored = await watch.read()
-        assert (stored.seq, stored.stored.worker_id, stored.stored.group) == (1, "w1", 0)
+        assert (stored.seq, stored.stored.worker_id, stored.stored.group) == (2, "w1", 0)
         assert (stored.stored.parent_hash, stored.stored.tokens) == (b"", tokens(32))
         assert stored.stored.namespace == namespace("s")
         assert [len(page_hash) for page_hash in stored.stored.page_hashes] == [32, 32]
         await client.admin.Clear(cache_pb2.ClearRequest(namespace=namespace("s")))
         removed = await watch.read()
-        assert removed.seq == 2
+        assert removed.seq == 3
         assert set(removed.removed.page_hashes) == set(stored.stored.page_hashes)
         await client.admin.Clear(cache_pb2.ClearRequest())
         assert (await watch.read()).cleared == cache_pb2.CacheCleared()
         await peer.send(goodbye=cache_pb2.Goodbye())
+        assert (await watch.read()).connection == GONE
         assert (await watch.read()).cleared.worker_id == "w1"
         watch.cancel()
+
+
+async def test_watch_tells_of_a_worker_that_disconnects_and_is_back() -> None:
+    """Within its grace period: what it holds stays."""
+    async with started() as client:
+        peer = await cached(client)
+        watch = client.stub.Watch(cache_pb2.WatchRequest(present_state=True))
+        assert [(await watch.read()).WhichOneof("event") for _ in range(4)] == PRESENT
+        peer.stream.cancel()
+        assert (await watch.read()).connection == GONE
+        again = await client.connected(generation=peer.generation)
+        assert again.generation == peer.generation
+        assert (await watch.read()).connection == CONNECTED
+        watch.cancel()
+
+
+PRESENT = [None, "connection", "stored", "present_state_end"]
+
+
+async def test_a_watcher_that_comes_late_is_told_what_is_cached() -> None:
+    async with started(max_present_states=1) as client:
+        await cached(client, salt="s")
+        early = client.stub.Watch(cache_pb2.WatchRequest())
+        seq = (await early.read()).seq
+        watch = client.stub.Watch(cache_pb2.WatchRequest(present_state=True))
+        messages = [await watch.read() for _ in range(4)]
+        assert [message.WhichOneof("event") for message in messages] == PRESENT
+        assert {message.seq for message in messages} == {seq}
+        _, connection, stored, end = messages
+        assert connection.connection == CONNECTED
+        assert (stored.stored.tokens, stored.stored.parent_hash) == (tokens(32), b"")
+        assert (stored.stored.namespace, len(stored.stored.page_hashes)) == (namespace("s"), 2)
+        assert end.present_state_end.num_pages == 2
+        await client.admin.Clear(cache_pb2.ClearRequest(namespace=namespace("s")))
+        for one in (early, watch):
+            removed = await one.read()
+            assert removed.seq == seq + 1
+            assert set(removed.removed.page_hashes) == set(stored.stored.page_hashes)
+            one.cancel()
 
 
 async def test_a_watcher_that_lags_is_told_what_it_lost() -> None:

@@ -14,6 +14,7 @@ from cache_service.core.base.types import (
     Cleared,
     Explanation,
     FetchPolicy,
+    Holder,
     Removed,
     Residence,
     Segment,
@@ -22,6 +23,7 @@ from cache_service.core.base.types import (
     WorkerMatch,
 )
 from protos.v1 import cache_pb2, types_pb2
+from rpc.version import package_version
 from session.errors import InvalidInput
 from session.wire.parts import encode_match
 from session.words import (
@@ -30,6 +32,7 @@ from session.words import (
     MissReason,
     Namespace,
     PageHash,
+    SequenceId,
     WorkerId,
 )
 from tests.session.messages import MODEL, tokens
@@ -83,8 +86,11 @@ def test_matches_and_explanations() -> None:
         Segment(0, 48, Residence.DEVICE, last_used=Age(5, 8)),
         Segment(48, 16, Residence.MISSING, MissReason.OTHER_SALT, gone=Age(0, 9)),
     )
-    explained = codec.encode_explain_response([Explanation(worker, "here:1", MATCH, segments, ("because",))])
-    told = explained.workers[0]
+    held = (Holder(SequenceId(7), 48), Holder(SequenceId(5), 16))
+    value = Explanation(worker, "here:1", MATCH, segments, ("because",), 21, 22, held, 23, 24)
+    told = codec.encode_explain_response([value]).workers[0]
+    assert (told.pinned_tokens, told.pin_left_ms, told.num_holders, told.spilling_tokens) == (21, 22, 23, 24)
+    assert [(one.sequence_id, one.num_tokens) for one in told.holders] == [(7, 48), (5, 16)]
     assert [(s.first_token, s.num_tokens, s.residence, s.miss_reason) for s in told.segments] == [
         (0, 48, cache_pb2.RESIDENCE_DEVICE, types_pb2.MISS_REASON_NONE),
         (48, 16, cache_pb2.RESIDENCE_MISSING, types_pb2.MISS_REASON_OTHER_SALT),
@@ -132,7 +138,7 @@ def test_every_statistic_arrives() -> None:
     )
     host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, SpillPolicy.WRITE_BACK, FetchPolicy.ALWAYS)
     message = codec.encode_stats_response(ManagerStats("epoch", "slru", (worker,), host))
-    assert (message.epoch, message.policy) == ("epoch", "slru")
+    assert (message.epoch, message.policy, message.version) == ("epoch", "slru", package_version())
     told = message.workers[0]
     for field in WorkerStats._fields:
         if field not in ("groups", "misses"):

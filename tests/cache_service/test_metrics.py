@@ -70,8 +70,8 @@ def _pages(client: Client, state: str) -> float | None:
 
 
 def test_every_metric_stands_in_the_docs() -> None:
-    group = GroupStats("full", GroupKind.FULL, 10, 3, 2, 1)
-    worker = WorkerStats(WorkerId("w1"), "", "", "", True, (group,), *([1] * 11), misses=((MissReason.EVICTED, 1),))
+    groups = GroupStats("full", GroupKind.FULL, 10, 3, 2, 1), GroupStats("state", GroupKind.STATE, 9, 3, 2, 1, 7, 6, 5)
+    worker = WorkerStats(WorkerId("w1"), "", "", "", True, groups, *([1] * 11), misses=((MissReason.EVICTED, 1),))
     host = HostTierStats(0, 0, 0, 0, 0, 0, 0, True, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
     families = list(ManagerCollector(lambda: ManagerStats("e", "lru", (worker,), host)).collect())
     documented = DOCS.read_text()
@@ -79,3 +79,23 @@ def test_every_metric_stands_in_the_docs() -> None:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert f"`{name}`" in documented, name
         assert family.samples, name
+
+
+def test_snapshots_are_counted_by_group() -> None:
+    groups = (
+        GroupStats("full", GroupKind.FULL, 10, 3, 2, 1),
+        GroupStats("near", GroupKind.WINDOW, 10, 3, 2, 1, limited_tokens=4),
+        GroupStats("state", GroupKind.STATE, 9, 3, 2, 1, 7, 6, 5),
+    )
+    worker = WorkerStats(WorkerId("w1"), "", "", "", True, groups, *([1] * 11), misses=())
+    host = HostTierStats(0, 0, 0, 0, 0, 0, 0, True, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
+    registry = CollectorRegistry()
+    registry.register(ManagerCollector(lambda: ManagerStats("e", "lru", (worker,), host)))
+
+    def read(name: str, group: str) -> float | None:
+        return registry.get_sample_value(f"stemcache_cache_{name}_total", {"worker": "w1", "group": group})
+
+    names = ("snapshots_taken", "snapshots_restored", "limited_tokens")
+    assert [read(name, "state") for name in names] == [7, 6, 5]
+    assert [read(name, "near") for name in names] == [0, 0, 4]
+    assert [read(name, "full") for name in names] == [0, 0, 0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tests.cli.command import Running, ask, one_object, pauses, stemcache
+from tests.cli.command import WAIT_S, Running, ask, environment, one_object, pauses, stemcache
 from tests.cli.conftest import Service
 
 PAGE = 16
@@ -112,14 +115,41 @@ def test_explain_tells_what_is_where(service: Service) -> None:
     assert "never seen" in shown
 
 
+def test_explain_names_the_sequences_that_hold_a_prefix(service: Service, tmp_path: Path) -> None:
+    prompt, worker = prompt_of("holders"), service.worker("worker-1")
+    busy = Running(tmp_path, service.state, "generate", prompt, "--max-tokens", "16000", "--worker", worker)
+    try:
+        for _ in pauses("a sequence that holds it"):
+            told = {one["worker_id"]: one for one in ask(service.state, "explain", prompt)["workers"]}
+            if told["worker-1"]["num_holders"]:
+                break
+        (holder,) = told["worker-1"]["holders"]
+        assert holder["num_tokens"] == 96 and told["worker-2"]["holders"] == []
+        shown = stemcache(service.state, "explain", prompt).stdout
+        assert f"worker-1: held by 1 running sequence: {holder['sequence_id']} (96 tokens)" in shown
+        assert busy.process.poll() is None
+    finally:
+        busy.end()
+
+
 def test_pin_says_how_many_tokens_it_holds(service: Service) -> None:
     prompt = prompt_of("pin")
     ask(service.state, "generate", prompt, "--max-tokens", "1")
     assert "96 cached tokens are pinned for 60 min" in stemcache(service.state, "pin", prompt).stdout
     assert ask(service.state, "pin", prompt)["pinned_tokens"] == 96
     assert "96 cached tokens are unpinned" in stemcache(service.state, "pin", prompt, "--ttl", "0").stdout
-    assert ask(service.state, "pin", prompt_of("never asked"))["pinned_tokens"] == 0
-    assert "nothing is pinned" in stemcache(service.state, "pin", prompt_of("never asked")).stdout
+    assert pinned_tokens(service, prompt_of("never asked")) == 0
+    done = stemcache(service.state, "pin", prompt_of("never asked"))
+    assert (done.returncode, done.stdout.startswith("nothing is pinned")) == (1, True)
+    assert ask(service.state, "pin", prompt_of("never asked"), "--ttl", "0")["pinned_tokens"] == 0
+
+
+def pinned_tokens(service: Service, prompt: str, *options: str) -> int:
+    """Pins it. A pin of nothing ends with exit code 1."""
+    done = stemcache(service.state, "pin", prompt, *options, "--json")
+    pinned = int(one_object(done.stdout)["pinned_tokens"])
+    assert done.returncode == (0 if pinned else 1), done.stderr
+    return pinned
 
 
 def test_clear_spares_what_is_in_use(service: Service, tmp_path: Path) -> None:
@@ -135,15 +165,15 @@ def test_clear_spares_what_is_in_use(service: Service, tmp_path: Path) -> None:
         assert refused.stdout == ""
         assert "FAILED_PRECONDITION" in refused.stderr
         assert ask(service.state, "pin", idle)["pinned_tokens"] == 96, "a refused clear dropped something"
-        assert ask(service.state, "clear", "--unused")["num_pages"] >= 6
-        assert ask(service.state, "pin", idle)["pinned_tokens"] == 0
+        assert ask(service.state, "clear", "--unused", "--yes")["num_pages"] >= 6
+        assert pinned_tokens(service, idle) == 0
         assert ask(service.state, "pin", prompt)["pinned_tokens"] == 96, "what was in use is gone"
         assert busy.process.poll() is None
         assert busy.interrupt() == 130
     finally:
         busy.end()
     for _ in pauses("the end of the lease"):
-        done = stemcache(service.state, "clear")
+        done = stemcache(service.state, "clear", "--yes")
         if done.returncode == 0:
             break
     assert "dropped" in done.stdout
@@ -159,7 +189,40 @@ def test_a_dry_run_of_clear_drops_nothing(service: Service) -> None:
     assert ask(service.state, "pin", prompt, "--salt", "dry")["pinned_tokens"] == 96
     cleared = ask(service.state, "clear", "--salt", "dry")
     assert (cleared["num_pages"], cleared["num_pinned_pages"]) == (6, 6)
-    assert ask(service.state, "pin", prompt, "--salt", "dry")["pinned_tokens"] == 0
+    assert pinned_tokens(service, prompt, "--salt", "dry") == 0
+
+
+def test_clear_of_all_tenants_is_asked_for(service: Service) -> None:
+    prompt = prompt_of("asked for")
+    ask(service.state, "generate", prompt, "--max-tokens", "1")
+    done = stemcache(service.state, "clear")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "this would drop " in done.stderr and "of all tenants: say --yes, or name one tenant" in done.stderr
+    for answer, told in (("n", "nothing was dropped"), ("y", "dropped ")):
+        assert pinned_tokens(service, prompt) == 96, "dropped without a yes"
+        assert told in answered(service.state, answer, "clear")
+    assert pinned_tokens(service, prompt) == 0
+
+
+def answered(state: Path, answer: str, *arguments: str) -> str:
+    """What a command says at a terminal where a person gives this answer."""
+    terminal, end = os.openpty()
+    os.write(terminal, f"{answer}\n".encode())
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli", *arguments],
+            env=environment(state),
+            stdin=end,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert "of all tenants? [y/N]" in done.stderr
+    assert done.returncode == (0 if answer == "y" else 1)
+    return done.stdout + done.stderr
 
 
 def test_clear_of_one_tenant(service: Service) -> None:
@@ -167,7 +230,7 @@ def test_clear_of_one_tenant(service: Service) -> None:
     for salt in ("a", "b"):
         ask(service.state, "generate", prompt, "--max-tokens", "1", "--salt", salt)
     assert ask(service.state, "clear", "--salt", "a")["num_pages"] == 6
-    assert ask(service.state, "pin", prompt, "--salt", "a")["pinned_tokens"] == 0
+    assert pinned_tokens(service, prompt, "--salt", "a") == 0
     assert ask(service.state, "pin", prompt, "--salt", "b")["pinned_tokens"] == 96
 
 
@@ -205,6 +268,7 @@ def test_doctor_finds_what_runs(service: Service) -> None:
     assert "noeviction" in findings["Redis"]["seen"]
     assert "in float32 on cpu" in findings["worker"]["seen"]
     assert not [f for f in report["findings"] if f["ok"] is False]
+    assert "version" not in findings, "all of the same"
 
 
 def test_doctor_finds_what_is_broken(service: Service) -> None:

@@ -71,6 +71,14 @@ def stats() -> cache_pb2.StatsResponse:
         worker.groups.add(
             name="full", num_pages=1_000_000, num_free=999_999, num_evictable=345_678, num_evicted=98_765_432
         )
+        states = worker.groups.add(
+            name="state", kind=types_pb2.GROUP_KIND_STATE, num_pages=4096, num_evicted=12_345_678
+        )
+        states.num_snapshots_taken, states.num_snapshots_restored, states.limited_tokens = (
+            12_345_678,
+            1_234_567,
+            98_765_432,
+        )
         for reason in ("never_seen", "evicted", "page_tail", "no_snapshot", "window_gone"):
             worker.misses[reason] = 1_234_567
     tier = made.host_tier

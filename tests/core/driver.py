@@ -13,7 +13,7 @@ from session.messages import Acquire, Adopt, Extend, Grant, Publish, Refusal, Re
 from session.words import GroupKind, GroupPages, Namespace, PageId, ReleaseReason, SequenceId, SnapshotSlot
 from tests.core.mover import Mover
 from tests.core.shadow import Shadow, marks_of
-from tests.core.world import FINISHED, NS, PREEMPTED, Live, pack
+from tests.core.world import ABORTED, FINISHED, NS, PREEMPTED, Live, pack
 
 
 class FakeWorker(Mover):
@@ -30,13 +30,14 @@ class FakeWorker(Mover):
         sequence_id: int | None = None,
         kept: int = 0,
         bypass: bool = False,
+        leave_at: Sequence[int] = (),
     ) -> Live | Refusal:
         if sequence_id is None:
             self.world.next_sequence += 1
             sequence_id = self.world.next_sequence
         self.world.next_sequence = max(self.world.next_sequence, sequence_id)
         acquire = Acquire(
-            SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority, bypass_cache=bypass
+            SequenceId(sequence_id), namespace, pack(tokens), reserve, chunk, priority, 0, bypass, tuple(leave_at)
         )
         sent = acquire._replace(tokens=pack(tokens[kept:]), kept_tokens=kept)
         reply = self.step(acquires=[sent])
@@ -93,9 +94,9 @@ class FakeWorker(Mover):
         self.published(live, publish)
         return reply
 
-    def extend(self, live: Live, num_tokens: int) -> bool:
+    def extend(self, live: Live, num_tokens: int, leave_at: Sequence[int] = ()) -> bool:
         """Ask for room; False when it was refused."""
-        reply = self.step(extends=[Extend(SequenceId(live.id), num_tokens)])
+        reply = self.step(extends=[Extend(SequenceId(live.id), num_tokens, tuple(leave_at))])
         granted = any(e.sequence_id == live.id for e in reply.extends)
         assert granted != any(r.sequence_id == live.id for r in reply.refusals)
         return granted
@@ -106,7 +107,7 @@ class FakeWorker(Mover):
         return reply
 
     def release_of(self, live: Live, reason: ReleaseReason = FINISHED) -> Release:
-        rolling = live.rolled if live.rolling and reason is FINISHED else 0
+        rolling = live.rolled if live.rolling and reason is not ABORTED else 0
         return Release(SequenceId(live.id), reason, rolling)
 
     def released(self, live: Live, reason: ReleaseReason) -> None:

@@ -113,6 +113,10 @@ HELLOS: list[tuple[str, Hello]] = [
     ("empty pool", hello(groups=(full(0),))),
     ("window of nothing", hello(groups=(full(4), window(4, 0)))),
     ("window on full", hello(groups=(GroupSpec("g", full(1).kind, 4, 1, 8),))),
+    ("one slot of a state", hello(groups=(full(4), state(1)))),
+    ("an interval that is no boundary", hello(groups=(full(4), state(4, interval=3)))),
+    ("a negative interval", hello(groups=(full(4), state(4, interval=-2)))),
+    ("an interval of a full group", hello(groups=(full(4)._replace(state_interval_tokens=2),))),
     ("page ids beyond 32 bits", hello(groups=(full(2**32),))),
     ("no ranks", hello(num_ranks=0)),
 ]

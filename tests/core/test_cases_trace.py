@@ -15,7 +15,7 @@ from cache_service.core import audit
 from session.messages import Acquire, Extend, Grant, Publish, Release
 from session.words import SequenceId, WorkerId
 from tests.core.driver import FakeWorker
-from tests.core.world import FINISHED, NS, World, full
+from tests.core.world import FINISHED, NS, World, full, state
 
 TRACE = os.environ.get("STEMCACHE_TRACE", "")
 W0 = WorkerId("w0")
@@ -57,3 +57,23 @@ def test_e30_hit_rates_and_no_leak(num_pages: int, floor: float) -> None:
     assert stats.cached_tokens == hit and stats.prompt_tokens == total
     assert stats.num_leases == stats.num_tickets == 0
     assert stats.groups[0].num_free + stats.groups[0].num_evictable == num_pages
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACE, reason="STEMCACHE_TRACE names no file")
+@pytest.mark.parametrize("interval", [0, 512])
+@pytest.mark.parametrize(("slots", "floor"), [(52, 0.0527), (202, 0.1031), (1002, 0.1714)])
+def test_e30_hit_rates_of_a_model_with_states(slots: int, floor: float, interval: int) -> None:
+    """All pages are kept, and so many slots: what hits is what eviction left of the snapshots."""
+    world = World()
+    FakeWorker(world, [full(6_000_000), state(slots, interval=interval)], 16)
+    manager, hit, total = world.manager, 0, 0
+    for number, (prompt, _) in enumerate(requests(5_000), 1):
+        sequence = SequenceId(number)
+        grant = manager.acquire(W0, Acquire(sequence, NS, prompt))
+        assert isinstance(grant, Grant)
+        manager.publish(W0, Publish(sequence, b"", len(prompt) // 4))
+        manager.release(W0, Release(sequence, FINISHED))
+        hit, total = hit + grant.cached_tokens, total + len(prompt) // 4
+    audit.check(manager)
+    assert hit / total >= floor

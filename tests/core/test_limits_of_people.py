@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from session.errors import TooMany
-from session.messages import Ack
+from session.messages import Ack, Refusal
 from session.words import RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, stage
@@ -129,6 +129,69 @@ def test_tokens_of_leases_are_bounded_unless_a_sequence_is_alone() -> None:
     worker.refused(span(40, 43))
     worker.release(second)
     worker.start(span(40, 43))
+
+
+def test_tokens_of_all_workers_leases_are_bounded_together() -> None:
+    """However many worker ids a client invents."""
+    world = World(max_total_lease_bytes=160)
+    workers = [FakeWorker(world, [full(64)], 2, f"w{number}") for number in range(5)]
+    lives = [worker.start(span(1 + 20 * number, 10 + 20 * number)) for number, worker in enumerate(workers[:4])]
+    refusal = workers[4].refused(span(200, 201))
+    assert refusal.reason is RefusalReason.NO_ROOM
+    assert refusal.detail == "live sequences of all workers together may hold 160 bytes of tokens"
+    assert workers[0].refused(span(200, 201)).reason is RefusalReason.NO_ROOM
+    workers[1].release(lives[1])
+    workers[4].start(span(200, 209))
+    world.manager.goodbye(workers[0].id)
+    workers[2].start(span(300, 309))
+    workers[3].restart("i1")
+    workers[3].start(span(300, 309))
+    assert world.manager.lease_bytes.num_bytes == 160
+
+
+def test_the_longest_prompt_is_admitted_where_nobody_holds_any() -> None:
+    world = World(max_total_lease_bytes=40)
+    workers = [FakeWorker(world, [full(64)], 2, f"w{number}") for number in range(2)]
+    live = workers[0].start(span(1, 20))
+    workers[1].refused(span(1, 2))
+    workers[0].release(live)
+    workers[1].start(span(1, 20))
+
+
+def test_running_sequences_grow_to_twice_the_limit() -> None:
+    world = World(max_total_lease_bytes=64)
+    worker = FakeWorker(world, [full(64)], 2)
+    live = worker.start(span(1, 16))
+    worker.prefill(live)
+    worker.decode(live, span(60, 75))
+    live.append([76])
+    error = world.unchanged(world.manager.publish, worker.id, worker.publish_of(live))
+    assert isinstance(error, TooMany) and error.field == "tokens"
+    assert "may grow to 128 bytes of tokens" in error.reason
+    live.tokens.pop()
+    worker.release(live)
+
+
+def test_adopts_beyond_twice_the_limit_are_queued_again() -> None:
+    world = World(max_total_lease_bytes=64)
+    workers = [FakeWorker(world, [full(64)], 2, f"w{number}") for number in range(2)]
+    lives = [worker.start(span(1, 8)) for worker in workers]
+    for worker, live in zip(workers, lives, strict=True):
+        worker.prefill(live)
+        worker.decode(live, span(60, 67))
+    live = workers[0].live[lives[0].id]
+    live.append([68, 69])
+    world.new_manager()
+    for worker in workers:
+        worker.connected = False
+    answers = []
+    for worker, live in zip(workers, lives, strict=True):
+        worker.hello()
+        answers.append(worker.adopt(live))
+    assert not isinstance(answers[0], Refusal)
+    assert isinstance(answers[1], Refusal) and answers[1].reason is RefusalReason.NO_ROOM
+    assert "together may hold 128 bytes" in answers[1].detail
+    assert world.manager.lease_bytes.num_bytes == 18 * 4
 
 
 def test_workers_that_hold_nothing_may_have_lost_it() -> None:

@@ -107,14 +107,17 @@ def test_warm_pages_go_in_the_order_of_their_nodes(
     assert freed == wanted
 
 
-GROUPS = {"state": (full(4096), state(12)), "window": (full(4096), window(24, 8))}
+STATES, WINDOWS = (full(4096), state(12)), (full(4096), window(24, 8))
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-@pytest.mark.parametrize(("policy", "usable"), [("slru", 16), ("lru", 0)])
+@pytest.mark.parametrize(
+    ("groups", "policy", "usable"),
+    [*((STATES, policy, 16) for policy in POLICIES), (WINDOWS, "slru", 16), (WINDOWS, "lru", 0)],
+)
 def test_prompts_that_come_once_do_not_push_out_what_is_reused(
     groups: tuple[GroupSpec, ...], policy: str, usable: int
 ) -> None:
+    """Snapshots go by their own worth under each policy; windows as the policy says."""
     worker = FakeWorker(World(policy=policy), groups, 4)
     trunk = span(1, 16)
     for first in (1000, 2000, 3000):

@@ -5,6 +5,7 @@ STEMCACHE_HYPOTHESIS=thorough runs longer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -15,7 +16,7 @@ from session.messages import Acquire, Adopt, BadItem, Extend, Publish, Refusal, 
 from session.words import GroupKind, HostTierKind, Namespace, RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
 from tests.core.judge import judge_grant, judge_refusal
-from tests.core.troubled import INDEX, SALTS, TOKENS, Troubled
+from tests.core.troubled import BOUNDARIES, INDEX, SALTS, TOKENS, Troubled
 from tests.core.world import ABORTED, FINISHED, PREEMPTED, Live, pack
 from tests.examples import THOROUGH, examples
 
@@ -32,9 +33,19 @@ class Machine(Troubled):
         base=INDEX,
         keep=st.integers(0, 12),
         bypass=st.sampled_from([False, False, False, True]),
+        leave_at=BOUNDARIES,
     )
     def acquire(
-        self, at: int, tokens: list[int], salt: str, chunk: int, reserve: int, base: int, keep: int, bypass: bool
+        self,
+        at: int,
+        tokens: list[int],
+        salt: str,
+        chunk: int,
+        reserve: int,
+        base: int,
+        keep: int,
+        bypass: bool,
+        leave_at: list[int],
     ) -> None:
         tokens, priority = self.prompt(tokens, base, keep), at % 2
         worker = self.worker(at)
@@ -42,7 +53,9 @@ class Machine(Troubled):
         forecast = oracle.forecast(namespace, tokens, chunk, reserve, bypass)
         free, leaves = [oracle.num_free(g) for g in range(len(worker.groups))], oracle.leaves()
         blurred = oracle.blurred()
-        answer = worker.submit(tokens, namespace, chunk=chunk, reserve=reserve, priority=priority, bypass=bypass)
+        answer = worker.submit(
+            tokens, namespace, chunk=chunk, reserve=reserve, priority=priority, bypass=bypass, leave_at=leave_at
+        )
         if isinstance(answer, Refusal) and answer.reason is RefusalReason.NO_ROOM:
             self.waiting[worker.id, answer.sequence_id] = namespace, tokens
         if isinstance(answer, Refusal):
@@ -110,18 +123,18 @@ class Machine(Troubled):
         assert len(reply.refusals) == (kind != "publish")
         self.checked()
 
-    @rule(at=INDEX, size=st.integers(1, 6), ask=st.booleans())
-    def launch(self, at: int, size: int, ask: bool) -> None:
+    @rule(at=INDEX, size=st.integers(1, 6), ask=st.booleans(), leave_at=BOUNDARIES)
+    def launch(self, at: int, size: int, ask: bool, leave_at: list[int]) -> None:
         found = self.live(at)
         if found is None or found[1].computed == len(found[1].tokens):
             return
         worker, live = found
         end = min(live.computed + size, len(live.tokens))
-        if self.room(worker, live, end, ask):
+        if self.room(worker, live, end, ask, leave_at):
             worker.launch(live, end - live.computed)
         self.checked()
 
-    def room(self, worker: FakeWorker, live: Live, end: int, ask: bool) -> bool:
+    def room(self, worker: FakeWorker, live: Live, end: int, ask: bool, leave_at: Sequence[int] = ()) -> bool:
         """Pages up to `end`, asked for where they are missing; the oracle knows whether there are any."""
         pages = -(-end // 2)
         tables = [g for g, spec in enumerate(worker.groups) if spec.kind != GroupKind.STATE]
@@ -131,7 +144,7 @@ class Machine(Troubled):
         oracle = self.oracles[worker.id]
         fits = all(n <= oracle.num_free(g) + len(oracle.evictable(g)) for g, n in need.items())
         blurred = oracle.blurred()
-        granted = worker.extend(live, end)
+        granted = worker.extend(live, end, leave_at)
         assert blurred or granted == fits or (worker.spills and not granted), "an extend against the counts"
         return granted
 

@@ -25,6 +25,8 @@ GROUPS: list[tuple[GroupSpec, ...]] = [
     (full(8), full(7, "second")),
     (full(9), window(8, 6, "far"), window(6, 2, "near"), state(7)),
     (full(8), state(5), state(4, "other")),
+    (full(9), state(9, interval=4)),
+    (full(9), window(8, 4), state(8, interval=2), state(6, "other", 6)),
     (window(8, 4),),
     (window(8, 3), state(6)),
     (state(6),),
@@ -32,6 +34,7 @@ GROUPS: list[tuple[GroupSpec, ...]] = [
 SALTS = st.sampled_from(["", "", "", "salt"])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=13)
 INDEX = st.integers(0, 7)
+BOUNDARIES = st.lists(st.integers(1, 7).map(lambda page: 2 * page), max_size=2)
 
 
 class Troubled(RuleBasedStateMachine):

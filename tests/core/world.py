@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cache_service.core import audit
-from cache_service.core.base.types import Event
+from cache_service.core.base.types import Connection, Event
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from session.errors import FieldError
 from session.messages import Grant
@@ -43,8 +43,8 @@ def window(num_pages: int, window_tokens: int, name: str = "window") -> GroupSpe
     return GroupSpec(name, GroupKind.WINDOW, num_pages, 64, window_tokens)
 
 
-def state(num_pages: int, name: str = "state") -> GroupSpec:
-    return GroupSpec(name, GroupKind.STATE, num_pages, 64)
+def state(num_pages: int, name: str = "state", interval: int = 0) -> GroupSpec:
+    return GroupSpec(name, GroupKind.STATE, num_pages, 64, state_interval_tokens=interval)
 
 
 def pack(tokens: Iterable[int]) -> bytes:
@@ -112,7 +112,7 @@ class World:
         self.workers: dict[str, Session] = {}
         self.stores: dict[str, dict[bytes, Value]] = {}
         self.value_of_key: dict[bytes, Value] = {}
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # of pages; listeners hear of connections, too
         self.next_sequence = 0
         self.listeners: list[Callable[[Sequence[Event]], None]] = []
         self.new_manager()
@@ -129,7 +129,7 @@ class World:
         """After each call: the books must balance; events and orders go where they belong."""
         audit.check(self.manager)
         events = self.manager.take_events()
-        self.events += events
+        self.events += [event for event in events if not isinstance(event, Connection)]
         for listener in self.listeners:
             listener(events)
         for key in self.manager.take_host_deletes():

@@ -38,6 +38,7 @@ class Kind(NamedTuple):
     family: str
     groups: tuple[str, ...]
     fields: dict[str, Any]
+    spread: float = SPREAD
 
 
 KINDS = {
@@ -106,9 +107,62 @@ KINDS = {
 }
 
 
+_LATENTS = {**KINDS["deepseek-v3"].fields, "n_shared_experts": 1}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+# More families, in tests/e2e/test_families.py: what their layers need is one of the kinds, or nearly.
+FAMILIES = {
+    "mixtral": Kind("Mixtral", ("full",), {"sliding_window": None, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "glm4-moe": Kind(
+        "Glm4Moe",
+        ("full",),
+        {
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        spread=0.6,
+    ),
+    "gemma2": Kind("Gemma2", ("full", f"window{WINDOW}"), {"sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
+    # One full layer alone would hardly move the text: without positions it takes the mean of what it sees.
+    "cohere2": Kind(
+        "Cohere2",
+        ("full", f"window{WINDOW}"),
+        {
+            "sliding_window": WINDOW,
+            "logit_scale": 0.25,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    # Keys longer than values, and other numbers of heads behind the window.
+    "mimo-v2": Kind(
+        "MiMoV2Flash",
+        ("full", f"window{WINDOW}"),
+        {
+            **_EXPERTS,
+            "sliding_window": WINDOW,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "n_routed_experts": 6,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+        spread=0.4,
+    ),
+    "deepseek-v2": Kind("DeepseekV2", ("full",), {**_LATENTS, "topk_method": "group_limited_greedy"}),
+    "glm4-lite": Kind("Glm4MoeLite", ("full",), {**_LATENTS, "n_group": 1, "topk_group": 1}),
+}
+
+
 def make_kind(name: str, folder: Path, tokenizer: Path) -> None:
     """Write the model's folder; the tokenizer is a file of 260 tokens."""
-    kind = KINDS[name]
+    kind = (KINDS | FAMILIES)[name]
     config = config_of(kind.family, {**SIZES, **kind.fields})
-    random_reference(config, seed=5, spread=SPREAD).save_pretrained(folder)
+    random_reference(config, seed=5, spread=kind.spread).save_pretrained(folder)
     shutil.copy(tokenizer, folder)

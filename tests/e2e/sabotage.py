@@ -6,7 +6,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import tokenizers
 
@@ -15,6 +15,7 @@ from tests.e2e.client import Answer, Client
 from worker_service import bootstrap
 from worker_service.config import WorkerConfig
 from worker_service.core.batch import Batch
+from worker_service.core.state_rows import StateRows
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.runner import Runner, RunningLaunch
 from worker_service.model.tokenizer import TOKENIZER
@@ -25,11 +26,13 @@ MAX_ANSWER_TOKENS = 48
 
 
 class WatchedRunner:
-    """The worker's runner; it remembers in which pages of each group the launches found their only sequence."""
+    """The worker's runner; it remembers in which pages of each group the launches found their only sequence, and which
+    slots of states they read and wrote."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.launches: list[list[list[int]]] = []
+        self.states: list[tuple[StateRows | None, ...]] = []
 
     @property
     def last_table(self) -> list[int]:
@@ -39,6 +42,7 @@ class WatchedRunner:
         assert batch.num_seqs == 1, "one request at a time, or nobody knows whose pages these are"
         num_pages = math.ceil(batch.max_seqlen_k / PAGE)
         self.launches.append([table[:num_pages].tolist() for table in batch.block_tables])
+        self.states.append(batch.states)
         return self._runner.submit(batch)
 
     def set_previous(self, token_ids: Sequence[int]) -> None:
@@ -90,11 +94,11 @@ class Stand(NamedTuple):
 
 
 @asynccontextmanager
-async def open_stand(client: Client, cache: str, model: Path) -> AsyncIterator[Stand]:
+async def open_stand(client: Client, cache: str, model: Path, **settings: Any) -> AsyncIterator[Stand]:
     """A worker of this cache service, alone on its pages."""
-    config = WorkerConfig(
-        model=str(model), cache=cache, listen="127.0.0.1:0", device="cpu", threads=1, pool_mb=256, page_tokens=PAGE
-    )
+    addresses = {"cache": cache, "listen": "127.0.0.1:0", "admin_listen": ""}
+    usual = {"device": "cpu", "threads": 1, "pool_mb": 256, "page_tokens": PAGE}
+    config = WorkerConfig(str(model), **{**addresses, **usual, **settings})
     compute = bootstrap.prepare(config)
     watched = WatchedRunner(compute.runner)
     async with bootstrap.running(config, compute._replace(runner=cast(Runner, watched))) as service:

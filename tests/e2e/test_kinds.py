@@ -64,7 +64,8 @@ def served(
         start = Starter(tmp_path_factory.mktemp(f"{name}-services"), folder, stack)
         cache = start.cache(redis_url=redis.url, spill="write_through", fetch="always", grace_ms=20_000)
         tier = {"host_tier": "redis", "redis_url": redis.url}
-        here, there = start.workers(cache.address, 2, token_budget=128, **tier)
+        # With pages for the rest of their answers, requests would end while the cache service is away.
+        here, there = start.workers(cache.address, 2, token_budget=128, max_decode_ahead_tokens=0, **tier)
         tight = {"page_tokens": 64, "pool_pages": 13, "max_model_len": 800, "max_num_seqs": 8}
         (small,) = start.workers(cache.address, 1, 3, token_budget=64, **tight)
         yield Served(name, cache, here, there, small)

@@ -49,7 +49,7 @@ class Prefix:
         self._stand.runner.launches.clear()
         cold = await self._generate([*self.tokens, 0], 1)
         assert cold.counts == (0, 0, LENGTH + 1)
-        self.page_ids = [table[:NUM_PAGES] for table in self._stand.runner.launches[0]]
+        self.page_ids = [table[:NUM_PAGES] for table in self._stand.runner.launches[-1]]
 
     async def ask(self) -> list[int]:
         """All of the prefix must come from its pages, and of a window group those that are seen."""

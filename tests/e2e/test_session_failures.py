@@ -6,10 +6,15 @@ import asyncio
 
 import pytest
 
+from protos.v1 import cache_pb2
 from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.proxy import open_proxy
 from tests.e2e.running import Draw, Running, healthy, lengths
+
+PAGE, SHARED_PAGES = 16, 4
+# With pages for the rest of their answers the requests would end while the cache service is away.
+PAUSING = {"max_decode_ahead_tokens": 0}
 
 
 @pytest.mark.parametrize("away_s", [0.0, 1.5])
@@ -17,7 +22,7 @@ async def test_live_requests_survive_a_restart_of_the_cache_service(
     client: Client, start: Starter, draw: Draw, away_s: float
 ) -> None:
     cache = start.cache()
-    worker = start.workers(cache.address)[0]
+    worker = start.workers(cache.address, **PAUSING)[0]
     running = Running(client, worker.address, lengths(draw))
     await running.decoding.wait()
     cache.kill()
@@ -39,7 +44,7 @@ async def test_live_requests_survive_a_restart_of_the_cache_service(
 async def test_a_stream_that_is_cut_again_and_again_loses_nothing(client: Client, start: Starter, draw: Draw) -> None:
     cache = start.cache()
     async with open_proxy(cache.address) as proxy:
-        worker = (await asyncio.to_thread(start.workers, proxy.address))[0]
+        worker = (await asyncio.to_thread(start.workers, proxy.address, **PAUSING))[0]
         running = Running(client, worker.address, lengths(draw), 300)
         await running.decoding.wait()
         epochs = {(await client.stats(cache.address)).epoch}
@@ -63,7 +68,7 @@ async def test_a_stream_cut_for_longer_than_the_grace_period_is_adopted_anew(
 ) -> None:
     cache = start.cache(grace_ms=200)
     async with open_proxy(cache.address) as proxy:
-        worker = (await asyncio.to_thread(start.workers, proxy.address, reply_timeout_s=1.0))[0]
+        worker = (await asyncio.to_thread(start.workers, proxy.address, reply_timeout_s=1.0, **PAUSING))[0]
         running = Running(client, worker.address, lengths(draw))
         await running.decoding.wait()
         proxy.is_open.clear()
@@ -77,7 +82,7 @@ async def test_a_stream_cut_for_longer_than_the_grace_period_is_adopted_anew(
 
 async def test_a_frozen_cache_service_is_waited_for(client: Client, start: Starter, draw: Draw) -> None:
     cache = start.cache()
-    worker = start.workers(cache.address, reply_timeout_s=0.5)[0]
+    worker = start.workers(cache.address, reply_timeout_s=0.5, **PAUSING)[0]
     running = Running(client, worker.address, lengths(draw))
     await running.decoding.wait()
     cache.freeze()
@@ -86,3 +91,45 @@ async def test_a_frozen_cache_service_is_waited_for(client: Client, start: Start
     cache.thaw()
     await running.check()
     await client.until(cache.address, healthy)
+
+
+async def test_streams_go_on_while_the_cache_service_stands_still(client: Client, start: Starter, draw: Draw) -> None:
+    """With default settings, as far as free pages reach: here to the ends of their answers, 600 tokens on."""
+    cache = start.cache()
+    worker = start.workers(cache.address)[0]
+    running = Running(client, worker.address, lengths(draw), 600)
+    await running.decoding.wait()
+    held = sum((len(prompt) + 600) // PAGE for prompt in running.prompts) - 2 * SHARED_PAGES
+    await client.until(cache.address, lambda stats: num_taken(stats) >= held)
+    cache.freeze()
+    assert running.all_run, "they ended before the cache service stood still"
+    answers = await asyncio.gather(*running.tasks)
+    assert [len(answer.tokens) for answer in answers] == [600] * 4
+    cache.thaw()
+    await running.check()
+    await client.until(cache.address, healthy)
+
+
+def num_taken(stats: cache_pb2.StatsResponse) -> int:
+    (group,) = stats.workers[0].groups
+    return group.num_pages - group.num_free
+
+
+async def test_after_a_restart_of_the_cache_service_an_older_process_does_not_replace_a_newer_one(
+    client: Client, start: Starter, draw: Draw
+) -> None:
+    """The older one stood still while a new one took its name, and wakes up when nobody remembers that."""
+    cache = start.cache()
+    (older,) = start.workers(cache.address)
+    older.freeze()
+    (newer,) = await asyncio.to_thread(start.workers, cache.address)
+    cache.kill()
+    cache.settings["listen"] = cache.address
+    await asyncio.to_thread(cache.start)
+    await client.until(cache.address, lambda stats: [w.connected for w in stats.workers] == [True])
+    older.thaw()
+    assert await asyncio.to_thread(older.wait, 60) != 0
+    assert "started" in older.logged() and "later is here" in older.logged()
+    (worker,) = (await client.stats(cache.address)).workers
+    assert (worker.incarnation, worker.connected) == (newer.announced["incarnation"], True)
+    assert (await client.generate(newer.address, draw(40))).usage.generated_tokens == 8

@@ -110,7 +110,13 @@ def full_step() -> cache_pb2.Step:
         adopts=[full_adopt()],
         acquires=[acquire(10, tokens(40))],
         rates=cache_pb2.Rates(prefill_tokens_per_s=100.0, fetch_bytes_per_s=1e9),
+        inventory=cache_pb2.Inventory(runs=[full_run()], is_complete=True),
+        forgotten=2,
     )
+
+
+def full_run() -> cache_pb2.CachedRun:
+    return cache_pb2.CachedRun(run=1, namespace=namespace(), tokens=tokens(2 * PAGE), page_ids=[u32([11, 12])])
 
 
 def full_adopt() -> cache_pb2.Adopt:

@@ -10,8 +10,8 @@ import pytest
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput, TooMany
-from session.limits import SessionLimits
-from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Rates, Release, Step
+from session.limits import MAX_LEAVE_AT, SessionLimits
+from session.messages import Ack, Acquire, Adopt, BadItem, BadRun, Extend, Hello, Publish, Rates, Release, Step
 from session.wire.hello import decode_hello, encode_hello
 from session.wire.step import decode_step, encode_step
 from session.words import (
@@ -44,6 +44,11 @@ def setting(path: str, value: Any) -> Spoil:
         setattr(message, last, value)
 
     return spoil
+
+
+def state_group(num_pages: int, interval: int = 0) -> types_pb2.GroupSpec:
+    kind = types_pb2.GROUP_KIND_STATE
+    return types_pb2.GroupSpec(name="state", kind=kind, num_pages=num_pages, state_interval_tokens=interval)
 
 
 def unknown_field(path: str = "") -> Spoil:
@@ -96,6 +101,9 @@ BAD_HELLOS: list[tuple[str, Spoil]] = [
     ("hello.groups[0].num_pages", setting("groups[0].num_pages", 2**32 - 1)),
     ("hello.groups[0].window_tokens", setting("groups[0].window_tokens", 4)),
     ("hello.groups[0].window_tokens", setting("groups[0].kind", types_pb2.GROUP_KIND_WINDOW)),
+    ("hello.groups[0].state_interval_tokens", setting("groups[0].state_interval_tokens", 16)),
+    ("hello.groups[1].state_interval_tokens", lambda message: message.groups.append(state_group(8, interval=24))),
+    ("hello.groups[1].num_pages", lambda message: message.groups.append(state_group(1))),
     ("hello.host_tier", setting("host_tier", 0)),
     ("hello.host_tier", setting("host_tier", 17)),
     ("hello.host_tier_id", setting("host_tier", cache_pb2.HOST_TIER_KIND_SHARED)),
@@ -128,6 +136,14 @@ def test_an_empty_step_is_a_step() -> None:
     assert (value.acks, value.extends, value.acquires, value.rates) == ((), (), (), None)
 
 
+def leaving(*sequence_ids: int) -> Spoil:
+    def spoil(message: Any) -> None:
+        for sequence_id in sequence_ids:
+            message.extends.leave_at.add(sequence_id=sequence_id, boundary_tokens=[16])
+
+    return spoil
+
+
 BAD_STEPS: list[tuple[str, Spoil]] = [
     ("step.step_id", setting("step_id", 0)),
     ("step.acks[0].status", setting("acks[0].status", 0)),
@@ -138,6 +154,8 @@ BAD_STEPS: list[tuple[str, Spoil]] = [
     ("step.extends.sequence_ids", setting("extends.sequence_ids", b"x" * 12)),
     ("step.extends.num_tokens", setting("extends.num_tokens", u32([1]))),
     ("step.extends.num_tokens", setting("extends.num_tokens", b"x" * 7)),
+    ("step.extends.leave_at.sequence_id", leaving(8)),
+    ("step.extends.leave_at.sequence_id", leaving(7, 7)),
     ("step.rates.prefill_tokens_per_s", setting("rates.prefill_tokens_per_s", -0.1)),
     ("step.rates.fetch_bytes_per_s", setting("rates.fetch_bytes_per_s", math.nan)),
 ]
@@ -198,6 +216,44 @@ def test_a_bad_item_keeps_its_place(name: str, field: str, spoil: Spoil) -> None
     assert value == good._replace(**{name: (bad, getattr(good, name)[1])})
 
 
+BAD_RUNS: list[tuple[str, Spoil]] = [
+    ("", unknown_field("inventory.runs[0]")),
+    ("namespace", lambda message: message.inventory.runs[0].ClearField("namespace")),
+    ("namespace", setting("inventory.runs[0].parent_run", 1)),
+    ("namespace", unknown_field("inventory.runs[0].namespace")),
+    ("namespace.salt", setting("inventory.runs[0].namespace.salt", "s" * 300)),
+    ("tokens", setting("inventory.runs[0].tokens", b"")),
+    ("tokens", setting("inventory.runs[0].tokens", b"12345")),
+    ("tokens", setting("inventory.runs[0].tokens", tokens(101))),
+    ("page_ids", lambda message: message.inventory.runs[0].page_ids.extend([b""] * 40)),
+    ("page_ids[0]", lambda message: message.inventory.runs[0].page_ids.insert(0, b"123")),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_RUNS)
+def test_a_bad_run_keeps_its_place(field: str, spoil: Spoil) -> None:
+    message = full_step()
+    message.inventory.runs.append(message.inventory.runs[0])
+    good = decode_step(message, LIMITS)
+    spoil(message)
+    value = decode_step(message, LIMITS)
+    assert value.inventory is not None and good.inventory is not None
+    bad, second = value.inventory.runs
+    assert isinstance(bad, BadRun)
+    assert (bad.run, bad.field) == (1, field)
+    assert bad.reason
+    assert second == good.inventory.runs[1]
+    assert value._replace(inventory=None) == good._replace(inventory=None)
+
+
+def test_an_inventory_of_too_many_runs_is_too_much() -> None:
+    message = full_step()
+    message.inventory.runs.extend([message.inventory.runs[0]] * LIMITS.max_step_items)
+    with pytest.raises(TooMany) as caught:
+        decode_step(message, LIMITS)
+    assert caught.value.field == "step.inventory.runs"
+
+
 @pytest.mark.parametrize("field", ["acks", "publishes", "releases", "adopts", "acquires"])
 def test_a_step_of_too_many_items_is_too_much(field: str) -> None:
     message = full_step()
@@ -213,6 +269,19 @@ def test_too_many_extends_are_too_much() -> None:
     message.extends.sequence_ids, message.extends.num_tokens = u64(range(4)), u32(range(4))
     with pytest.raises(TooMany, match=r"step\.extends\.sequence_ids"):
         decode_step(message, LIMITS)
+
+
+def test_too_many_branches_are_too_much() -> None:
+    """Of an extend they end the stream, as its packed arrays do; an acquire is refused alone."""
+    many = [16 * at for at in range(1, MAX_LEAVE_AT + 2)]
+    message = full_step()
+    message.extends.leave_at.add(sequence_id=7, boundary_tokens=many)
+    with pytest.raises(TooMany, match=r"step\.extends\.leave_at\.boundary_tokens"):
+        decode_step(message, LIMITS)
+    message = full_step()
+    message.acquires[0].leave_at.extend(many)
+    (item,) = decode_step(message, LIMITS).acquires
+    assert isinstance(item, BadItem) and item.field == "leave_at"
 
 
 def test_kept_tokens_stand_for_tokens() -> None:
@@ -246,13 +315,15 @@ HELLO = Hello(
     (
         GroupSpec("full", GroupKind.FULL, 8, 7),
         GroupSpec("swa", GroupKind.WINDOW, 6, 5, 128),
-        GroupSpec("state", GroupKind.STATE, 4, 3),
+        GroupSpec("state", GroupKind.STATE, 4, 3, state_interval_tokens=32),
     ),
     HostTierKind.SHARED,
     "tier",
     num_ranks=2,
     model=MODEL,
     generation=2**63,
+    capabilities=("inventory",),
+    started_ns=2**64 - 1,
 )
 
 
@@ -265,3 +336,9 @@ def test_a_step_arrives_as_it_was_said() -> None:
     assert all(said), "one of everything"
     assert decode_step(over_the_wire(encode_step(said)).step, LIMITS) == said
     assert decode_step(over_the_wire(encode_step(Step(3))).step, LIMITS) == Step(3)
+    extends = tuple(
+        extend._replace(leave_at=leave_at) for extend, leave_at in zip(said.extends, ((), (16, 48)), strict=True)
+    )
+    acquires = tuple(item._replace(leave_at=(32,)) for item in said.acquires if isinstance(item, Acquire))
+    said = said._replace(extends=extends, acquires=acquires)
+    assert decode_step(over_the_wire(encode_step(said)).step, LIMITS) == said

@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 
 from protos.v1 import cache_pb2, types_pb2
+from session.errors import InvalidInput
 from session.limits import SessionLimits
-from session.messages import ExtendGrant, Grant, Refusal, Remap, StepReply, Welcome
+from session.messages import ExtendGrant, Forget, Grant, Refusal, Remap, RunRefusal, StepReply, Welcome
 from session.wire.hello import decode_welcome, encode_welcome
 from session.wire.parts import decode_transfer, encode_match
-from session.wire.reply import decode_reply, encode_order, encode_reply
+from session.wire.reply import decode_order, decode_reply, encode_order, encode_reply
 from session.words import (
     GroupKind,
     GroupPages,
     HostTierKind,
     Match,
     MissReason,
+    Namespace,
     PageId,
     RefusalReason,
     ReleaseReason,
@@ -70,6 +72,16 @@ def test_welcome() -> None:
     assert heard.limits._asdict() == limits._asdict()
 
 
+FORGET = Forget(9, everything=False, namespaces=(Namespace("model", "adapter", "salt"), Namespace("model")))
+
+
+@pytest.mark.parametrize("forget", [FORGET, Forget(3, everything=True)])
+def test_what_was_cleared_is_told_in_a_welcome_and_in_an_order(forget: Forget) -> None:
+    said = Welcome("epoch", 1, 0, SessionLimits(), ("inventory",), forget)
+    assert decode_welcome(over_the_wire(encode_welcome(said)).welcome) == said
+    assert decode_order(over_the_wire(encode_order(forget)).order) == forget
+
+
 def test_step_reply() -> None:
     said = StepReply(
         7,
@@ -84,9 +96,20 @@ def test_step_reply() -> None:
         ),
         refusals=(REFUSAL, INVALID),
         remaps=(Remap(SequenceId(4), (GroupPages(0, 1, u32([20, 21])),)),),
+        free_pages=(0, 5, 2**32 - 1),
+        run_refusals=(RunRefusal(2**63, RefusalReason.INVALID, "is empty", "step.inventory.runs[1].tokens"),),
     )
     heard = decode_reply(over_the_wire(encode_reply(said, 3)).step_reply, 3)
     assert heard == said
+
+
+def test_free_pages_are_told_for_each_group() -> None:
+    message = over_the_wire(encode_reply(StepReply(1, free_pages=(3, 4)), 2)).step_reply
+    with pytest.raises(InvalidInput, match="free_pages: has 2 numbers for 3 groups"):
+        decode_reply(message, 3)
+    message.free_pages = b"123"
+    with pytest.raises(InvalidInput, match="free_pages"):
+        decode_reply(message, 3)
 
 
 def test_an_empty_reply() -> None:

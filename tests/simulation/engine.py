@@ -159,6 +159,7 @@ class Engine:
             request.priority,
             kept,
             request.bypass,
+            tuple(4 * page for page in range(1, 9) if self.rng.random() < 0.05),
         )
 
     # -- what comes out of the reply ---------------------------------------------------------------------------

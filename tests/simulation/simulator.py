@@ -19,6 +19,7 @@ SHAPES: list[tuple[GroupSpec, ...]] = [
     (full(40), window(30, 7), state(16)),
     (full(40), full(36, "second"), window(24, 5)),
     (full(40), window(24, 10), window(16, 2, "near"), state(14), state(12, "other")),
+    (full(40), state(20, interval=8)),
 ]
 
 

@@ -12,7 +12,8 @@ from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.device.lease_table import LeaseTable
 from cache_service.core.device_cache import DeviceCache
 from session.limits import SessionLimits
-from session.messages import Hello, Step, StepReply, Welcome
+from session.messages import Hello, RunRefusal, Step, StepReply, Welcome
+from session.protocol import CAPABILITIES
 from session.words import GroupSpec, HostTierKind, Namespace, SequenceId, WorkerId
 
 WORKER = WorkerId("worker")
@@ -40,6 +41,7 @@ class AuditedManager:
         self.limits = limits
         self.now_ms = 0
         self.num_refusals = 0
+        self.run_refusals: list[RunRefusal] = []
         self.num_acquires: Counter[SequenceId] = Counter()
         self.order: list[SequenceId] = []  # who was granted, in the order of first grants
         self.adopted: list[SequenceId] = []
@@ -56,12 +58,15 @@ class AuditedManager:
             HostTierKind.SHARED if self.has_host else HostTierKind.NONE,
             "tier" if self.has_host else "",
             generation=generation,
+            capabilities=CAPABILITIES,
         )
         return self.manager.hello(hello, self.now_ms)._replace(limits=self.limits)
 
     def step(self, step: Step) -> StepReply:
         self.now_ms += 7
-        assert all(len(items) <= self.limits.max_step_items for items in step if isinstance(items, tuple))
+        runs = step.inventory.runs if step.inventory is not None else ()
+        items = [*(items for items in step if isinstance(items, tuple) and items is not step.inventory), runs]
+        assert all(len(some) <= self.limits.max_step_items for some in items)
         is_repeated = step.step_id == self.last_step_id
         self.reply = self.manager.step(WORKER, step, self.now_ms)
         audit.check(self.manager)
@@ -71,6 +76,7 @@ class AuditedManager:
 
     def _note(self, step: Step, reply: StepReply) -> None:
         self.num_refusals += len(reply.refusals)
+        self.run_refusals += reply.run_refusals
         self.sent_bytes += sum(len(acquire.tokens) for acquire in step.acquires)
         self.num_acquires.update(acquire.sequence_id for acquire in step.acquires)
         adopts = {adopt.sequence_id for adopt in step.adopts}

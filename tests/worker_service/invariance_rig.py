@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.worker_service.model_kit import Bench, PagedTokens, Part
-from worker_service.core.batch import Batch, build_batch
-from worker_service.core.launch_plan import Row
+from tests.worker_service.model_kit import NUM_WORKING, Bench, PagedTokens, Part, num_pages_of
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder, expected_tensors
@@ -52,8 +50,8 @@ class World(Bench):
         self.scale = scale
         self.page = page_tokens
         self.num_pages = scale.pool_tokens // page_tokens
-        layouts = page_layouts(self.config, kv_dtype or dtype, page_tokens)
-        self.pages = PagePools(layouts, [self.num_pages] * len(layouts), page_tokens, device)
+        layouts = page_layouts(self.config, dtype, page_tokens, kv_dtype)
+        self.pages = PagePools(layouts, num_pages_of(layouts, self.num_pages), page_tokens, device)
         limits = RunnerLimits(MAX_MATES + 2, scale.lengths[-1] * 2, invariance, graphs=True)
         source = LoadedTensors(self._tensors(device, dtype))
         self.runner = Runner(Decoder(self.config, source, device), self.pages, device, limits)
@@ -77,17 +75,15 @@ class World(Bench):
                 pages[1:].fill_(torch.nan)
         self._free = list(range(1, self.num_pages + 1))
         source.shuffle(self._free)
+        working = list(range(self.num_pages + 1, self.num_pages + NUM_WORKING + 1))
+        source.shuffle(working)
+        self._working = cycle(working)
 
     def deal(self, num_tokens: int) -> list[int]:
         count = -(-num_tokens // self.page)
         dealt, self._free = self._free[:count], self._free[count:]
         assert len(dealt) == count
         return dealt
-
-    def batch(self, *parts: Part, num_decode: int | None = None) -> Batch:
-        rows = [Row(part.sequence, part.first, part.end - part.first) for part in parts]  # type: ignore[arg-type]
-        decode = sum(part.end - part.first == 1 for part in parts) if num_decode is None else num_decode
-        return build_batch(rows, decode, self.pages.specs(), self.page)
 
     def new_sequence(self, tokens: list[int]) -> PagedTokens:
         return self.sequence(tokens, self.deal(len(tokens)))

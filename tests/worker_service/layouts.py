@@ -23,3 +23,10 @@ def window_only(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSp
 
 def with_state(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
     return (*full_only(page_tokens, budget), GroupSpec("state", GroupKind.STATE, 9, PAGE_BYTES))
+
+
+def with_intervals(page_tokens: int, budget: int, window: int = 5) -> tuple[GroupSpec, ...]:
+    """A state whose prompts leave snapshots on their way, and a window beside it."""
+    full, windows = with_window(page_tokens, budget, window)
+    state = GroupSpec("state", GroupKind.STATE, 12, PAGE_BYTES, state_interval_tokens=2 * page_tokens)
+    return full, windows._replace(num_pages=2 * windows.num_pages), state

@@ -13,10 +13,12 @@ import torch
 import transformers
 
 from benchmarks.paged_model import PagedTokens
+from session.words import GroupKind, PageId, SnapshotSlot
 from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import Sequence as CoreSequence
+from worker_service.gpu.group_layout import GroupLayout
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
@@ -28,6 +30,9 @@ CPU = torch.device("cpu")
 PAGE = 16
 VOCAB = 97
 NUM_PAGES = 40
+# Of a STATE group, behind slots that are numbered as the pages are: the snapshot at a page's end has its number.
+NUM_WORKING = 1000
+NOT_STARTED = -1
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -113,6 +118,13 @@ _DEEPSEEK = {
 }
 _DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
+_LFM2 = {
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "pad_token_id": None,
+}
+
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -172,6 +184,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN, "attention_bias": True}),
     "glm4-lite": ("Glm4MoeLite", {**_DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
+    "lfm2": ("Lfm2", {**_LFM2, "head_dim": 16, "tie_word_embeddings": True, "block_multiple_of": 32}),
+    # Nothing but states: no page is ever written.
+    "lfm2-states-alone": ("Lfm2", {**_LFM2, "layer_types": ["conv"] * 3, "num_hidden_layers": 3}),
+    "lfm2-biases": (
+        "Lfm2",
+        {**_LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
 
@@ -221,6 +240,10 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
 
 
+def num_pages_of(layouts: Sequence[GroupLayout], num_pages: int) -> list[int]:
+    return [num_pages + (NUM_WORKING if layout.kind is GroupKind.STATE else 0) for layout in layouts]
+
+
 class Part(NamedTuple):
     """Tokens [first, end) of a sequence, computed by one launch."""
 
@@ -230,7 +253,12 @@ class Part(NamedTuple):
 
 
 class Bench:
-    """A model on the CPU with pages of its own, poisoned but for page 0: what was never written must never be read."""
+    """A model on the CPU with pages of its own, poisoned but for page 0: what was never written must never be read.
+
+    A sequence's first part begins from the snapshot before it; each part leaves one at each boundary that it passes.
+    """
+
+    page = PAGE
 
     def __init__(
         self,
@@ -241,15 +269,16 @@ class Bench:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         config = read_model_spec(folder)
-        layouts = page_layouts(config, kv_dtype or dtype, PAGE)
+        layouts = page_layouts(config, dtype, PAGE, kv_dtype)
         self.config = config
-        self.pages = PagePools(layouts, [NUM_PAGES] * len(layouts), PAGE, device)
+        self.pages = PagePools(layouts, num_pages_of(layouts, NUM_PAGES), PAGE, device)
         for layer in range(len(config.layers)):
             for pages in self.pages.layer_pages(layer).planes:
                 pages[1:].fill_(torch.nan)
         model = Decoder(config, open_weights(folder, config, dtype, device), device)
         self.runner = Runner(model, self.pages, device, limits)
         self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
+        self._working = cycle(range(NUM_PAGES + 1, NUM_PAGES + NUM_WORKING + 1))
 
     def sequence(self, tokens: Sequence[int], *page_ids: Sequence[int], **sampling: Any) -> PagedTokens:
         """The same page ids serve every group unless each has its own."""
@@ -257,15 +286,47 @@ class Bench:
         tables = page_ids if len(page_ids) == groups else page_ids * groups
         made = PagedTokens(array("i", tokens), [array("i", ids) for ids in tables], SamplingParams(**sampling))
         made.prompt_len = len(tokens)
+        made.start_len = NOT_STARTED
         if made.sampling.has_penalties:
             made.penalty_slot = next(self._slots)
+        if self.state_groups:
+            working, rolling = PageId(next(self._working)), PageId(next(self._working))
+            made.working = tuple(SnapshotSlot(group, 0, working) for group in self.state_groups)
+            made.rolling = tuple(SnapshotSlot(group, 0, rolling) for group in self.state_groups)
+            made.leave = tuple(
+                self.snapshot(made, group, page + 1)
+                for group in self.state_groups
+                for page in range(min(len(made.tables[group]), len(tokens) // self.page))
+            )
         return made
+
+    @property
+    def state_groups(self) -> list[int]:
+        return [group for group, spec in enumerate(self.pages.specs()) if spec.kind is GroupKind.STATE]
+
+    def snapshot(self, sequence: PagedTokens, group: int, boundary: int) -> SnapshotSlot:
+        """Where the sequence's state behind that many pages is."""
+        return SnapshotSlot(group, boundary * self.page, PageId(sequence.tables[group][boundary - 1]))
+
+    def restored(self, part: Part) -> Part:
+        """Returns the part; its sequence begins from a snapshot if it is the first one."""
+        sequence = part.sequence
+        if sequence.start_len == NOT_STARTED:
+            sequence.start_len = part.first
+            boundary, rest = divmod(part.first, self.page)
+            assert not (rest and self.state_groups), "a state begins where a snapshot is"
+            if boundary:
+                sequence.restore = tuple(self.snapshot(sequence, group, boundary) for group in self.state_groups)
+        return part
 
     def batch(self, *parts: Part, num_decode: int | None = None) -> Batch:
         """One-token parts must come first; they count as decode rows unless told otherwise."""
-        rows = [Row(cast(CoreSequence, part.sequence), part.first, part.end - part.first) for part in parts]
+        rows = [
+            Row(cast(CoreSequence, part.sequence), part.first, part.end - part.first)
+            for part in map(self.restored, parts)
+        ]
         decode = sum(part.end - part.first == 1 for part in parts) if num_decode is None else num_decode
-        return build_batch(rows, decode, self.pages.specs(), PAGE)
+        return build_batch(rows, decode, self.pages.specs(), self.page)
 
     def run(self, *parts: Part) -> LaunchResult:
         return self.runner.run(self.batch(*parts))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cache_service.core import audit
 from session.limits import SessionLimits
-from session.messages import Step, StepReply
+from session.messages import Forget, Step, StepReply
 from session.words import GroupKind, GroupSpec, Namespace, SequenceId
 from tests.worker_service.audited_manager import LIMITS, WORKER, AuditedManager
 from tests.worker_service.device_memory import DeviceMemory, marks_of
@@ -155,7 +155,19 @@ class Machine:
         self.give_up(applied.failed)
         for key in self.manager.manager.take_host_deletes():
             self.mover.store.pop(key, None)
-        self.mover.spills += self.manager.manager.take_orders(WORKER)
+        self.take_orders()
+
+    def take_orders(self) -> None:
+        for order in self.manager.manager.take_orders(WORKER):
+            if isinstance(order, Forget):
+                self.scheduler.forget(order)
+            else:
+                self.mover.spills.append(order)
+
+    def follow_clears(self) -> bool:
+        """Takes the orders that are due, and confirms."""
+        self.take_orders()
+        return self.exchange()
 
     def give_up(self, failed: Iterable[Failed]) -> None:
         for sequence_id, detail, field_name in failed:

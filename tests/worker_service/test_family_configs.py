@@ -6,15 +6,26 @@ import math
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from tests.worker_service.published_configs import PUBLISHED
 from worker_service.core.errors import ModelError
 from worker_service.model.config import parse_model_spec
 from worker_service.model.families import FAMILIES
 from worker_service.model.families.family import Family
-from worker_service.model.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, RopeConfig
+from worker_service.model.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeConfig,
+    ShortConvSpec,
+)
 
 Fields = dict[str, Any]
 # These say which family it is.
@@ -27,8 +38,17 @@ CONTRADICTIONS = {
 # What a reader has no use for, whatever it is; `dtype` is checked when the weights are loaded.
 UNREAD = {
     "attention_dropout",
+    "block_dim",
+    "block_mlp_init_scale",
+    "block_norm_eps",
+    "block_out_init_scale",
+    "block_use_swiglu",
+    "block_use_xavier_init",
     "bos_token_id",
     "cache_implementation",
+    "conv_dim",
+    "conv_dim_out",
+    "conv_use_xavier_init",
     "dtype",
     "experts_per_token",
     "initial_context_length",
@@ -36,6 +56,7 @@ UNREAD = {
     "ep_size",
     "layer_switch",
     "max_window_layers",
+    "num_heads",
     "order_of_interleaved_layers",
     "output_router_logits",
     "pad_token_id",
@@ -49,6 +70,7 @@ UNREAD = {
     "use_gated_activation",
     "use_parallel_block",
     "use_parallel_embedding",
+    "use_pos_enc",
 }
 UNREAD_BY = {
     "google/gemma-2-9b": {"hidden_act"},
@@ -58,11 +80,15 @@ UNREAD_BY = {
 }
 
 
+EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
+
+
 class Layer(NamedTuple):
     """What makes one layer.
 
     latents   ranks of queries and of latents, and the elements of a head without and with a rotation
     mlp       the experts' number, size, choice, scale, groups and the shared one's size
+    taps      of a short convolution, and whether it has biases; there are no heads then
     """
 
     heads: tuple[int, int, int]
@@ -77,6 +103,7 @@ class Layer(NamedTuple):
     qk_norm: bool
     mlp: tuple[Any, ...]
     latents: tuple[int, int, int, int] | None = None
+    taps: tuple[int, bool] | None = None
 
 
 class Facts(NamedTuple):
@@ -111,6 +138,8 @@ def _layer_of_spec(layer: LayerSpec) -> Layer:
     mixer = layer.mixer
     if isinstance(mixer, LatentSpec):
         return _latent_layer(mixer, _mlp_of_spec(layer.mlp))
+    if isinstance(mixer, ShortConvSpec):
+        return _convolution((mixer.width, mixer.bias), _mlp_of_spec(layer.mlp))
     assert isinstance(mixer, AttentionSpec)
     return Layer(
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
@@ -125,6 +154,10 @@ def _layer_of_spec(layer: LayerSpec) -> Layer:
         mixer.qk_norm,
         _mlp_of_spec(layer.mlp),
     )
+
+
+def _convolution(taps: tuple[int, bool], mlp: tuple[Any, ...]) -> Layer:
+    return Layer((0, 0, 0), 0, 1.0, 0, None, 0, 0.0, 0.0, (False, False), False, mlp, taps=taps)
 
 
 def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
@@ -174,7 +207,7 @@ def facts_of_transformers(fields: Fields) -> Facts:
         config.vocab_size,
         config.hidden_size,
         config.max_position_embeddings,
-        getattr(config, "rms_norm_eps", None) or config.layer_norm_eps,
+        next(getattr(config, name) for name in EPS_NAMES if hasattr(config, name)),
         whole.tie_word_embeddings,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         config.hidden_size**0.5 if is_gemma else 1.0,
@@ -188,6 +221,8 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
     if config.model_type == "deepseek_v3":
         return _latent_layer_of_transformers(config, layer)
     kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] == "conv":
+        return _convolution((config.conv_L_cache, config.conv_bias), _mlp_of_transformers(config, layer))
     window = getattr(config, "sliding_window", None) or 0
     slides = bool(window) if kinds is None else kinds[layer] == "sliding_attention"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -210,7 +245,7 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
         getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5,
         getattr(config, "attn_logit_softcapping", None) or 0.0,
         (bias, bias and config.model_type not in ("glm4_moe", "mimo_v2_flash")),
-        config.model_type in ("gemma3_text", "qwen3_moe") or getattr(config, "use_qk_norm", False) is True,
+        config.model_type in ("gemma3_text", "qwen3_moe", "lfm2") or getattr(config, "use_qk_norm", False) is True,
         _mlp_of_transformers(config, layer),
     )
 
@@ -249,6 +284,9 @@ def _rope_of_transformers(rope: Fields) -> dict[str, Any]:
 
 
 def _mlp_of_transformers(config: Any, layer: int) -> tuple[Any, ...]:
+    if config.model_type == "lfm2":
+        with torch.device("meta"):
+            return ("dense", Lfm2MLP(config).w1.out_features)
     if not _has_experts(config, layer):
         return ("dense", config.intermediate_size)
     always = config.model_type in ("gpt_oss", "mixtral")
@@ -351,6 +389,10 @@ def test_errors_name_the_field(name: str, wrong: Any) -> None:
         ("zai-org/GLM-4.5", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("zai-org/GLM-4.5", {"partial_rotary_factor": math.inf}, "partial_rotary_factor"),
         ("CohereLabs/c4ai-command-r7b-12-2024", {"layer_types": "sliding_attention"}, "layer_types"),
+        ("LiquidAI/LFM2-1.2B", {"full_attn_idxs": [2, 16]}, "full_attn_idxs"),
+        ("LiquidAI/LFM2-1.2B", {"full_attn_idxs": [True]}, "full_attn_idxs"),
+        ("LiquidAI/LFM2-1.2B", {"layer_types": ["sliding_attention"] * 16}, "layer_types"),
+        ("LiquidAI/LFM2-1.2B", {"conv_L_cache": 1}, "conv_L_cache"),
         ("XiaomiMiMo/MiMo-V2-Flash", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
         ("XiaomiMiMo/MiMo-V2-Flash", {"mlp_layer_types": [["dense"]] * 48}, "mlp_layer_types"),
     ],
@@ -375,3 +417,29 @@ def test_a_rope_without_a_share_turns_what_transformers_turns() -> None:
     spec = parse_model_spec({**PUBLISHED["XiaomiMiMo/MiMo-V2-Flash"], "rope_parameters": ropes})
     # Elements of a head of 192: transformers' model takes a share of 0.334 where none is given.
     assert {_layer_of_spec(layer).rotary_dim for layer in spec.layers} == {64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 1.3},
+        {"block_multiple_of": 1000},
+        {"block_ff_dim": 6656},
+        {"layer_types": ["conv"] * 15 + ["full_attention"]},
+        {"full_attn_idxs": None},
+        {"conv_bias": True},
+        {"tie_embedding": False},
+        {"tie_word_embeddings": False},
+    ],
+    ids=str,
+)
+def test_lfm2_reads_as_transformers_does(changes: Fields) -> None:
+    fields = {**PUBLISHED["LiquidAI/LFM2-1.2B"], **changes}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
+
+
+def test_lfm2_without_a_size_of_its_own_has_the_usual_one() -> None:
+    published = PUBLISHED["LiquidAI/LFM2-1.2B"]
+    fields = {**{name: published[name] for name in published.keys() - {"block_ff_dim"}}, "intermediate_size": 10_752}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)

@@ -54,6 +54,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 256, "sliding_window": 256},
         {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
     ),
+    # The state of a convolution is what went into it, so no cut and no grid changes a bit.
+    "states": (
+        {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "conv", "full_attention", "conv"]},
+        {"block_ff_dim": 1536, "conv_L_cache": 3},
+        {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    ),
     "latents": (
         {
             "architectures": ["DeepseekV3ForCausalLM"],

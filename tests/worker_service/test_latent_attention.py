@@ -47,12 +47,13 @@ def test_every_invariance_computes_the_same(folder: Path, invariance: Invariance
     assert (wanted - actual).abs().max().item() <= 1e-5 * wanted.abs().max().item()
 
 
-def test_the_workspace_is_that_of_one_chunk(folder: Path) -> None:
+def test_the_workspace_is_that_of_a_chunk_and_of_captured_launches(folder: Path) -> None:
     spec = read_model_spec(folder)
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, LatentSpec)
     row = mixer.latent_dim + mixer.rope_dim + mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
-    assert latent_workspace_bytes(spec, 128, torch.bfloat16) == 128 * row * 2
+    assert latent_workspace_bytes(spec, 128, torch.bfloat16) == 2 * 128 * row * 2
+    assert latent_workspace_bytes(spec, 32_768, torch.bfloat16) == (32_768 + 16_384) * row * 2
 
 
 def test_a_model_without_latents_needs_none(tmp_path: Path) -> None:

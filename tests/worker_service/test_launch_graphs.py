@@ -16,14 +16,8 @@ from worker_service.core.batch import Batch
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.last_tokens import LastTokens
-from worker_service.model.launch_graphs import (
-    GraphLimits,
-    GraphOutput,
-    LaunchGraphs,
-    batch_sizes,
-    buckets,
-    prompt_sizes,
-)
+from worker_service.model.launch_buckets import GraphLimits, batch_sizes, buckets, prompt_keys, prompt_sizes
+from worker_service.model.launch_graphs import GraphOutput, LaunchGraphs
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.runner import RunnerLimits
 
@@ -33,7 +27,7 @@ if torch.cuda.is_available():
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # The demo model is wide enough for the GEMM of decode rows; the others are not.
-MODELS = ("llama-wide-heads-yarn", "qwen3-tied-windows", "demo")
+MODELS = ("llama-wide-heads-yarn", "qwen3-tied-windows", "demo", "lfm2")
 MAX_NUM_SEQS = 12
 
 
@@ -50,7 +44,7 @@ def test_batch_sizes_reach_their_end_in_bounded_steps(most: int) -> None:
 
 def test_prompts_are_captured_up_to_the_budget() -> None:
     limits = GraphLimits(4, 100, 512, PAGE, 1, 8, one_phase=False)
-    assert [bucket for bucket in buckets(limits) if not bucket.prompt_tokens] == [
+    assert [bucket[:4] for bucket in buckets(limits) if not bucket.prompt_tokens] == [
         (1, 0, 0, 0),
         (2, 0, 0, 0),
         (4, 0, 0, 0),
@@ -63,6 +57,37 @@ def test_prompts_are_captured_up_to_the_budget() -> None:
     assert [bucket.prompt_tokens for bucket in strict if not bucket.num_logits] == [1, 2, 4]
     many = buckets(GraphLimits(32, 512, 512, PAGE, 1, 8, one_phase=True))
     assert {bucket.num_logits for bucket in many} == {0, 32}
+
+
+def test_prompts_over_latents_are_captured_for_several_numbers_of_keys() -> None:
+    limits = GraphLimits(64, 2048, 40_960, PAGE, 1, 8, one_phase=False, max_prompt_keys=16_384)
+    assert prompt_keys(limits) == (1024, 2048, 4096, 8192, 16_384)
+    alone = {bucket.prompt_keys for bucket in buckets(limits) if bucket[:2] == (0, 1024)}
+    mixed = {bucket.prompt_keys for bucket in buckets(limits) if bucket[:2] == (64, 1024)}
+    assert (alone, mixed) == (set(prompt_keys(limits)), {4096, 16_384})
+    assert {bucket.prompt_keys for bucket in buckets(limits) if bucket[:2] == (0, 2048)} == set(prompt_keys(limits)[1:])
+    assert {bucket.prompt_keys for bucket in buckets(limits) if not bucket.prompt_tokens} == {0}
+    assert not any(bucket.prompt_tokens for bucket in buckets(limits._replace(max_prompt_keys=512)))
+
+
+def test_a_launch_with_more_keys_gets_a_wider_graph_or_none(tmp_path: Path) -> None:
+    make_reference("llama", tmp_path)
+    bench, cpu = Bench(tmp_path), torch.device("cpu")
+    limits = GraphLimits(4, 64, 4096, PAGE, 1, 8, one_phase=False, max_prompt_keys=2048)
+    graphs = LaunchGraphs(never, LastTokens(12, cpu), limits, cpu)
+    pages = range(1, 140)
+    decoding, prompt = (bench.sequence(random_tokens(length, length), pages) for length in (2000, 2100))
+
+    def keys(*parts: Part) -> int | None:
+        bucket = graphs.bucket_for(bench.batch(*parts))
+        return bucket and bucket.prompt_keys
+
+    assert keys(Part(prompt, 0, 60)) == 1024
+    assert keys(Part(prompt, 1000, 1024)) == 1024
+    assert keys(Part(prompt, 1000, 1025)) == 2048
+    assert keys(Part(prompt, 2040, 2049)) is None
+    assert keys(Part(decoding, 1999, 2000), Part(prompt, 2000, 2048)) == 2048  # decode rows' keys do not count
+    assert keys(Part(prompt, 1000, 1030), Part(prompt, 1000, 1019)) is None
 
 
 @pytest.mark.parametrize("budget", [16, 100, 2048, 3000, 8192])
@@ -125,7 +150,11 @@ class Twins:
 
 
 @pytest.fixture(
-    scope="module", params=[(name, kind) for name in MODELS for kind in (Invariance.STRICT, Invariance.BATCH)]
+    scope="module",
+    params=[
+        *((name, kind) for name in MODELS for kind in (Invariance.STRICT, Invariance.BATCH)),
+        ("deepseek-v3", Invariance.BATCH),
+    ],
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     name, invariance = request.param
@@ -172,10 +201,13 @@ def test_sampling_parameters_hold_behind_a_replay(twins: Twins) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_replay_waits_for_nothing_but_its_tokens(twins: Twins) -> None:
-    one, _ = twins.decode([9, 20, 31])
-    wanted = twins.captured.runner.run(one)
+    one, other = twins.decode([9, 20, 31])
+    wanted = twins.plain.runner.run(other)
+    # A first replay changes the states of its rows.
+    assert twins.captured.runner.run(one) == wanted
+    again, _ = twins.decode([9, 20, 31])
     with no_device_waits():
-        assert twins.captured.runner.run(one) == wanted
+        assert twins.captured.runner.run(again) == wanted
 
 
 def is_captured(bench: Bench, batch: Batch) -> bool:

@@ -25,7 +25,7 @@ class Pair:
 
     def wanted(self, tokens: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+            logits: torch.Tensor = self.reference(torch.tensor([tokens]), use_cache=False).logits[0]
         return logits
 
 

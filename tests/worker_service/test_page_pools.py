@@ -128,6 +128,9 @@ def test_a_page_of_several_tensors_is_one_after_the_other() -> None:
     pages = numbered(states())
     assert pages.page_bytes(1) == 2 * (15 * 2 + 2 * 7 * 4)
     assert [spec.kind for spec in pages.specs()] == [GroupKind.FULL, GroupKind.STATE]
+    spaced = PagePools(pages.layouts, [4, 6], 4, CPU, state_interval_tokens=8)
+    assert [spec.state_interval_tokens for spec in spaced.specs()] == [0, 8]
+    assert spaced.layout_id == pages.layout_id, "workers with other intervals share the host tier"
     (row,) = pages.read_pages(1, [3])
     planes = [pages.layer_pages(layer).planes for layer in (1, 2)]
     wanted = [planes[0][0], planes[1][0], planes[0][1], planes[0][2], planes[1][1], planes[1][2]]

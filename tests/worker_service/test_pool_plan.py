@@ -7,22 +7,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from session.words import GroupKind
 from tests.worker_service.kv_layouts import kv_layouts
 from worker_service.core.errors import PoolError
-from worker_service.gpu.group_layout import GroupLayout
+from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.gpu.pool_plan import (
     PoolDemand,
+    check_interval,
     check_pool,
     counts_for,
     leading,
     longest_prompt_pages,
+    num_snapshots,
     plan_pages,
     pool_budget,
     pool_bytes,
     running_pages,
 )
 
-DEMAND = PoolDemand(page_tokens=4, max_model_len=100, max_chunk_tokens=16, max_num_seqs=2, window_share=0.0)
+DEMAND = PoolDemand(
+    page_tokens=4, max_model_len=100, max_chunk_tokens=16, max_num_seqs=2, window_share=0.0, state_share=0.5
+)
 
 
 def test_equal_counts_take_the_budget_and_no_more() -> None:
@@ -78,7 +83,7 @@ def test_windows_do_not_take_the_memory_of_whole_prompts(
     """Tokens per byte against equal counts, in 100 GiB of bf16 pages with the default settings."""
     windows = [0 if layer % full_every == full_every - 1 else window_tokens for layer in range(num_layers)]
     layouts: tuple[GroupLayout, ...] = kv_layouts(windows, torch.bfloat16, 16, num_kv_heads * head_dim // 2)
-    demand = PoolDemand(16, 131_072, 2048, 64, window_share=0.04)
+    demand = PoolDemand(16, 131_072, 2048, 64, window_share=0.04, state_share=0.5)
     equal = plan_pages(layouts, 100 << 30, demand._replace(window_share=1.0))
     assert plan_pages(layouts, 100 << 30, demand)[0] >= least * equal[0]
 
@@ -102,6 +107,69 @@ def test_a_window_pool_need_not_hold_the_whole_prompt() -> None:
     with pytest.raises(PoolError, match="window8"):
         check_pool(windowed, [11], long)
     check_pool(windowed, [3], DEMAND._replace(max_model_len=12))
+
+
+def with_states(*sizes: int) -> tuple[GroupLayout, ...]:
+    """A group of whole prompts, whose page takes 512 bytes, and groups of states of so many bytes."""
+    states = (
+        GroupLayout(f"state-{size}", GroupKind.STATE, (at + 1,), (PageTensor(1, (size // 4,), torch.float32),))
+        for at, size in enumerate(sizes)
+    )
+    return (*kv_layouts([0]), *states)
+
+
+def test_states_get_a_slot_for_each_sequence_and_a_share_of_memory_for_snapshots() -> None:
+    layouts = with_states(2048)
+    assert layouts[0].page_bytes == 512
+    # 1,000 pages of 512 bytes, half of that in snapshots of 2,048.
+    assert num_snapshots(layouts, 1000, DEMAND) == 125
+    assert counts_for(layouts, 1000, DEMAND) == (1000, 127)
+    assert counts_for(layouts, 1000, DEMAND._replace(state_share=0.0)) == (1000, 2)
+    # Never more than one for each page.
+    assert counts_for(with_states(64), 1000, DEMAND) == (1000, 1002)
+
+
+def test_several_groups_of_states_share_the_memory() -> None:
+    """A snapshot is one slot in each of them."""
+    assert counts_for(with_states(1024, 3072), 1000, DEMAND) == (1000, 64, 64)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([64, 1024, 40_000]), min_size=1, max_size=3),
+    budget_bytes=st.integers(500_000, 10_000_000),
+    share=st.sampled_from([0.0, 0.1, 0.5, 2.0]),
+    max_num_seqs=st.integers(2, 4),
+)
+def test_plans_with_states_fit_and_leave_no_room(
+    sizes: list[int], budget_bytes: int, share: float, max_num_seqs: int
+) -> None:
+    layouts = with_states(*sizes)
+    demand = DEMAND._replace(state_share=share, max_num_seqs=max_num_seqs)
+    counts = plan_pages(layouts, budget_bytes, demand)
+    assert pool_bytes(layouts, counts) <= budget_bytes
+    assert pool_bytes(layouts, counts_for(layouts, counts[0] + 1, demand)) > budget_bytes
+    assert min(counts[1:]) >= max_num_seqs
+
+
+def test_a_pool_with_fewer_states_than_sequences_is_an_error() -> None:
+    layouts = with_states(2048)
+    check_pool(layouts, (25, 2), DEMAND)
+    with pytest.raises(PoolError, match=r"max_num_seqs: 2 sequences need a slot of group state-2048 each.*has 1"):
+        check_pool(layouts, (25, 1), DEMAND)
+    with pytest.raises(PoolError, match=r"state_share: group state-2048 has 1 slot, and needs 2"):
+        check_pool(layouts, (25, 1), DEMAND._replace(max_num_seqs=1))
+    # The states of 100 sequences alone are beyond the budget.
+    with pytest.raises(PoolError, match=r"max_model_len.*the budget is 100000 bytes.*state-2048 2048"):
+        plan_pages(layouts, 100_000, DEMAND._replace(max_num_seqs=100))
+
+
+def test_the_interval_of_snapshots_is_a_boundary_of_pages() -> None:
+    layouts = with_states(2048)
+    assert check_interval(layouts, 512, 64) == 512
+    assert check_interval(layouts, 0, 64) == 0
+    with pytest.raises(PoolError, match=r"state_interval_tokens: 512 is no multiple of page_tokens = 48"):
+        check_interval(layouts, 512, 48)
+    assert check_interval(kv_layouts([0]), 512, 48) == 0, "a model without states has none"
 
 
 def test_budget_of_a_cpu_is_what_was_configured() -> None:

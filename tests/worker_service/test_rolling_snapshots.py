@@ -1,6 +1,8 @@
-"""The rolling snapshot of a sequence that ends: published only where no launch can have written a later boundary."""
+"""The rolling snapshot of a sequence that ends or is preempted: published only if no launch wrote a later boundary."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -79,3 +81,47 @@ def test_rejected_drafts_beyond_a_boundary_leave_none() -> None:
     sequence.written_len = 12
     driven.stop(asked)
     assert release_of(driven).rolling_tokens == 0
+
+
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("computed_len", range(6, 14))
+def test_a_preempted_sequence_goes_on_from_its_last_boundary(computed_len: int, queued: bool) -> None:
+    """Its lease ends once its launches have; the boundary is that of what they computed."""
+    driven, asked = decoding(computed_len)
+    if queued:
+        driven.exchange()
+        assert driven.start_ahead()
+    sequence = driven.scheduler._queues.leased[0]
+    driven.scheduler._queues.preempt(sequence)
+    step = driven.scheduler.next_step()
+    if step is not None:
+        assert not step.releases, "its launch is still in flight"
+        driven.apply(driven.manager.step(step))
+    driven.end_launches()
+    computed = sequence.computed_len
+    assert computed == computed_len + 1 + queued
+    release = release_of(driven)
+    boundary = computed // 4 * 4
+    rolling = boundary if boundary > len(PROMPT) else 0
+    assert (release.reason, release.rolling_tokens) == (ReleaseReason.PREEMPTED, rolling)
+    driven.scheduler.retry_refused()  # as an idle engine does: nothing else is there to be freed
+    driven.run()
+    driven.check_over()
+    usage = driven.clients[asked].usage
+    assert usage is not None and usage.num_preemptions == 1
+    # The prompt, then what lies behind the snapshot, the token without KV included; 4 is the prompt's own boundary.
+    assert usage.computed_tokens == len(PROMPT) + computed + 1 - (rolling or 4)
+
+
+def test_a_starving_pool_preempts_and_resumes() -> None:
+    """Two long answers in a pool for one and a half: the younger one goes on from where it was, time after time."""
+    groups = (full_group(20), GroupSpec("state", GroupKind.STATE, 16, 0))
+    driven = Machine(replace(CONFIG, groups=groups))
+    for number in range(2):
+        driven.ask([number, *PROMPT], max_tokens=44)
+    driven.run()
+    driven.check_over()
+    usages = [client.usage for client in driven.clients.values()]
+    assert sum(usage.num_preemptions for usage in usages if usage is not None) > 0
+    (stats,) = driven.manager.manager.stats().workers
+    assert stats.groups[1].num_snapshots_taken > 2

@@ -16,7 +16,7 @@ from session.limits import SessionLimits
 from session.words import GroupSpec, Namespace
 from tests.examples import examples
 from tests.worker_service.audited_manager import LIMITS
-from tests.worker_service.layouts import MAX_LEN, full_only, window_only, with_state, with_window
+from tests.worker_service.layouts import MAX_LEN, full_only, window_only, with_intervals, with_state, with_window
 from tests.worker_service.scheduler_machine import VOCAB, Machine
 from worker_service.core.scheduler import SchedulerConfig
 
@@ -43,6 +43,7 @@ def configs(draw: st.DrawFn, layout: Layout) -> SchedulerConfig:
         long_prefill_token_threshold=draw(st.sampled_from([0, 4])),
         reserve_pages=draw(st.sampled_from([0, 0, 2])),
         decode_ahead_tokens=draw(st.sampled_from([0, 0, 2, 8])),
+        max_decode_ahead_tokens=draw(st.sampled_from([0, 4, 64])),
     )
 
 
@@ -127,7 +128,7 @@ class Workload:
         raise AssertionError(f"{self.machine.scheduler.num_unfinished} requests never finish")
 
 
-@pytest.mark.parametrize("layout", [full_only, with_window, window_only, with_state])
+@pytest.mark.parametrize("layout", [full_only, with_window, window_only, with_state, with_intervals])
 @pytest.mark.parametrize("with_faults", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @settings(max_examples=examples(100))

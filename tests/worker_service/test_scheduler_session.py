@@ -162,6 +162,7 @@ def test_finished_sequence_is_forgotten_by_a_new_manager() -> None:
     driven.turn()
     driven.end_launch()
     driven.restart_manager()
+    driven.scheduler.withhold_inventory()
     assert driven.scheduler.next_step() is None
     driven.check_over()
 
@@ -307,6 +308,7 @@ def test_all_that_wait_for_adoption_are_aborted() -> None:
     for sequence_id in decoding(driven, 2):
         driven.abort(sequence_id)
     driven.restart_manager()
+    driven.scheduler.withhold_inventory()
     assert driven.scheduler.next_step() is None
     driven.check_over()
 

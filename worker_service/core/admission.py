@@ -7,19 +7,27 @@ it refused, so that a prompt crosses the wire once (Acquire.kept_tokens).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
+
+from session.limits import MAX_LEAVE_AT
 from session.messages import Acquire
-from session.words import TOKEN_BYTES, GroupKind
+from session.words import TOKEN_BYTES, GroupKind, SequenceId
 from worker_service.core.holding import Siblings
 from worker_service.core.launch_plan import UNLIMITED, first_chunk_limit
-from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms, name_bytes
+from worker_service.core.limits import BOUNDARY_BYTES, ITEM_BYTES, MessageRoom, Terms, name_bytes
 from worker_service.core.queues import Queues
 from worker_service.core.sequence import Sequence, State
+
+# Waiting requests that are compared with running ones before it is their turn: 0.1 ms.
+LOOKAHEAD = 64
 
 
 class Admission:
     def __init__(self, terms: Terms, queues: Queues) -> None:
         self._terms = terms
         self._queues = queues
+        self._has_states = any(group.kind is GroupKind.STATE for group in terms.config.groups)
         self._refused: Sequence | None = None  # the request that waits for pages; it blocks those behind it
         self._max_acquires = UNLIMITED  # of one step
         self.num_held = 0
@@ -41,6 +49,11 @@ class Admission:
 
     def freed(self) -> None:
         self._refused = None
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether a request waits for pages that it was refused."""
+        return self._refused is not None and self._refused.state is State.WAITING
 
     def keeps(self, num_tokens: int) -> int:
         """Returns how many leading tokens of a refused or preempted sequence the cache service keeps.
@@ -77,9 +90,7 @@ class Admission:
 
         A held one is passed over; a refused one blocks all behind it, or it would starve.
         """
-        siblings = Siblings(self._terms.config.page_tokens)
-        for sequence in self._queues.leased:
-            siblings.admit(sequence)
+        siblings = self._siblings()
         chosen: list[Sequence] = []
         num_held = 0
         for sequence in self._queues.waiting:
@@ -93,7 +104,25 @@ class Admission:
                 chosen.append(sequence)
                 siblings.admit(sequence)
         self.num_held = num_held
+        self._note_branches(siblings, {sequence.sequence_id for sequence in chosen})
         return chosen
+
+    def _siblings(self) -> Siblings:
+        siblings = Siblings(self._terms.config.page_tokens, has_states=self._has_states)
+        for sequence in self._queues.leased:
+            siblings.admit(sequence)
+        return siblings
+
+    def note_branches(self) -> None:
+        """Tells running sequences where the next requests part from them, before their extends are built."""
+        if self._has_states and self._queues.waiting:
+            self._note_branches(self._siblings(), frozenset())
+
+    def _note_branches(self, siblings: Siblings, chosen: Collection[SequenceId]) -> None:
+        if self._has_states:
+            for sequence in islice(self._queues.waiting, LOOKAHEAD):
+                if sequence.sequence_id not in chosen:
+                    siblings.hold(sequence)
 
     def _acquire(self, sequence: Sequence, *, alone: bool) -> Acquire:
         """A sequence that runs alone asks for no reserve: with one, the longest prompt would never be admitted.
@@ -113,9 +142,11 @@ class Admission:
             sequence.request.priority,
             sequence.kept_len,
             sequence.request.bypass_cache,
+            sequence.leave_at(),
         )
 
 
 def _acquire_bytes(sequence: Sequence) -> int:
     num_sent = len(sequence.tokens) - sequence.kept_len
-    return ITEM_BYTES + name_bytes(sequence.namespace) + TOKEN_BYTES * num_sent
+    boundaries = BOUNDARY_BYTES * MAX_LEAVE_AT
+    return ITEM_BYTES + boundaries + name_bytes(sequence.namespace) + TOKEN_BYTES * num_sent

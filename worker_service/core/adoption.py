@@ -36,7 +36,7 @@ class Adoptions:
             sequence.known_len = len(sequence.tokens)
             sequence.published_len = sequence.granted_len = sequence.launched_len = sequence.computed_len
             sequence.num_refused_extends = 0
-            sequence.restore = sequence.leave = ()
+            sequence.restore = sequence.leave = sequence.left = ()
 
     def take(self, room: MessageRoom) -> list[tuple[Sequence, Adopt]]:
         """Returns adopts for one step, at least one while any sequence waits; aborted ones end here."""

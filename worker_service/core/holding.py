@@ -3,6 +3,10 @@
 sibling   |#### published ####|.... yet to publish ....|   still prefilling or fetching
 request   |######## common prefix ########|~~~~~~~~~~~~~
                               '-- two pages or more: hold --'
+
+A recurrent state can be resumed from at snapshots only, so where there are STATE groups the sibling is told of the
+branch: it leaves a snapshot where the request parts from it. The request is then held until the last common page is
+published: one page earlier there may be no snapshot at all.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ _ADMITTED = (State.ACQUIRING, State.FETCHING, State.RUNNING)
 class Siblings:
     """Admitted sequences that have yet to publish, by namespace and first page."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, *, has_states: bool = False) -> None:
         self._page_tokens = page_tokens
+        self._has_states = has_states
         self._by_start: dict[tuple[Namespace, bytes], list[Sequence]] = {}
 
     def admit(self, sequence: Sequence) -> None:
@@ -30,7 +35,7 @@ class Siblings:
             self._by_start.setdefault(self._start(sequence), []).append(sequence)
 
     def hold(self, request: Sequence) -> bool:
-        """Returns whether to hold the request.
+        """Returns whether to hold the request, and tells its sibling where they part.
 
         The comparison with its holder is kept, so a held request is compared once.
         """
@@ -38,15 +43,21 @@ class Siblings:
             return False
         holder = request.held_by
         if holder is not None and holder.state in _ADMITTED:
-            if self._to_publish(holder, request.held_pages) >= MIN_PAGES:
+            if self._is_worth_waiting(holder, request.held_pages):
                 return True
             request.held_by = None
         for sibling in self._by_start.get(self._start(request), ()):
             common = self._common_pages(request, sibling)
-            if self._to_publish(sibling, common) >= MIN_PAGES:
+            if self._is_worth_waiting(sibling, common):
                 request.held_by, request.held_pages = sibling, common
+                if self._has_states:
+                    sibling.branches.add(common * self._page_tokens)
                 return True
         return False
+
+    def _is_worth_waiting(self, sibling: Sequence, common: int) -> bool:
+        num_pages = self._to_publish(sibling, common)
+        return num_pages >= MIN_PAGES or (self._has_states and num_pages > 0 and common >= MIN_PAGES)
 
     def _to_publish(self, sibling: Sequence, num_pages: int) -> int:
         return num_pages - sibling.published_len // self._page_tokens

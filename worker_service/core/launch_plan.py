@@ -31,6 +31,8 @@ class SchedulerConfig:
     max_acquires                  requests asked for in one step, whose cached share is not known yet
     decode_ahead_tokens           tokens beyond the next launch's for which a decode row asks pages in time, so that it
                                   goes on while the cache service does not reply
+    max_decode_ahead_tokens       the most of them while pages are free: half of the free pages, those held ahead
+                                  included, are for running rows, in equal parts
     async_scheduling              whether a launch is planned and queued while the one before it runs
     """
 
@@ -49,6 +51,7 @@ class SchedulerConfig:
     reserve_pages: int = 0
     decode_lookahead: int = 0
     decode_ahead_tokens: int = 0
+    max_decode_ahead_tokens: int = 0
     async_scheduling: bool = True
 
     def validate(self) -> None:
@@ -58,6 +61,7 @@ class SchedulerConfig:
             "reserve_pages",
             "decode_lookahead",
             "decode_ahead_tokens",
+            "max_decode_ahead_tokens",
             "mixed_prefill_tokens",
             "long_prefill_token_threshold",
         ):

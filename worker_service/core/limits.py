@@ -20,6 +20,7 @@ MAX_UTF8_BYTES = 4
 # More than any item needs beside its names, tokens and page ids.
 ITEM_BYTES = 128
 SNAPSHOT_BYTES = 32
+BOUNDARY_BYTES = 6
 
 NO_LIMITS = SessionLimits(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, 0, 0)
 
@@ -97,15 +98,22 @@ class MessageRoom:
 
     def __init__(self, max_items: int, num_bytes: int) -> None:
         self._max_items = max_items
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes  # that are left
         self._num_items: Counter[type] = Counter()
 
     def take(self, kind: type, num_bytes: int = ITEM_BYTES) -> bool:
         """Counts one item in and returns True; returns False, and changes nothing, when there is no room for it."""
-        if self._num_items[kind] >= self._max_items or num_bytes > self._num_bytes:
+        if self._num_items[kind] >= self._max_items or num_bytes > self.num_bytes:
             return False
         self._num_items[kind] += 1
-        self._num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
+        return True
+
+    def take_bytes(self, num_bytes: int) -> bool:
+        """Counts in more of an item that was taken; returns False, and changes nothing, when there is no room."""
+        if num_bytes > self.num_bytes:
+            return False
+        self.num_bytes -= num_bytes
         return True
 
 

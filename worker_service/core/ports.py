@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from session.messages import Step, StepReply, Welcome
+from session.messages import Forget, Step, StepReply, Welcome
 from session.words import HostTierKind, Transfer
 
 
@@ -29,8 +29,8 @@ class CachePort(Protocol):
 
     async def step(self, step: Step) -> StepReply: ...
 
-    async def next_order(self) -> Transfer:
-        """Returns the next spill order of the present stream; waits for one."""
+    async def next_order(self) -> Transfer | Forget:
+        """Returns the next order of the present stream, to spill or to forget; waits for one."""
         ...
 
     async def disconnect(self) -> None:

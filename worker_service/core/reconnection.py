@@ -1,9 +1,11 @@
 """What happens to live sequences after a reconnect: they go on, are adopted, or queue again.
 
-Before that the stream was closed and the launches in flight have ended.
+Before that the stream was closed and the launches in flight have ended. When to connect again, and how often, is
+session_keeper.py's.
 
     the same state of the service     repeat the unanswered Step; everything goes on
-    another state                     what computed nothing queues again; the rest is adopted; tickets are void
+    another state                     what computed nothing queues again; the rest is adopted; tickets are void;
+                                      then the inventory is offered
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from session.messages import Step, Welcome
+from session.protocol import INVENTORY
 from session.words import ReleaseReason
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
@@ -18,6 +21,7 @@ from worker_service.core.errors import LostPlace
 from worker_service.core.limits import Terms
 from worker_service.core.queues import Queues
 from worker_service.core.reply_handler import Failed
+from worker_service.core.restoration import PageRecords
 from worker_service.core.sequence import Sequence, State
 from worker_service.core.step_builder import Ask, StepBuilder
 
@@ -36,8 +40,15 @@ class Readmitter:
     """`generation` goes into the next Hello: the state of the cache service to go on from, or 0 for a new one."""
 
     def __init__(
-        self, terms: Terms, queues: Queues, steps: StepBuilder, admission: Admission, adoptions: Adoptions
+        self,
+        terms: Terms,
+        queues: Queues,
+        steps: StepBuilder,
+        admission: Admission,
+        adoptions: Adoptions,
+        pages: PageRecords,
     ) -> None:
+        self._recorder, self._restoration = pages
         self._terms = terms
         self._queues = queues
         self._steps = steps
@@ -55,9 +66,14 @@ class Readmitter:
         self._epoch, self.generation = welcome.epoch, welcome.generation
         self._terms.take(welcome.limits)
         failed = self._fail_excessive()
+        if not is_same:
+            self._begin_anew(welcome)
+        if welcome.forget is not None:
+            self._recorder.forget(welcome.forget)
         if is_same:
             return Readmission(self._steps.unanswered, failed)
-        self._begin_anew(welcome)
+        if INVENTORY in welcome.capabilities:
+            self._restoration.begin()
         return Readmission(None, failed)
 
     def reject_step(self) -> tuple[Failed, ...]:
@@ -89,6 +105,9 @@ class Readmitter:
 
     def _begin_anew(self, welcome: Welcome) -> None:
         waiting = [asked.sequence for asked in self._steps.asked.values() if asked.ask is Ask.ACQUIRE]
+        doubtful = [departure.sequence for departure in self._queues.departures.values() if not departure.publishes]
+        self._recorder.lost(sequence for sequence in self._queues.leased if sequence not in doubtful)
+        self._restoration.end()
         self._steps.reset(welcome.last_step_id)
         self._queues.departures.clear()
         self._queues.forgotten.clear()

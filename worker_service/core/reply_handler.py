@@ -16,6 +16,7 @@ from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
 from worker_service.core.errors import UnaskedReply
 from worker_service.core.queues import Queues
+from worker_service.core.recorder import Recorder
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 from worker_service.core.step_builder import Ask, Asked, StepBuilder
 
@@ -45,7 +46,8 @@ class Applied(NamedTuple):
 
 
 class ReplyHandler:
-    def __init__(self, queues: Queues, steps: StepBuilder, admission: Admission) -> None:
+    def __init__(self, queues: Queues, steps: StepBuilder, admission: Admission, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._queues = queues
         self._steps = steps
         self._admission = admission
@@ -54,11 +56,14 @@ class ReplyHandler:
         """Remaps first: they concern pages from before, and what they freed may be granted in the same reply."""
         self._check(reply)
         asked = self._steps.take_asked()
+        self._steps.free_pages = reply.free_pages
         fetches: list[Fetch] = []
         failed: list[Failed] = []
         for remap in reply.remaps:
             self._remap(remap)
+        self._recorder.answered(reply.remaps)
         for extend in reply.extends:
+            self._recorder.extended(extend)
             entry = asked.pop(extend.sequence_id)
             sequence = entry.sequence
             place_pages(sequence.tables, extend.pages)
@@ -100,11 +105,14 @@ class ReplyHandler:
         if asked.ask is Ask.ADOPT:
             take_over(sequence, grant)
             return ()
+        self._recorder.granted(grant)
         if asked.ask is Ask.ACQUIRE:
             self._admission.granted()
         if not sequence.leased:
             self._queues.admit(sequence)
         take_pages(sequence, grant)
+        if asked.ask is Ask.REPLAN:
+            self._recorder.fetched(sequence, grant)
         sequence.granted_len = grant.usable_tokens + asked.length
         if sequence.state is State.FINISHED:
             self._queues.finish(sequence, ReleaseReason.ABORTED)

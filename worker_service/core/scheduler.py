@@ -17,18 +17,21 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from session.messages import Ack, Rates, Step, StepReply, Welcome
+from session.messages import Ack, Forget, Rates, Step, StepReply, Welcome
 from session.words import TOKEN_BYTES, ReleaseReason, SequenceId
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.errors import InvalidField, QueueFull
+from worker_service.core.inventory import Inventory
 from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
 from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.queues import Queues
 from worker_service.core.reconnection import Readmission, Readmitter
+from worker_service.core.recorder import Recorder
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
+from worker_service.core.restoration import PageRecords, Restoration
 from worker_service.core.sequence import FinishReason, QueueOrder, Request, Sequence, State, Usage
 from worker_service.core.step_builder import StepBuilder
 
@@ -70,9 +73,13 @@ class Scheduler:
         self._queues = Queues()
         self._admission = Admission(self._terms, self._queues)
         self._adoptions = Adoptions(self._terms, self._queues)
-        self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions)
-        self._replies = ReplyHandler(self._queues, self._steps, self._admission)
-        self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions)
+        self.inventory = Inventory(config.groups, config.page_tokens)
+        self._recorder = Recorder(self.inventory)
+        self._restoration = Restoration(self.inventory, config.groups)
+        pages = PageRecords(self._recorder, self._restoration)
+        self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions, pages)
+        self._replies = ReplyHandler(self._queues, self._steps, self._admission, self._recorder)
+        self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions, pages)
         self._slots = PenaltySlots(config.max_num_seqs)
         self._num_requests = 0
         self._num_launches = 0
@@ -264,6 +271,7 @@ class Scheduler:
         # A younger launch may have gone on from there.
         sequence.launched_len = max(sequence.launched_len, sequence.computed_len)
         if sequence.leave:
+            sequence.left += tuple(slot for slot in sequence.leave if slot.boundary_tokens <= end)
             sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
         if reason is not None:
             self._queues.finish(sequence, ReleaseReason.FINISHED)
@@ -295,6 +303,19 @@ class Scheduler:
         adopted with the coming steps, or queue again. Raises LostPlace when Hello is to be sent again."""
         assert not self._flights, "launches end before a Welcome is followed"
         return self._readmitter.readmit(welcome)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether some of the inventory is still to be offered to the cache service."""
+        return self._restoration.is_pending
+
+    def withhold_inventory(self) -> None:
+        """Offers nothing to this state of the cache service: the worker takes no new requests."""
+        self._restoration.end()
+
+    def forget(self, forget: Forget) -> None:
+        """Follows Clear calls: the inventory forgets what they dropped, and the next step confirms it."""
+        self._recorder.forget(forget)
 
     def reject_step(self) -> tuple[Failed, ...]:
         """Drops the unanswered step, which ended two sessions; the next Hello asks for a new state.

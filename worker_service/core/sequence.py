@@ -16,6 +16,7 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
+from session.limits import MAX_LEAVE_AT
 from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, SnapshotSlot
 from worker_service.core.sampling_params import SamplingParams
 
@@ -92,6 +93,7 @@ class Sequence:
     """A request with its state. `lease` counts its leases, so that results of an earlier lease can be dropped."""
 
     __slots__ = (
+        "branches",
         "cached_tokens",
         "computed_len",
         "computed_tokens",
@@ -108,6 +110,7 @@ class Sequence:
         "lease",
         "leased",
         "leave",
+        "left",
         "match",
         "num_pending",
         "num_preemptions",
@@ -147,6 +150,7 @@ class Sequence:
         self.kept_len = 0  # leading tokens that the cache service keeps while there is no lease
         self.held_by: Sequence | None = None
         self.held_pages = 0
+        self.branches: set[int] = set()  # boundaries in tokens where requests that wait for it part from it
         self.forget_lease()
 
     def forget_lease(self) -> None:
@@ -160,6 +164,7 @@ class Sequence:
         self.written_len = 0  # how far any launch of the lease may have written, rejected tokens included
         # The length that was asked for and granted; a chunk beyond it would miss its snapshot slots.
         self.granted_len = 0
+        self.branches.clear()
         self.num_refused_extends = 0
         self.penalty_slot = NO_SLOT
         self.counted_len = (
@@ -167,6 +172,7 @@ class Sequence:
         )  # tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's
         self.restore: tuple[SnapshotSlot, ...] = ()
         self.leave: tuple[SnapshotSlot, ...] = ()
+        self.left: tuple[SnapshotSlot, ...] = ()  # those that a launch has written since the last publish
         self.working: tuple[SnapshotSlot, ...] = ()
         self.rolling: tuple[SnapshotSlot, ...] = ()
         for table in self.tables:
@@ -208,6 +214,12 @@ class Sequence:
         boundary = self.computed_len // page_tokens * page_tokens
         has_moved_on = self.written_len // page_tokens * page_tokens > boundary
         return 0 if not self.rolling or has_moved_on or boundary <= self.in_prefill_until else boundary
+
+    def leave_at(self) -> tuple[int, ...]:
+        """Returns the branches that no launch can have passed, as an acquire or an extend names them."""
+        if not self.branches:
+            return ()
+        return tuple(sorted(boundary for boundary in self.branches if boundary > self.granted_len)[:MAX_LEAVE_AT])
 
     def packed_tokens(self) -> bytes:
         return self.tokens.tobytes() if self.num_generated else self.request.prompt

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
+from session.limits import MAX_LEAVE_AT
 from session.messages import Ack, Acquire, Adopt, Extend, Publish, Rates, Release, Step
 from session.words import GroupKind, ReleaseReason, SequenceId, TicketId
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
 from worker_service.core.launch_plan import UNLIMITED, Plan, Progress, decode_need, first_chunk_limit, plan_launch
-from worker_service.core.limits import ITEM_BYTES, MessageRoom, Terms
+from worker_service.core.limits import BOUNDARY_BYTES, ITEM_BYTES, MessageRoom, Terms
 from worker_service.core.queues import Departure, Queues
+from worker_service.core.restoration import PageRecords
 from worker_service.core.sequence import Sequence, State
 
 # Steps without extends beyond the need after one was refused.
@@ -47,7 +49,10 @@ class Asked(NamedTuple):
 
 
 class StepBuilder:
-    def __init__(self, terms: Terms, queues: Queues, admission: Admission, adoptions: Adoptions) -> None:
+    def __init__(
+        self, terms: Terms, queues: Queues, admission: Admission, adoptions: Adoptions, pages: PageRecords
+    ) -> None:
+        self._recorder, self._restoration = pages
         self._terms = terms
         self._queues = queues
         self._admission = admission
@@ -61,6 +66,7 @@ class StepBuilder:
         self._paged = config.paged_groups
         self._page_tokens = config.page_tokens
         self.rates: Rates | None = None
+        self.free_pages: tuple[int, ...] = ()  # by group, after the last step that got a reply
         self.tickets: dict[TicketId, Sequence] = {}  # open fetch tickets of sequences that wait for them
         self.unanswered: Step | None = None
         self.asked: dict[SequenceId, Asked] = {}
@@ -87,6 +93,7 @@ class StepBuilder:
         self.tickets.clear()
         self._last_step_id = last_step_id
         self._ahead_from_step = last_step_id
+        self.free_pages = ()
         self._admission.freed()
 
     # -- the next step --
@@ -105,16 +112,19 @@ class StepBuilder:
         if frees:
             self._admission.freed()
         preempted = self._end_leases(departing)
+        self._admission.note_branches()
         extends = self._extends(room)
+        inventory = self._restoration.take(room, self._terms.limits.max_adopt_pages)
         acquires = self._acquires()
         for sequence in preempted:
             self._queues.enqueue(sequence)
             if not frees:
                 self._admission.refused(sequence)
-        if not (acks or publishes or releases or extends or acquires):
+        forgotten = self._recorder.take_confirmation()
+        if not (acks or publishes or releases or extends or acquires or inventory is not None or forgotten):
             return None
         rates, self.rates = self.rates, None
-        return self._numbered(Step(0, acks, publishes, releases, (), extends, acquires, rates))
+        return self._numbered(Step(0, acks, publishes, releases, (), extends, acquires, rates, inventory, forgotten))
 
     def _numbered(self, step: Step) -> Step:
         self._last_step_id += 1
@@ -179,13 +189,19 @@ class StepBuilder:
         tokens = sequence.tokens[sequence.known_len : computed].tobytes()
         if not room.take(Publish, ITEM_BYTES + len(tokens)):
             return None
+        self._recorder.published(sequence)
         sequence.known_len = max(sequence.known_len, computed)
         sequence.published_len = computed
         sequence.restore = ()
         return Publish(sequence.sequence_id, tokens, computed)
 
     def _releases(self, departing: list[Departure]) -> tuple[Release, ...]:
-        return tuple(Release(d.sequence.sequence_id, d.reason, self._rolling_tokens(d)) for d in departing)
+        releases = []
+        for departure in departing:
+            rolling_tokens = self._rolling_tokens(departure)
+            self._recorder.released(departure.sequence, rolling_tokens)
+            releases.append(Release(departure.sequence.sequence_id, departure.reason, rolling_tokens))
+        return tuple(releases)
 
     def _forget_kept(self, room: MessageRoom) -> tuple[Release, ...]:
         """Returns releases for requests that were aborted while they waited.
@@ -198,8 +214,8 @@ class StepBuilder:
         return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in forgotten[:num_taken])
 
     def _rolling_tokens(self, departure: Departure) -> int:
-        is_finished = departure.reason is ReleaseReason.FINISHED
-        return departure.sequence.rolling_boundary(self._page_tokens) if is_finished else 0
+        is_aborted = departure.reason is ReleaseReason.ABORTED
+        return 0 if is_aborted else departure.sequence.rolling_boundary(self._page_tokens)
 
     def _end_leases(self, departing: list[Departure]) -> list[Sequence]:
         """Ends these leases. Returns the preempted sequences, which queue again only after this step's acquires."""
@@ -257,27 +273,45 @@ class StepBuilder:
         plan = plan_launch(self.predicted(), self._terms.config, within_room=False, num_waiting=num_waiting)
         needs = list(self._needs(plan))
         needs.sort(key=lambda asked: (asked.sequence.num_refused_extends == 0, asked.sequence.queue_order))
-        needs = [asked for asked in needs if room.take(Extend)]
+        needs = [asked for asked in needs if room.take(Extend, _extend_bytes(asked.sequence))]
         self.asked.update((asked.sequence.sequence_id, asked) for asked in needs)
-        return tuple(Extend(asked.sequence.sequence_id, asked.length) for asked in needs)
+        return tuple(Extend(asked.sequence.sequence_id, asked.length, asked.sequence.leave_at()) for asked in needs)
 
     def _needs(self, plan: Plan) -> Iterator[Asked]:
         """Yields what to ask for rows that lack pages, or soon will."""
         config = self._terms.config
-        # An extend also reserves snapshot slots, which are too few for boundaries that may not be reached.
-        may_ask_ahead = not self._has_states and self._last_step_id >= self._ahead_from_step
-        ahead = config.decode_ahead_tokens if may_ask_ahead else 0
+        rooms = [self.room(row.sequence) for row in plan.rows]
+        ahead = self._ahead_tokens(plan, rooms)
+        # Ask once a quarter of it, or a page, is used up: not at each token.
+        refill = max(ahead - max(ahead // 4, min(ahead // 2, self._page_tokens)), 0)
         for index, (sequence, first, num_tokens) in enumerate(plan.rows):
-            room = self.room(sequence)
+            room = rooms[index]
             if index >= plan.num_decode:
                 if first + num_tokens > room:
                     yield Asked(sequence, Ask.EXTEND, first + num_tokens)
                 continue
             need = decode_need(first, config)
             wanted = min(need + ahead, max(sequence.end_len, need), config.max_model_len)
-            # Ask once half of it is used up: a row then asks every `ahead // 2` tokens, not at each one.
-            if need > room or min(need + ahead // 2, wanted) > room:
+            if need > room or min(need + refill, wanted) > room:
                 yield Asked(sequence, Ask.EXTEND, wanted, is_ahead=wanted > need)
+
+    def _ahead_tokens(self, plan: Plan, rooms: list[int]) -> int:
+        """Returns for how many tokens beyond its need a decode row asks pages.
+
+        Half of what is free or held ahead is for the rows, in equal parts: the other half is there for the prompts to
+        come, so that nothing is evicted for pages ahead. In a full pool, and while a request waits for pages, it is
+        `decode_ahead_tokens`.
+        """
+        config = self._terms.config
+        # An extend also reserves snapshot slots, which are too few for boundaries that may not be reached.
+        if self._has_states or self._last_step_id < self._ahead_from_step:
+            return 0
+        least, num_decode = config.decode_ahead_tokens, plan.num_decode
+        if not self.free_pages or not num_decode or self._admission.lacks_pages or self._restoration.is_pending:
+            return least
+        held = sum(rooms[:num_decode]) - sum([row.end for row in plan.rows[:num_decode]])
+        spare = min([self.free_pages[group] for group in self._paged]) * self._page_tokens + held
+        return max(least, min(spare // (2 * num_decode), config.max_decode_ahead_tokens))
 
     def refused_ahead(self) -> None:
         """There are no pages to spare: for some steps rows ask for what they need."""
@@ -298,3 +332,7 @@ class StepBuilder:
         for sequence, _ in asking:
             self.asked[sequence.sequence_id] = Asked(sequence, Ask.ADOPT, sequence.computed_len)
         return tuple(adopt for _, adopt in asking)
+
+
+def _extend_bytes(sequence: Sequence) -> int:
+    return ITEM_BYTES + BOUNDARY_BYTES * min(len(sequence.branches), MAX_LEAVE_AT)

@@ -37,7 +37,7 @@ class PageTensor(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """Layers whose pages are kept and freed together. `page_tokens` of a STATE group is 0: a page is a whole state."""
+    """Layers whose pages are kept and freed together. A page of a STATE group is a whole state, a slot."""
 
     name: str
     kind: GroupKind
@@ -61,11 +61,13 @@ class GroupLayout(NamedTuple):
         tensors = "+".join(tensor.text for tensor in self.tensors)
         return f"{self.name}:{'.'.join(map(str, self.layers))}:{tensors}"
 
-    def spec(self, num_pages: int) -> GroupSpec:
+    def spec(self, num_pages: int, state_interval_tokens: int = 0) -> GroupSpec:
+        """Returns what the cache service is told; `state_interval_tokens` is for groups of states."""
         return GroupSpec(
             name=self.name,
             kind=self.kind,
             num_pages=num_pages,
             page_bytes=self.page_bytes,
             window_tokens=self.window_tokens,
+            state_interval_tokens=state_interval_tokens if self.kind is GroupKind.STATE else 0,
         )

@@ -46,7 +46,12 @@ class PagePools:
     """Page tensors per group; pages are read and written whole, as bytes in host memory."""
 
     def __init__(
-        self, layouts: Sequence[GroupLayout], num_pages: Sequence[int], page_tokens: int, device: torch.device
+        self,
+        layouts: Sequence[GroupLayout],
+        num_pages: Sequence[int],
+        page_tokens: int,
+        device: torch.device,
+        state_interval_tokens: int = 0,
     ) -> None:
         if len(num_pages) != len(layouts) or min(num_pages) < 1:
             raise PoolError(
@@ -56,6 +61,7 @@ class PagePools:
         self.page_tokens = page_tokens
         self.device = device
         self._num_pages = tuple(num_pages)
+        self._state_interval_tokens = state_interval_tokens
         self._tensors = tuple(_tensors(layout, count, device) for layout, count in zip(layouts, num_pages, strict=True))
         self._layers = self._views()
         if device.type == "cuda":
@@ -83,7 +89,8 @@ class PagePools:
         return f"v2/{LAYOUT}/page{self.page_tokens}/{','.join(layout.text for layout in self.layouts)}"
 
     def specs(self) -> tuple[GroupSpec, ...]:
-        return tuple(layout.spec(count) for layout, count in zip(self.layouts, self._num_pages, strict=True))
+        interval = self._state_interval_tokens
+        return tuple(layout.spec(count, interval) for layout, count in zip(self.layouts, self._num_pages, strict=True))
 
     def page_bytes(self, group: int) -> int:
         return self.layouts[group].page_bytes

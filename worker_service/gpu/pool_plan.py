@@ -6,6 +6,11 @@ that a later prompt goes on from:
 
     pages of a window group = min(n, running + share x n)        n: pages of the leading group
 
+A group of states needs a slot for each running sequence, and beside these slots for snapshots, in a share of the
+leading group's memory:
+
+    slots of a state group = max_num_seqs + min(n, share x n x page's bytes / snapshot's bytes)
+
 With equal counts, which the share 1 gives, most of a window group's pages would never be used: behind a window they
 are free again.
 """
@@ -18,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from session.limits import MIN_STATE_SLOTS
 from session.words import GroupKind
 from worker_service.core.errors import PoolError
 from worker_service.gpu.group_layout import GroupLayout
@@ -29,7 +35,8 @@ class PoolDemand(NamedTuple):
     max_model_len      tokens of a longest prompt
     max_chunk_tokens   the most tokens of one launch
     max_num_seqs       sequences that run at a time
-    window_share       see the module
+    window_share       of the leading group's pages: see the module
+    state_share        of the leading group's bytes: see the module
     """
 
     page_tokens: int
@@ -37,6 +44,7 @@ class PoolDemand(NamedTuple):
     max_chunk_tokens: int
     max_num_seqs: int
     window_share: float
+    state_share: float
 
 
 def plan_pages(layouts: Sequence[GroupLayout], budget_bytes: int, demand: PoolDemand) -> tuple[int, ...]:
@@ -63,7 +71,19 @@ def leading(layouts: Sequence[GroupLayout]) -> GroupLayout:
 def counts_for(layouts: Sequence[GroupLayout], n: int, demand: PoolDemand) -> tuple[int, ...]:
     """Returns each group's pages when the leading one has n."""
     first = leading(layouts)
-    return tuple(n if layout is first else _window_pages(layout, n, demand) for layout in layouts)
+    slots = demand.max_num_seqs + num_snapshots(layouts, n, demand)
+    return tuple(
+        n if layout is first else slots if layout.kind is GroupKind.STATE else _window_pages(layout, n, demand)
+        for layout in layouts
+    )
+
+
+def num_snapshots(layouts: Sequence[GroupLayout], n: int, demand: PoolDemand) -> int:
+    """Returns how many snapshots are kept when the leading group has n pages; each has a slot in every state group.
+    More than one at the end of each page is never used."""
+    snapshot_bytes = sum(layout.page_bytes for layout in layouts if layout.kind is GroupKind.STATE)
+    share_bytes = n * leading(layouts).page_bytes * demand.state_share
+    return min(n, int(share_bytes / snapshot_bytes)) if snapshot_bytes else 0
 
 
 def _window_pages(layout: GroupLayout, n: int, demand: PoolDemand) -> int:
@@ -85,8 +105,18 @@ def pool_bytes(layouts: Sequence[GroupLayout], counts: Sequence[int]) -> int:
 
 
 def check_pool(layouts: Sequence[GroupLayout], num_pages: Sequence[int], demand: PoolDemand) -> None:
-    """Raises PoolError for pools in which one longest prompt does not fit."""
+    """Raises PoolError for pools in which one longest prompt does not fit, or too few states for what runs."""
     for layout, count in zip(layouts, num_pages, strict=True):
+        if layout.kind is GroupKind.STATE and count < demand.max_num_seqs:
+            raise PoolError(
+                f"max_num_seqs: {demand.max_num_seqs} sequences need a slot of group {layout.name} each, whose pool "
+                f"has {count}"
+            )
+        if layout.kind is GroupKind.STATE and count < MIN_STATE_SLOTS:
+            raise PoolError(
+                f"state_share: group {layout.name} has {count} slot, and needs {MIN_STATE_SLOTS}: one for a running "
+                "sequence and one for the snapshot that it resumes from; set it or the pools' memory higher"
+            )
         needed = longest_prompt_pages(layout, demand)
         if count < needed:
             raise PoolError(
@@ -95,11 +125,23 @@ def check_pool(layouts: Sequence[GroupLayout], num_pages: Sequence[int], demand:
             )
 
 
+def check_interval(layouts: Sequence[GroupLayout], interval_tokens: int, page_tokens: int) -> int:
+    """Returns how far apart prompts leave snapshots; 0 for a model without states. Raises PoolError where that is no
+    boundary of pages."""
+    if all(layout.kind is not GroupKind.STATE for layout in layouts):
+        return 0
+    if interval_tokens % page_tokens:
+        raise PoolError(f"state_interval_tokens: {interval_tokens} is no multiple of page_tokens = {page_tokens}")
+    return interval_tokens
+
+
 def longest_prompt_pages(layout: GroupLayout, demand: PoolDemand) -> int:
     """Returns pages of one longest prompt.
 
-    Behind a window they are evictable: it needs the window, two chunks, two edges.
+    Behind a window they are evictable: it needs the window, two chunks, two edges. Of a state group it needs a slot.
     """
+    if layout.kind is GroupKind.STATE:
+        return 1
     whole = math.ceil(demand.max_model_len / demand.page_tokens)
     if layout.kind is not GroupKind.WINDOW:
         return whole

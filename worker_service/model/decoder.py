@@ -1,6 +1,7 @@
 """A decoder's forward pass, inference only: its layers are what the spec says, connected as its `Block` says.
 
-What attention reads and where K and V go is the caller's `Attention`, the matrix products are its `Gemm`.
+What attention reads and where K and V go is the caller's `Attention`, recurrent layers' states are its `States`, the
+matrix products are its `Gemm`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.softcap_logits import softcap_logits
 from worker_service.model.families import family_of
-from worker_service.model.layer_weights import AttentionWeights, LatentWeights, LayerWeights, Linear
-from worker_service.model.mixers import Attention, AttentionMixer, Gemm, LatentMixer, Step
+from worker_service.model.layer_weights import AttentionWeights, LatentWeights, LayerWeights, Linear, ShortConvWeights
+from worker_service.model.mixers import Attention, AttentionMixer, Gemm, LatentMixer, ShortConvMixer, States, Step
 from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import Block, LatentSpec, LayerSpec, ModelSpec
+from worker_service.model.spec import Block, LatentSpec, LayerSpec, ModelSpec, ShortConvSpec
 from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 
 ROOT = "model."
@@ -83,10 +84,10 @@ class Decoder:
         return [*(linear for layer in self._layers for linear in layer.linears()), self._head]
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, gemm: Gemm
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, states: States, gemm: Gemm
     ) -> torch.Tensor:
         """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
-        step = Step(positions, attention, gemm)
+        step = Step(positions, attention, states, gemm)
         hidden = self._embeddings[token_ids]
         if self._scale != 1.0:
             hidden = hidden * self._scale
@@ -153,6 +154,9 @@ def _make_mixer(
     if isinstance(layer.mixer, LatentSpec):
         assert isinstance(weights.mixer, LatentWeights)
         return LatentMixer(number, layer.mixer, weights.mixer, rotary, backend)
+    if isinstance(layer.mixer, ShortConvSpec):
+        assert isinstance(weights.mixer, ShortConvWeights)
+        return ShortConvMixer(number, weights.mixer, backend)
     assert isinstance(weights.mixer, AttentionWeights)
     return AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
 
@@ -160,7 +164,7 @@ def _make_mixer(
 def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The embeddings, the final norm, and the head where it is a matrix of its own."""
     embeddings = source.take(EMBEDDINGS, spec.vocab_size, spec.hidden_size)
-    norm = source.take(f"{ROOT}norm.weight", spec.hidden_size)
+    norm = source.take(f"{ROOT}{family_of(spec.architecture).final_norm}.weight", spec.hidden_size)
     head = None if spec.tied_embeddings else source.take(HEAD, spec.vocab_size, spec.hidden_size)
     return embeddings, norm, head
 

@@ -6,8 +6,9 @@ import torch
 
 from kernels.backend import Backend
 from kernels.latent_dims import LatentDims
-from kernels.mla import ExtendPlan, MlaPath, mla_absorbed, mla_extend, plan_extend, workspace_bytes
+from kernels.mla import ExtendPlan, MlaPath, mla_absorbed, mla_extend, plan_extend, plan_on_device, workspace_bytes
 from kernels.mla_decode import MlaDecodePlan
+from kernels.mla_prefill import MlaPrefillPlan
 from kernels.rotate_append_latent import rotate_append_latent
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.gemm_dispatch import GemmDispatch, Invariance
@@ -21,16 +22,22 @@ PATHS = {
     Invariance.BATCH: MlaPath.MATERIALISED,
     Invariance.FAST: MlaPath.AUTO,
 }
+# Prompts with more latents than this, all together, are not captured: the host is not what they wait for.
+CAPTURED_LATENTS = 16_384
 
 
 class LatentPlans:
-    """Work lists of decode rows on CUDA, made once; a launch prepares them for all its layers. A prompt's are made for
-    each launch. References need none."""
+    """Work lists on CUDA, made once; a launch prepares them for all its layers.
+
+    Those of prompts serve captured launches: others have a plan from the host, which knows their lengths and cuts their
+    latents into chunks. References need none.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         max_num_seqs: int,
+        max_tokens: int,
         chunk_tokens: int,
         invariance: Invariance,
         device: torch.device,
@@ -45,8 +52,20 @@ class LatentPlans:
         self._path = PATHS[invariance]
         self._num_heads = next((mixer.num_heads for mixer in self.mixers.values()), 0)
         self._decode: MlaDecodePlan | None = None
+        self._prefill: MlaPrefillPlan | None = None
         if self.mixers and device.type == "cuda" and backend is not Backend.REFERENCE:
             self._decode = MlaDecodePlan(max_num_seqs, spec.max_model_len, self._num_heads, device=device)
+            self._prefill = MlaPrefillPlan(max_num_seqs, max_tokens, device=device)
+
+    @property
+    def captured_latents(self) -> int:
+        """How many latents prompts may have in a captured launch; 0: none can be captured, or the model has no latents.
+
+        A device-side plan materialises all prompts, which is what `batch` asks for.
+        """
+        if not self.mixers or self._path is not MlaPath.MATERIALISED:
+            return 0
+        return captured_latents(self._chunk_tokens)
 
     def decode(self, launch: LaunchInputs) -> MlaDecodePlan | None:
         if self._decode is None or not 0 < launch.num_decode <= self._max_num_seqs:
@@ -57,16 +76,37 @@ class LatentPlans:
     def extend(self, launch: LaunchInputs, block_tables: torch.Tensor) -> ExtendPlan | None:
         if not launch.num_prefill:
             return None
-        assert launch.prompt_lens is not None, "prompts over latents are not captured"
+        if launch.prompt_lens is None:
+            return self._extend_on_device(launch, block_tables)
         return plan_extend(
             block_tables, *launch.prompt_lens, self._num_heads, path=self._path, chunk_tokens=self._chunk_tokens
         )
 
+    def _extend_on_device(self, launch: LaunchInputs, block_tables: torch.Tensor) -> ExtendPlan:
+        return plan_on_device(
+            block_tables,
+            launch.prefill_cu_q,
+            launch.prefill_cu_k,
+            self._num_heads,
+            num_tokens=launch.token_ids.shape[0] - launch.num_decode,
+            num_latents=launch.max_prompt_keys,
+            prefill_plan=self._prefill,
+        )
+
+
+def captured_latents(chunk_tokens: int) -> int:
+    """Returns how many latents prompts may have in a captured launch: one chunk, and not more than pay."""
+    return min(chunk_tokens, CAPTURED_LATENTS)
+
 
 def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the memory that a prompt over latents needs beside the pools; 0 for a model without latents."""
+    """Returns the memory that prompts over latents need beside the pools; 0 for a model without latents.
+
+    A chunk of a launch that is not captured, and what captured ones hold for themselves.
+    """
     mixers = {layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)}
-    return max((workspace_bytes(chunk_tokens, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers), default=0)
+    latents = chunk_tokens + captured_latents(chunk_tokens)
+    return max((workspace_bytes(latents, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers), default=0)
 
 
 def _dims(mixer: LatentSpec) -> LatentDims:

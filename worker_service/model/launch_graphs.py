@@ -6,6 +6,7 @@ What a launch computes is the `Forward` that the constructor is given.
     token ids, positions, slots    static: the bucket's decode rows, then its prompts' tokens; padding rows: slot -1
     lengths and their sums         static: of decode rows, of prompts; sequences that are not there have no keys
     block tables                   static, as wide as the longest sequence; only the columns in use are copied
+    slots of states                static: of decode rows, of prompts, of snapshots; padding rows have none
 """
 
 from __future__ import annotations
@@ -22,25 +23,13 @@ import torch
 from kernels.sample_tokens import SamplingTensors
 from worker_service.core.batch import Batch, SampledRow
 from worker_service.model.last_tokens import LastTokens
+from worker_service.model.launch_buckets import PROMPT_SAMPLES, Bucket, GraphLimits, buckets
 from worker_service.model.launch_inputs import LaunchInputs, PromptLens
 from worker_service.model.sampling_arrays import NUM_ARRAYS, sampling_arrays
 from worker_service.model.staging import HostArray, Upload, packed_bytes, padded
+from worker_service.model.state_inputs import RowPlaces, padding_arrays, state_arrays, state_inputs
 
 PADDING_SLOT = -1
-SMALL_BATCHES = (1, 2, 4, 8)
-BATCH_STEP = 8
-# Beyond it the weights' share of a launch is small, so a padding row costs little and buckets may lie further apart.
-WIDE_FROM = 64
-WIDE_STEP = 32
-# Tokens of prompts: each size at most a quarter above the one before, since padding rows are computed as well. What is
-# not captured takes the host up to 47 ms, whatever its size; the device computes 2,048 tokens of an 8B model in 48.
-LEAST_PROMPT_TOKENS = 16
-STEPS_PER_DOUBLING = 4
-# Beside decode rows: few numbers of these, and prompts that come in chunks.
-MIXED_DECODE = (16, 64)
-MIXED_TOKENS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# Prompts that may sample in a captured launch; the head reads its weights once for that many.
-PROMPT_SAMPLES = 8
 # The place of this array in the upload.
 _FROM_PREVIOUS = 0
 
@@ -65,85 +54,9 @@ class GraphOutput(NamedTuple):
 Forward = Callable[[LaunchInputs, torch.Tensor | None, SampledInputs], GraphOutput]
 
 
-class GraphLimits(NamedTuple):
-    """What the static buffers must hold."""
-
-    max_num_seqs: int
-    max_tokens: int
-    max_model_len: int
-    page_tokens: int
-    num_groups: int
-    least_rows: int
-    one_phase: bool  # decode rows go through the attention of prompts, as chunks of one token
-    has_prompts: bool = True  # whether launches with prompts can be captured
-
-
-class Bucket(NamedTuple):
-    """The shape of one graph: decode rows, then the tokens of prompts. num_logits 0: every row's."""
-
-    num_decode: int
-    prompt_tokens: int
-    num_prompts: int
-    num_logits: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_decode + self.prompt_tokens
-
-    def holds(self, batch: Batch, num_decode: int) -> bool:
-        """Whether a launch can be laid out in it whose first num_decode rows decode."""
-        samples = len(batch.logits_rows)
-        return (
-            self.num_decode >= num_decode
-            and self.prompt_tokens >= batch.num_tokens - num_decode
-            and self.num_prompts >= batch.num_seqs - num_decode
-            and (samples <= self.num_logits if self.num_logits else samples == batch.num_tokens)
-        )
-
-
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: GraphOutput
-
-
-def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of decoding sequences to capture, the largest last."""
-    narrow = range(2 * BATCH_STEP, WIDE_FROM + 1, BATCH_STEP)
-    wide = range(WIDE_FROM + WIDE_STEP, max_num_seqs, WIDE_STEP)
-    return (*(size for size in (*SMALL_BATCHES, *narrow, *wide) if size < max_num_seqs), max_num_seqs)
-
-
-def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Numbers of prompt tokens to capture, the largest last: 16, 32, 64, 80, 96, 112, 128, 160, ..."""
-    sizes, size = [], LEAST_PROMPT_TOKENS
-    while size <= max_tokens:
-        sizes.append(size)
-        step = (1 << size.bit_length() - 1) // STEPS_PER_DOUBLING
-        size += max(step, LEAST_PROMPT_TOKENS)
-    return (*sizes, max_tokens) if sizes and sizes[-1] < max_tokens else tuple(sizes)
-
-
-def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
-    """Every graph's shape, the smallest first."""
-    seqs, tokens = limits.max_num_seqs, limits.max_tokens
-    sizes = batch_sizes(seqs)
-    # In one phase decode rows are among the prompts, and each of them samples.
-    samples = max(seqs, PROMPT_SAMPLES) if limits.one_phase else PROMPT_SAMPLES
-    prompts = [Bucket(0, size, seqs, samples) for size in prompt_sizes(tokens)]
-    if limits.one_phase:
-        return tuple(
-            sorted([*(Bucket(0, size, size, 0) for size in sizes), *prompts], key=lambda bucket: bucket.num_rows)
-        )
-    mixed = [
-        Bucket(num_decode, size, seqs, num_decode + PROMPT_SAMPLES)
-        for num_decode in (*(few for few in MIXED_DECODE if few < seqs), seqs)
-        for size in MIXED_TOKENS
-        if size <= tokens
-    ]
-    decode = [Bucket(size, 0, 0, 0) for size in sizes]
-    if not limits.has_prompts:
-        return tuple(decode)
-    return tuple(sorted([*decode, *prompts, *mixed], key=lambda bucket: bucket.num_rows))
 
 
 class LaunchGraphs:
@@ -161,7 +74,10 @@ class LaunchGraphs:
             torch.zeros((2 * limits.max_num_seqs, width), dtype=torch.int32, device=device)
             for _ in range(limits.num_groups)
         ]
-        nothing = self._fixed(_no_rows(limits.num_groups), 0, 0)
+        nothing = [
+            *self._fixed(_no_rows(limits.num_groups), 0, 0),
+            *padding_arrays(sum(limits.has_states), self._places(0, 0)),
+        ]
         sizes = [len(values) * values.itemsize for values in nothing] + [table.nbytes for table in self._tables]
         self._upload = Upload(device, packed_bytes(sizes))
         self._inputs = self._upload.send(nothing)
@@ -202,15 +118,19 @@ class LaunchGraphs:
 
     def replay(self, bucket: Bucket, batch: Batch) -> GraphOutput:
         """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""
-        num_decode = self._num_decode(batch)
-        fixed = self._fixed(_rows_of(batch, num_decode), num_decode, bucket.num_decode)
-        tensors = self._upload.send([*fixed, *batch.block_tables])
-        for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
-            _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, bucket.num_decode)
+        self._fill(bucket, batch)
         graph, output = self._captured[bucket]
         graph.replay()
         samples = len(batch.sampled)
         return GraphOutput(output.tokens[:samples], output.logits[:samples])
+
+    def _fill(self, bucket: Bucket, batch: Batch) -> None:
+        num_decode = self._num_decode(batch)
+        fixed = self._fixed(_rows_of(batch, num_decode), num_decode, bucket.num_decode)
+        fixed += state_arrays(batch, self._places(num_decode, bucket.num_decode))
+        tensors = self._upload.send([*fixed, *batch.block_tables])
+        for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
+            _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, bucket.num_decode)
 
     def graph(self, bucket: Bucket) -> torch.cuda.CUDAGraph:
         return self._captured[bucket].graph
@@ -247,7 +167,8 @@ class LaunchGraphs:
     def _launch_inputs(self, bucket: Bucket) -> tuple[LaunchInputs, torch.Tensor | None, SampledInputs]:
         rows = max(bucket.num_rows, self._limits.least_rows)
         _, token_ids, positions, lengths, logits_rows, cu_q, cu_k, *rest = self._inputs
-        params, slots = rest[:NUM_ARRAYS], rest[NUM_ARRAYS:]
+        params, slots = rest[:NUM_ARRAYS], rest[NUM_ARRAYS : NUM_ARRAYS + self._limits.num_groups]
+        states = state_inputs(self._limits.has_states, rest[NUM_ARRAYS + self._limits.num_groups :])
         num_sampled = bucket.num_logits or bucket.num_rows
         sampled = SampledInputs(
             SamplingTensors(*(values[:num_sampled] for values in params)), logits_rows[:num_sampled]
@@ -263,8 +184,19 @@ class LaunchGraphs:
             num_decode=bucket.num_decode,
             max_seqlen_q=bucket.prompt_tokens,
             max_seqlen_k=self._limits.max_model_len,
+            max_prompt_keys=bucket.prompt_keys,
+            states=states
+            and states.part(
+                bucket.num_decode + bucket.num_prompts,
+                self._limits.num_leaves(bucket.num_decode, bucket.prompt_tokens, bucket.num_prompts),
+            ),
         )
         return inputs, logits_rows[: bucket.num_logits] if bucket.num_logits else None, sampled
+
+    def _places(self, num_decode: int, decode_rows: int) -> RowPlaces:
+        limits = self._limits
+        num_leaves = limits.num_leaves(limits.max_num_seqs, limits.max_tokens, limits.max_num_seqs)
+        return RowPlaces(num_decode, decode_rows, 2 * limits.max_num_seqs, num_leaves)
 
 
 class _Rows(NamedTuple):

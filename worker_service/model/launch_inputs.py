@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from worker_service.model.state_inputs import StateInputs
+
 
 class PromptLens(NamedTuple):
     new_tokens: tuple[int, ...]
@@ -19,7 +21,8 @@ class LaunchInputs:
     """A batch on the device, padding rows last; the integers are the host's knowledge or bounds.
 
     Lengths are split at the last decode row, as two kernels share the launch. `prompt_lens` are the new and the cached
-    tokens of each prompt, where the host knows them: not in a captured launch.
+    tokens of each prompt, where the host knows them: not in a captured launch. There max_prompt_keys bounds the keys of
+    all prompts, where it matters. `states` is None for a model without.
     """
 
     token_ids: torch.Tensor
@@ -33,6 +36,8 @@ class LaunchInputs:
     max_seqlen_q: int
     max_seqlen_k: int
     prompt_lens: PromptLens | None = None
+    max_prompt_keys: int = 0
+    states: StateInputs | None = None
 
     @property
     def num_prefill(self) -> int:

@@ -40,6 +40,20 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """`inner` makes two gates and the values between them, in the order B, C, x. taps [channels, width], oldest
+    first."""
+
+    inner: Linear
+    taps: torch.Tensor
+    bias: torch.Tensor | None
+    output: Linear
+
+
+MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights
+
+
+@dataclass(frozen=True, slots=True)
 class DenseWeights:
     gate_up: Linear
     down: Linear
@@ -64,7 +78,7 @@ class LayerWeights:
     """The norms behind a branch are there in a SANDWICH block only, the MLP's own one everywhere but in a PARALLEL."""
 
     mixer_norm: torch.Tensor
-    mixer: AttentionWeights | LatentWeights
+    mixer: MixerWeights
     mlp: DenseWeights | MoeWeights
     mlp_norm: torch.Tensor | None = None
     norm_behind_mixer: torch.Tensor | None = None

@@ -10,7 +10,7 @@ from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
 from worker_service.model.kv_scales import KvScales, kv_scales
-from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
+from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear, ShortConvWeights
 from worker_service.model.norms import stored_norm
 from worker_service.model.rope import RotaryTables
 from worker_service.model.spec import AttentionSpec, LatentSpec, NormSpec
@@ -50,6 +50,21 @@ class Attention(Protocol):
     def over_latents(self, layer: int, latents: Latents) -> torch.Tensor: ...
 
 
+class Taps(NamedTuple):
+    """A causal convolution of each channel: weight [channels, width], oldest first, and bias [channels]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class States(Protocol):
+    """Carries the states of a launch's rows through its layers."""
+
+    def convolve(self, layer: int, x: torch.Tensor, taps: Taps) -> torch.Tensor:
+        """Returns [num_tokens, channels]; each row goes on behind the columns that its sequence had last."""
+        ...
+
+
 class Gemm(Protocol):
     """x [num_rows, K] through a projection: [num_rows, N]."""
 
@@ -61,6 +76,7 @@ class Step(NamedTuple):
 
     positions: torch.Tensor
     attention: Attention
+    states: States
     gemm: Gemm
 
 
@@ -149,3 +165,21 @@ class LatentMixer:
         )
         attended = step.attention.over_latents(self._number, latents)
         return step.gemm(attended.view(x.shape[0], -1), self._output)
+
+
+class ShortConvMixer:
+    """LFM2's short convolution: one gate before a causal convolution over the last tokens, and one behind it."""
+
+    def __init__(self, number: int, weights: ShortConvWeights, backend: Backend) -> None:
+        self._number = number
+        self._inner = packed(weights.inner, backend)
+        self._taps = Taps(weights.taps, weights.bias)
+        self._output = packed(weights.output, backend)
+
+    def linears(self) -> list[Linear]:
+        return [self._inner, self._output]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        gate_before, gate_behind, values = step.gemm(x, self._inner).chunk(3, dim=-1)
+        mixed = step.states.convolve(self._number, gate_before * values, self._taps)
+        return step.gemm(gate_behind * mixed, self._output)

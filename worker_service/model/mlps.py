@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import torch
 
@@ -90,4 +90,6 @@ def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -
         return silu_mul(gate_up, backend=backend)
     if activation is Activation.GELU_TANH:
         return gelu_mul(gate_up, backend=backend)
-    return clamped_swiglu(gate_up, limit=SWIGLU_LIMIT, alpha=SWIGLU_ALPHA, backend=backend)
+    if activation is Activation.CLAMPED_SWIGLU:
+        return clamped_swiglu(gate_up, limit=SWIGLU_LIMIT, alpha=SWIGLU_ALPHA, backend=backend)
+    assert_never(activation)

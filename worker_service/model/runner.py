@@ -14,6 +14,7 @@ import torch
 from kernels.backend import Backend
 from kernels.mla.plan import CHUNK_TOKENS
 from kernels.sample_tokens import SamplingTensors, sample_tokens
+from session.words import GroupKind
 from worker_service.core.batch import Batch, SampledRow
 from worker_service.gpu.page_pools import PagePools
 from worker_service.launch.runner_port import Completed
@@ -24,10 +25,9 @@ from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invar
 from worker_service.model.last_tokens import LastTokens
 from worker_service.model.latent_attention import LatentPlans
 from worker_service.model.launch_attention import LaunchAttention, Plans
+from worker_service.model.launch_buckets import PROMPT_SAMPLES, GraphLimits
 from worker_service.model.launch_graphs import (
     PADDING_SLOT,
-    PROMPT_SAMPLES,
-    GraphLimits,
     GraphOutput,
     LaunchGraphs,
     SampledInputs,
@@ -35,10 +35,12 @@ from worker_service.model.launch_graphs import (
     split_lengths,
 )
 from worker_service.model.launch_inputs import LaunchInputs
+from worker_service.model.launch_states import LaunchStates
 from worker_service.model.penalty_counts import PenaltyCounts
 from worker_service.model.results import LaunchResult, joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
 from worker_service.model.staging import Download, Downloaded, Upload, padded
+from worker_service.model.state_inputs import RowPlaces, state_arrays, state_inputs
 
 __all__ = ["LaunchResult", "Runner", "RunnerLimits", "RunningLaunch"]
 
@@ -80,6 +82,7 @@ class Runner:
         limits = limits or RunnerLimits()
         self._model = model
         self._pools = pools
+        self._has_states = tuple(layout.kind is GroupKind.STATE for layout in pools.layouts)
         self._upload = Upload(device)
         self._download = Download(device)
         self._clock = DeviceClock(device)
@@ -92,7 +95,13 @@ class Runner:
         self._plans = Plans(
             AttentionPlans(model.spec, limits.max_num_seqs, max_tokens, device, model.backend),
             LatentPlans(
-                model.spec, limits.max_num_seqs, limits.latent_chunk_tokens, limits.invariance, device, model.backend
+                model.spec,
+                limits.max_num_seqs,
+                max_tokens,
+                limits.latent_chunk_tokens,
+                limits.invariance,
+                device,
+                model.backend,
             ),
         )
         self._graphs: LaunchGraphs | None = None
@@ -149,13 +158,15 @@ class Runner:
 
     def _hidden(self, inputs: LaunchInputs) -> torch.Tensor:
         attention = self.attention(inputs)
-        return self._model.forward(inputs.token_ids, inputs.positions, attention, self._gemm)
+        states = LaunchStates(self._pools, inputs, self._model.backend)
+        return self._model.forward(inputs.token_ids, inputs.positions, attention, states, self._gemm)
 
     def attention(self, inputs: LaunchInputs) -> LaunchAttention:
         """Returns the attention of one launch, which all its layers share."""
         return LaunchAttention(self._pools, inputs, self._plans, self._gemm)
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
+        latents = self._plans.latents
         bounds = GraphLimits(
             max_num_seqs=limits.max_num_seqs,
             max_tokens=limits.token_budget,
@@ -164,7 +175,9 @@ class Runner:
             num_groups=self._pools.num_groups,
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
-            has_prompts=not self._plans.latents.mixers,
+            has_prompts=not latents.mixers or latents.captured_latents > 0,
+            max_prompt_keys=latents.captured_latents,
+            has_states=self._has_states,
         )
         graphs = LaunchGraphs(self._computed, self._last, bounds, device)
         graphs.capture()
@@ -175,6 +188,7 @@ class Runner:
         rows = batch.num_tokens + self._gemm.num_padding(batch.num_tokens)
         logits_rows = len(batch.logits_rows) + self._gemm.num_padding(len(batch.logits_rows))
         slots = [padded(values, rows, PADDING_SLOT) if values else values for values in batch.slot_mapping]
+        states = state_arrays(batch, RowPlaces())
         tensors = iter(
             self._upload.send(
                 [
@@ -184,6 +198,7 @@ class Runner:
                     *split_lengths(batch, num_decode),
                     *slots,
                     *batch.block_tables,
+                    *states,
                     batch.from_previous,
                     *sampling_arrays(batch.sampled),
                 ]
@@ -202,6 +217,7 @@ class Runner:
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
             prompt_lens=prompt_lens(batch, num_decode),
+            states=state_inputs(self._has_states, [next(tensors) for _ in states]),
         )
         from_previous = next(tensors)
         if batch.from_previous:

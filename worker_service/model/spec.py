@@ -12,6 +12,8 @@ from kernels.route_experts import RoutingRule
 from worker_service.model.weight_formats import UNQUANTISED, WeightFormat
 
 PAGE_TOKENS = 16
+# Of models with states: a snapshot then lies on the grid of the scans (ADR 17).
+STATE_PAGE_TOKENS = 64
 
 
 class RopeKind(Enum):
@@ -101,7 +103,18 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
 
-MixerSpec = AttentionSpec | LatentSpec
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution over each channel's last tokens; as many channels as the hidden state has elements.
+
+    width   taps of the convolution, the token itself among them; its state are the width - 1 columns before a token
+    """
+
+    width: int
+    bias: bool = False
+
+
+MixerSpec = AttentionSpec | LatentSpec | ShortConvSpec
 
 
 class Activation(Enum):
@@ -204,7 +217,9 @@ class ModelSpec:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct ones, in the order of the layers that use them first."""
-        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers if layer.mixer.rope is not None))
+        mixers = (layer.mixer for layer in self.layers)
+        ropes = (mixer.rope for mixer in mixers if not isinstance(mixer, ShortConvSpec))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:

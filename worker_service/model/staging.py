@@ -26,14 +26,14 @@ class Upload:
     def __init__(self, device: torch.device, num_bytes: int = _SMALLEST_BYTES) -> None:
         """Up to `num_bytes` the buffer does not move, so that tensors of an equal layout keep their addresses."""
         self._device = device
-        self._buffers = deque(_HostBuffer(num_bytes, device) for _ in range(NUM_BUFFERS if is_cuda(device) else 1))
+        self._buffers = deque(HostBuffer(num_bytes, device) for _ in range(NUM_BUFFERS if is_cuda(device) else 1))
         self._on_device = self._device_buffer()
 
     def send(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
         offsets, end = _layout(arrays)
         self._buffers.rotate()
         if end > self._on_device.numel():
-            self._buffers = deque(_HostBuffer(1 << (end - 1).bit_length(), self._device) for _ in self._buffers)
+            self._buffers = deque(HostBuffer(1 << (end - 1).bit_length(), self._device) for _ in self._buffers)
             self._on_device = self._device_buffer()
         buffer = self._buffers[0]
         buffer.wait()
@@ -54,7 +54,7 @@ class Upload:
         return torch.empty_like(first, device=self._device) if is_cuda(self._device) else first
 
 
-class _HostBuffer:
+class HostBuffer:
     """Pinned memory that a copy on the current stream reads or writes; `wait` waits for the last marked copy."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Download:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers = deque(_HostBuffer(0, device) for _ in range(NUM_BUFFERS))
+        self._buffers = deque(HostBuffer(0, device) for _ in range(NUM_BUFFERS))
 
     def start(self, values: torch.Tensor) -> Downloaded:
         """Starts a copy of the values, behind everything that was launched before."""
@@ -87,7 +87,7 @@ class Download:
         self._buffers.rotate()
         num_bytes = values.numel() * values.itemsize
         if num_bytes > self._buffers[0].tensor.numel():
-            self._buffers[0] = _HostBuffer(1 << (num_bytes - 1).bit_length(), self._device)
+            self._buffers[0] = HostBuffer(1 << (num_bytes - 1).bit_length(), self._device)
         buffer = self._buffers[0]
         target = buffer.tensor[:num_bytes].view(torch.int32)
         target.copy_(values, non_blocking=True)
@@ -99,7 +99,7 @@ class Downloaded(NamedTuple):
     """A copy under way; its values are valid until NUM_BUFFERS further ones were started."""
 
     values: torch.Tensor
-    buffer: _HostBuffer | None
+    buffer: HostBuffer | None
 
     def wait(self) -> torch.Tensor:
         """Returns the values once they, and everything that was launched before them, have arrived."""

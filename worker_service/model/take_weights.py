@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
 
@@ -17,6 +19,17 @@ from worker_service.model.spec import AttentionSpec, DenseSpec, LatentSpec, Laye
 from worker_service.model.tensors import TensorSource
 
 
+class AttentionNames(NamedTuple):
+    """What some families call otherwise. `{head}` stands for q and k."""
+
+    output: str = "o_proj"
+    head_norm: str = "{head}_norm"
+    sinks: str = "sinks"
+
+
+USUAL_NAMES = AttentionNames()
+
+
 def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
     """Takes a PRE_NORM layer."""
     hidden, mlp = spec.hidden_size, layer.mlp
@@ -29,8 +42,10 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
 
 
 def take_mixer(source: TensorSource, prefix: str, spec: MixerSpec, hidden: int) -> AttentionWeights | LatentWeights:
+    """Takes an attention's weights."""
     if isinstance(spec, LatentSpec):
         return take_latents(source, prefix, spec, hidden)
+    assert isinstance(spec, AttentionSpec)
     return take_attention(source, prefix, spec, hidden)
 
 
@@ -48,7 +63,7 @@ def take_linear(source: TensorSource, names: list[str], rows: list[int], columns
 
 
 def take_attention(
-    source: TensorSource, prefix: str, spec: AttentionSpec, hidden: int, sinks_name: str = "sinks"
+    source: TensorSource, prefix: str, spec: AttentionSpec, hidden: int, names: AttentionNames = USUAL_NAMES
 ) -> AttentionWeights:
     value_dim = spec.value_dim or spec.head_dim
     rows = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * value_dim]
@@ -56,11 +71,13 @@ def take_attention(
         take_linear(source, [f"{prefix}.{name}_proj"], [count], hidden, bias=spec.qkv_bias)
         for name, count in zip("qkv", rows, strict=True)
     )
-    output = take_linear(source, [f"{prefix}.o_proj"], [hidden], spec.num_heads * value_dim, bias=spec.output_bias)
+    output_name = f"{prefix}.{names.output}"
+    output = take_linear(source, [output_name], [hidden], spec.num_heads * value_dim, bias=spec.output_bias)
     q_norm, k_norm = (
-        source.take(f"{prefix}.{name}_norm.weight", spec.head_dim) if spec.qk_norm else None for name in "qk"
+        source.take(f"{prefix}.{names.head_norm.format(head=head)}.weight", spec.head_dim) if spec.qk_norm else None
+        for head in "qk"
     )
-    sinks = source.take(f"{prefix}.{sinks_name}", spec.num_heads, wide=True) if spec.has_sinks else None
+    sinks = source.take(f"{prefix}.{names.sinks}", spec.num_heads, wide=True) if spec.has_sinks else None
     if spec.interleaved:
         q, k = (_in_halves(linear, spec.head_dim, 0, spec.rotary_dim) for linear in (q, k))
     if spec.value_scale != 1.0:

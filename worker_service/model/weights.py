@@ -14,6 +14,7 @@ from worker_service.model.decoder import HEAD, expected_tensors
 from worker_service.model.spec import ModelSpec
 from worker_service.model.tensor_names import TensorNames, tensor_names
 from worker_service.model.tensors import Expected
+from worker_service.model.weight_copies import WeightCopies
 from worker_service.model.weight_formats import Part, Shape, WeightFormat
 
 Wanted = Mapping[str, Expected]
@@ -76,11 +77,12 @@ class CheckpointTensors:
         self._loaded_bytes = 0
         self._dtype = dtype
         self._device = device
+        self._copies = WeightCopies(device)
         self._progress = progress
 
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
         stored = self._checkpoint.read(name, shape)
-        parts = [part.to(self._device) for part in stored]
+        parts = [self._copies.copied(part) for part in stored]
         tensor = self._checkpoint.format.decoded(parts, torch.float32 if wide else self._dtype)
         self._loaded_bytes += sum(part.nbytes for part in stored)
         self._progress(self._loaded_bytes, self._total_bytes)

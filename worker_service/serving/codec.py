@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from protos.v1 import types_pb2, worker_pb2
+from rpc.version import package_version
 from session.limits import MAX_NAME_CHARS
 from session.wire.parts import encode_group_spec, encode_namespace
 from session.words import GroupSpec, Namespace
@@ -230,4 +231,5 @@ def encode_description(
         cache_epoch=epoch,
         draining=draining,
         config=dict(facts.config),
+        version=package_version(),
     )

@@ -36,6 +36,7 @@ class ManagerConfig:
     max_pinned_share: float = 0.5  # of a worker's pages, under Pin calls
     max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up, a fetch is late
     max_lease_bytes: int = 256 << 20  # of tokens that one worker's leases hold
+    max_total_lease_bytes: int = 1 << 30  # of tokens that all workers' leases hold together
     breaker_failures: int = 3
     breaker_ms: int = 5_000
     watch: bool = False  # whether events are made from the start; CacheManager.watch says it later
@@ -53,6 +54,7 @@ class ManagerConfig:
             "max_events",
             "max_spill_ms",
             "max_lease_bytes",
+            "max_total_lease_bytes",
         ):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, "must be at least 1")

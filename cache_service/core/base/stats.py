@@ -15,6 +15,9 @@ class GroupStats(NamedTuple):
     num_free: int
     num_evictable: int
     num_evicted: int
+    num_snapshots_taken: int = 0
+    num_snapshots_restored: int = 0
+    limited_tokens: int = 0
 
 
 class WorkerStats(NamedTuple):
@@ -40,6 +43,8 @@ class WorkerStats(NamedTuple):
     misses: tuple[tuple[MissReason, int], ...]
     pinned_tokens: int = 0
     matched_tokens: int = 0
+    restored_pages: int = 0
+    restored_tokens: int = 0
 
 
 class HostTierStats(NamedTuple):
@@ -67,3 +72,4 @@ class ClearResult(NamedTuple):
     num_host_rows: int
     num_pinned_pages: int = 0
     num_hidden_rows: int = 0  # of unknown namespace: kept for others, hidden from the cleared one
+    num_unconfirmed_workers: int = 0  # that have not confirmed that they forgot what was dropped

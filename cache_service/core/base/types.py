@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from session.words import Match, MissReason, Namespace, PageHash, WorkerId
+from session.words import Match, MissReason, Namespace, PageHash, SequenceId, WorkerId
 
 
 class Residence(IntEnum):
@@ -46,7 +46,16 @@ class Segment(NamedTuple):
     gone: Age | None = None
 
 
+class Holder(NamedTuple):
+    """A running sequence that holds leading tokens of a prompt."""
+
+    sequence_id: SequenceId
+    num_tokens: int
+
+
 class Explanation(NamedTuple):
+    """`holders` are the `num_holders` sequences that hold pages of the prompt, the largest first and bounded."""
+
     worker_id: WorkerId
     endpoint: str
     match: Match
@@ -54,6 +63,9 @@ class Explanation(NamedTuple):
     notes: tuple[str, ...]
     pinned_tokens: int = 0
     pin_left_ms: int = 0
+    holders: tuple[Holder, ...] = ()
+    num_holders: int = 0
+    spilling_tokens: int = 0
 
 
 class WorkerMatch(NamedTuple):
@@ -83,4 +95,12 @@ class Cleared(NamedTuple):
     worker_id: WorkerId | None
 
 
-Event = Stored | Removed | Cleared
+class Connection(NamedTuple):
+    """A worker's stream began, or ended: then its pages are of no use until it is back."""
+
+    worker_id: WorkerId
+    endpoint: str
+    is_connected: bool
+
+
+Event = Stored | Removed | Cleared | Connection

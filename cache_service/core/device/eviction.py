@@ -7,7 +7,8 @@
 
 Which pages may go is decided before: by `pin` and `unpin` in radix_tree.py, `read` and `drop` in sparse_pages.py.
 Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last. Of WINDOW and STATE pages the cold ones go
-first, then those of these classes: `_victim` in sparse_pages.py.
+first. Then WINDOW pages go by these classes: `_victim` in sparse_pages.py; snapshots have an order of their own, in
+snapshot_pages.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class LeafOrder(ABC):
     """What the tree tells a policy. `node.queue` is the queue that holds the node; None outside the order."""
 
     counts_uses: ClassVar[bool]
+    has_priorities: ClassVar[bool] = False
     protected_share: ClassVar[float] = 1.0
     """What classes above 0 may take of a WINDOW or STATE group; the oldest pages above it fall to class 0."""
 
@@ -56,7 +58,7 @@ class LeafOrder(ABC):
     def order(self) -> Iterator[Node]:
         """Every node in the order, next victim first."""
 
-    # WINDOW and STATE pages are ordered by the nodes in which they stand.
+    # WINDOW pages are ordered by the nodes in which they stand.
 
     def worth(self, node: Node) -> int:
         """Returns the class in which the node's pages wait for their eviction; within one, the oldest goes first."""
@@ -230,6 +232,7 @@ class Priority(LeafOrder):
     """Lower priority first; least recently released first within one priority."""
 
     counts_uses: ClassVar[bool] = False
+    has_priorities: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._levels: list[int] = []

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.transfer_table import Fetch
+from session.limits import MAX_LEAVE_AT
 from session.words import TOKEN_BYTES, Namespace, SequenceId, TicketId
+
+# Sequences that run already may hold so many times the bytes of tokens that new ones are held to: these wait.
+GROWTH = 2
 
 
 class Arrival(NamedTuple):
@@ -37,6 +41,7 @@ class Lease:
     resumed_pages: int = 0
     matched_pages: int = 0
     room_tokens: int = 0  # up to which snapshot boundaries have been offered
+    leave_at: frozenset[int] = frozenset()  # page boundaries at which others are known to part from it
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
     fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets
     arrived: tuple[Arrival, ...] = ()  # what the acks said so far
@@ -59,6 +64,13 @@ class Lease:
         num_tokens = len(self.prompt) // TOKEN_BYTES
         return (num_tokens - 1) // page_tokens, branch, num_tokens // page_tokens
 
+    def want(self, boundaries_tokens: tuple[int, ...], page_tokens: int) -> None:
+        """Others part from it there. What its launches have passed is forgotten, so that no more are kept than can be
+        named at once."""
+        ahead = {tokens // page_tokens for tokens in boundaries_tokens if tokens > self.computed_tokens}
+        ahead.update(boundary for boundary in self.leave_at if boundary * page_tokens > self.computed_tokens)
+        self.leave_at = frozenset(sorted(ahead)[:MAX_LEAVE_AT])
+
     def tokens(self, start: int, end: int) -> bytes:
         """Packed tokens between two byte offsets."""
         head = len(self.prompt)
@@ -69,26 +81,44 @@ class Lease:
         return self.prompt[start:] + self.accepted[: end - head]
 
 
+@dataclass(slots=True)
+class TokenBytes:
+    """Bytes of tokens that the leases of all workers hold."""
+
+    num_bytes: int = 0
+
+
 class LeaseTable(dict[SequenceId, Lease]):
     """Leases by sequence id, in the order in which they were granted."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: TokenBytes) -> None:
         super().__init__()
         self.num_bytes = 0
         """Of tokens that the leases hold."""
+        self.total = total
+        """The same of all workers' leases, these included."""
 
     def add(self, lease: Lease) -> None:
         self[lease.sequence_id] = lease
-        self.num_bytes += len(lease.prompt) + len(lease.accepted)
+        self._count(len(lease.prompt) + len(lease.accepted))
 
     def remove(self, sequence_id: SequenceId) -> None:
         lease = self.pop(sequence_id)
-        self.num_bytes -= len(lease.prompt) + len(lease.accepted)
+        self._count(-len(lease.prompt) - len(lease.accepted))
 
     def accept(self, lease: Lease, tokens: bytes) -> None:
         """Tokens beyond the prompt."""
         lease.accepted += tokens
-        self.num_bytes += len(tokens)
+        self._count(len(tokens))
+
+    def forget(self) -> None:
+        """The worker's state is dropped, and its leases with it."""
+        self.clear()
+        self._count(-self.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.total.num_bytes += num_bytes
 
     def all(self) -> list[Lease]:
         return list(self.values())

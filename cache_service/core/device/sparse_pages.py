@@ -28,8 +28,8 @@ from session.words import NO_PAGE, GroupSpec
 class Retention(IntEnum):
     """How long an evictable page stays: the lowest go first."""
 
-    COLD = 0  # left behind by a running window
-    WARM = 1  # before a prompt's end or a branch, and every snapshot
+    COLD = 0  # left behind by a running window; snapshots where no prompt is known to end or to branch
+    WARM = 1  # before a prompt's end or a branch
     SOFT = 2  # under a Pin call
 
 
@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return self.node.holder(self.page)
 
 
-class _Order:
+class Order:
     """Pages of one retention and class, those first that were let go of longest ago; every page has a stamp of its own.
 
     A page that was copied meanwhile comes back with its old stamp. It waits in a heap beside the queue, since moving
@@ -109,7 +109,7 @@ class SparsePages:
         self.places: dict[int, Place] = {}
         self._policy = policy
         self._max_protected = int(policy.protected_share * spec.num_pages)
-        self._orders: dict[tuple[Retention, int], _Order] = {}
+        self._orders: dict[tuple[Retention, int], Order] = {}
         self._order_of: dict[int, tuple[Retention, int]] = {}  # of evictable pages
         self._uses: dict[int, Use] = {}
         self._clock = 0
@@ -158,8 +158,8 @@ class SparsePages:
             self._clock += 1
             place = self.places.get(page_id)
             node = place.holder() if place is not None else None
-            worth = self._policy.worth(node) if node is not None and retention is Retention.WARM else 0
-            self._uses[page_id] = Use(retention, worth, self._clock)
+            worth = self._worth(page_id, node) if node is not None and retention is Retention.WARM else 0
+            self._uses[page_id] = Use(retention, worth, self._stamp(page_id))
             if held:
                 self.readers[page_id] = held
                 continue
@@ -172,6 +172,14 @@ class SparsePages:
         if freed:
             self.pool.give(pack(freed))
 
+    def _worth(self, page_id: int, node: Node) -> int:
+        """Returns the class of a WARM page that stands in this node."""
+        return self._policy.worth(node)
+
+    def _stamp(self, page_id: int) -> int:
+        """Returns the place within its class of a page that is let go of now: the lowest goes first."""
+        return self._clock
+
     def _append(self, page_id: int, key: tuple[Retention, int]) -> None:
         """The page becomes evictable, just used."""
         order = self._order(page_id, key)
@@ -183,11 +191,11 @@ class SparsePages:
             self._uses[oldest] = Use(Retention.WARM, 0, self._clock)
             self._order(oldest, (Retention.WARM, 0)).append(oldest, self._clock)
 
-    def _order(self, page_id: int, key: tuple[Retention, int]) -> _Order:
+    def _order(self, page_id: int, key: tuple[Retention, int]) -> Order:
         self._order_of[page_id] = key
         order = self._orders.get(key)
         if order is None:
-            order = self._orders[key] = _Order()
+            order = self._orders[key] = Order()
         return order
 
     def drop_unused(self, page_id: int) -> None:
@@ -251,7 +259,7 @@ class SparsePages:
                 self._leave_order(page_id)
                 self._clock += 1
                 last = self._uses[page_id]
-                self._uses[page_id] = last._replace(stamp=self._clock)
+                self._uses[page_id] = last._replace(stamp=self._stamp(page_id))
                 self._append(page_id, (retention, last.worth if retention is Retention.WARM else 0))
 
     def _leave_order(self, page_id: int) -> None:
@@ -260,6 +268,9 @@ class SparsePages:
         order.remove(page_id)
         if not order:
             del self._orders[key]
+
+    def check(self) -> None:
+        """For audits: raises AssertionError where a kind's own books of its pages disagree."""
 
     def order(self) -> dict[tuple[Retention, int], list[int]]:
         """Returns the evictable pages by retention and class, oldest first; for audits."""

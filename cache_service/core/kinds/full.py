@@ -112,6 +112,16 @@ class FullGroup(Group):
             self._taken(unpack(own)) or own
         )
 
+    def cannot_restore(self, page_ids: bytes, num_standing: int) -> str | None:
+        ids = unpack(page_ids)
+        if 0 in ids:
+            raise InvalidInput(f"page_ids[{self.number}]", f"a {self.spec.kind.name} group has no holes")
+        return self._taken(ids[num_standing:])
+
+    def restored(self, page_ids: bytes) -> bytearray:
+        self.pool.claim(unpack(page_ids))
+        return bytearray(page_ids)
+
     def adopt(self, lease: Lease, claim: bytes) -> None:
         self.pool.claim(unpack(claim))
         lease.holds[self.number] = bytearray(claim)

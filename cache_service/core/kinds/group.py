@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from cache_service.core.base.stats import GroupStats
-from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_node import Node, Packed
@@ -40,6 +39,7 @@ class Group(ABC):
 
     def __init__(self, number: int, spec: GroupSpec, page_tokens: int, pool: PagePool) -> None:
         self.number, self.spec, self.page_tokens, self.pool = number, spec, page_tokens, pool
+        self.limited_tokens = 0  # of admitted requests: matched, and not used since this group could not resume later
 
     # Where a sequence can resume.
 
@@ -175,6 +175,24 @@ class Group(ABC):
     def adopt(self, lease: Lease, claim: Any) -> None:
         """Take what was claimed, as the lease's hold."""
 
+    # Restore: pages that a worker's inventory says hold the KV of a run.
+
+    def cannot_restore(self, page_ids: bytes, num_standing: int) -> str | None:
+        """Returns which page is taken without which there is no run; its first `num_standing` pages are in the tree.
+
+        Raises InvalidInput for a hole where the group has none.
+        """
+        return None
+
+    def restored(self, page_ids: bytes) -> bytearray:
+        """Returns the group's pages of a new node; holes, for pages that `fill` puts in one by one."""
+        return bytearray(len(page_ids))
+
+    def fill(self, node: Node, first: int, page_ids: bytes) -> None:
+        """Where the path down to `node` lacks pages from page number `first` on, it takes those of these that are free.
+
+        Nobody reads them."""
+
     # For the kinds.
 
     def _table_of(self, adopt: Adopt) -> GroupPages:
@@ -198,15 +216,22 @@ class Group(ABC):
 class SparseGroup(Group):
     """A group with holes: pages may be missing inside a path, and are read, published and evicted one by one."""
 
-    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: LeafOrder) -> None:
-        self.pages = SparsePages(number, spec, policy)
-        super().__init__(number, spec, page_tokens, self.pages.pool)
+    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, pages: SparsePages) -> None:
+        self.pages = pages
+        super().__init__(number, spec, page_tokens, pages.pool)
 
     def _fill(self, node: Node, page: int, page_id: int) -> bool:
         is_hole = not node.page_id(self.number, page)
         if is_hole:
             self.pages.publish(page_id, node, page)
         return is_hole
+
+    def fill(self, node: Node, first: int, page_ids: bytes) -> None:
+        for page, page_id in enumerate(unpack(page_ids), first):
+            if page_id and self.pool.is_free(page_id) and not node.holder(page).page_id(self.number, page):
+                self.pages.claim(frozenset((page_id,)))
+                self.pages.publish(page_id, node.holder(page), page)
+                self.pages.drop((page_id,), Retention.WARM)
 
     def drop(self, page_ids: Packed) -> None:
         self.pages.drop(unpack(page_ids), Retention.WARM)
@@ -222,7 +247,8 @@ class SparseGroup(Group):
         return sum(len(present(row.page_ids)) for row in transfer.groups if row.group == self.number)
 
     def stats(self, evictable: int, evicted: int) -> GroupStats:
-        return super().stats(self.pages.num_evictable, self.pages.num_evicted)
+        counted = super().stats(self.pages.num_evictable, self.pages.num_evicted)
+        return counted._replace(limited_tokens=self.limited_tokens)
 
 
 def pages_of(num_tokens: int, page_tokens: int) -> int:

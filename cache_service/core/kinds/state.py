@@ -1,4 +1,15 @@
-"""STATE: snapshots at page boundaries. A sequence resumes at b when there is one at b; it is page number b - 1."""
+"""STATE: which slots a sequence gets, and where it leaves snapshots: at page boundaries. The one at b is page b - 1.
+
+Where a sequence leaves them, as far as there are slots:
+
+    wanted    the last boundary of its whole pages, the last one at which this very prompt could resume, the one where
+              it parts from cached KV, those where others are known to part from it (`leave_at`), and the last one that
+              its decode crossed
+    guessed   each multiple of `state_interval_tokens`, and the end of each chunk
+
+A wanted one may evict other snapshots. A guess takes a vacant slot or, at an interval, that of another guess, and
+leaves RESERVED_SLOTS for the next sequence.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from cache_service.core.base.stats import GroupStats
+from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
+from cache_service.core.device.snapshot_pages import SnapshotPages
 from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.kinds.group import SparseGroup
 from session.messages import Acquire, Adopt, Grant
-from session.words import PAGE_ID_BYTES, GroupPages, MissReason, PageId, SnapshotSlot
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, GroupSpec, MissReason, PageId, SnapshotSlot
+
+# What a guess leaves to others until it is published: the next sequence's working and rolling slots.
+RESERVED_SLOTS = 2
 
 
 @dataclass(slots=True)
@@ -37,6 +54,11 @@ class StateGroup(SparseGroup):
     has_table: ClassVar[bool] = False
     miss_reason: ClassVar[MissReason] = MissReason.NO_SNAPSHOT
     unit: ClassVar[str] = "slots"
+
+    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: LeafOrder) -> None:
+        self.snapshots = SnapshotPages(number, spec, policy)
+        super().__init__(number, spec, page_tokens, self.snapshots)
+        self.num_taken = self.num_restored = 0
 
     def resume(self, resident: bytes, limit: int) -> int:
         return resident.rfind(b"\1", 0, limit) + 1
@@ -82,15 +104,45 @@ class StateGroup(SparseGroup):
             lease.holds[self.number].rolling = self._slot()
 
     def offer(self, lease: Lease, room_tokens: int) -> Sequence[SnapshotSlot]:
-        offered: list[SnapshotSlot] = []
         if lease.bypass:
-            return offered
-        for boundary in sorted(set(lease.resume_boundaries(self.page_tokens, lease.matched_pages))):
-            tokens = boundary * self.page_tokens
-            if lease.room_tokens < tokens <= room_tokens and self.pages.num_available:
-                slot = lease.holds[self.number].leave[boundary] = self._slot()
-                offered.append(SnapshotSlot(self.number, tokens, PageId(slot)))
-        return offered
+            return ()
+        start, end = lease.room_tokens // self.page_tokens, room_tokens // self.page_tokens
+        if start >= end:
+            return ()
+        leave: dict[int, int] = lease.holds[self.number].leave
+        offered: list[int] = []
+        # The lease's own first: they are the likeliest to be hit.
+        for wanted in (self._own(lease), lease.leave_at):
+            for boundary in sorted(wanted):
+                if start < boundary <= end and boundary not in leave and self.pages.num_available:
+                    leave[boundary] = self._slot()
+                    offered.append(boundary)
+        for boundary in self._guesses(lease, start, end):
+            leave[boundary] = self._slot()
+            offered.append(boundary)
+        offered.sort()
+        return [SnapshotSlot(self.number, boundary * self.page_tokens, PageId(leave[boundary])) for boundary in offered]
+
+    def _own(self, lease: Lease) -> set[int]:
+        return set(lease.resume_boundaries(self.page_tokens, lease.matched_pages))
+
+    def _guesses(self, lease: Lease, start: int, end: int) -> list[int]:
+        """Returns the boundaries in (start, end] for which there are slots to spare; nothing is taken yet."""
+        leave: dict[int, int] = lease.holds[self.number].leave
+        num_vacant = max(self.pool.num_free - RESERVED_SLOTS, 0)
+        num_slots = max(self.pool.num_free + self.snapshots.num_cold - RESERVED_SLOTS, 0)
+        last = min(end, len(lease.prompt) // TOKEN_BYTES // self.page_tokens)
+        guesses: list[int] = []
+        interval = self.spec.state_interval_tokens // self.page_tokens
+        if interval and num_slots:
+            spaced = range(start // interval * interval + interval, last + 1, interval)
+            missing = [boundary for boundary in spaced if boundary not in leave]
+            # With fewer slots than boundaries, as evenly as they go.
+            step = -(-len(missing) // num_slots) or 1
+            guesses = missing[step - 1 :: step]
+        if end <= last and end not in leave and end not in guesses and len(guesses) < num_vacant:
+            guesses.append(end)
+        return guesses
 
     def describe(self, grant: Grant, lease: Lease) -> Grant:
         hold, tokens = lease.holds[self.number], grant.usable_tokens
@@ -108,9 +160,16 @@ class StateGroup(SparseGroup):
         hold: StateHold = lease.holds[self.number]
         computed = min(lease.computed_tokens // self.page_tokens, lease.published_pages)
         passed = [boundary for boundary in hold.leave if boundary <= computed]
-        nodes = self._publish_slots(lease, {boundary: hold.leave.pop(boundary) for boundary in passed})
+        nodes: list[Node] = []
+        if passed:
+            wanted = self._own(lease) | lease.leave_at
+            for boundary in passed:
+                retention = Retention.WARM if boundary in wanted else Retention.COLD
+                nodes += self._publish_slot(lease, boundary, hold.leave.pop(boundary), retention)
+            self.num_taken += len(nodes)
         if hold.restore and lease.computed_tokens > lease.resumed_pages * self.page_tokens:
-            self.pages.drop((hold.restore,), Retention.WARM)
+            self.snapshots.drop_restored(hold.restore)
+            self.num_restored += 1
             hold.restore = 0
         return nodes
 
@@ -119,22 +178,33 @@ class StateGroup(SparseGroup):
         if not hold.rolling or not 0 < boundary <= lease.published_pages:
             return ()
         slot, hold.rolling = hold.rolling, 0
-        return self._publish_slots(lease, {boundary: slot})
+        nodes = self._publish_slot(lease, boundary, slot, Retention.WARM)
+        self.num_taken += len(nodes)
+        return nodes
 
     def arrive(self, lease: Lease, page_ids: bytes, first: int, end: int) -> Sequence[Node]:
         leave: dict[int, int] = lease.holds[self.number].leave
-        arrived = [page + 1 for page, slot in enumerate(unpack(page_ids), first) if slot and page < end]
-        return self._publish_slots(lease, {boundary: leave.pop(boundary) for boundary in arrived})
-
-    def _publish_slots(self, lease: Lease, slots: dict[int, int]) -> list[Node]:
-        """Give private slots to the tree, by boundary; where there is a snapshot already, the slot is freed."""
-        nodes = []
-        for boundary, slot in slots.items():
-            node = lease.node.holder(boundary - 1)
-            if self._fill(node, boundary - 1, slot):
-                nodes.append(node)
-            self.pages.drop((slot,), Retention.WARM)
+        nodes: list[Node] = []
+        for page, slot in enumerate(unpack(page_ids), first):
+            if slot and page < end:
+                nodes += self._publish_slot(lease, page + 1, leave.pop(page + 1), Retention.WARM)
         return nodes
+
+    def _publish_slot(self, lease: Lease, boundary: int, slot: int, retention: Retention) -> list[Node]:
+        """Give a private slot to the tree; where there is a snapshot already, the slot is freed. Returns the node that
+        holds more now, if any does."""
+        node = lease.node.holder(boundary - 1)
+        is_new = self._fill(node, boundary - 1, slot)
+        self.pages.drop((slot,), retention)
+        if is_new:
+            return [node]
+        if retention is Retention.WARM:
+            self.snapshots.warm(node.page_id(self.number, boundary - 1))
+        return []
+
+    def stats(self, evictable: int, evicted: int) -> GroupStats:
+        counted = super().stats(evictable, evicted)
+        return counted._replace(num_snapshots_taken=self.num_taken, num_snapshots_restored=self.num_restored)
 
     def held(self, lease: Lease) -> Packed:
         hold: StateHold = lease.holds[self.number]

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
-from cache_service.core.device.sparse_pages import Retention
+from cache_service.core.device.sparse_pages import Retention, SparsePages
 from cache_service.core.kinds.full import leading
 from cache_service.core.kinds.group import SparseGroup, pages_of
 from session.errors import InvalidInput
 from session.messages import Acquire, Adopt
-from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, MissReason
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, GroupSpec, MissReason
 
 
 @dataclass(slots=True)
@@ -44,6 +45,9 @@ class WindowHold:
 
 class WindowGroup(SparseGroup):
     miss_reason: ClassVar[MissReason] = MissReason.WINDOW_GONE
+
+    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: LeafOrder) -> None:
+        super().__init__(number, spec, page_tokens, SparsePages(number, spec, policy))
 
     def resume(self, resident: bytes, limit: int) -> int:
         run = self.reach_pages()
@@ -147,7 +151,7 @@ class WindowGroup(SparseGroup):
             first = min(first, lease.published_pages)
         if first > hold.first:
             run = self.reach_pages()
-            ends = lease.resume_boundaries(self.page_tokens, lease.resumed_pages)
+            ends = (*lease.resume_boundaries(self.page_tokens, lease.resumed_pages), *lease.leave_at)
             dropped = hold.page_ids[: first - hold.first]
             warm = [any(end - run <= page < end for end in ends) for page in range(hold.first, first)]
             del hold.page_ids[: len(dropped)]

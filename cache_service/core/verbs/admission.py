@@ -56,9 +56,9 @@ def plan_acquire(
         found = _nothing(cache, acquire)
     else:
         found = match_prefix(cache, acquire.namespace, tokens, host, hashes)
-    most = cache.config.max_lease_bytes
-    if cache.leases.num_bytes + len(tokens) > most and cache.leases:
-        return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, f"live sequences may hold {most} bytes of tokens")
+    lacks_bytes = lacks_lease_bytes(cache, len(tokens))
+    if lacks_bytes is not None:
+        return Refusal(acquire.sequence_id, RefusalReason.NO_ROOM, lacks_bytes)
     detail, limiting = "", None
     is_plain = found.host_pages == found.usable_pages
     for boundary in (found.usable_pages, 0) if is_plain else _boundaries(cache, found):
@@ -112,6 +112,21 @@ def never_fits(cache: DeviceCache, acquire: Acquire) -> str | None:
         never = group.never_fits(num_tokens, acquire.chunk_tokens, acquire.reserve_pages)
         if never is not None:
             return never
+    return None
+
+
+def lacks_lease_bytes(cache: DeviceCache, num_bytes: int, times: int = 1) -> str | None:
+    """Returns which limit a new lease of so many bytes of tokens exceeds, `times` the limit; None for none.
+
+    Where nobody holds any, the longest prompt is admitted.
+    """
+    leases, config = cache.leases, cache.config
+    most, most_of_all = times * config.max_lease_bytes, times * config.max_total_lease_bytes
+    total = leases.total.num_bytes
+    if leases.num_bytes and leases.num_bytes + num_bytes > most:
+        return f"live sequences may hold {most} bytes of tokens"
+    if total and total + num_bytes > most_of_all:
+        return f"live sequences of all workers together may hold {most_of_all} bytes of tokens"
     return None
 
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from cache_service.core.device.lease_table import Lease
+from cache_service.core.device.lease_table import GROWTH, Lease
 from cache_service.core.device.radix_node import Root
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import leasing, publishing
+from cache_service.core.verbs.admission import lacks_lease_bytes
 from cache_service.core.verbs.prefix_match import page_ids
 from cache_service.core.verbs.step_check import check_sequence, check_tokens
 from session.errors import InvalidInput
 from session.messages import Adopt, Grant, Refusal
 from session.words import (
     PAGE_ID_BYTES,
+    TOKEN_BYTES,
     GroupPages,
     Match,
     MissReason,
@@ -29,8 +31,14 @@ from session.words import (
 
 
 def adopt(cache: DeviceCache, item: Adopt) -> Grant | Refusal:
-    """Refused (queue it again) where a page that it names is somebody else's by now; nothing changed then."""
+    """Refused (queue it again) where a page that it names is somebody else's by now, beyond the bytes that leases may
+    hold, or where a Clear call came before it, whose namespace it would fill again; nothing changed then."""
     _check(cache, item)
+    if not item.bypass_cache and cache.restored.is_cleared(item.namespace):
+        return Refusal(item.sequence_id, RefusalReason.NO_ROOM, "the namespace was cleared")
+    lacks_bytes = lacks_lease_bytes(cache, len(item.tokens), GROWTH)
+    if lacks_bytes is not None:
+        return Refusal(item.sequence_id, RefusalReason.NO_ROOM, lacks_bytes)
     walk = _shared(cache, item)
     claims = [group.claim(item, page_ids(cache.tree, walk, group.number)) for group in cache.groups]
     taken = next((claim for claim in claims if isinstance(claim, str)), None)
@@ -105,6 +113,15 @@ def _shared(cache: DeviceCache, adopt: Adopt) -> Walk:
     return cache.tree.walk(root, adopt.tokens, 0, limit * layout.page_key_bytes)
 
 
+def _asked_tokens(adopt: Adopt) -> int:
+    """Returns up to where launches may go without an extend: a slot for a boundary before that would never be written.
+
+    A sequence that decodes computes its last token in the pages that it has; a prompt's next chunk is asked for.
+    """
+    num_tokens = len(adopt.tokens) // TOKEN_BYTES
+    return num_tokens if num_tokens <= adopt.computed_tokens + 1 else adopt.computed_tokens
+
+
 # The commit: cannot fail.
 
 
@@ -127,11 +144,14 @@ def _commit(cache: DeviceCache, adopt: Adopt, walk: Walk, claims: list[Any]) -> 
         matched_pages=node.end,
         holds=[None] * len(cache.groups),
         full_end=node.end,
-        room_tokens=adopt.computed_tokens,
+        room_tokens=_asked_tokens(adopt),
         bypass=adopt.bypass_cache,
     )
     for group, claim in zip(cache.groups, claims, strict=True):
         group.adopt(lease, claim)
+    for step in cache.tree.path(node):  # what the shared part lacks
+        for sparse in cache.sparse:
+            sparse.merge(lease, step, step.start, step.end, [])
     cache.leases.add(lease)
     publishing.publish(cache, lease, b"", adopt.computed_tokens)
     return lease

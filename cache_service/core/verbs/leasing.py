@@ -61,6 +61,9 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     counters.matched += grant.match.matched_tokens
     counters.cached += grant.cached_tokens
     counters.fetched += grant.fetched_tokens
+    for group in cache.sparse:
+        if group.spec.name == grant.match.limiting_group:
+            group.limited_tokens += grant.match.matched_tokens - grant.match.usable_tokens
     reason = grant.match.miss_reason
     counters.misses[reason] = counters.misses.get(reason, 0) + 1
     return grant
@@ -68,7 +71,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
 
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     tree = cache.tree
-    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass = acquire
+    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass, leave_at = acquire
     node = tree.node_at(plan.place)
     if node.parent is None:  # a prompt of which nothing is cached may have met a stand-in for its root
         node = tree.root(namespace)
@@ -81,6 +84,8 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, holds, priority, chunk_tokens, bypass)
     lease.computed_tokens = plan.boundary * cache.layout.page_tokens
     lease.resumed_pages, lease.matched_pages = plan.boundary, plan.found.matched_pages
+    if leave_at:
+        lease.want(leave_at, cache.layout.page_tokens)
     num_pages = plan.total - plan.base
     cache.make_room(num_pages)  # the pages that the plan reuses belong to pinned nodes
     for group in cache.groups:
@@ -133,8 +138,14 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
     """After the acks of its fetches, from the tokens that the lease keeps; a refusal ends it."""
     drop_holdings(cache, lease)
     cache.leases.remove(lease.sequence_id)
+    page_tokens = cache.layout.page_tokens
     acquire = Acquire(
-        lease.sequence_id, lease.namespace, lease.prompt, chunk_tokens=lease.chunk_tokens, priority=lease.priority
+        sequence_id=lease.sequence_id,
+        namespace=lease.namespace,
+        tokens=lease.prompt,
+        chunk_tokens=lease.chunk_tokens,
+        priority=lease.priority,
+        leave_at=tuple([boundary * page_tokens for boundary in sorted(lease.leave_at)]),
     )
     if lease.hashes is not None:
         lease.hashes.reach.clear()  # rows have come and gone since
@@ -171,6 +182,8 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
         if gained is not None:
             pages.append(gained)
     lease.full_end += num_pages
+    if item.leave_at:
+        lease.want(item.leave_at, cache.layout.page_tokens)
     leave: list[SnapshotSlot] = []
     for sparse in cache.sparse:
         leave += sparse.offer(lease, item.num_tokens)
@@ -188,7 +201,7 @@ def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason, rolling_tok
     kept = None
     if lease.fetches:
         kept = fetching.orphan(cache, lease)
-    elif rolling_tokens and reason is ReleaseReason.FINISHED:
+    elif rolling_tokens and reason is not ReleaseReason.ABORTED:
         for group in cache.sparse:
             publishing.queue_spills(cache, group.finish(lease, rolling_tokens // cache.layout.page_tokens))
     drop_holdings(cache, lease, kept)

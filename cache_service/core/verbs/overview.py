@@ -8,7 +8,9 @@ from itertools import takewhile
 from cache_service.core.base.stats import WorkerStats
 from cache_service.core.base.types import Explanation, Residence, Segment
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.kinds.group import residency
 from cache_service.core.verbs.ages import UsedPart, gone_age, used_parts
+from cache_service.core.verbs.holders import find_holders
 from cache_service.core.verbs.many_workers_match import PromptMatch
 from cache_service.core.verbs.prefix_match import PrefixMatch
 from cache_service.core.worker import Worker
@@ -16,6 +18,8 @@ from session.words import TOKEN_BYTES, MissReason, Namespace
 
 # Namespaces that Explain looks at between two yields: about 1 ms.
 ROOTS_IN_A_SLICE = 2_000
+# Snapshots that Explain names of each group.
+MAX_NAMED = 8
 
 _SENTENCES = {
     MissReason.NEVER_SEEN: "No request with these tokens has been published here.",
@@ -36,6 +40,7 @@ def explain(
     cache = worker.cache
     found = prompt.prefix(cache)
     pinned, left_ms = _pinned(cache, found, now_ms)
+    held = find_holders(cache, found)
     match = found.match(cache.layout.page_tokens)
     segments = _segments(found, used_parts(cache, found, now_ms), cache.layout.page_tokens, len(tokens) // TOKEN_BYTES)
     reason, gone = found.reason, gone_age(cache, found, tokens, now_ms)
@@ -47,10 +52,24 @@ def explain(
         match = match._replace(miss_reason=reason)
     segments[-1] = segments[-1]._replace(miss_reason=reason, gone=gone)
     notes = [_SENTENCES[reason].format(group=match.limiting_group)]
+    notes += _snapshot_notes(cache, found)
     if cache.host is not None and cache.host.index.breaker.is_open:
         notes.append("The host tier is not asked: its breaker is open.")
     hello = worker.hello
-    return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms)
+    return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms, *held)
+
+
+def _snapshot_notes(cache: DeviceCache, found: PrefixMatch) -> list[str]:
+    """Where the matched prefix has snapshots: why an earlier boundary than the last matched one is used."""
+    notes = []
+    for group in cache.sparse:
+        if group.has_table or not found.matched_pages:
+            continue
+        flags = residency(found.sparse_ids[group.number])
+        ends = [(page + 1) * group.page_tokens for page, held in enumerate(flags) if held]
+        named = ", ".join(map(str, ends[-MAX_NAMED:])) or "none"
+        notes.append(f"Snapshots of group {group.spec.name} in the matched tokens: {len(ends)}; the last at {named}.")
+    return notes
 
 
 def _segments(found: PrefixMatch, parts: list[UsedPart], page_tokens: int, num_tokens: int) -> list[Segment]:
@@ -120,4 +139,6 @@ def worker_stats(worker: Worker) -> WorkerStats:
         misses=tuple(sorted(counters.misses.items())),
         matched_tokens=counters.matched,
         pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
+        restored_pages=counters.restored,
+        restored_tokens=counters.restored * cache.layout.page_tokens,
     )

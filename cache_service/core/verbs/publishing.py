@@ -54,7 +54,7 @@ def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages
         cache.unpin(old)
     lease.node, lease.published_pages = node, end
     if runs is not None:
-        _tell(cache, lease, runs)
+        tell(cache, lease.node, runs)
     return remaps
 
 
@@ -122,22 +122,24 @@ def queue_spills(cache: DeviceCache, nodes: Iterable[Node]) -> None:
                 cache.spill_queue[node] = None
 
 
-def _tell(cache: DeviceCache, lease: Lease, runs: list[Run]) -> None:
+def tell(cache: DeviceCache, node: Node, runs: list[Run]) -> None:
+    """Says what became findable on the path down to `node`."""
     queue_spills(cache, [run.node for run in runs])
     if cache.events.is_wanted:
-        cache.tree.ensure_hashes(lease.node)
+        cache.tree.ensure_hashes(node)
         for run in runs:
-            if run.fresh:
-                _record_stored(cache, run)
+            for event in stored_events(cache, run.node, run.first, run.end) if run.fresh else ():
+                cache.events.record(event)
 
 
-def _record_stored(cache: DeviceCache, run: Run) -> None:
-    node, size = run.node, cache.layout.page_key_bytes
-    first, end = run.first - node.start, run.end - node.start
+def stored_events(cache: DeviceCache, node: Node, start: int, stop: int) -> list[Stored]:
+    """Returns what tells of a node's pages, by page number, whose hashes are filled in: one event for each group."""
+    size = cache.layout.page_key_bytes
+    first, end = start - node.start, stop - node.start
     packed = bytes(node.hashes[first * HASH_BYTES : end * HASH_BYTES])
     hashes = tuple(PageHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES))
     before = node.hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else None
     parent = bytes(before if before is not None else node.parent.hashes[-HASH_BYTES:])  # type: ignore[union-attr]
     tokens = bytes(node.key[first * size : end * size])
-    for number in cache.event_groups:
-        cache.events.record(Stored(cache.worker_id, number, node.root.namespace, parent, hashes, tokens))
+    namespace = node.root.namespace
+    return [Stored(cache.worker_id, number, namespace, parent, hashes, tokens) for number in cache.event_groups]

@@ -140,7 +140,8 @@ def void(cache: DeviceCache) -> None:
         spill = cache.transfers.spills.pop(ticket)
         _close(cache, spill)
         _unmark(spill, spill.transfer.first_page)
-        cache.spill_queue[spill.node] = None
+        if spill.node.resident:  # without a FULL group the unpinned node may have been trimmed
+            cache.spill_queue[spill.node] = None
 
 
 def abandon_old(cache: DeviceCache, now_ms: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, UnknownTicket
-from cache_service.core.device.lease_table import Lease
+from cache_service.core.device.lease_table import GROWTH, Lease
 from cache_service.core.device_cache import DeviceCache
 from session.errors import FieldError, InvalidInput, TooMany
 from session.limits import (
+    MAX_LEAVE_AT,
     MAX_NAME_CHARS,
     MAX_SEQUENCE_ID,
 )
@@ -61,6 +62,9 @@ def check_publish(cache: DeviceCache, publish: Publish) -> Lease:
     num_tokens = (len(lease.prompt) + len(lease.accepted) + num_bytes) // TOKEN_BYTES
     if num_tokens > cache.config.max_sequence_tokens:
         raise InvalidInput("tokens", f"{num_tokens} tokens; at most {cache.config.max_sequence_tokens}")
+    if num_bytes and cache.leases.total.num_bytes + num_bytes > GROWTH * cache.config.max_total_lease_bytes:
+        most = GROWTH * cache.config.max_total_lease_bytes
+        raise TooMany("tokens", f"live sequences of all workers together may grow to {most} bytes of tokens")
     if not lease.computed_tokens <= computed <= num_tokens:
         wrong = (
             f"is less than {lease.computed_tokens}"
@@ -92,7 +96,18 @@ def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
     if not 1 <= extend.num_tokens <= cache.config.max_sequence_tokens:
         limit = cache.config.max_sequence_tokens
         raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
+    if extend.leave_at:
+        _check_leave_at(cache, extend.leave_at)
     return lease
+
+
+def _check_leave_at(cache: DeviceCache, boundaries: tuple[int, ...]) -> None:
+    if len(boundaries) > MAX_LEAVE_AT:
+        raise TooMany("leave_at", f"has {len(boundaries)} boundaries; at most {MAX_LEAVE_AT}")
+    page_tokens = cache.layout.page_tokens
+    for boundary in boundaries:
+        if boundary <= 0 or boundary % page_tokens:
+            raise InvalidInput("leave_at", f"{boundary} is no boundary of pages of {page_tokens}")
 
 
 def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
@@ -103,6 +118,8 @@ def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
     if acquire.reserve_pages < 0 or acquire.chunk_tokens < 0:
         name = "reserve_pages" if acquire.reserve_pages < 0 else "chunk_tokens"
         raise InvalidInput(name, "must not be negative")
+    if acquire.leave_at:
+        _check_leave_at(cache, acquire.leave_at)
 
 
 def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:
@@ -113,6 +130,11 @@ def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Names
         raise DuplicateSequence("sequence_id", f"{sequence_id} holds a lease already")
     if len(cache.leases) >= cache.config.max_live_sequences:
         raise TooMany("sequence_id", f"more than {cache.config.max_live_sequences} live sequences")
+    check_namespace(cache, namespace)
+
+
+def check_namespace(cache: DeviceCache, namespace: Namespace) -> None:
+    """May this worker have a root of that namespace?"""
     if cache.model and namespace.model != cache.model:
         raise InvalidInput("namespace.model", f"{namespace.model!r} is not {cache.model!r}, this worker's model")
     if namespace in cache.tree.roots:

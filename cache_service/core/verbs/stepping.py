@@ -1,4 +1,4 @@
-"""Apply a Step to one worker's cache, in this order: acks, publishes, releases, adopts, extends, acquires.
+"""Apply a Step to one worker's cache: acks, publishes, releases, adopts, inventory, extends, acquires, in this order.
 
 Each item is checked right before it is applied: one that is wrong is refused alone, and changes
 nothing. Any other exception in here is a fault of ours, and leaves the cache in no state to go on from.
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from cache_service.core.base.errors import DuplicateSequence
 from cache_service.core.device_cache import DeviceCache
-from cache_service.core.verbs import adoption, fetching, leasing, publishing, spilling, step_check
+from cache_service.core.verbs import adoption, fetching, leasing, publishing, restoring, spilling, step_check
 from cache_service.core.verbs.admission import never_fits
 from session.errors import FieldError, InvalidInput, TooMany
 from session.messages import (
@@ -20,14 +20,17 @@ from session.messages import (
     Acquire,
     Adopt,
     BadItem,
+    BadRun,
     Extend,
     ExtendGrant,
     Grant,
+    Inventory,
     Publish,
     Rates,
     Refusal,
     Release,
     Remap,
+    RunRefusal,
     Step,
     StepReply,
 )
@@ -45,6 +48,7 @@ class _Reply:
         self.extends: list[ExtendGrant] = []
         self.refusals: list[Refusal] = []
         self.remaps: list[Remap] = []
+        self.run_refusals: list[RunRefusal] = []
         self.no_room = False
 
     def refuse(self, refusal: Refusal) -> None:
@@ -102,12 +106,21 @@ def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
         reply.apply("releases", step.releases, partial(release, cache, ended=ended), [])
     if step.adopts:
         _apply_adopts(cache, step, reply)
+    if step.inventory is not None:
+        _apply_inventory(cache, step.inventory, reply)
     if step.extends:
         reply.apply("extends", step.extends, partial(extend, cache), reply.extends, ended)
     if step.acquires:
         reply.apply("acquires", step.acquires, lambda item: acquire(cache, item, barred=reply.no_room), reply.grants)
+    free_pages = tuple([group.pool.num_free for group in cache.groups])
     return StepReply(
-        step.step_id, tuple(reply.grants), tuple(reply.extends), tuple(reply.refusals), tuple(reply.remaps)
+        step.step_id,
+        tuple(reply.grants),
+        tuple(reply.extends),
+        tuple(reply.refusals),
+        tuple(reply.remaps),
+        free_pages,
+        tuple(reply.run_refusals),
     )
 
 
@@ -186,6 +199,26 @@ def _apply_adopts(cache: DeviceCache, step: Step, reply: _Reply) -> None:
 
     reply.apply("adopts", step.adopts, adopt, reply.grants)
     reply.no_room = no_room
+
+
+def _apply_inventory(cache: DeviceCache, inventory: Inventory, reply: _Reply) -> None:
+    """A page that is taken by now bars no acquire."""
+    num_pages, most = 0, cache.config.max_adopt_pages
+    for number, run in enumerate(inventory.runs):
+        try:
+            if isinstance(run, BadRun):
+                raise InvalidInput(run.field, run.reason)
+            num_pages += sum(map(len, run.page_ids)) // PAGE_ID_BYTES
+            if num_pages > most:
+                raise TooMany("page_ids", f"{num_pages} pages are named by the inventory of one step; at most {most}")
+            refusal = restoring.restore(cache, run)
+        except FieldError as error:
+            field = ".".join(filter(None, (f"step.inventory.runs[{number}]", error.field)))
+            refusal = RunRefusal(run.run, RefusalReason.INVALID, error.reason, field)
+        if refusal is not None:
+            reply.run_refusals.append(refusal)
+    if inventory.is_complete:
+        cache.restored.close()
 
 
 def _merged(known: Rates, measured: Rates) -> Rates:

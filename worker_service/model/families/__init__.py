@@ -9,6 +9,7 @@ from worker_service.model.families import (
     gemma,
     glm4_moe,
     gpt_oss,
+    lfm2,
     llama,
     mimo_v2,
     mixtral,
@@ -30,6 +31,7 @@ FAMILIES = (
     deepseek.FAMILY_V2,
     deepseek.FAMILY_V3,
     deepseek.FAMILY_GLM4_LITE,
+    lfm2.FAMILY,
 )
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 

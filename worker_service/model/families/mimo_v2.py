@@ -13,7 +13,7 @@ from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.layer_weights import LayerWeights
 from worker_service.model.rope_fields import reach, read_ropes, rotary_dim
 from worker_service.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
-from worker_service.model.take_weights import take_attention, take_mlp
+from worker_service.model.take_weights import AttentionNames, take_attention, take_mlp
 from worker_service.model.tensors import TensorSource
 
 MIMO_V2_FLASH = "MiMoV2FlashForCausalLM"
@@ -78,7 +78,7 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     assert isinstance(mixer, AttentionSpec)
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=take_attention(source, f"{prefix}.self_attn", mixer, hidden, "attention_sink_bias"),
+        mixer=take_attention(source, f"{prefix}.self_attn", mixer, hidden, AttentionNames(sinks="attention_sink_bias")),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=take_mlp(source, f"{prefix}.mlp", layer.mlp, hidden),
     )

@@ -1,0 +1,15 @@
+"""Which version of the package runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+
+@cache
+def package_version() -> str:
+    """Returns the installed package's version; empty where only its modules were copied."""
+    try:
+        return version("stemcache")
+    except PackageNotFoundError:
+        return ""

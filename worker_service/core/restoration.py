@@ -1,0 +1,210 @@
+"""Offers the inventory to a cache service that has lost its state, in slices, beside everything else that a step says.
+
+Pages that nothing branches from but one go together as a run. Runs go out in the order of their last use, oldest
+first, each behind the run that it hangs on: the service evicts what came first.
+
+A step is built when every earlier reply was applied, and the service applies its inventory before it grants anything of
+it. So no page that is offered was granted in between, and what is granted before its turn comes is known no more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from session.messages import CachedRun
+from session.messages import Inventory as Slice
+from session.words import NO_PAGE, PAGE_ID_BYTES, TOKEN_BYTES, GroupKind, GroupSpec
+from worker_service.core.inventory import Inventory
+from worker_service.core.limits import ITEM_BYTES, MessageRoom, name_bytes
+from worker_service.core.recorder import Recorder
+
+
+class PageRecords(NamedTuple):
+    """What is known of pages, and what of it is still to be offered."""
+
+    recorder: Recorder
+    restoration: Restoration
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """`number` is that of its last piece; 0: none was sent, or not all of them."""
+
+    parent: _Run | None
+    page_ids: array[int]  # of the leading group
+    last_used: int = 0
+    is_planned: bool = False
+    num_sent: int = 0
+    number: int = 0
+
+
+class Restoration:
+    def __init__(self, inventory: Inventory, groups: tuple[GroupSpec, ...]) -> None:
+        self._inventory = inventory
+        self._groups = groups
+        self._whole = [group for group in inventory.leads if groups[group].kind is GroupKind.FULL]
+        self._runs: Iterator[_Run] | None = None
+        self._run: _Run | None = None  # of which pieces are still to be sent
+        self._horizon = 0
+        self._last_number = 0
+        self._page_of: dict[int, array[int]] = {}  # of the other groups, by the leading group's page
+
+    @property
+    def is_pending(self) -> bool:
+        return self._runs is not None
+
+    def begin(self) -> None:
+        """The service has a new state, which knows no page."""
+        self.end()
+        if self._inventory.leading is not None and self._inventory.num_pages:
+            self._horizon, self._last_number = self._inventory.clock, 0
+            self._page_of = {group: self._pages_by_lead(group) for group in self._inventory.leads}
+            self._runs = iter(_oldest_first(self._all_runs()))
+
+    def end(self) -> None:
+        """Nothing more is offered."""
+        self._runs = self._run = None
+        self._page_of = {}
+
+    def take(self, room: MessageRoom, max_pages: int) -> Slice | None:
+        """Returns what goes with the next step, at most `max_pages` of all groups together; None: nothing."""
+        if self._runs is None:
+            return None
+        pieces: list[CachedRun] = []
+        pages_left = max_pages // len(self._groups)
+        # Of limits that no page fits into nothing is ever sent.
+        while max_pages >= len(self._groups) and self._next_run():
+            assert self._run is not None
+            piece = self._piece(self._run, room, pages_left)
+            if piece is None:
+                return Slice(tuple(pieces), is_complete=False) if pieces else None
+            pages_left -= len(piece.page_ids[0]) // PAGE_ID_BYTES
+            pieces.append(piece)
+        self.end()
+        return Slice(tuple(pieces), is_complete=True)
+
+    # -- what to send --
+
+    def _next_run(self) -> bool:
+        """Whether `_run` has something to send; a run whose parent was not sent whole is passed over."""
+        assert self._runs is not None
+        while self._run is None or self._run.num_sent == len(self._run.page_ids) or not self._is_alive(self._run):
+            if self._run is not None and self._run.num_sent < len(self._run.page_ids):
+                self._run.number = 0
+            self._run = next(self._runs, None)
+            if self._run is None:
+                return False
+        return True
+
+    def _is_alive(self, run: _Run) -> bool:
+        """Whether the run's next page is what it was, behind a page that was sent."""
+        if run.parent is not None and not run.parent.number:
+            return False
+        return self._is_as_planned(run.page_ids[run.num_sent])
+
+    def _is_as_planned(self, page_id: int) -> bool:
+        inventory = self._inventory
+        parent = inventory.parents[page_id]
+        stamp = inventory.stamps[page_id]
+        is_same = 0 < stamp <= self._horizon and (
+            not parent or inventory.stamps[parent] == inventory.parent_stamps[page_id]
+        )
+        return is_same and all(self._page_at(group, page_id) for group in self._whole)
+
+    def _page_at(self, group: int, lead: int) -> int:
+        """Returns the group's page at the place of this page of the leading group; NO_PAGE where nothing is known."""
+        inventory, page_id = self._inventory, self._page_of[group][lead]
+        is_there = page_id and inventory.leads[group][page_id] == lead
+        return page_id if is_there and inventory.lead_stamps[group][page_id] == inventory.stamps[lead] else NO_PAGE
+
+    def _piece(self, run: _Run, room: MessageRoom, max_pages: int) -> CachedRun | None:
+        """Returns the run's next pages, as many as fit; None where not one does."""
+        inventory, first = self._inventory, run.num_sent
+        is_start = run.parent is None and not first
+        namespace = inventory.namespace(run.page_ids[first]) if is_start else None
+        page_bytes = TOKEN_BYTES * inventory.page_tokens + PAGE_ID_BYTES * len(self._groups)
+        fixed = ITEM_BYTES * (1 + len(self._groups)) + (name_bytes(namespace) if namespace is not None else 0)
+        num_pages = min(max_pages, (room.num_bytes - fixed) // page_bytes)
+        if num_pages < 1 or not room.take(CachedRun, fixed + page_bytes):
+            return None
+        sent = array("I", run.page_ids[first : first + 1])
+        for page_id in run.page_ids[first + 1 : first + num_pages]:
+            if not self._is_as_planned(page_id) or not room.take_bytes(page_bytes):
+                break
+            sent.append(page_id)
+        above = run.number if first else run.parent.number if run.parent is not None else 0
+        self._last_number += 1
+        run.number, run.num_sent = self._last_number, first + len(sent)
+        tokens = b"".join(inventory.page(page_id).tobytes() for page_id in sent)
+        page_ids = tuple(self._ids_of(group, sent) for group in range(len(self._groups)))
+        return CachedRun(run.number, above, namespace, tokens, page_ids)
+
+    def _ids_of(self, group: int, leading: array[int]) -> bytes:
+        """Returns the group's pages at the places of these, with holes where nothing is known."""
+        if group == self._inventory.leading:
+            return leading.tobytes()
+        return array("I", [self._page_at(group, lead) for lead in leading]).tobytes()
+
+    # -- the plan --
+
+    def _pages_by_lead(self, group: int) -> array[int]:
+        inventory = self._inventory
+        page_of = array("I", bytes(PAGE_ID_BYTES * len(inventory.stamps)))
+        leads, stamps = inventory.leads[group], inventory.stamps
+        for page_id, stamp in enumerate(inventory.lead_stamps[group]):
+            if stamp and stamps[leads[page_id]] == stamp:
+                page_of[leads[page_id]] = page_id
+        return page_of
+
+    def _all_runs(self) -> list[_Run]:
+        """Returns every run whose chain is known from its start, parents first."""
+        inventory = self._inventory
+        stamps, parents, parent_stamps, used = (
+            inventory.stamps,
+            inventory.parents,
+            inventory.parent_stamps,
+            inventory.used,
+        )
+        known = sorted((page_id for page_id, stamp in enumerate(stamps) if stamp), key=stamps.__getitem__)
+        reached = bytearray(len(stamps))
+        num_children = array("I", bytes(4 * len(stamps)))
+        chained: list[int] = []
+        for page_id in known:  # a page is recorded after the one before it
+            parent = parents[page_id]
+            if parent and not (reached[parent] and stamps[parent] == parent_stamps[page_id]):
+                continue
+            if all(self._page_of[group][page_id] for group in self._whole):
+                reached[page_id] = 1
+                num_children[parent] += 1
+                chained.append(page_id)
+        runs: list[_Run] = []
+        run_of: dict[int, _Run] = {}  # by the last page so far
+        for page_id in chained:
+            parent = parents[page_id]
+            run = run_of.get(parent) if parent else None
+            if run is None or num_children[parent] > 1:
+                run = _Run(run, array("I"))
+                runs.append(run)
+            else:
+                del run_of[parent]
+            run.page_ids.append(page_id)
+            run.last_used = max(run.last_used, used[page_id])
+            run_of[page_id] = run
+        return runs
+
+
+def _oldest_first(runs: list[_Run]) -> list[_Run]:
+    """Returns the runs in the order of their last use, each behind its parent: leaves are evicted first."""
+    ordered: list[_Run] = []
+    for run in sorted(runs, key=lambda run: run.last_used):
+        above: list[_Run] = []
+        step: _Run | None = run
+        while step is not None and not step.is_planned:
+            step.is_planned = True
+            above.append(step)
+            step = step.parent
+        ordered += reversed(above)
+    return ordered

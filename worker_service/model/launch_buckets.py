@@ -1,0 +1,138 @@
+"""Which launches are captured as graphs: their shapes, and which one holds a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from worker_service.core.batch import Batch
+
+SMALL_BATCHES = (1, 2, 4, 8)
+BATCH_STEP = 8
+# Beyond it the weights' share of a launch is small, so a padding row costs little and buckets may lie further apart.
+WIDE_FROM = 64
+WIDE_STEP = 32
+# Tokens of prompts: each size at most a quarter above the one before, since padding rows are computed as well. What is
+# not captured takes the host up to 47 ms, whatever its size; the device computes 2,048 tokens of an 8B model in 48.
+LEAST_PROMPT_TOKENS = 16
+STEPS_PER_DOUBLING = 4
+# Beside decode rows: few numbers of these, and prompts that come in chunks.
+MIXED_DECODE = (16, 64)
+MIXED_TOKENS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Keys of prompts over latents, which a launch projects whether they are there or not: doubling from the first to
+# GraphLimits.max_prompt_keys, beside decode rows these alone.
+LEAST_PROMPT_KEYS = 1024
+MIXED_KEYS = (4096, 16_384)
+# Prompts that may sample in a captured launch; the head reads its weights once for that many.
+PROMPT_SAMPLES = 8
+
+
+class GraphLimits(NamedTuple):
+    """What the static buffers must hold."""
+
+    max_num_seqs: int
+    max_tokens: int
+    max_model_len: int
+    page_tokens: int
+    num_groups: int
+    least_rows: int
+    one_phase: bool  # decode rows go through the attention of prompts, as chunks of one token
+    has_prompts: bool = True  # whether launches with prompts can be captured
+    max_prompt_keys: int = 0  # of all prompts of a captured launch, cached and new; 0: any number
+    has_states: tuple[bool, ...] = ()  # by group; empty: none has
+
+    def num_leaves(self, num_decode: int, prompt_tokens: int, num_prompts: int) -> int:
+        """The most snapshots that such a launch leaves: a chunk of n tokens passes n / page_tokens boundaries, rounded
+        up."""
+        return num_decode + num_prompts + prompt_tokens // self.page_tokens
+
+
+class Bucket(NamedTuple):
+    """The shape of one graph: decode rows, then the tokens of prompts.
+
+    num_logits 0: every row's. prompt_keys: how many the prompts have at most, cached and new; 0: any number.
+    """
+
+    num_decode: int
+    prompt_tokens: int
+    num_prompts: int
+    num_logits: int
+    prompt_keys: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decode + self.prompt_tokens
+
+    def holds(self, batch: Batch, num_decode: int) -> bool:
+        """Whether a launch can be laid out in it whose first num_decode rows decode."""
+        samples = len(batch.logits_rows)
+        return (
+            self.num_decode >= num_decode
+            and self.prompt_tokens >= batch.num_tokens - num_decode
+            and self.num_prompts >= batch.num_seqs - num_decode
+            and (samples <= self.num_logits if self.num_logits else samples == batch.num_tokens)
+            and (not self.prompt_keys or self.prompt_keys >= batch.cu_seqlens_k[-1] - batch.cu_seqlens_k[num_decode])
+        )
+
+
+def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of decoding sequences to capture, the largest last."""
+    narrow = range(2 * BATCH_STEP, WIDE_FROM + 1, BATCH_STEP)
+    wide = range(WIDE_FROM + WIDE_STEP, max_num_seqs, WIDE_STEP)
+    return (*(size for size in (*SMALL_BATCHES, *narrow, *wide) if size < max_num_seqs), max_num_seqs)
+
+
+def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens to capture, the largest last: 16, 32, 64, 80, 96, 112, 128, 160, ..."""
+    sizes, size = [], LEAST_PROMPT_TOKENS
+    while size <= max_tokens:
+        sizes.append(size)
+        step = (1 << size.bit_length() - 1) // STEPS_PER_DOUBLING
+        size += max(step, LEAST_PROMPT_TOKENS)
+    return (*sizes, max_tokens) if sizes and sizes[-1] < max_tokens else tuple(sizes)
+
+
+def prompt_keys(limits: GraphLimits) -> tuple[int, ...]:
+    """Returns the bounds of prompts' keys to capture, the largest last; 0: any number."""
+    sizes, size = [], LEAST_PROMPT_KEYS
+    while size <= limits.max_prompt_keys:
+        sizes.append(size)
+        size *= 2
+    return tuple(sizes) if limits.max_prompt_keys else (0,)
+
+
+def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
+    """Every graph's shape, the smallest first."""
+    if limits.one_phase:
+        found = [*_prompts(limits), *(Bucket(0, size, size, 0) for size in batch_sizes(limits.max_num_seqs))]
+    else:
+        found = [Bucket(size, 0, 0, 0) for size in batch_sizes(limits.max_num_seqs)]
+        if limits.has_prompts:
+            found += [*_prompts(limits), *_mixed(limits)]
+    return tuple(sorted(found, key=lambda bucket: (bucket.num_rows, bucket.prompt_keys)))
+
+
+def _prompts(limits: GraphLimits) -> Iterator[Bucket]:
+    """Prompts alone. In one phase decode rows are among them, and each of these samples."""
+    seqs = limits.max_num_seqs
+    samples = max(seqs, PROMPT_SAMPLES) if limits.one_phase else PROMPT_SAMPLES
+    sizes = prompt_sizes(limits.max_tokens)
+    if limits.max_prompt_keys:
+        # Fewer, as each is captured with several bounds.
+        sizes = tuple(size for size in MIXED_TOKENS if size <= limits.max_tokens)
+    for size in sizes:
+        for keys in prompt_keys(limits):
+            if not keys or keys >= size:
+                yield Bucket(0, size, seqs, samples, keys)
+
+
+def _mixed(limits: GraphLimits) -> Iterator[Bucket]:
+    """Prompts beside decode rows."""
+    seqs, bounds = limits.max_num_seqs, prompt_keys(limits)
+    if limits.max_prompt_keys:
+        bounds = tuple(keys for keys in bounds if keys in (*MIXED_KEYS, bounds[-1]))
+    for num_decode in (*(few for few in MIXED_DECODE if few < seqs), seqs):
+        for size in MIXED_TOKENS:
+            for keys in bounds:
+                if size <= limits.max_tokens and (not keys or keys >= size):
+                    yield Bucket(num_decode, size, seqs, num_decode + PROMPT_SAMPLES, keys)
