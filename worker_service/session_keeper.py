@@ -2,7 +2,7 @@
 
 Connecting is a task of its own. Launches of what has room go on meanwhile: their pages are nobody else's until a step
 is answered. Only while a Welcome is followed none is in flight. cache_client.py sends the Hello and repeats it;
-what becomes of live sequences is decided in core/reconnection.py.
+what becomes of live sequences is decided in core/readmission.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from session.messages import Welcome
 from worker_service.core.errors import SessionLost
 from worker_service.core.ports import CachePort, Mover
-from worker_service.core.reconnection import Readmission
+from worker_service.core.readmission import Readmission
 from worker_service.core.reply_handler import Failed
 from worker_service.core.scheduler import Scheduler
 from worker_service.losses import Losses

@@ -1,7 +1,6 @@
 """DecodePlan: the buffers of decode steps and their division into chunks of work, made on the device.
 
-The sizes of the summation tree stand here; hopper/tree.py and hopper/merge.py sum along it. How many chunks a sequence
-gets is computed in plan_triton.py; the plain Triton kernel has a fixed SPLIT of its own.
+How many chunks a sequence gets is computed in plan_triton.py.
 One plan serves every layer of a step and, as its counters return to zero, every captured graph. Layers with a window
 may have a plan of their own, whose chunks divide what the window can touch: one sequence of 65,536 keys with a window
 of 4,096 (32 heads over 8, dim 128) took 53.7 us with the plan of all keys, and 16 where it had 4,096 keys (H200).
@@ -10,14 +9,11 @@ of 4,096 (32 heads over 8, dim 128) took 53.7 us with the plan of all keys, and 
 import torch
 
 from kernels._checks import check_lengths
+from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from kernels.errors import KernelArgumentError
 
-__all__ = ["LEAF", "LEAVES_PER_GROUP", "DecodePlan"]
+__all__ = ["DecodePlan"]
 
-# The summation tree: keys of a tile and of a leaf, leaves of a group. Every result's bits depend on all three.
-TILE = 64
-LEAF = 512
-LEAVES_PER_GROUP = 4
 # Columns of one launch: with 64 of them registers spill, and reading the keys twice takes less time than that.
 MAX_COLUMNS = 32
 # Up to this number of (sequence, kv head) pairs, one program of three stages on a multiprocessor beats two of two.

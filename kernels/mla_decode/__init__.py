@@ -24,9 +24,9 @@ from kernels.errors import KernelArgumentError
 from kernels.mla_decode import cpu, reference
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import reason_against
-from kernels.mla_decode.plan import MlaDecodePlan, Tree, tree_of
+from kernels.mla_decode.plan import MlaDecodePlan
 
-__all__ = ["LATENT", "MlaDecodePlan", "Tree", "mla_decode", "mla_decode_lse", "tree_of"]
+__all__ = ["LATENT", "MlaDecodePlan", "mla_decode", "mla_decode_lse"]
 
 LATENT = 512
 

@@ -16,7 +16,7 @@ from kernels import softmax
 from kernels.addressing.triton import row_mask
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode.call import MlaDecodeCall
-from kernels.mla_decode.plan import tree_of
+from kernels.mla_decode.tree_sizes import tree_of
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 LEAST_BLOCK = 16  # the least that a product's operand is wide

@@ -9,7 +9,8 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan import CHUNK_FIELDS, COSTS, LEAF, LEAVES_PER_GROUP, MAX_ROUNDS, TILE
+from kernels.decode_attention.plan import CHUNK_FIELDS, COSTS, MAX_ROUNDS
+from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case
 from tests.kernels.target import Target

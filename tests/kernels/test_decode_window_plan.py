@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kernels.backend import Backend
 from kernels.decode_attention import MAX_Q_TOKENS, DecodePlan
-from kernels.decode_attention.plan import LEAF, LEAVES_PER_GROUP, TILE
+from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from tests.examples import examples
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.target import Target

@@ -5,7 +5,8 @@ import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode import MlaDecodePlan, mla_decode, mla_decode_lse, tree_of
+from kernels.mla_decode import MlaDecodePlan, mla_decode, mla_decode_lse
+from kernels.mla_decode.tree_sizes import tree_of
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums

@@ -28,7 +28,7 @@ from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
 from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.queues import Queues
-from worker_service.core.reconnection import Readmission, Readmitter
+from worker_service.core.readmission import Readmission, Readmitter
 from worker_service.core.recorder import Recorder
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
 from worker_service.core.restoration import PageRecords, Restoration

@@ -22,7 +22,7 @@ from cache_service.core.device.eviction import LeafOrder
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
-from cache_service.core.device.snapshot_pages import SnapshotPages
+from cache_service.core.device.snapshot_order import SnapshotPages
 from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.kinds.group import SparseGroup
 from session.messages import Acquire, Adopt, Grant

@@ -12,7 +12,6 @@ from kernels.layout import KvLayout
 
 __all__ = ["reason_against", "row_elements"]
 
-TILE = 64
 HEAD_DIMS = (64, 128, 256)
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache_service.core.device.eviction import Lru, Priority
 from cache_service.core.device.radix_node import Node, Root
-from cache_service.core.device.snapshot_pages import SnapshotPages
+from cache_service.core.device.snapshot_order import SnapshotPages
 from cache_service.core.device.sparse_pages import Retention
 from session.words import NO_PAGE
 from tests.core.driver import FakeWorker

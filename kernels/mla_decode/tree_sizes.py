@@ -1,0 +1,29 @@
+"""The sizes of mla_decode's summation tree: one for few rows, one for many. A result's bits depend on them."""
+
+from typing import NamedTuple
+
+__all__ = ["Tree", "is_few", "tree_of"]
+
+# Up to this many heads a query's rows are the narrow side of the products: see the Hopper kernels.
+FEW_HEADS = 16
+
+
+class Tree(NamedTuple):
+    """How a sequence's sums are made: leaves of `leaf` latents, folded in groups, groups folded in order."""
+
+    leaf: int
+    leaves_per_group: int
+
+
+def is_few(heads: int, one_query: bool) -> bool:
+    """Whether a call is one for the kernel of few rows: by heads and by the form of the call, never by a length."""
+    return one_query and heads <= FEW_HEADS
+
+
+def tree_of(heads: int, one_query: bool) -> Tree:
+    """The tree that no batch, no length and no number of queries changes.
+
+    Few rows leave a partial result small enough for short leaves, which small batches need to fill a card, and for
+    folding a group in registers; where they are many, each leaf that joins a sum costs a trip of 128 KB.
+    """
+    return Tree(512, 8) if is_few(heads, one_query) else Tree(1024, 1)
