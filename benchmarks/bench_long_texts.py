@@ -28,6 +28,7 @@ import grpc.aio
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from register_qa import MODEL_FOLDER
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 
 TEXT_CHARS = 520_000
 NUM_ALONE = 30
@@ -60,7 +61,7 @@ async def flood(address: str, num_texts: int) -> None:
     """All texts at once; each must be refused."""
     draw = random.Random(1)
     text = "".join(draw.choices("etaoinshr ", k=TEXT_CHARS))
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub = worker_pb2_grpc.ModelWorkerStub(channel)
         asked = [ask(stub, text, number) for number in range(num_texts)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
@@ -70,7 +71,7 @@ async def flood(address: str, num_texts: int) -> None:
 
 
 async def measure(address: str, num_texts: int) -> dict[str, object]:
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub = worker_pb2_grpc.ModelWorkerStub(channel)
         alone = [await ask(stub, "hello there", 10_000 + at) for at in range(NUM_ALONE)]
         command = (sys.executable, "-m", "benchmarks.bench_long_texts", "--flood", address, "--texts", str(num_texts))

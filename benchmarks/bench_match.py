@@ -24,6 +24,7 @@ from benchmarks.bench_step import cache_service, cpu_s, say
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from rpc.client import open_channel
 from rpc.lifecycle import run
+from session.limits import MAX_MESSAGE_BYTES
 
 NUM_WORKERS = 64
 NUM_TOKENS = 8_192
@@ -70,7 +71,7 @@ async def connect(stub: Any, number: int) -> Any:
 
 
 async def measure(address: str, num_turns: int, pid: int) -> dict[str, float]:
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
         streams = [await connect(stub, number) for number in range(NUM_WORKERS)]
         asked = cache_pb2.MatchRequest(namespace=NAMESPACE, tokens=TOKENS)

@@ -35,6 +35,7 @@ from rpc.client import open_channel
 from rpc.lifecycle import run
 from rpc.listener import choose_listener
 from rpc.options import ServerLimits, server_options
+from session.limits import MAX_MESSAGE_BYTES
 
 NUM_SEQUENCES = 64
 PROMPT_TOKENS = 512
@@ -148,7 +149,7 @@ class Echo(grpc.GenericRpcHandler):
 
 async def echo() -> None:
     """Serves until its process is terminated."""
-    server = grpc.aio.server(options=server_options(ServerLimits()))
+    server = grpc.aio.server(options=server_options(ServerLimits(MAX_MESSAGE_BYTES)))
     server.add_generic_rpc_handlers((Echo(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -189,7 +190,10 @@ class Turns(NamedTuple):
 
 async def measure(service: Server, echo_server: Server, num_turns: int) -> tuple[Turns, Turns]:
     steps, echoes = Turns([], []), Turns([], [])
-    async with open_channel(service.address) as channel, open_channel(echo_server.address) as echo_channel:
+    async with (
+        open_channel(service.address, MAX_MESSAGE_BYTES) as channel,
+        open_channel(echo_server.address, MAX_MESSAGE_BYTES) as echo_channel,
+    ):
         worker, client = DecodingWorker(channel, num_turns * TURN_STEPS + WARM_STEPS), EchoClient(echo_channel)
         await worker.start()
         for _ in range(WARM_STEPS):

@@ -14,6 +14,7 @@ from cache_service.core.device.eviction import POLICIES
 from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting
+from session.limits import MAX_MESSAGE_BYTES
 
 ENV_PREFIX = "STEMCACHE_CACHE_"
 SPILLS = tuple(policy.value for policy in SpillPolicy)
@@ -104,7 +105,7 @@ class CacheConfig:
     write_timeout_s: float = setting(30.0, "Time after which a peer that reads nothing is cut off.", minimum=0.01)
     call_timeout_s: float = setting(10.0, "The most time that a unary call may take.", minimum=0.01)
     max_message_mb: int = setting(
-        MANAGER.max_message_bytes >> 20, "Size of one message, in MiB.", minimum=1, maximum=64
+        MAX_MESSAGE_BYTES >> 20, "Size of one message, in MiB.", minimum=1, maximum=MAX_MESSAGE_BYTES >> 20
     )
     max_pin_ms: int = setting(86_400_000, "The longest that Pin may ask for.", minimum=1)
     tick_ms: int = setting(100, "Time between two ticks of the manager.", minimum=1)

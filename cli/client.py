@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 
 CALL_TIMEOUT_S = 30.0
 GENERATE_TIMEOUT_S = 300.0
@@ -62,7 +63,9 @@ class StemcacheClient:
         self.cache_admin = cache_admin
         self.workers = tuple(workers)
         self._channels = {
-            address: open_channel(address) for address in dict.fromkeys((cache, cache_admin, *workers)) if address
+            address: open_channel(address, MAX_MESSAGE_BYTES)
+            for address in dict.fromkeys((cache, cache_admin, *workers))
+            if address
         }
         self._models = {w: worker_pb2_grpc.ModelWorkerStub(self._channels[w]) for w in workers}
         self._cache_stub = cache_pb2_grpc.PrefixCacheStub(self._channels[cache]) if cache else None

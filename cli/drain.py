@@ -12,6 +12,7 @@ from cli.output import Output
 from cli.places import find_worker_admin
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 
 # The reply comes when the last request has ended.
 MAX_TIMEOUT_S = 86_400.0
@@ -34,7 +35,7 @@ def drain(
     output = Output(as_json=json_)
 
     async def ask() -> worker_pb2.DrainResponse:
-        async with open_channel(find_worker_admin(worker)) as channel:
+        async with open_channel(find_worker_admin(worker), MAX_MESSAGE_BYTES) as channel:
             stub: worker_pb2_grpc.WorkerAdminAsyncStub = worker_pb2_grpc.WorkerAdminStub(channel)
             request = worker_pb2.DrainRequest(timeout_ms=int(timeout * 1000))
             return await stub.Drain(request, timeout=(timeout or DEFAULT_DRAIN_S) + ANSWER_S)

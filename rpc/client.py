@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import grpc.aio
 
-from rpc.options import MAX_MESSAGE_BYTES, channel_options
+from rpc.options import channel_options
 
 
-def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def open_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
     """A lazy channel to `host:port`; close it, or use it in `async with`."""
     return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))

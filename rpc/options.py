@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
@@ -14,7 +13,7 @@ Options = list[tuple[str, int | str]]
 class ServerLimits(NamedTuple):
     """Limits of a server."""
 
-    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_message_bytes: int
     max_streams_per_connection: int = 1024
     max_concurrent_calls: int = 4096
     max_pending_calls: int = 16_384
@@ -52,7 +51,7 @@ def server_options(limits: ServerLimits) -> Options:
     ]
 
 
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def channel_options(max_message_bytes: int) -> Options:
     return [
         *_common(max_message_bytes),
         # A restarted peer must be found again within a second, not after gRPC's default backoff of up to two minutes.

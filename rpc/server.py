@@ -44,10 +44,7 @@ class CannotListen(Exception):
 class RpcServer:
     """Listens after `start`; `stop` says NOT_SERVING, lets calls finish, then closes."""
 
-    def __init__(
-        self, services: Sequence[Service], arounds: Sequence[Around], limits: ServerLimits | None = None
-    ) -> None:
-        limits = limits or ServerLimits()
+    def __init__(self, services: Sequence[Service], arounds: Sequence[Around], limits: ServerLimits) -> None:
         self.health = Health(service.name for service in services)
         self._server = grpc.aio.server(
             # Innermost, so that a refusal is counted and logged like any other.

@@ -24,6 +24,8 @@ MAX_LEAVE_AT = 64
 MIN_STATE_SLOTS = 2
 # Items in each repeated field of a Step: an engine sends at most a few for each sequence that it runs.
 MAX_STEP_ITEMS = 8_192
+# Of one message, on every connection of ours: what Welcome tells and what gRPC takes.
+MAX_MESSAGE_BYTES = 64 << 20
 
 
 class SessionLimits(NamedTuple):
@@ -33,7 +35,7 @@ class SessionLimits(NamedTuple):
     max_sequence_tokens: int = 1_048_576
     max_live_sequences: int = 4_096
     max_step_items: int = MAX_STEP_ITEMS
-    max_message_bytes: int = 64 << 20
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     max_name_chars: int = MAX_NAME_CHARS
     # An adopted page takes 2 us of the manager, 5 us while somebody watches: at most 10 ms a Step.
     max_adopt_pages: int = 2_048

@@ -28,9 +28,11 @@ from rpc.lifecycle import stop_event
 from rpc.logs import announcement
 from rpc.metrics import RpcMetrics
 from rpc.metrics_http import serving_metrics
+from rpc.options import ServerLimits
 from rpc.request_id import with_request_id
 from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
+from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Ack, Hello
 from session.protocol import CAPABILITIES
 from session.words import WorkerId
@@ -151,7 +153,9 @@ class _Worker:
             started_ns=time.time_ns(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)
-        return CacheClient(lambda: open_channel(self.config.cache), lambda: self._at_present(hello), limits)
+        return CacheClient(
+            lambda: open_channel(self.config.cache, MAX_MESSAGE_BYTES), lambda: self._at_present(hello), limits
+        )
 
     def _at_present(self, hello: Hello) -> Hello:
         """Returns the Hello with what may have changed since the start: where this worker serves, and its host tier."""
@@ -190,7 +194,8 @@ class _Worker:
             dict.fromkeys((f"/{SERVICE_NAME}/Generate", f"/{ADMIN_NAME}/Drain"), config.request_timeout_s),
         )
         arounds: list[Around] = [RpcMetrics(self.registry), with_request_id, errors_to_status(CODES), calls]
-        return RpcServer([service], arounds), RpcServer([admin], arounds)
+        limits = ServerLimits(MAX_MESSAGE_BYTES)
+        return RpcServer([service], arounds, limits), RpcServer([admin], arounds, limits)
 
     def _description(self) -> codec.WorkerDescription:
         compute, spec = self.compute, self.compute.loaded.spec

@@ -18,6 +18,7 @@ from cache_service.bootstrap import CacheService, running
 from cache_service.config import CacheConfig
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from tests.session.messages import hello, sealed
 
 PATIENCE_S = 20.0
@@ -122,8 +123,8 @@ async def started(
     extra: dict[str, Any] = {"make_manager": make_manager} if make_manager else {}
     async with (
         running(config, clock or Clock(), **extra) as service,
-        open_channel(str(service.address)) as channel,
-        open_channel(str(service.admin_address)) as admin_channel,
+        open_channel(str(service.address), MAX_MESSAGE_BYTES) as channel,
+        open_channel(str(service.admin_address), MAX_MESSAGE_BYTES) as admin_channel,
     ):
         yield Client(service, channel, admin_channel)
 

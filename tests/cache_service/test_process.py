@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from tests.cache_service.peer import PATIENCE_S, Peer
 from tests.session.messages import acquire, tokens
 
@@ -54,7 +55,7 @@ async def process(**settings: str) -> AsyncIterator[Running]:
         assert child.stdout is not None
         async with asyncio.timeout(PATIENCE_S):
             told = json.loads(await child.stdout.readline())
-        async with open_channel(told["address"]) as channel:
+        async with open_channel(told["address"], MAX_MESSAGE_BYTES) as channel:
             yield Running(child, told, channel)
     finally:
         if child.returncode is None:

@@ -14,6 +14,7 @@ import pytest
 from cache_service.core.base.errors import Superseded, UnknownSequence
 from protos.v1 import cache_pb2
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from session.words import Transfer
 from tests.cache_service.peer import Client, Peer, started, until
 from tests.cache_service.scripted import ScriptedManager, order
@@ -162,7 +163,7 @@ async def test_workers_do_not_disturb_each_other() -> None:
 
 async def test_a_cut_connection_is_a_disconnect() -> None:
     async with scripted() as (client, manager):
-        async with open_channel(str(client.service.address)) as channel:
+        async with open_channel(str(client.service.address), MAX_MESSAGE_BYTES) as channel:
             await Peer(channel).hello()
         await until(lambda: ("disconnect", "w1", "first") in manager.calls)
 

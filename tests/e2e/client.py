@@ -14,6 +14,7 @@ import grpc.aio
 
 from protos.v1 import cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 
 CALL_S = 60.0
 
@@ -42,7 +43,7 @@ class Client:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, MAX_MESSAGE_BYTES)
         return self._channels[address]
 
     def worker(self, address: str) -> worker_pb2_grpc.ModelWorkerAsyncStub:

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.v1 import cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
@@ -29,7 +30,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
 
 async def services_at(address: str) -> set[str]:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         async for response in stub.ServerReflectionInfo(iter([request])):
             return {service.name for service in response.list_services_response.service}
@@ -45,7 +46,10 @@ async def test_admin_calls_are_served_on_the_admin_addresses_only(start: Starter
     ]
     for service, name, call in calls:
         assert service.announced["admin"].startswith("127.0.0.1:")
-        async with open_channel(service.address) as public, open_channel(service.announced["admin"]) as admin:
+        async with (
+            open_channel(service.address, MAX_MESSAGE_BYTES) as public,
+            open_channel(service.announced["admin"], MAX_MESSAGE_BYTES) as admin,
+        ):
             assert await code_of(call(public)) is grpc.StatusCode.UNIMPLEMENTED
             health = health_pb2_grpc.HealthStub(admin)
             response = await health.Check(health_pb2.HealthCheckRequest(service=f"stemcache.v1.{name}"))

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.v1 import worker_pb2
 from rpc.client import open_channel
 from rpc.options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
+from session.limits import MAX_MESSAGE_BYTES
 from tests.e2e.client import Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
@@ -114,7 +115,7 @@ async def test_a_worker_serves_only_once_there_is_a_cache_service(client: Client
 
 
 async def health(address: str) -> int:
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         request = health_pb2.HealthCheckRequest(service="stemcache.v1.ModelWorker")
         response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
         return int(response.status)

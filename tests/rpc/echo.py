@@ -12,8 +12,10 @@ import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest as Text
 
 from rpc.client import open_channel
+from rpc.options import ServerLimits
 from rpc.request_id import current_request_id
 from rpc.server import RpcServer, Service
+from session.limits import MAX_MESSAGE_BYTES
 
 NAME = "test.Echo"
 SHAPES = ("Unary", "Out", "In", "Both")
@@ -25,6 +27,9 @@ class KnownError(Exception):
 
 class NarrowerError(KnownError):
     pass
+
+
+LIMITS = ServerLimits(MAX_MESSAGE_BYTES)
 
 
 class Echo:
@@ -86,12 +91,14 @@ def add_echo(servicer: Any, server: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(*arounds: Any, limits: Any = None) -> AsyncIterator[tuple[Echo, grpc.aio.Channel, RpcServer]]:
+async def serving(
+    *arounds: Any, limits: ServerLimits = LIMITS
+) -> AsyncIterator[tuple[Echo, grpc.aio.Channel, RpcServer]]:
     echo = Echo()
     server = RpcServer([Service(NAME, add_echo, echo)], arounds, limits)
     address = await server.start("127.0.0.1:0")
     echo.address = str(address)
-    async with open_channel(str(address)) as channel:
+    async with open_channel(str(address), MAX_MESSAGE_BYTES) as channel:
         try:
             yield echo, channel, server
         finally:

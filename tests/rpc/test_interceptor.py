@@ -17,10 +17,10 @@ from rpc.deadline import deadlines
 from rpc.errors import MAX_DETAILS, errors_to_status
 from rpc.interceptor import Call, Proceed, Progress
 from rpc.metrics import Durations, RpcMetrics
-from rpc.options import ServerLimits
 from rpc.request_id import MAX_LENGTH, with_request_id
 from rpc.server import RpcServer, Service
-from tests.rpc.echo import NAME, SHAPES, KnownError, call, code_of, serving, text, texts
+from session.limits import MAX_MESSAGE_BYTES
+from tests.rpc.echo import LIMITS, NAME, SHAPES, KnownError, call, code_of, serving, text, texts
 
 TABLE = {KnownError: grpc.StatusCode.FAILED_PRECONDITION}
 UNPARSABLE = b"\xff\xff\xff\xff"
@@ -141,9 +141,9 @@ async def test_a_response_may_be_serialized_already() -> None:
         handler = grpc.unary_unary_rpc_method_handler(answer, Text.FromString, Text.SerializeToString)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, {"Unary": handler}),))
 
-    server = RpcServer([Service(NAME, add, None)], [])
+    server = RpcServer([Service(NAME, add, None)], [], LIMITS)
     address = await server.start("127.0.0.1:0")
-    async with open_channel(str(address)) as channel:
+    async with open_channel(str(address), MAX_MESSAGE_BYTES) as channel:
         assert await call(channel, "Unary", text("x")) == [text("as it is")]
         assert await call(channel, "Unary", b"") == [b""]
     await server.stop(0)
@@ -154,7 +154,7 @@ async def test_a_stream_whose_peer_never_reads_is_ended_and_frees_its_place(capl
     small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     limited = deadlines(600, {f"/{NAME}/Out": 0.5})
     async with (
-        serving(limited, limits=ServerLimits(max_concurrent_calls=1)) as (echo, channel, _),
+        serving(limited, limits=LIMITS._replace(max_concurrent_calls=1)) as (echo, channel, _),
         grpc.aio.insecure_channel(echo.address, options=small_window) as deaf,
     ):
         never_read = deaf.unary_stream(f"/{NAME}/Out")(text("flood"))

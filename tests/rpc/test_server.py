@@ -12,9 +12,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from rpc.client import open_channel
 from rpc.errors import errors_to_status
-from rpc.options import ServerLimits
 from rpc.server import CannotListen, RpcServer
-from tests.rpc.echo import NAME, SHAPES, call, code_of, serving, text, texts
+from session.limits import MAX_MESSAGE_BYTES
+from tests.rpc.echo import LIMITS, NAME, SHAPES, call, code_of, serving, text, texts
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -67,7 +67,7 @@ async def test_reflection_tells_of_the_services_and_of_itself(version: str) -> N
 
 
 async def test_health_checks_are_answered_when_no_more_calls_are_taken() -> None:
-    async with serving(limits=ServerLimits(max_concurrent_calls=1)) as (echo, channel, _):
+    async with serving(limits=LIMITS._replace(max_concurrent_calls=1)) as (echo, channel, _):
         hanging = asyncio.ensure_future(call(channel, "Unary", text("hang")))
         while not echo.asked:
             await asyncio.sleep(0.001)
@@ -80,7 +80,7 @@ async def test_health_checks_are_answered_when_no_more_calls_are_taken() -> None
 
 async def test_a_burst_is_refused_and_not_cancelled() -> None:
     """gRPC's own bound on calls that no handler has taken yet is 1,000; it cancels what is too much without a word."""
-    async with serving(limits=ServerLimits(max_concurrent_calls=5)) as (echo, _, _):
+    async with serving(limits=LIMITS._replace(max_concurrent_calls=5)) as (echo, _, _):
         channels = [grpc.aio.insecure_channel(echo.address, options=[("test.number", at)]) for at in range(4)]
         calls = [call(channels[at % 4], "Unary", text("hang"), limit_s=None) for at in range(2500)]
         asked = [asyncio.ensure_future(code_of(one)) for one in calls]
@@ -94,9 +94,9 @@ async def test_a_burst_is_refused_and_not_cancelled() -> None:
 
 async def test_two_servers_never_share_a_port() -> None:
     async with serving() as (_, _, _):
-        first = RpcServer([], [])
+        first = RpcServer([], [], LIMITS)
         address = await first.start("127.0.0.1:0")
-        second = RpcServer([], [])
+        second = RpcServer([], [], LIMITS)
         with pytest.raises(CannotListen, match=str(address)):
             await second.start(str(address))
         await first.stop(0)
@@ -104,7 +104,7 @@ async def test_two_servers_never_share_a_port() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_message_over_the_limit_is_refused_and_the_server_lives(shape: str) -> None:
-    async with serving(errors_to_status({}), limits=ServerLimits(max_message_bytes=1_000)) as (echo, channel, _):
+    async with serving(errors_to_status({}), limits=LIMITS._replace(max_message_bytes=1_000)) as (echo, channel, _):
         code, _ = await code_of(call(channel, shape, text("x" * 2_000)))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert echo.asked == []
@@ -112,7 +112,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_server_lives(shape: s
 
 
 async def test_calls_beyond_the_limit_are_refused() -> None:
-    async with serving(limits=ServerLimits(max_concurrent_calls=1)) as (echo, channel, _):
+    async with serving(limits=LIMITS._replace(max_concurrent_calls=1)) as (echo, channel, _):
         hanging = asyncio.ensure_future(call(channel, "Unary", text("hang")))
         while not echo.asked:
             await asyncio.sleep(0.001)
@@ -152,13 +152,13 @@ async def test_stop_cuts_what_does_not_finish() -> None:
 
 
 async def test_a_channel_finds_a_restarted_server() -> None:
-    server = RpcServer([], [])
+    server = RpcServer([], [], LIMITS)
     address = str(await server.start("127.0.0.1:0"))
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         await stub.Check(health_pb2.HealthCheckRequest())
         await server.stop(0)
-        server = RpcServer([], [])
+        server = RpcServer([], [], LIMITS)
         await server.start(address)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30)
         assert answer.status == SERVING

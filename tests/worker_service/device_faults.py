@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from tests.e2e.processes import ServiceProcess
 from tests.worker_service.faulty_worker import HOSTILE
 
@@ -56,7 +57,7 @@ async def generate(address: str, prompt: Sequence[int], max_tokens: int, **field
         sampling=worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         **fields,  # type: ignore[arg-type]
     )
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub = worker_pb2_grpc.ModelWorkerStub(channel)
         packed = b"".join([response.token_ids async for response in stub.Generate(request, timeout=120)])
     return array("i", packed).tolist()
@@ -78,7 +79,7 @@ async def lose_device(worker: ServiceProcess) -> Outcome:
 
 async def _not_serving(address: str) -> None:
     """Until the health check says NOT_SERVING, or nobody listens any more."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, MAX_MESSAGE_BYTES) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             while True:

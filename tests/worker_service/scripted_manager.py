@@ -12,6 +12,7 @@ import grpc.aio
 
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Hello
 from session.words import GroupKind, GroupSpec, HostTierKind, WorkerId
 from worker_service.cache_client import CacheClient, ClientLimits
@@ -88,7 +89,7 @@ async def session(*scripts: Script, limits: ClientLimits | None = None):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     limits = limits or ClientLimits(reply_timeout_s=20, backoff_min_s=0.001, backoff_max_s=0.01)
-    client = CacheClient(lambda: open_channel(f"127.0.0.1:{port}"), lambda: HELLO, limits)
+    client = CacheClient(lambda: open_channel(f"127.0.0.1:{port}", MAX_MESSAGE_BYTES), lambda: HELLO, limits)
     try:
         yield client, servicer
     finally:

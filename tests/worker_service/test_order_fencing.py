@@ -11,6 +11,7 @@ from cache_service.bootstrap import running
 from cache_service.config import CacheConfig
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Ack, Hello
 from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfer, TransferStatus, WorkerId
 from tests.worker_service.engine_harness import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
@@ -93,7 +94,9 @@ async def test_content_under_a_key_is_never_overwritten() -> None:
     async with running(settings) as service:
         tier = (HostTierKind.SHARED, "tier")
         hello = Hello(WorkerId("w"), "127.0.0.1:1", "i0", b"f" * 32, PAGE, GROUPS, *tier, model=NAMESPACE.model)
-        client = NotingClient(lambda: open_channel(str(service.address)), lambda: hello, ClientLimits())
+        client = NotingClient(
+            lambda: open_channel(str(service.address), MAX_MESSAGE_BYTES), lambda: hello, ClientLimits()
+        )
         scheduler = Scheduler(
             SchedulerConfig(PAGE, GROUPS, max_model_len=200, vocab_size=VOCAB, token_budget=64, max_num_seqs=8)
         )

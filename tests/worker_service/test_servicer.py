@@ -16,7 +16,9 @@ from protos.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.client import open_channel
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
+from rpc.options import ServerLimits
 from rpc.server import RpcServer, Service
+from session.limits import MAX_MESSAGE_BYTES
 from session.words import GroupKind, GroupSpec
 from tests.worker_service.engine_harness import PAGE, VOCAB, EngineHarness, Letters, reference, running_engine
 from worker_service.core import errors
@@ -77,9 +79,9 @@ async def serving(*, request_timeout_s: float = 20.0, prefix_caching: bool = Tru
             Service("stemcache.v1.WorkerAdmin", worker_pb2_grpc.add_WorkerAdminServicer_to_server, admin),
         ]
         limited = deadlines(20, {"/stemcache.v1.ModelWorker/Generate": request_timeout_s})
-        server = RpcServer(services, [errors_to_status(CODES), limited])
+        server = RpcServer(services, [errors_to_status(CODES), limited], ServerLimits(MAX_MESSAGE_BYTES))
         address = await server.start("127.0.0.1:0")
-        async with open_channel(str(address)) as channel:
+        async with open_channel(str(address), MAX_MESSAGE_BYTES) as channel:
             stubs = (worker_pb2_grpc.ModelWorkerStub(channel), worker_pb2_grpc.WorkerAdminStub(channel))
             yield Place(harness, *stubs, tokenizer, drained, channel)  # type: ignore[arg-type]
         await server.stop(0)

@@ -10,6 +10,7 @@ import pytest
 
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.client import open_channel
+from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Step
 from tests.e2e.proxy import open_proxy
 from tests.worker_service.scripted_manager import (
@@ -45,7 +46,7 @@ async def test_a_damaged_connection_is_left_for_a_new_one() -> None:
     async with open_proxy(f"127.0.0.1:{port}") as proxy:
         proxy.damage = damage
         limits = ClientLimits(reply_timeout_s=1, backoff_min_s=0.01, backoff_max_s=0.05)
-        client = CacheClient(lambda: open_channel(proxy.address), lambda: HELLO, limits)
+        client = CacheClient(lambda: open_channel(proxy.address, MAX_MESSAGE_BYTES), lambda: HELLO, limits)
         try:
             async with asyncio.timeout(20):
                 welcome = await client.connect(0)
