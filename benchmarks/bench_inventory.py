@@ -32,8 +32,8 @@ from session.wire.reply import encode_reply
 from session.wire.step import decode_step, encode_step
 from session.words import GroupKind, GroupPages, GroupSpec, Match, MissReason, Namespace, SequenceId, WorkerId
 from worker_service.core.inventory import Inventory, Written
+from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.limits import MessageRoom
-from worker_service.core.recorder import Recorder
 from worker_service.core.restoration import Restoration
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.sequence import QueueOrder, Request, Sequence

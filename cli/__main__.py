@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cli import architectures, ask, doctor, drain, generate, inspect, serve, watch
+from cli import architectures, ask, doctor, drain, generate, inspect, serve, status
 from cli.app import app
 from cli.evaluation import command as evaluation
 from cli.replay import command as replay
@@ -18,7 +18,7 @@ __all__ = [
     "main",
     "replay",
     "serve",
-    "watch",
+    "status",
 ]
 
 

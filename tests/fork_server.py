@@ -50,7 +50,7 @@ PRELOADED = (
     "cli.inspect",
     "cli.replay.command",
     "cli.serve",
-    "cli.watch",
+    "cli.status",
 )
 # Read by the interpreter, or by libraries while they are imported.
 START_VARIABLES = (

@@ -37,13 +37,14 @@ from session.messages import Ack, Hello
 from session.protocol import CAPABILITIES
 from session.words import WorkerId
 from worker_service.cache_client import CacheClient, ClientLimits
-from worker_service.compute import Compute, fingerprint, prepare
+from worker_service.compute import Compute, prepare
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import DeviceLost
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.ports import HostTier
 from worker_service.core.scheduler import Scheduler
 from worker_service.engine import Engine
+from worker_service.fingerprint import fingerprint
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig

@@ -3,7 +3,6 @@ loop runs."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.model.device import numerics, pick_device, pick_kv_dtype, prepare_process
+from worker_service.model.device import pick_device, pick_kv_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.latent_attention import latent_workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
@@ -27,7 +26,6 @@ from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.spec import ModelSpec
 
 CPU_POOL_MB = 512
-NUM_RANKS = 1
 
 _log = logging.getLogger("worker_service")
 
@@ -112,22 +110,3 @@ def _log_pools(report: PoolReport, kv_dtype: str) -> None:
     _log.info("pools made", extra={"kv_dtype": kv_dtype, "groups": groups, "least_hit_tokens": report.least_hit_tokens})
     if report.warning is not None:
         _log.warning(report.warning)
-
-
-def fingerprint(compute: Compute) -> bytes:
-    """Returns a digest of what must agree before two workers may exchange pages; each field is framed by its length."""
-    fields = (
-        compute.loaded.digest,
-        # Rounds keys and values before fp8 pages do, so their layout does not tell it.
-        str(compute.loaded.model.dtype),
-        compute.pools.layout_id,
-        repr(compute.loaded.spec.ropes),
-        str(NUM_RANKS),
-        compute.invariance.value,
-        numerics(compute.device, compute.loaded.model.backend),
-    )
-    digest = hashlib.sha256(b"stemcache fingerprint 4")
-    for field in fields:
-        data = field if isinstance(field, bytes) else field.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.digest()

@@ -7,7 +7,8 @@ import logging
 from worker_service.core.scheduler import Scheduler
 from worker_service.launch.launcher import EndedLaunch
 from worker_service.observer import Observer
-from worker_service.trace import EngineTrace, RateMeter, Span
+from worker_service.rate_meter import RateMeter
+from worker_service.trace import EngineTrace, Span
 
 _log = logging.getLogger(__name__)
 

@@ -20,13 +20,14 @@ from cache_service.core.device.lease_table import TokenBytes
 from cache_service.core.device.transfer_table import TicketIds
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.host_tiers import HostTiers
-from cache_service.core.verbs import clearing, incarnations, overview, renewal, spilling, step_check, stepping, upkeep
+from cache_service.core.verbs import clearing, explaining, incarnations, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.many_workers_match import PromptMatch
 from cache_service.core.verbs.present_state import connection, present_state
+from cache_service.core.verbs.worker_stats import worker_stats
 from cache_service.core.worker import Worker
 from session.errors import InvalidInput, TooMany
 from session.hello_check import check_hello
-from session.limits import MAX_NAME_CHARS, MAX_STEP_ITEMS, SessionLimits
+from session.limits import SessionLimits
 from session.messages import (
     Acquire,
     Extend,
@@ -70,9 +71,7 @@ class CacheManager:
         self.limits = SessionLimits(
             max_sequence_tokens=config.max_sequence_tokens,
             max_live_sequences=config.max_live_sequences,
-            max_step_items=MAX_STEP_ITEMS,
             max_message_bytes=config.max_message_bytes,
-            max_name_chars=MAX_NAME_CHARS,
             max_adopt_pages=config.max_adopt_pages,
             max_kept_bytes=config.max_kept_bytes,
             grace_ms=config.grace_ms,
@@ -244,7 +243,7 @@ class CacheManager:
         prompt = PromptMatch(namespace, tokens)
         out = []
         for worker in self._asked(namespace, worker_id):
-            out.append((yield from overview.explain(worker, namespace, tokens, prompt, now_ms)))
+            out.append((yield from explaining.explain(worker, namespace, tokens, prompt, now_ms)))
         return tuple(out)
 
     def _asked(self, namespace: Namespace, worker_id: WorkerId | None) -> list[Worker]:
@@ -303,7 +302,7 @@ class CacheManager:
         return tuple(name for name, worker in workers if worker.keeps_inventory and worker.forgotten_clears < last)
 
     def stats(self) -> ManagerStats:
-        workers = tuple(overview.worker_stats(worker) for worker in self.workers.values())
+        workers = tuple(worker_stats(worker) for worker in self.workers.values())
         return ManagerStats(self.epoch, self.config.policy, workers, self.tiers.stats())
 
     # Time, and what leaves.

@@ -10,7 +10,7 @@ import pytest
 
 from cache_service.core.base.errors import LeasesInScope
 from cache_service.core.base.types import Cleared, Removed, Stored
-from cache_service.core.verbs import clearing, overview
+from cache_service.core.verbs import clearing, explaining
 from session.words import Namespace
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage
@@ -23,7 +23,7 @@ OTHER = Namespace("model", "", "other")
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: Any) -> None:
     monkeypatch.setattr(clearing, "SLICE", 1)
-    monkeypatch.setattr(overview, "ROOTS_IN_A_SLICE", 1)
+    monkeypatch.setattr(explaining, "ROOTS_IN_A_SLICE", 1)
 
 
 def to_the_end(slices: Generator[None, None, Any]) -> Any:

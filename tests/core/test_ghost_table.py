@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_service.core.device import ghost_table
-from cache_service.core.device.ghost_table import Ghost, GhostKind, GhostTable, fingerprint
+from cache_service.core.device.ghost_table import Ghost, GhostKind, GhostTable, mark_of
 
 ONCE, AGAIN, CLEARED = GhostKind.ONCE, GhostKind.AGAIN, GhostKind.CLEARED
 
 
 def mark(number: int) -> int:
-    return fingerprint(b"", number, b"")
+    return mark_of(b"", number, b"")
 
 
 def same_set(number: int) -> Iterator[int]:
@@ -204,13 +204,13 @@ def test_long_runs_are_cut_to_what_a_mark_can_say() -> None:
 def test_unknown_pages_are_seldom_taken_for_ghosts() -> None:
     table = GhostTable(4 * 20_000, 20_000)
     for page in range(20_000):
-        table.add(fingerprint(b"one", page, b"tokens"), ONCE, 1)
-    assert sum(table.find(fingerprint(b"two", page, b"tokens")) is not None for page in range(20_000)) < 3
+        table.add(mark_of(b"one", page, b"tokens"), ONCE, 1)
+    assert sum(table.find(mark_of(b"two", page, b"tokens")) is not None for page in range(20_000)) < 3
 
 
 @pytest.mark.parametrize("changed", [(b"b", 1, b"x"), (b"a", 2, b"x"), (b"a", 1, b"y")])
-def test_a_fingerprint_depends_on_all_its_parts(changed: tuple[bytes, int, bytes]) -> None:
-    assert fingerprint(*changed) != fingerprint(b"a", 1, b"x")
+def test_a_mark_depends_on_all_its_parts(changed: tuple[bytes, int, bytes]) -> None:
+    assert mark_of(*changed) != mark_of(b"a", 1, b"x")
 
 
 MOVES = st.tuples(st.sampled_from(["add", "take", "find"]), st.integers(1, 12), st.integers(1, 5))

@@ -9,7 +9,8 @@ import pytest
 
 from session.messages import Ack
 from session.words import TicketId, TransferStatus
-from worker_service.trace import EngineTrace, RateMeter, Span
+from worker_service.rate_meter import RateMeter
+from worker_service.trace import EngineTrace, Span
 
 
 def test_overlap_is_the_time_of_steps_during_which_a_launch_ran() -> None:

@@ -15,8 +15,8 @@ from session.words import RefusalReason, ReleaseReason, SequenceId, Transfer
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
 from worker_service.core.errors import UnaskedReply
+from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.queues import Queues
-from worker_service.core.recorder import Recorder
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 from worker_service.core.step_builder import Ask, Asked, StepBuilder
 

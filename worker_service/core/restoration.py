@@ -18,8 +18,8 @@ from session.messages import CachedRun
 from session.messages import Inventory as Slice
 from session.words import NO_PAGE, PAGE_ID_BYTES, TOKEN_BYTES, GroupKind, GroupSpec
 from worker_service.core.inventory import Inventory
+from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.limits import ITEM_BYTES, MessageRoom, name_bytes
-from worker_service.core.recorder import Recorder
 
 
 class PageRecords(NamedTuple):

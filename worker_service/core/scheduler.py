@@ -24,12 +24,12 @@ from worker_service.core.adoption import Adoptions
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.errors import InvalidField, QueueFull
 from worker_service.core.inventory import Inventory
+from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
 from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.queues import Queues
 from worker_service.core.readmission import Readmission, Readmitter
-from worker_service.core.recorder import Recorder
 from worker_service.core.reply_handler import Applied, Failed, ReplyHandler
 from worker_service.core.restoration import PageRecords, Restoration
 from worker_service.core.sequence import FinishReason, QueueOrder, Request, Sequence, State, Usage

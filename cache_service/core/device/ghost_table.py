@@ -1,14 +1,14 @@
 """What was evicted lately: marks for short runs of pages that were cut off a tree, in a table of fixed size.
 
-A mark stands for a run by its first page: a fingerprint of the namespace, the page number, the page's tokens and those
+A mark stands for a run by its first page: a hash of the namespace, the page number, the page's tokens and those
 of the page before it. A cut leaves a mark for its first page and one at each multiple of `STRIDE_PAGES`, so two prompts
 that part inside a long evicted run are told apart there.
 
 Marks are hints: a wrong or lost one makes a miss reason or a policy's choice wrong, never an answer. Wrong ones come
-from prompts that agree on two pages at the same page number but not before them, and from equal fingerprints: 4 of
+from prompts that agree on two pages at the same page number but not before them, and from equal marks: 4 of
 2^29 unknown pages in a full table. Lost ones come from a set of the table that more than four live marks fall into.
 
-The table is an array of 64-bit entries in sets of four. A fingerprint names an entry, its home, and a tag:
+The table is an array of 64-bit entries in sets of four. A mark names an entry, its home, and a tag:
 
     unit of time, 22 bits | pages, 10 bits | kind, 2 bits | opens a node, 1 bit | tag, 29 bits
 
@@ -42,9 +42,9 @@ _UNIT_SHIFT = 42
 _MOST_UNITS = (1 << 22) - 1
 # Marks of 64 pools ago are forgotten, however few they are.
 _MOST_AGE = 64 * AGE_PARTS
-# Of a fingerprint: above the tag's bits.
+# Of a mark: above the tag's bits.
 _HOME_SHIFT = 32
-_FINGERPRINT_MASK = (1 << 60) - 1
+_MARK_MASK = (1 << 60) - 1
 
 
 class GhostKind(IntEnum):
@@ -70,12 +70,12 @@ class Ghost(NamedTuple):
 _KINDS = (GhostKind.ONCE, GhostKind.ONCE, GhostKind.AGAIN, GhostKind.CLEARED)
 
 
-def fingerprint(digest: bytes, page: int, tokens: bytes) -> int:
+def mark_of(digest: bytes, page: int, tokens: bytes) -> int:
     """Of the page whose tokens, after those of the page before it, are given.
 
     Python's hash is keyed by the process, so nobody outside can choose tokens whose marks meet, and it takes 0.2 us.
     """
-    return hash((digest, page, tokens)) & _FINGERPRINT_MASK
+    return hash((digest, page, tokens)) & _MARK_MASK
 
 
 class GhostTable:

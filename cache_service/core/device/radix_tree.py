@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from cache_service.core.base.page_hash import page_hashes
 from cache_service.core.device.eviction import LeafOrder
-from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, fingerprint
+from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, mark_of
 from cache_service.core.device.radix_node import Node, Packed, Root
 from cache_service.core.device.soft_pins import SoftPins
 from session.words import HASH_BYTES, PAGE_ID_BYTES, TOKEN_BYTES, Namespace
@@ -312,7 +312,7 @@ class RadixTree:
     def ghost_at(self, root: Root, tokens: bytes, page: int) -> Ghost | None:
         """What became of that page of a prompt; None where nothing is known of it."""
         size = self.page_key_bytes
-        return self.ghosts.find(fingerprint(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
+        return self.ghosts.find(mark_of(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
 
     def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
         """Marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
@@ -321,7 +321,7 @@ class RadixTree:
         page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
         while page > first:
             at = (page - node.start) * size
-            add(fingerprint(digest, page, bytes(key[at - size : at + size])), kind, end - page)
+            add(mark_of(digest, page, bytes(key[at - size : at + size])), kind, end - page)
             end = page
             page -= STRIDE_PAGES
         if keep:
@@ -329,7 +329,7 @@ class RadixTree:
         else:
             assert node.parent is not None
             tokens = bytes(node.parent.key[-size:]) + bytes(key[:size])
-        add(fingerprint(digest, first, tokens), kind, end - first, opens_node=not keep)
+        add(mark_of(digest, first, tokens), kind, end - first, opens_node=not keep)
 
     def take_ghosts(self, parent: Node, tokens: bytes, pos: int, limit: int) -> int:
         """How many pages of tokens[pos:limit], to stand behind `parent`, were evicted as one node; their marks go.
@@ -344,7 +344,7 @@ class RadixTree:
         origin = pos - page * size  # where page 0 would stand
         while page < end:
             at = origin + page * size
-            mark = fingerprint(parent.root.digest, page, before + tokens[at : at + size])
+            mark = mark_of(parent.root.digest, page, before + tokens[at : at + size])
             ghost = self.ghosts.find(mark)
             if ghost is None or ghost.kind is GhostKind.CLEARED or (ghost.opens_node and page > start):
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.device.ghost_table import fingerprint
+from cache_service.core.device.ghost_table import mark_of
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs.prefix_match import PrefixMatch, match_prefix, resident
 from session.words import Match, MissReason, Namespace
@@ -50,7 +50,7 @@ class PromptMatch:
 
     def _was_evicted(self, cache: DeviceCache, first_page: bytes) -> bool:
         ghosts = cache.tree.ghosts
-        return ghosts.num_pages > 0 and ghosts.find(fingerprint(self.hashes(cache).digest, 0, first_page)) is not None
+        return ghosts.num_pages > 0 and ghosts.find(mark_of(self.hashes(cache).digest, 0, first_page)) is not None
 
     def hashes(self, cache: DeviceCache) -> PromptHashes:
         size = cache.layout.page_key_bytes

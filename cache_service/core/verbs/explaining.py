@@ -1,11 +1,10 @@
-"""Explanations and statistics of one worker, for people. Reads only."""
+"""Explain: where each part of a prompt is on one worker, and why the rest is missing. Reads only."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from itertools import takewhile
 
-from cache_service.core.base.stats import WorkerStats
 from cache_service.core.base.types import Explanation, Residence, Segment
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.kinds.group import residency
@@ -114,31 +113,3 @@ def _is_under_other_salt(
         ):
             return True
     return False
-
-
-def worker_stats(worker: Worker) -> WorkerStats:
-    cache, counters = worker.cache, worker.cache.counters
-    return WorkerStats(
-        worker_id=worker.hello.worker_id,
-        endpoint=worker.hello.endpoint,
-        incarnation=worker.hello.incarnation,
-        model=worker.hello.model,
-        connected=worker.connected,
-        groups=tuple(group.stats(cache.tree.evictable_pages, counters.evicted) for group in cache.groups),
-        num_leases=len(cache.leases),
-        num_tickets=len(cache.transfers),
-        num_requests=counters.requests,
-        prompt_tokens=counters.prompt,
-        cached_tokens=counters.cached,
-        fetched_tokens=counters.fetched,
-        computed_tokens=counters.computed,
-        num_refusals=counters.refusals,
-        num_nodes=cache.tree.num_nodes,
-        num_ghost_pages=cache.tree.ghosts.num_pages,
-        kept_bytes=cache.kept.num_bytes,
-        misses=tuple(sorted(counters.misses.items())),
-        matched_tokens=counters.matched,
-        pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
-        restored_pages=counters.restored,
-        restored_tokens=counters.restored * cache.layout.page_tokens,
-    )

@@ -16,7 +16,7 @@ MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 
 
-class Losses:
+class SessionLosses:
     def __init__(self) -> None:
         self._num_lost = 0
         self._num_rejected = 0
