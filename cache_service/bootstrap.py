@@ -76,6 +76,7 @@ def manager_config(config: CacheConfig) -> ManagerConfig:
         host_quota_bytes=config.host_quota_mb << 20,
         host_ttl_ms=config.host_ttl_s * 1000,
         host_renew_ms=config.host_ttl_s * 250,
+        scans_host_tiers=bool(config.redis_url),
         grace_ms=config.grace_ms,
         max_workers=config.max_workers,
         max_live_sequences=config.max_live_sequences,

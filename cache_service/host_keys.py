@@ -41,6 +41,8 @@ class HostRows(Protocol):
 
     def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int: ...
 
+    def host_scanned(self, host_tier_id: str, fingerprint: bytes) -> None: ...
+
     def host_lost(self, host_tier_id: str) -> None: ...
 
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None: ...
@@ -249,12 +251,14 @@ class RedisHostKeys:
     async def _scan(self) -> None:
         """Adopts the rows of each fingerprint once, a little at a time.
 
-        Those first that have least time to live: they were used longest ago, and of one prompt tails were touched
-        before heads. In the random order of SCAN the quota would cut prefixes in the middle.
+        Those first that have most time to live: they were used last, and of one prompt heads were touched after tails.
+        In the random order of SCAN the quota would cut prefixes in the middle.
         """
         for tier, fingerprint in self._rows.host_tiers():
             if tier == self._seen and (tier, fingerprint) not in self._scanned:
                 await self._adopt_rows(tier, fingerprint)
+            elif tier in self._foreign:
+                self._rows.host_scanned(tier, fingerprint)
         if not self._deletes and not self._rows.num_host_deletes():
             await self._marks.remove()
         await asyncio.sleep(self._config.watch_interval_s)
@@ -265,13 +269,14 @@ class RedisHostKeys:
         try:
             if await self._marks.is_left(fingerprint):
                 await self._delete_rows(fingerprint)
+                self._rows.host_scanned(tier, fingerprint)
                 return
             async for keys in self._find(scan_prefix(fingerprint)):
                 found += await self._with_ends_ms(keys)
         except FAILURES:
             self._scanned.discard((tier, fingerprint))
             return
-        await asyncio.to_thread(found.sort)
+        await asyncio.to_thread(found.sort, reverse=True)
         num_adopted = 0
         for at in range(0, len(found), ADOPTED_AT_ONCE):
             if (tier, fingerprint) not in self._scanned:
@@ -279,6 +284,7 @@ class RedisHostKeys:
             keys = [key for _, key in found[at : at + ADOPTED_AT_ONCE]]
             num_adopted += self._rows.host_adopted(tier, fingerprint, keys)
             await asyncio.sleep(self._config.scan_pause_s)
+        self._rows.host_scanned(tier, fingerprint)
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
 
     async def _delete_rows(self, fingerprint: bytes) -> None:

@@ -196,8 +196,7 @@ class CacheManager:
         """The device cache of a connected worker; for audits, replays and tests."""
         return self._worker(worker_id).cache
 
-    # One verb at a time, for replays and tests. Each raises UnknownWorker and what `step_check` finds wrong with the
-    # item (InvalidInput, TooMany, UnknownSequence, DuplicateSequence); then nothing changed.
+    # One verb at a time, for replays and tests. Each raises UnknownWorker and what `step_check` finds: all or nothing.
 
     def acquire(self, worker_id: WorkerId, item: Acquire) -> Grant | Refusal:
         return stepping.acquire(self._worker(worker_id).cache, item)
@@ -367,8 +366,12 @@ class CacheManager:
         return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
 
     def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Rows found by a background scan after a restart. Returns how many became findable."""
+        """Rows that a scan found, those used last in front. Returns how many became findable."""
         return self.tiers.adopt(host_tier_id, fingerprint, keys)
+
+    def host_scanned(self, host_tier_id: str, fingerprint: bytes) -> None:
+        """The scan has ended, or there will be none: spills begin."""
+        self.tiers.end_scan(host_tier_id, fingerprint)
 
     def host_lost(self, host_tier_id: str) -> None:
         """The store was flushed or replaced: drop its index at once."""
@@ -381,14 +384,10 @@ class CacheManager:
                 renewal.start_refill(worker.cache)
 
     def report_host_failure(self, host_tier_id: str, now_ms: int) -> None:
-        index = self.tiers.shared.get(host_tier_id)
-        if index is not None:
-            index.breaker.failed(now_ms)
+        self.tiers.report_failure(host_tier_id, now_ms)
 
     def report_host_ok(self, host_tier_id: str) -> None:
-        index = self.tiers.shared.get(host_tier_id)
-        if index is not None:
-            index.breaker.succeeded()
+        self.tiers.report_ok(host_tier_id)
 
 
 def _to_the_end(slices: Generator[None, None, _Result]) -> _Result:

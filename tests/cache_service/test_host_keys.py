@@ -31,6 +31,7 @@ class Rows:
     def __init__(self, *tiers: tuple[str, bytes]) -> None:
         self.tiers = tiers
         self.adopted: dict[tuple[str, bytes], list[bytes]] = {}
+        self.scanned: set[tuple[str, bytes]] = set()
         self.lost: list[str] = []
         self.health: list[str] = []
 
@@ -40,6 +41,9 @@ class Rows:
     def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         self.adopted.setdefault((host_tier_id, fingerprint), []).extend(keys)
         return len(keys)
+
+    def host_scanned(self, host_tier_id: str, fingerprint: bytes) -> None:
+        self.scanned.add((host_tier_id, fingerprint))
 
     def host_lost(self, host_tier_id: str) -> None:
         self.lost.append(host_tier_id)
@@ -128,8 +132,10 @@ async def test_the_scan_finds_the_keys_of_the_fingerprint_only(server: RedisProc
     # A fingerprint that says Hello later is scanned then; one in another store never.
     rows.tiers = (*rows.tiers, ("tier-1", other))
     await until(lambda: len(set(rows.adopted.get(("tier-1", other), []))) == 30)
+    await until(lambda: len(rows.scanned) == 3)
     await keys.close()
     assert set(rows.adopted) == {("tier-1", FINGERPRINT), ("tier-1", other)}
+    assert rows.scanned == {("tier-1", FINGERPRINT), ("tier-1", other), ("tier-2", other)}, "nobody waits for a scan"
     assert set(rows.adopted["tier-1", FINGERPRINT]) == set(mine)
     assert rows.lost == []
 
@@ -150,7 +156,7 @@ async def test_rows_are_adopted_in_the_order_of_their_last_use(server: RedisProc
     then.start()
     await until(lambda: len(rows.adopted.get(("tier-1", FINGERPRINT), ())) == 300)
     await then.close()
-    assert rows.adopted["tier-1", FINGERPRINT] == names
+    assert rows.adopted["tier-1", FINGERPRINT] == names[::-1]
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -177,6 +183,7 @@ async def test_a_clear_that_was_cut_short_is_finished_by_the_next_service(
     else:
         await until(lambda: not redis.keys(b"stemcache:1:*:*"))
         assert not told.adopted and not redis.keys(b"stemcache:1:clearing:*")
+    await until(lambda: told.scanned)
     await after.close()
 
 

@@ -65,6 +65,18 @@ def test_tails_are_touched_before_heads_so_that_heads_outlive_them() -> None:
     assert hashes_of(index.take_touches(1)) == [2] and hashes_of(index.take_touches(9)) == [1]
 
 
+def test_what_a_scan_finds_was_used_before_all_that_is_there() -> None:
+    index = make(quota=30)
+    index.add(FINGERPRINT, page(9), 1, NS)
+    for number in (3, 2, 1):  # those used last come first
+        assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(number)))
+    index.shrink()
+    assert hashes_of(index.take_deletes(9)) == [1]
+    index.add(FINGERPRINT, page(8), 1, NS)
+    index.shrink()
+    assert hashes_of(index.take_deletes(9)) == [2]
+
+
 def test_a_key_that_is_written_anew_is_not_deleted() -> None:
     index = make()
     for number in (1, 2, 3):

@@ -100,6 +100,38 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
     worker.prefill(live)
 
 
+def test_nothing_is_spilled_before_the_scan_has_found_what_the_store_has() -> None:
+    world = stage(scans_host_tiers=True)
+    worker = join(world, full(20))
+    world.manager.host_scanned("redis", FINGERPRINT)
+    worker.run(span(1, 8))
+    spill(worker)
+    keys = tuple(worker.store)
+    assert len(keys) == 4
+    world.new_manager()
+    worker.restart("i1")
+    worker.run(span(1, 12))
+    world.tick()
+    assert not worker.spills
+    assert world.manager.host_adopted("redis", FINGERPRINT, keys) == 4
+    world.tick()
+    assert not worker.spills, "only a part has been found"
+    world.manager.host_scanned("redis", FINGERPRINT)
+    world.tick()
+    ((order, _),) = worker.spills
+    assert (order.first_page, order.num_pages) == (4, 2)
+    worker.spill_all()
+    assert len(worker.store) == 6
+
+
+def test_a_tier_that_nobody_scans_keeps_no_spill_waiting() -> None:
+    world = stage(scans_host_tiers=True)
+    private = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.PRIVATE)
+    private.run(span(1, 8))
+    spill(private)
+    assert len(private.store) == 4
+
+
 def test_a_use_during_a_spill_counts() -> None:
     """The copy itself is no use, but a request that came and went meanwhile is."""
     world = stage()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.e2e.client import Client, unused_salt
+from tests.e2e.client import Client, nothing_is_held, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw
 from tests.e2e.test_host_tier import FETCHABLE, LENGTH, PAGES, VALUES, Pair, spill
@@ -60,8 +60,12 @@ async def test_the_quota_drops_tails_before_heads_after_a_restart_too(
     await client.until(pair.cache.address, lambda stats: stats.host_tier.num_rows == num_old and bool(stats.workers))
     for prompt in new:
         await client.generate(pair.here, prompt)
-        await client.idle(pair.cache.address)
-    left = (await client.stats(pair.cache.address)).host_tier.num_rows - PAGES * len(new)
+    num_new = PAGES * len(new)
+    stats = await client.until(
+        pair.cache.address, lambda stats: nothing_is_held(stats) and stats.host_tier.num_spilled_pages >= num_new
+    )
+    assert stats.host_tier.num_spilled_pages == num_new, "what the store has is not written again"
+    left = stats.host_tier.num_rows - num_new
     assert num_old / 2 < left < num_old, "the quota was reached"
     fetched = 0
     # Newest first: what is computed again is spilled again, and drops what is next in the order.

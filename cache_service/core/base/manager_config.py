@@ -32,6 +32,7 @@ class ManagerConfig:
     ghost_factor: int = 4
     host_ttl_ms: int = 86_400_000  # life of a value in a shared store after its last use
     host_renew_ms: int = 21_600_000  # a row in use is renewed at most this often
+    scans_host_tiers: bool = False  # whether somebody scans shared tiers; spills to one wait for `host_scanned`
     write_back_low_water: float = 0.1
     max_pinned_share: float = 0.5  # of a worker's pages, under Pin calls
     max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up, a fetch is late

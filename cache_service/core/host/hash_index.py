@@ -57,6 +57,7 @@ class HashIndex:
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
         self.num_ranks: dict[bytes, int] = {}  # by fingerprint
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
+        self.unscanned: set[bytes] = set()  # fingerprints whose rows a scan is yet to find
         self.queues = KeyQueues()  # empty unless the tier is shared
         self.counters = HostCounters()
         self.now_ms = 0  # of the last tick
@@ -170,7 +171,8 @@ class HashIndex:
         self._use(key, row)
 
     def adopt(self, key: HostKey) -> bool:
-        """A scan saw this key; True when its row becomes visible, which takes every rank."""
+        """A scan saw this key, after those that were used later: its row is the least recently used. Returns whether it
+        becomes visible, which takes every rank."""
         sizes = self.group_bytes.get(key.fingerprint, ())
         ranks = self.num_ranks.get(key.fingerprint, 1)
         if key.group >= len(sizes) or key.rank >= ranks or self.known(key.fingerprint, key.page_hash) >> key.group & 1:
@@ -186,7 +188,10 @@ class HashIndex:
         if None in self._hidden:
             self.delete(key.fingerprint, key.page_hash, 1 << key.group)
             return False
+        is_new = key.fingerprint + key.page_hash not in self.rows
         self.add(key.fingerprint, key.page_hash, 1 << key.group, None)
+        if is_new:  # what was used since the restart is younger than all that is found
+            self.rows.move_to_end(key.fingerprint + key.page_hash, last=False)
         return True
 
     def touch(self, fingerprint: bytes, hashes: Sequence[bytes]) -> None:

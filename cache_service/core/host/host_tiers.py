@@ -42,6 +42,8 @@ class HostTiers:
             self.shared[hello.host_tier_id] = index
         else:
             index = self.private[hello.worker_id] = self._make(is_shared)
+        if is_shared and self._config.scans_host_tiers and hello.fingerprint not in index.group_bytes:
+            index.unscanned.add(hello.fingerprint)
         index.num_ranks[hello.fingerprint] = hello.num_ranks
         index.group_bytes[hello.fingerprint] = tuple(spec.page_bytes for spec in hello.groups)
         return HostView(index, hello.fingerprint)
@@ -66,7 +68,7 @@ class HostTiers:
         return [*self.shared.values(), *self.private.values()]
 
     def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Rows that a scan found; keys that are not ours are passed over."""
+        """Rows that a scan found, most recently used first; keys that are not ours are passed over."""
         index = self.shared.get(host_tier_id)
         if index is None or fingerprint not in index.group_bytes:
             return 0
@@ -77,6 +79,22 @@ class HostTiers:
                 adopted += index.adopt(key)
         index.shrink()
         return adopted
+
+    def end_scan(self, host_tier_id: str, fingerprint: bytes) -> None:
+        """No scan of these rows is under way or due."""
+        index = self.shared.get(host_tier_id)
+        if index is not None:
+            index.unscanned.discard(fingerprint)
+
+    def report_failure(self, host_tier_id: str, now_ms: int) -> None:
+        index = self.shared.get(host_tier_id)
+        if index is not None:
+            index.breaker.failed(now_ms)
+
+    def report_ok(self, host_tier_id: str) -> None:
+        index = self.shared.get(host_tier_id)
+        if index is not None:
+            index.breaker.succeeded()
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = now_ms

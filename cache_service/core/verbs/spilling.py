@@ -37,6 +37,8 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
     if cache.host.index.breaker.is_open:
         queue.clear()
         return ()
+    if cache.host.fingerprint in cache.host.index.unscanned:
+        return ()  # after a restart the store has most of them
     orders = []
     transfers = cache.transfers
     while queue and len(transfers.spills) < cache.config.max_open_tickets and not _holds_much(cache):
