@@ -22,16 +22,17 @@ from worker_service.model.mixers import Heads
 from worker_service.model.spec import AttentionSpec, ModelSpec
 
 
-class HeadShape(NamedTuple):
-    """What a plan is made for; layers with the same one share it."""
+class PlanKey(NamedTuple):
+    """What plans are made for; layers with the same key share them. `window_tokens` 0: none."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window_tokens: int
 
 
 class Prepared(NamedTuple):
-    """The plans of one launch for layers of one shape; None: the kernels make their own."""
+    """The plans of one launch for layers of one key; None: the kernels make their own."""
 
     decode: DecodePlan | None
     prefill: PrefillPlan | None
@@ -56,33 +57,40 @@ class AttentionPlans:
         }
         self.backend = backend
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
-        self._plans = {
-            shape: (
-                DecodePlan(max_num_seqs, spec.max_model_len, *shape, device=device),
-                PrefillPlan(max_num_seqs, max_tokens, *shape, device=device),
-            )
-            for shape in dict.fromkeys(map(head_shape, self.mixers.values()))
+        self._keys = dict.fromkeys(map(plan_key, self.mixers.values()))
+        self._decode = {
+            key: DecodePlan(max_num_seqs, spec.max_model_len, *key[:3], window=key.window_tokens, device=device)
+            for key in self._keys
+        }
+        # Work lists of prompts are the same with and without a window.
+        self._prefill = {
+            shape: PrefillPlan(max_num_seqs, max_tokens, *shape, device=device)
+            for shape in dict.fromkeys(key[:3] for key in self._keys)
         }
 
-    def prepared(self, launch: LaunchInputs) -> dict[HeadShape, Prepared]:
+    def prepared(self, launch: LaunchInputs) -> dict[PlanKey, Prepared]:
+        if self.backend is Backend.REFERENCE:
+            return dict.fromkeys(self._keys, Prepared(None, None))
         has_decode = 0 < launch.num_decode <= self._max_num_seqs
         num_others = launch.token_ids.shape[0] - launch.num_decode
         has_prefill = 0 < launch.num_prefill <= self._max_num_seqs and num_others <= self._max_tokens
-        by_shape: dict[HeadShape, Prepared] = {}
-        for shape, (decode, prefill) in self._plans.items():
-            if self.backend is Backend.REFERENCE:
-                by_shape[shape] = Prepared(None, None)
-                continue
-            if has_decode:
+        if has_decode:
+            for decode in self._decode.values():
                 decode.prepare(launch.decode_seqlens_k)
-            if has_prefill:
+        if has_prefill:
+            for prefill in self._prefill.values():
                 prefill.prepare(launch.prefill_cu_q, launch.prefill_cu_k)
-            by_shape[shape] = Prepared(decode if has_decode else None, prefill if has_prefill else None)
-        return by_shape
+        return {
+            key: Prepared(
+                self._decode[key] if has_decode else None,
+                self._prefill[key[:3]] if has_prefill else None,
+            )
+            for key in self._keys
+        }
 
 
-def head_shape(mixer: AttentionSpec) -> HeadShape:
-    return HeadShape(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+def plan_key(mixer: AttentionSpec) -> PlanKey:
+    return PlanKey(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens)
 
 
 class PagedHeads:
@@ -156,7 +164,7 @@ class PagedHeads:
             self._launch.block_tables[pages.group][: self._launch.num_decode],
             self._launch.decode_seqlens_k,
             max_seqlen_k=self._launch.max_seqlen_k,
-            plan=self._prepared[head_shape(self._mixers[layer])].decode,
+            plan=self._prepared[plan_key(self._mixers[layer])].decode,
             **options,
         )
 
@@ -170,6 +178,6 @@ class PagedHeads:
             self._launch.prefill_cu_q,
             self._launch.prefill_cu_k,
             self._launch.max_seqlen_q,
-            plan=self._prepared[head_shape(self._mixers[layer])].prefill,
+            plan=self._prepared[plan_key(self._mixers[layer])].prefill,
             **options,
         )

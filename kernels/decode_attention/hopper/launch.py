@@ -41,7 +41,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
     shape, group, scales, sinks, tables = spec.shape, spec.group, spec.scales, call.sinks, call.block_tables
     if plan is None:
         sizes = (num_seqs, call.max_seqlen_k, spec.q_heads, shape.heads, shape.dim)
-        plan = DecodePlan(*sizes, max_q_tokens=call.max_q_tokens, device=q.device)
+        plan = DecodePlan(*sizes, max_q_tokens=call.max_q_tokens, window=spec.window, device=q.device)
         plan.prepare(call.seqlens_k)
     tokens = min(call.max_q_tokens, plan.tokens)
     per_multiprocessor = plan.programs_per_multiprocessor(num_seqs)
