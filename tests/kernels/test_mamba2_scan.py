@@ -29,8 +29,9 @@ from tests.kernels.state_inputs import (
 )
 from tests.kernels.target import Target
 
-# Of the largest output or state; 16 bits round factors of products.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# Of the largest output or state; 16 bits round factors of products. Decays are exponentials of differences of sums that
+# reach 200 here, where fp32 has steps of 1.5e-5: an H200, which adds them up in another order, was off by 1.8e-5.
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 CPU = Target("cpu", Backend.AUTO)
 
 
