@@ -9,13 +9,16 @@ from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
 from kernels.state_slots.reference import initial_states, write_states
 
 
-def each_block(states: torch.Tensor, plan: ScanPlan, compute: Callable[[slice, torch.Tensor], None]) -> None:
-    """Calls `compute` for each block with its tokens and the state before it, which it brings up to date."""
+def each_block(
+    states: torch.Tensor, plan: ScanPlan, out: torch.Tensor, compute: Callable[[slice, torch.Tensor], torch.Tensor]
+) -> None:
+    """Fills out with what `compute` returns of each block's tokens; it brings the state before them up to date."""
     slots, blocks, leave_slot = plan.slots, plan.blocks.tolist(), plan.leave_slot.tolist()
     current = initial_states(states, slots)
     for state, (begin, end) in zip(current, pairwise(plan.cu_blocks.tolist()), strict=True):
         for (first, count), slot in zip(blocks[begin:end], leave_slot[begin:end], strict=True):
-            compute(slice(first, first + count), state)
+            tokens = slice(first, first + count)
+            out[tokens] = compute(tokens, state)
             if slot > 0:
                 states[slot] = state
     write_states(states, slots.rolling.masked_fill(slots.working <= 0, 0), current)

@@ -5,16 +5,17 @@ Products have one shape for each layer, so a token's bits depend on its row alon
 
 import torch
 
+from kernels.block_scan.layers import GatedDeltaLayer, Mamba2Layer
 
-def delta_tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+
+def delta_tokens(layer: GatedDeltaLayer, tokens: slice, state: torch.Tensor) -> torch.Tensor:
     """Returns [num_tokens, heads, dv] of the gated delta rule, and brings the state [heads, dk, dv] up to date.
 
-    q and k [num_tokens, heads, dk] as they are used, v [num_tokens, heads, dv], g and beta [num_tokens, heads]:
-
-        S <- exp(g) S;  S <- S + k (beta (v - k S));  o = q S
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  o = scale q S
     """
+    group = layer.v.shape[1] // layer.k.shape[1]
+    q, k = (unit(rows[tokens].float(), layer.norm_eps).repeat_interleave(group, 1) for rows in (layer.q, layer.k))
+    q, v, g, beta = q * layer.scale, layer.v[tokens].float(), layer.g[tokens].float(), layer.beta[tokens].float()
     out = torch.empty_like(v)
     for token in range(v.shape[0]):
         state *= g[token].exp()[:, None, None]
@@ -31,28 +32,28 @@ def unit(rows: torch.Tensor, norm_eps: float | None) -> torch.Tensor:
     return rows * torch.rsqrt(rows.square().sum(dim=-1, keepdim=True) + norm_eps)
 
 
-def ssd_tokens(
-    c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, g: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+def ssd_tokens(layer: Mamba2Layer, tokens: slice, state: torch.Tensor) -> torch.Tensor:
     """Returns [num_tokens, heads, dim] of Mamba2's recurrence, and brings the state [heads, dim, d_state] up to date.
 
-    b and c [num_tokens, heads, d_state], x [num_tokens, heads, dim], dt and g [num_tokens, heads]:
-
-        S <- exp(g) S + (dt x) b;  y = S c
+    S <- exp(dt a) S + (dt x) b;  y = S c + skip x,  times silu(gate)
     """
+    group = layer.x.shape[1] // layer.b.shape[1]
+    b, c = (rows[tokens].float().repeat_interleave(group, 1) for rows in (layer.b, layer.c))
+    x, dt = layer.x[tokens].float(), layer.steps.sizes(tokens)
+    g = dt * layer.steps.a
     out = torch.empty_like(x)
     for token in range(x.shape[0]):
         state *= g[token].exp()[:, None, None]
         state += (x[token] * dt[token, :, None])[:, :, None] * b[token, :, None, :]
         out[token] = (state @ c[token, :, :, None])[:, :, 0]
-    return out
+    return finished(layer, tokens, out)
 
 
-def finished(y: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None, gate: torch.Tensor | None) -> torch.Tensor:
+def finished(layer: Mamba2Layer, tokens: slice, y: torch.Tensor) -> torch.Tensor:
     """Returns y [num_tokens, heads, dim], fp32, with `skip` x besides, through silu of the gate."""
-    if skip is not None:
-        y = y + x * skip[:, None]
-    if gate is not None:
-        wide = gate.float()
+    if layer.skip is not None:
+        y = y + layer.x[tokens].float() * layer.skip[:, None]
+    if layer.gate is not None:
+        wide = layer.gate[tokens].float()
         y = y * (wide / wide.neg().exp_().add_(1.0))
     return y

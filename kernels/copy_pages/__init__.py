@@ -8,6 +8,7 @@ import torch
 
 from kernels._checks import INDEX_DTYPES, check_contiguous, check_disjoint, check_tensor
 from kernels.backend import Backend, uses_triton
+from kernels.byte_planes import byte_planes
 from kernels.copy_pages import reference
 from kernels.errors import KernelArgumentError
 
@@ -16,7 +17,7 @@ __all__ = ["pack_pages", "page_row_bytes", "unpack_pages"]
 
 def page_row_bytes(pages: torch.Tensor, page_axis: int = 0) -> int:
     """Bytes of one page over all planes: the width of a packed row."""
-    return _planes(pages, page_axis)[:, :1].numel()
+    return byte_planes(pages, "pages", page_axis, "page_axis")[:, :1].numel()
 
 
 def pack_pages(
@@ -67,25 +68,10 @@ def unpack_pages(
         reference.unpack_pages(rows, planes, page_ids)
 
 
-def _planes(pages: torch.Tensor, page_axis: int) -> torch.Tensor:
-    """The pages as bytes [num_planes, num_pages, bytes], sharing their memory."""
-    check_contiguous("pages", pages)
-    if not 0 <= page_axis < pages.dim() - 1:
-        raise KernelArgumentError(f"page_axis: pages of shape {list(pages.shape)} have no page axis {page_axis}")
-    raw = pages.view(torch.uint8)
-    planes = 1
-    for size in pages.shape[:page_axis]:
-        planes *= size
-    width = pages.element_size()
-    for size in pages.shape[page_axis + 1 :]:
-        width *= size
-    return raw.view(planes, pages.shape[page_axis], width)
-
-
 def _checked(
     pages: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, page_axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    planes = _planes(pages, page_axis)
+    planes = byte_planes(pages, "pages", page_axis, "page_axis")
     count, _, width = planes.shape
     check_tensor("page_ids", page_ids, (None,), INDEX_DTYPES, pages.device)
     check_contiguous("page_ids", page_ids)

@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.byte_planes import widest_word
+
 WORDS = 256
-WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # Enough to fill a host link; more would only keep multiprocessors from the work that runs beside it, which even these
 # few delay: who serves meanwhile packs on the device and leaves the link to a copy engine.
 HOST_PROGRAMS = 32
@@ -97,7 +98,7 @@ def launch_unpack(packed: torch.Tensor, planes: torch.Tensor, page_ids: torch.Te
 
 
 def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, pack: bool, in_turn: bool) -> None:
-    word_type = _widest_word(planes, packed)
+    word_type = widest_word(planes, packed)
     paged, dense = planes.view(word_type), packed.view(word_type)
     words = paged.shape[2]
     block = min(HOST_WORDS if in_turn else WORDS, triton.next_power_of_2(words))
@@ -112,17 +113,3 @@ def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, 
             )
         else:
             move_words[(chunks, planes.shape[0])](paged, dense, page_ids, *sizes, PACK=pack, WORDS=block, num_warps=1)
-
-
-def _widest_word(planes: torch.Tensor, packed: torch.Tensor) -> torch.dtype:
-    for word_type in WORD_TYPES:
-        places = (
-            planes.shape[2],
-            planes.data_ptr(),
-            packed.data_ptr(),
-            planes.storage_offset(),
-            packed.storage_offset(),
-        )
-        if all(place % word_type.itemsize == 0 for place in places):
-            return word_type
-    raise AssertionError("one byte always fits")

@@ -10,6 +10,7 @@ import torch
 
 from kernels._checks import INDEX_DTYPES, check_contiguous, check_tensor
 from kernels.backend import Backend, uses_triton
+from kernels.byte_planes import byte_planes
 from kernels.copy_states import reference
 from kernels.errors import KernelArgumentError
 
@@ -30,7 +31,7 @@ def copy_states(
     ...] has slot_axis 1. sources, destinations int32 or int64 [n], on the pool's device: `check_copies` holds for them,
     which the caller sees to before they go there.
     """
-    planes = _planes(pool, slot_axis)
+    planes = byte_planes(pool, "pool", slot_axis, "slot_axis")
     for name, slots in (("sources", sources), ("destinations", destinations)):
         check_tensor(name, slots, (sources.shape[0] if sources.dim() else None,), INDEX_DTYPES, pool.device)
         check_contiguous(name, slots)
@@ -58,12 +59,3 @@ def check_copies(sources: Sequence[int], destinations: Sequence[int], num_slots:
         if destination in named:
             raise KernelArgumentError(f"destinations: slot {destination} is named twice")
         named.add(destination)
-
-
-def _planes(pool: torch.Tensor, slot_axis: int) -> torch.Tensor:
-    """Returns the pool as bytes [num_layers, num_slots, bytes], sharing its memory."""
-    check_contiguous("pool", pool)
-    if not 0 <= slot_axis < pool.dim() - 1:
-        raise KernelArgumentError(f"slot_axis: a pool of shape {list(pool.shape)} has no slot axis {slot_axis}")
-    layers, state = pool.shape[:slot_axis].numel(), pool.shape[slot_axis + 1 :].numel()
-    return pool.view(torch.uint8).view(layers, pool.shape[slot_axis], state * pool.element_size())

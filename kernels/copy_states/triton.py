@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-WORD_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
+from kernels.byte_planes import widest_word
+
 # Words of a program; a state's runs are neighbours in launch order, which keeps DRAM pages open.
 WORDS = 1024
 NUM_WARPS = 4
@@ -24,8 +25,7 @@ def copy_words(planes_ptr, sources_ptr, destinations_ptr, words, stride_plane, W
 
 def launch(planes: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
     """Copies; checked, non-empty arguments."""
-    word_type = next(t for t in WORD_TYPES if planes.shape[2] % t.itemsize == planes.data_ptr() % t.itemsize == 0)
-    paged = planes.view(word_type)
+    paged = planes.view(widest_word(planes))
     words = paged.shape[2]
     block = min(WORDS, triton.next_power_of_2(words))
     grid = (sources.shape[0] * triton.cdiv(words, block), paged.shape[0])

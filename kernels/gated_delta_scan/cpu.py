@@ -17,7 +17,7 @@ def gated_delta_scan(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor) 
     """Fills out and writes the states."""
     heads, value_dim = layer.v.shape[1:]
 
-    def compute(tokens: slice, state: torch.Tensor) -> None:
+    def compute(tokens: slice, state: torch.Tensor) -> torch.Tensor:
         q = by_head(unit(layer.q[tokens].float(), layer.norm_eps), heads) * layer.scale
         k = by_head(unit(layer.k[tokens].float(), layer.norm_eps), heads)
         beta = by_head(layer.beta[tokens], heads)[:, :, None]
@@ -28,9 +28,9 @@ def gated_delta_scan(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor) 
         # The diagonal is taken as ones, what is above it is not read.
         solved = torch.linalg.solve_triangular((k * beta) @ keys * left, both, upper=False, unitriangular=True)
         errors = solved[:, :, :value_dim] - solved[:, :, value_dim:] @ state
-        rows = (q * grown) @ state + (q @ keys * left) @ errors
+        rows: torch.Tensor = (q * grown) @ state + (q @ keys * left) @ errors
         state *= grown[:, -1:]
         state += (k * left[:, -1, :, None]).transpose(1, 2) @ errors
-        out[tokens] = rows.transpose(0, 1)[: tokens.stop - tokens.start]
+        return rows.transpose(0, 1)[: tokens.stop - tokens.start]
 
-    each_block(layer.states, plan, compute)
+    each_block(layer.states, plan, out, compute)

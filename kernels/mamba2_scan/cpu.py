@@ -14,7 +14,7 @@ def mamba2_scan(layer: Mamba2Layer, plan: ScanPlan, out: torch.Tensor) -> None:
     """Fills out and writes the states."""
     heads = layer.x.shape[1]
 
-    def compute(tokens: slice, state: torch.Tensor) -> None:
+    def compute(tokens: slice, state: torch.Tensor) -> torch.Tensor:
         sizes = layer.steps.sizes(tokens)
         x, b, c = (by_head(rows[tokens], heads) for rows in (layer.x, layer.b, layer.c))
         dt = by_head(sizes, heads)
@@ -23,8 +23,6 @@ def mamba2_scan(layer: Mamba2Layer, plan: ScanPlan, out: torch.Tensor) -> None:
         y = (c @ b.transpose(1, 2) * left * dt[:, None]) @ x + (c * grown) @ state.transpose(1, 2)
         state *= grown[:, -1:]
         state += (x * (left[:, -1] * dt)[:, :, None]).transpose(1, 2) @ b
-        rows = y.transpose(0, 1)[: tokens.stop - tokens.start]
-        gate = None if layer.gate is None else layer.gate[tokens]
-        out[tokens] = finished(rows, layer.x[tokens].float(), layer.skip, gate)
+        return finished(layer, tokens, y.transpose(0, 1)[: tokens.stop - tokens.start])
 
-    each_block(layer.states, plan, compute)
+    each_block(layer.states, plan, out, compute)

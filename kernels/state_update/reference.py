@@ -1,12 +1,13 @@
 """Updates of states in plain torch: each row's tokens one after the other, in fp32; what a CPU serves with."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from kernels.block_scan import GatedDeltaLayer, Mamba2Layer
-from kernels.block_scan.tokens import delta_tokens, finished, ssd_tokens, unit
+from kernels.block_scan.tokens import delta_tokens, ssd_tokens
 from kernels.state_slots import StateSlots
 from kernels.state_slots.reference import initial_states, write_states
 
@@ -15,27 +16,12 @@ def update_gated_delta(
     layer: GatedDeltaLayer, cu_seqlens_q: torch.Tensor, slots: StateSlots, out: torch.Tensor
 ) -> None:
     """Fills out and writes the states."""
-    group = layer.v.shape[1] // layer.k.shape[1]
-
-    def compute(tokens: slice, state: torch.Tensor) -> torch.Tensor:
-        q, k = (unit(rows[tokens].float(), layer.norm_eps).repeat_interleave(group, 1) for rows in (layer.q, layer.k))
-        gates = layer.g[tokens].float(), layer.beta[tokens].float()
-        return delta_tokens(q * layer.scale, k, layer.v[tokens].float(), *gates, state)
-
-    _each_row(layer.states, cu_seqlens_q, slots, out, compute)
+    _each_row(layer.states, cu_seqlens_q, slots, out, partial(delta_tokens, layer))
 
 
 def update_mamba2(layer: Mamba2Layer, cu_seqlens_q: torch.Tensor, slots: StateSlots, out: torch.Tensor) -> None:
     """Fills out and writes the states."""
-    group = layer.x.shape[1] // layer.b.shape[1]
-
-    def compute(tokens: slice, state: torch.Tensor) -> torch.Tensor:
-        b, c = (rows[tokens].float().repeat_interleave(group, 1) for rows in (layer.b, layer.c))
-        x, dt = layer.x[tokens].float(), layer.steps.sizes(tokens)
-        y = ssd_tokens(c, b, x, dt, dt * layer.steps.a, state)
-        return finished(y, x, layer.skip, None if layer.gate is None else layer.gate[tokens])
-
-    _each_row(layer.states, cu_seqlens_q, slots, out, compute)
+    _each_row(layer.states, cu_seqlens_q, slots, out, partial(ssd_tokens, layer))
 
 
 def _each_row(

@@ -184,7 +184,7 @@ def test_copies() -> None:
         pack_pages(pages, ids.short(), packed)
     with pytest.raises(KernelArgumentError, match="pages: must be contiguous"):
         unpack_pages(packed, pages[:, ::2], ids)
-    with pytest.raises(KernelArgumentError, match=r"page_axis: pages of shape \[4, 6\] have no page axis 1"):
+    with pytest.raises(KernelArgumentError, match=r"page_axis: pages of shape \[4, 6\] cannot be counted by axis 1"):
         pack_pages(pages, ids, packed, page_axis=1)
     with pytest.raises(KernelArgumentError, match="out: shares memory with pages"):
         pack_pages(pages, ids, pages.view(torch.uint8)[:2])

@@ -65,7 +65,7 @@ def test_a_pool_beyond_two_billion_elements(target: Target) -> None:
 
 WRONG = [
     (random_bytes(4, 8)[:, ::2], indices(1), indices(2), 0, "pool: must be contiguous"),
-    (random_bytes(4, 8), indices(1), indices(2), 1, r"slot_axis: a pool of shape \[4, 8\] has no slot axis 1"),
+    (random_bytes(4, 8), indices(1), indices(2), 1, r"slot_axis: pool of shape \[4, 8\] cannot be counted by axis 1"),
     (random_bytes(4, 8), indices(1, 2), indices(3), 0, r"destinations: shape must be \[2\], got \[1\]"),
     (random_bytes(4, 8), indices(1).float(), indices(2), 0, "sources: dtype must be one of"),
     (random_bytes(4, 8), indices(1), indices(4), 0, "destinations: must be below 4, got 4"),
