@@ -23,7 +23,9 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
+from worker_service.model.recurrent_specs import Mamba2Spec
 from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
+from worker_service.model.spec import STATE_PAGE_TOKENS, ModelSpec
 from worker_service.model.weights import open_weights
 
 CPU = torch.device("cpu")
@@ -33,6 +35,8 @@ NUM_PAGES = 40
 # Of a STATE group, behind slots that are numbered as the pages are: the snapshot at a page's end has its number.
 NUM_WORKING = 1000
 NOT_STARTED = -1
+# A recurrence whose decays were exp(0.5 .. 1.5) would forget a token after the next one; so it remembers some twenty.
+MEMORY = 4.0
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -125,6 +129,15 @@ _LFM2 = {
     "pad_token_id": None,
 }
 
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
+    "pad_token_id": None,
+    "num_hidden_layers": 4,
+}
+
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -191,6 +204,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2",
         {**_LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    # An odd head size, one group, all biases, steps within limits that cut many of them.
+    "bamba-biases": (
+        "Bamba",
+        {
+            **_MAMBA,
+            "attn_layer_indices": [2],
+            "attention_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 32,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "time_step_limit": (0.5, 1.5),
+        },
+    ),
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
 
@@ -228,6 +260,9 @@ def random_reference(config: Any, *, seed: int, spread: float) -> Any:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             else:
                 parameter.copy_(torch.randn_like(parameter) * spread)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(MEMORY)
     return model
 
 
@@ -244,6 +279,12 @@ def num_pages_of(layouts: Sequence[GroupLayout], num_pages: int) -> list[int]:
     return [num_pages + (NUM_WORKING if layout.kind is GroupKind.STATE else 0) for layout in layouts]
 
 
+def page_of(config: ModelSpec) -> int:
+    """Returns PAGE, or the grid of scans for a model with such layers."""
+    has_scans = any(isinstance(layer.mixer, Mamba2Spec) for layer in config.layers)
+    return STATE_PAGE_TOKENS if has_scans else PAGE
+
+
 class Part(NamedTuple):
     """Tokens [first, end) of a sequence, computed by one launch."""
 
@@ -258,7 +299,7 @@ class Bench:
     A sequence's first part begins from the snapshot before it; each part leaves one at each boundary that it passes.
     """
 
-    page = PAGE
+    page: int
 
     def __init__(
         self,
@@ -269,9 +310,10 @@ class Bench:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         config = read_model_spec(folder)
-        layouts = page_layouts(config, dtype, PAGE, kv_dtype)
+        self.page = page_of(config)
+        layouts = page_layouts(config, dtype, self.page, kv_dtype)
         self.config = config
-        self.pages = PagePools(layouts, num_pages_of(layouts, NUM_PAGES), PAGE, device)
+        self.pages = PagePools(layouts, num_pages_of(layouts, NUM_PAGES), self.page, device)
         for layer in range(len(config.layers)):
             for pages in self.pages.layer_pages(layer).planes:
                 pages[1:].fill_(torch.nan)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from session.words import GroupKind
-from tests.worker_service.model_kit import MODELS, PAGE, make_config
+from tests.worker_service.model_kit import MODELS, make_config
 from worker_service.model.config import parse_model_spec
 from worker_service.model.families import BY_ARCHITECTURE, FAMILIES
 from worker_service.model.families.family import Family
@@ -27,7 +27,7 @@ def test_its_kinds_are_those_of_its_models_groups(family: Family, specs: list[Mo
     for spec in specs:
         if spec.architecture in family.architectures:
             assert spec.page_tokens == family.page_tokens
-            kinds |= {layout.kind for layout in page_layouts(spec, torch.float32, PAGE)}
+            kinds |= {layout.kind for layout in page_layouts(spec, torch.float32, spec.page_tokens)}
     assert kinds == set(family.kinds)
 
 

@@ -16,6 +16,7 @@ from worker_service.core.errors import ModelError
 from worker_service.model.config import parse_model_spec
 from worker_service.model.families import FAMILIES
 from worker_service.model.families.family import Family
+from worker_service.model.recurrent_specs import ShortConvSpec
 from worker_service.model.spec import (
     AttentionSpec,
     DenseSpec,
@@ -24,7 +25,6 @@ from worker_service.model.spec import (
     ModelSpec,
     MoeSpec,
     RopeConfig,
-    ShortConvSpec,
 )
 
 Fields = dict[str, Any]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker_service.model_kit import MODELS, PAGE, Bench, Part, make_reference, random_tokens
+from tests.worker_service.model_kit import MODELS, Bench, Part, make_reference, page_of, random_tokens
+from worker_service.model.config import read_model_spec
 
-LENGTH = 3 * PAGE + 5
 TOLERANCE = 1e-5
 
 
@@ -19,6 +19,8 @@ class Pair:
     def __init__(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.folder = tmp_path_factory.mktemp(name)
         self.reference: Any = make_reference(name, self.folder)
+        self.page = page_of(read_model_spec(self.folder))
+        self.length = 3 * self.page + 5
 
     def bench(self) -> Bench:
         return Bench(self.folder)
@@ -40,39 +42,39 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def test_whole_prompt(pair: Pair) -> None:
-    tokens = random_tokens(LENGTH, 1)
+    tokens = random_tokens(pair.length, 1)
     bench = pair.bench()
-    assert_close(bench.all_logits(Part(bench.sequence(tokens, [7, 3, 9, 1]), 0, LENGTH)), pair.wanted(tokens))
+    assert_close(bench.all_logits(Part(bench.sequence(tokens, [7, 3, 9, 1]), 0, pair.length)), pair.wanted(tokens))
 
 
-@pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
-def test_chunks(pair: Pair, chunk: int) -> None:
-    tokens = random_tokens(LENGTH, 2)
+@pytest.mark.parametrize(("pages", "more"), [(0, 1), (1, -1), (1, 0), (1, 1)])
+def test_chunks(pair: Pair, pages: int, more: int) -> None:
+    tokens, chunk = random_tokens(pair.length, 2), pages * pair.page + more
     bench = pair.bench()
     assert_close(bench.chunked_logits(bench.sequence(tokens, [4, 8, 2, 6]), chunk), pair.wanted(tokens))
 
 
 def test_after_a_prefix_hit(pair: Pair) -> None:
     """A second sequence goes on behind two pages that the first one wrote."""
-    first = random_tokens(LENGTH, 3)
-    second = first[: 2 * PAGE] + random_tokens(20, 4)
+    first = random_tokens(pair.length, 3)
+    second = first[: 2 * pair.page] + random_tokens(20, 4)
     bench = pair.bench()
-    bench.all_logits(Part(bench.sequence(first, [11, 5, 12, 13]), 0, LENGTH))
+    bench.all_logits(Part(bench.sequence(first, [11, 5, 12, 13]), 0, pair.length))
     hit = bench.sequence(second, [11, 5, 20, 21])
-    assert_close(bench.all_logits(Part(hit, 2 * PAGE, len(second))), pair.wanted(second)[2 * PAGE :])
+    assert_close(bench.all_logits(Part(hit, 2 * pair.page, len(second))), pair.wanted(second)[2 * pair.page :])
 
 
 def test_pages_behind_a_window_may_be_gone(pair: Pair) -> None:
     """A window group's hole is page 0; what the window still covers is enough."""
-    tokens = random_tokens(LENGTH, 5)
+    tokens = random_tokens(pair.length, 5)
     bench = pair.bench()
-    bench.all_logits(Part(bench.sequence(tokens, [1, 2, 3, 4]), 0, 3 * PAGE))
+    bench.all_logits(Part(bench.sequence(tokens, [1, 2, 3, 4]), 0, 3 * pair.page))
     tables = []
     for spec in bench.pages.specs():
-        oldest = max(3 * PAGE - spec.window_tokens + 1, 0) // PAGE if spec.window_tokens else 0
+        oldest = max(3 * pair.page - spec.window_tokens + 1, 0) // pair.page if spec.window_tokens else 0
         tables.append([0] * oldest + [1, 2, 3, 4][oldest:])
     rest = bench.sequence(tokens, *tables)
-    assert_close(bench.all_logits(Part(rest, 3 * PAGE, LENGTH)), pair.wanted(tokens)[3 * PAGE :])
+    assert_close(bench.all_logits(Part(rest, 3 * pair.page, pair.length)), pair.wanted(tokens)[3 * pair.page :])
 
 
 def test_mixed_batch(pair: Pair) -> None:
@@ -94,13 +96,13 @@ def test_mixed_batch(pair: Pair) -> None:
 
 def test_after_pages_were_fetched(pair: Pair) -> None:
     """Pages leave one worker as bytes and go on on another, under other ids."""
-    tokens = random_tokens(LENGTH, 6)
+    tokens = random_tokens(pair.length, 6)
     writer, reader = pair.bench(), pair.bench()
-    writer.all_logits(Part(writer.sequence(tokens, [1, 2, 3, 4]), 0, 3 * PAGE))
+    writer.all_logits(Part(writer.sequence(tokens, [1, 2, 3, 4]), 0, 3 * pair.page))
     for group in range(writer.pages.num_groups):
         reader.pages.write_pages(group, [30, 10, 20], writer.pages.read_pages(group, [1, 2, 3]))
     fetched = reader.sequence(tokens, [30, 10, 20, 5])
-    assert_close(reader.all_logits(Part(fetched, 3 * PAGE, LENGTH)), pair.wanted(tokens)[3 * PAGE :])
+    assert_close(reader.all_logits(Part(fetched, 3 * pair.page, pair.length)), pair.wanted(tokens)[3 * pair.page :])
 
 
 def test_rows_do_not_depend_on_their_neighbours(pair: Pair) -> None:

@@ -76,6 +76,11 @@ class Batch:
     def num_tokens(self) -> int:
         return self.cu_seqlens_q[-1]
 
+    @property
+    def has_decode_leaves(self) -> bool:
+        """Whether a decode row leaves a state at its end, besides the rolling one: where a branch was named late."""
+        return any(row < self.num_decode_seqs for rows in self.states if rows for row in rows.leave_row)
+
 
 def build_batch(rows: Seq[Row], num_decode_seqs: int, groups: Seq[GroupSpec], page_tokens: int) -> Batch:
     """Returns the rows as one batch. A row samples when it reaches the end of its sequence's tokens.

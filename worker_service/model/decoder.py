@@ -14,12 +14,21 @@ from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.softcap_logits import softcap_logits
 from worker_service.model.families import family_of
-from worker_service.model.layer_weights import AttentionWeights, LatentWeights, LayerWeights, Linear, ShortConvWeights
-from worker_service.model.mixers import Attention, AttentionMixer, Gemm, LatentMixer, ShortConvMixer, States, Step
+from worker_service.model.layer_weights import (
+    AttentionWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Mamba2Weights,
+    ShortConvWeights,
+)
+from worker_service.model.mixers import Attention, AttentionMixer, Gemm, LatentMixer, States, Step
 from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
+from worker_service.model.recurrent_mixers import Mamba2Mixer, ShortConvMixer
+from worker_service.model.recurrent_specs import Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import Block, LatentSpec, LayerSpec, ModelSpec, ShortConvSpec
+from worker_service.model.spec import Block, LatentSpec, LayerSpec, ModelSpec
 from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 
 ROOT = "model."
@@ -157,6 +166,9 @@ def _make_mixer(
     if isinstance(layer.mixer, ShortConvSpec):
         assert isinstance(weights.mixer, ShortConvWeights)
         return ShortConvMixer(number, weights.mixer, backend)
+    if isinstance(layer.mixer, Mamba2Spec):
+        assert isinstance(weights.mixer, Mamba2Weights)
+        return Mamba2Mixer(number, layer.mixer, weights.mixer, spec.norm.eps, backend)
     assert isinstance(weights.mixer, AttentionWeights)
     return AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
 

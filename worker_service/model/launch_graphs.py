@@ -110,11 +110,10 @@ class LaunchGraphs:
     def bucket_for(self, batch: Batch) -> Bucket | None:
         """Returns the smallest bucket that holds the launch; None when none does."""
         num_decode = self._num_decode(batch)
-        return (
-            next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode)), None)
-            if batch.num_seqs
-            else None
-        )
+        # Captured launches copy no states.
+        if not batch.num_seqs or (num_decode and batch.has_decode_leaves):
+            return None
+        return next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode)), None)
 
     def replay(self, bucket: Bucket, batch: Batch) -> GraphOutput:
         """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""

@@ -50,7 +50,22 @@ class ShortConvWeights:
     output: Linear
 
 
-MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """`inner` makes gates, the convolution's channels (x, b, c) and the raw steps, in this order. taps [channels,
+    width], oldest first; the others are fp32 [num_heads], but for `norm` [inner_size]."""
+
+    inner: Linear
+    taps: torch.Tensor
+    conv_bias: torch.Tensor | None
+    a_log: torch.Tensor
+    skip: torch.Tensor
+    step_bias: torch.Tensor
+    output: Linear
+    norm: torch.Tensor | None = None
+
+
+MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | Mamba2Weights
 
 
 @dataclass(frozen=True, slots=True)

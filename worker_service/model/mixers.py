@@ -1,4 +1,4 @@
-"""The mixers of a decoder's layers, and what a launch gives them."""
+"""The mixers with attention, and what a launch gives to all mixers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kernels.backend import Backend
+from kernels.block_scan import Mamba2Steps
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
 from worker_service.model.kv_scales import KvScales, kv_scales
-from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear, ShortConvWeights
+from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
 from worker_service.model.rope import RotaryTables
 from worker_service.model.spec import AttentionSpec, LatentSpec, NormSpec
@@ -55,6 +56,24 @@ class Taps(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    has_silu: bool = False
+
+
+class Mamba2Rows(NamedTuple):
+    """What goes into Mamba2's recurrence: x and gate [num_tokens, heads, dim], b and c [num_tokens, groups, d_state],
+    of `steps` the raw sizes [num_tokens, heads]; skip fp32 [heads]. No gate: the output is as it is."""
+
+    x: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    steps: Mamba2Steps
+    skip: torch.Tensor
+    gate: torch.Tensor | None
+
+    def part(self, tokens: slice) -> Mamba2Rows:
+        steps = self.steps._replace(raw=self.steps.raw[tokens])
+        gate = None if self.gate is None else self.gate[tokens]
+        return Mamba2Rows(self.x[tokens], self.b[tokens], self.c[tokens], steps, self.skip, gate)
 
 
 class States(Protocol):
@@ -62,6 +81,10 @@ class States(Protocol):
 
     def convolve(self, layer: int, x: torch.Tensor, taps: Taps) -> torch.Tensor:
         """Returns [num_tokens, channels]; each row goes on behind the columns that its sequence had last."""
+        ...
+
+    def mamba2(self, layer: int, rows: Mamba2Rows) -> torch.Tensor:
+        """Returns [num_tokens, heads, dim]; each row goes on from the state that its sequence had last."""
         ...
 
 
@@ -165,21 +188,3 @@ class LatentMixer:
         )
         attended = step.attention.over_latents(self._number, latents)
         return step.gemm(attended.view(x.shape[0], -1), self._output)
-
-
-class ShortConvMixer:
-    """LFM2's short convolution: one gate before a causal convolution over the last tokens, and one behind it."""
-
-    def __init__(self, number: int, weights: ShortConvWeights, backend: Backend) -> None:
-        self._number = number
-        self._inner = packed(weights.inner, backend)
-        self._taps = Taps(weights.taps, weights.bias)
-        self._output = packed(weights.output, backend)
-
-    def linears(self) -> list[Linear]:
-        return [self._inner, self._output]
-
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        gate_before, gate_behind, values = step.gemm(x, self._inner).chunk(3, dim=-1)
-        mixed = step.states.convolve(self._number, gate_before * values, self._taps)
-        return step.gemm(gate_behind * mixed, self._output)

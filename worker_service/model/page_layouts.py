@@ -6,11 +6,21 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.block_scan import GRID_TOKENS
 from kernels.fp8 import E4M3
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
-from worker_service.model.spec import LatentSpec, MixerSpec, ModelSpec, ShortConvSpec
+from worker_service.model.recurrent_specs import RecurrentSpec
+from worker_service.model.spec import AttentionSpec, LatentSpec, MixerSpec, ModelSpec
+
+
+class _Array(NamedTuple):
+    """`planes` arrays of that shape: for each token in a layer with pages, one in all in a layer with a state."""
+
+    planes: int
+    shape: tuple[int, ...]
+    wide: bool = False
 
 
 class _Row(NamedTuple):
@@ -19,8 +29,7 @@ class _Row(NamedTuple):
 
     has_state: bool
     window_tokens: int
-    planes: int
-    shape: tuple[int, ...]
+    arrays: tuple[_Array, ...]
 
     @property
     def kind(self) -> GroupKind:
@@ -45,19 +54,24 @@ def page_layouts(
     if kv_dtype is E4M3 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
         raise ModelError("kv_dtype", f"fp8_e4m3 is for keys and values of heads; {spec.architecture} keeps latents")
     rows = [_row(layer.mixer, spec.hidden_size) for layer in spec.layers]
+    if page_tokens % GRID_TOKENS and any(array.wide for row in rows for array in row.arrays):
+        # Only there can a state be left within a launch (ADR 22).
+        raise ModelError("page_tokens", f"{page_tokens} is no multiple of {GRID_TOKENS}, as {spec.architecture} needs")
     distinct = sorted(set(rows))
 
-    def tensor(row: _Row) -> PageTensor:
+    def tensors(row: _Row) -> tuple[PageTensor, ...]:
         if row.has_state:
-            return PageTensor(row.planes, row.shape, dtype)
-        return PageTensor(row.planes, (page_tokens, *row.shape), kv_dtype or dtype)
+            return tuple(
+                PageTensor(array.planes, array.shape, torch.float32 if array.wide else dtype) for array in row.arrays
+            )
+        return tuple(PageTensor(array.planes, (page_tokens, *array.shape), kv_dtype or dtype) for array in row.arrays)
 
     return tuple(
         GroupLayout(
             name=_name(row, distinct),
             kind=row.kind,
             layers=tuple(layer for layer, other in enumerate(rows) if other == row),
-            tensors=(tensor(row),),
+            tensors=tensors(row),
             window_tokens=row.window_tokens,
         )
         for row in distinct
@@ -65,15 +79,17 @@ def page_layouts(
 
 
 def _row(mixer: MixerSpec, hidden_size: int) -> _Row:
-    """Keys and values of each head, one latent, or the columns that a convolution has seen last."""
-    if isinstance(mixer, ShortConvSpec):
-        return _Row(True, 0, 1, (mixer.width - 1, hidden_size))
+    """Keys and values of each head, one latent, or a state."""
+    if isinstance(mixer, RecurrentSpec):
+        return _Row(True, 0, tuple(_Array(1, *array) for array in mixer.state(hidden_size)))
     if isinstance(mixer, LatentSpec):
-        return _Row(False, 0, 1, (mixer.width,))
-    return _Row(False, mixer.window_tokens, 2, (mixer.num_kv_heads, mixer.head_dim))
+        return _Row(False, 0, (_Array(1, (mixer.width,)),))
+    assert isinstance(mixer, AttentionSpec)
+    return _Row(False, mixer.window_tokens, (_Array(2, (mixer.num_kv_heads, mixer.head_dim)),))
 
 
 def _name(row: _Row, distinct: list[_Row]) -> str:
     if sum(other.name == row.name for other in distinct) == 1:
         return row.name
-    return f"{row.name}-{'x'.join(map(str, row.shape))}"
+    shapes = ("x".join(map(str, array.shape)) for array in row.arrays)
+    return f"{row.name}-{'+'.join(shapes)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kernels.route_experts import RoutingRule
+from worker_service.model.recurrent_specs import RecurrentSpec
 from worker_service.model.weight_formats import UNQUANTISED, WeightFormat
 
 PAGE_TOKENS = 16
@@ -103,18 +104,7 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
 
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec:
-    """A gated convolution over each channel's last tokens; as many channels as the hidden state has elements.
-
-    width   taps of the convolution, the token itself among them; its state are the width - 1 columns before a token
-    """
-
-    width: int
-    bias: bool = False
-
-
-MixerSpec = AttentionSpec | LatentSpec | ShortConvSpec
+MixerSpec = AttentionSpec | LatentSpec | RecurrentSpec
 
 
 class Activation(Enum):
@@ -218,7 +208,7 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct ones, in the order of the layers that use them first."""
         mixers = (layer.mixer for layer in self.layers)
-        ropes = (mixer.rope for mixer in mixers if not isinstance(mixer, ShortConvSpec))
+        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 

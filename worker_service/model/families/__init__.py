@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from worker_service.core.errors import ModelError
 from worker_service.model.families import (
+    bamba,
     cohere2,
     deepseek,
     gemma,
@@ -32,6 +33,7 @@ FAMILIES = (
     deepseek.FAMILY_V3,
     deepseek.FAMILY_GLM4_LITE,
     lfm2.FAMILY,
+    bamba.FAMILY,
 )
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 

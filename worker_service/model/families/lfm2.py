@@ -13,6 +13,7 @@ from worker_service.model.families.common import model_spec, read_heads, read_po
 from worker_service.model.families.family import Family
 from worker_service.model.fields import Fields, first_of, flag, layer_types, number, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, ShortConvWeights
+from worker_service.model.recurrent_specs import ShortConvSpec
 from worker_service.model.spec import (
     STATE_PAGE_TOKENS,
     AttentionSpec,
@@ -20,7 +21,6 @@ from worker_service.model.spec import (
     LayerSpec,
     ModelSpec,
     NormSpec,
-    ShortConvSpec,
 )
 from worker_service.model.take_weights import AttentionNames, take_attention, take_linear
 from worker_service.model.tensors import TensorSource

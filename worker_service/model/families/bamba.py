@@ -1,0 +1,112 @@
+"""Bamba: Mamba2 in most layers, attention with half-turned heads in a few, an MLP in all."""
+
+from __future__ import annotations
+
+from session.words import GroupKind
+from worker_service.core.errors import ModelError
+from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
+from worker_service.model.families.family import Family
+from worker_service.model.families.mamba2 import read_mamba2, take_mamba2
+from worker_service.model.fields import Fields, flag, number, whole
+from worker_service.model.layer_weights import LayerWeights
+from worker_service.model.recurrent_specs import Mamba2Spec
+from worker_service.model.rope_fields import rope_parameters, rotary_dim
+from worker_service.model.spec import (
+    STATE_PAGE_TOKENS,
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
+from worker_service.model.take_weights import take_attention, take_mlp
+from worker_service.model.tensors import TensorSource
+from worker_service.model.weight_formats import PLAIN
+
+BAMBA = "BambaForCausalLM"
+DEFAULTS: Fields = {
+    "vocab_size": 128_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262_144,
+    "eos_token_id": 2,
+}
+# Of each head, where no field says otherwise.
+TURNED = 0.5
+
+
+def read_spec(fields: Fields) -> ModelSpec:
+    heads, positions = read_heads(fields), read_positions(fields)
+    bias = flag(fields, "attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        rope=positions.rope,
+        rotary_dim=_rotary_dim(fields, heads.head_dim),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    mamba = read_mamba2(fields)
+    activation = read_activation(fields, "hidden_act", (Activation.SILU,))
+    mlp = DenseSpec(whole(fields, "intermediate_size"), activation, bias=flag(fields, "mlp_bias"))
+    return model_spec(
+        fields,
+        layers=tuple(LayerSpec(attention if attends else mamba, mlp) for attends in _attending(fields)),
+        norm=NormSpec(number(fields, "rms_norm_eps", 1e-5)),
+        max_model_len=positions.max_model_len,
+    )
+
+
+def _rotary_dim(fields: Fields, head_dim: int) -> int:
+    """By `attn_rotary_emb`, which counts elements, else by a share of the head."""
+    if fields.get("attn_rotary_emb") is not None:
+        turned = whole(fields, "attn_rotary_emb")
+        if turned % 2 or turned > head_dim:
+            raise ModelError("attn_rotary_emb", f"{turned} is odd, or more than the {head_dim} elements of a head")
+        return turned
+    share = rope_parameters(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    return rotary_dim({"partial_rotary_factor": TURNED if share is None else share}, head_dim)
+
+
+def _attending(fields: Fields) -> list[bool]:
+    """Returns which layers have attention: those that `attn_layer_indices` numbers."""
+    num_layers, indices = whole(fields, "num_hidden_layers"), fields.get("attn_layer_indices")
+    indices = [] if indices is None else indices
+    if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < num_layers for index in indices):
+        raise ModelError("attn_layer_indices", f"must be numbers of layers below {num_layers}, not {indices!r}")
+    return [layer in indices for layer in range(num_layers)]
+
+
+def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
+    hidden, mixer = spec.hidden_size, layer.mixer
+    mixer_norm = source.take(f"{prefix}.input_layernorm.weight", hidden)
+    if isinstance(mixer, Mamba2Spec):
+        return LayerWeights(
+            mixer_norm=mixer_norm,
+            mixer=take_mamba2(source, f"{prefix}.mamba", mixer, hidden),
+            mlp_norm=source.take(f"{prefix}.pre_ff_layernorm.weight", hidden),
+            mlp=take_mlp(source, f"{prefix}.feed_forward", layer.mlp, hidden),
+        )
+    assert isinstance(mixer, AttentionSpec)
+    return LayerWeights(
+        mixer_norm=mixer_norm,
+        mixer=take_attention(source, f"{prefix}.self_attn", mixer, hidden),
+        mlp_norm=source.take(f"{prefix}.pre_ff_layernorm.weight", hidden),
+        mlp=take_mlp(source, f"{prefix}.feed_forward", layer.mlp, hidden),
+    )
+
+
+FAMILY = Family(
+    (BAMBA,),
+    read_spec,
+    take_layer,
+    DEFAULTS,
+    kinds=(GroupKind.FULL, GroupKind.STATE),
+    final_norm="final_layernorm",
+    page_tokens=STATE_PAGE_TOKENS,
+    weight_formats=(PLAIN,),
+)

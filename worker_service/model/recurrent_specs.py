@@ -1,0 +1,73 @@
+"""Layers with a recurrent state, as a family's reader describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class StateArray(NamedTuple):
+    """Part of what a layer keeps of a sequence: an array in fp32 where `wide` says so, else in the model's dtype."""
+
+    shape: tuple[int, ...]
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated convolution over each channel's last tokens; as many channels as the hidden state has elements.
+
+    width   taps of the convolution, the token itself among them; its state are the width - 1 columns before a token
+    """
+
+    width: int
+    bias: bool = False
+
+    def state(self, hidden_size: int) -> tuple[StateArray, ...]:
+        return (StateArray((self.width - 1, hidden_size)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """Mamba2: a convolution over the last tokens, and behind it a recurrence with a state [head_dim, d_state] a head.
+
+    num_groups       heads share the b and c of their group
+    width            taps of the convolution, the token itself among them
+    least_step       the size of a token's step is held within these two
+    most_step
+    norm             whether the output is normed, in `norm_groups` equal parts of its elements, each on its own
+    norm_first       the gate is applied behind the norm, not before it
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    d_state: int
+    width: int
+    conv_bias: bool = True
+    inner_bias: bool = False
+    output_bias: bool = False
+    least_step: float = 0.0
+    most_step: float = float("inf")
+    norm: bool = True
+    norm_groups: int = 1
+    norm_first: bool = False
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x of all heads, b and c of all groups."""
+        return self.inner_size + 2 * self.num_groups * self.d_state
+
+    def state(self, hidden_size: int) -> tuple[StateArray, ...]:
+        """The convolution's columns, and the sums of the recurrence: rounded, these would not go on as the uncut run
+        does."""
+        columns = StateArray((self.width - 1, self.channels))
+        return columns, StateArray((self.num_heads, self.head_dim, self.d_state), wide=True)
+
+
+RecurrentSpec = ShortConvSpec | Mamba2Spec
