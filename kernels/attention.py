@@ -1,6 +1,7 @@
 """What the two attention ops share: their argument checks, and what both references hold."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -150,10 +151,13 @@ def output_for(q: torch.Tensor, out: torch.Tensor | None, *inputs: torch.Tensor 
     return out
 
 
-def new_lse(q: torch.Tensor) -> torch.Tensor:
-    """Returns memory for the log-sum-exps of queries: fp32 [q_heads, num_tokens], not initialised."""
+def with_lse(
+    attend: Callable[..., torch.Tensor], q: torch.Tensor, *arguments: object, **options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what an attention op returns for these arguments, and its log-sum-exp, fp32 [q_heads, num_tokens]."""
     tokens, heads, _ = query_shape(q)
-    return torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
+    lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
+    return attend(q, *arguments, **options, lse=lse), lse
 
 
 def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:

@@ -4,18 +4,14 @@ The order in which a sequence is summed is a function of its own length, so its 
 which program sums which part depends on the batch.
 """
 
-from typing import Unpack
-
 import torch
 
 from kernels._checks import check_block_tables, check_lengths, num_sequences
 from kernels.attention import (
-    AttentionOptions,
     PagedArguments,
     check_attention,
     check_lse,
     check_triton_attention,
-    new_lse,
     output_for,
 )
 from kernels.backend import Backend, choose_backend
@@ -26,18 +22,9 @@ from kernels.decode_attention.plan import DecodePlan
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 
-__all__ = ["MAX_Q_TOKENS", "DecodePlan", "decode_attention", "decode_attention_lse", "decode_route"]
+__all__ = ["MAX_Q_TOKENS", "DecodePlan", "decode_attention", "decode_route"]
 
 MAX_Q_TOKENS = 8
-
-
-class DecodeOptions(AttentionOptions, total=False):
-    """Keyword arguments of decode_attention."""
-
-    max_seqlen_k: int | None
-    cu_seqlens_q: torch.Tensor | None
-    max_q_tokens: int
-    plan: DecodePlan | None
 
 
 def decode_attention(
@@ -91,19 +78,6 @@ def decode_attention(
     if q.shape[0] and num_seqs:
         _compute(call, backend, plan, result, lse)
     return result
-
-
-def decode_attention_lse(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    **options: Unpack[DecodeOptions],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns decode_attention's out and log-sum-exp, fp32 [q_heads, num_tokens]."""
-    lse = new_lse(q)
-    return decode_attention(q, k_pages, v_pages, block_tables, seqlens_k, **options, lse=lse), lse
 
 
 def decode_route(

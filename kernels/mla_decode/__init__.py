@@ -5,8 +5,6 @@ with cu_seqlens_q, on how many queries they have. Without it, up to 16 heads tak
 are its own as well.
 """
 
-from typing import TypedDict, Unpack
-
 import torch
 
 from kernels._checks import (
@@ -18,7 +16,7 @@ from kernels._checks import (
     check_lengths,
     check_tensor,
 )
-from kernels.attention import check_lse, check_tensor_core_dtype, new_lse
+from kernels.attention import check_lse, check_tensor_core_dtype
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import cpu, reference
@@ -26,21 +24,9 @@ from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import reason_against
 from kernels.mla_decode.plan import MlaDecodePlan
 
-__all__ = ["LATENT", "MlaDecodePlan", "mla_decode", "mla_decode_lse"]
+__all__ = ["LATENT", "MlaDecodePlan", "mla_decode"]
 
 LATENT = 512
-
-
-class MlaDecodeOptions(TypedDict, total=False):
-    """Keyword arguments of mla_decode that have a default."""
-
-    latent: int
-    cu_seqlens_q: torch.Tensor | None
-    max_q_tokens: int
-    max_seqlen_k: int | None
-    plan: MlaDecodePlan | None
-    out: torch.Tensor | None
-    backend: Backend
 
 
 def mla_decode(
@@ -90,20 +76,6 @@ def mla_decode(
     if tokens and heads and call.num_seqs:
         _compute(call, backend, plan, out, lse)
     return out
-
-
-def mla_decode_lse(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    *,
-    scale: float,
-    **options: Unpack[MlaDecodeOptions],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mla_decode's out and log-sum-exp, fp32 [heads, num_tokens]."""
-    lse = new_lse(q)
-    return mla_decode(q, pages, block_tables, seqlens_k, scale=scale, **options, lse=lse), lse
 
 
 def _compute(

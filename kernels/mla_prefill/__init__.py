@@ -5,7 +5,6 @@ one continues from it.
 """
 
 import math
-from typing import TypedDict, Unpack
 
 import torch
 
@@ -18,7 +17,7 @@ from kernels._checks import (
     check_tensor,
     num_sequences,
 )
-from kernels.attention import check_lse, check_tensor_core_dtype, new_lse
+from kernels.attention import check_lse, check_tensor_core_dtype
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_prefill import reference
@@ -32,21 +31,8 @@ __all__ = [
     "AttentionState",
     "MlaPrefillPlan",
     "mla_prefill",
-    "mla_prefill_lse",
     "mla_prefill_part",
 ]
-
-
-class MlaPrefillOptions(TypedDict, total=False):
-    """Keyword arguments of mla_prefill."""
-
-    q_offsets: torch.Tensor | None
-    causal: bool
-    scale: float | None
-    state: AttentionState | None
-    plan: MlaPrefillPlan | None
-    out: torch.Tensor | None
-    backend: Backend
 
 
 def mla_prefill(
@@ -93,21 +79,6 @@ def mla_prefill(
         lse.fill_(float("-inf"))  # rows of no sequence
     _compute(call, backend, plan, out, lse)
     return out
-
-
-def mla_prefill_lse(
-    q: torch.Tensor,
-    k_nope: torch.Tensor,
-    k_rope: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    **options: Unpack[MlaPrefillOptions],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mla_prefill's out and log-sum-exp, fp32 [heads, num_tokens]."""
-    lse = new_lse(q)
-    return mla_prefill(q, k_nope, k_rope, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **options, lse=lse), lse
 
 
 def mla_prefill_part(

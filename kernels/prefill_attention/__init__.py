@@ -3,18 +3,14 @@
 Their keys and values were appended before.
 """
 
-from typing import Unpack
-
 import torch
 
 from kernels._checks import check_block_tables, check_lengths, num_sequences
 from kernels.attention import (
-    AttentionOptions,
     PagedArguments,
     check_attention,
     check_lse,
     check_triton_attention,
-    new_lse,
     output_for,
     query_shape,
 )
@@ -26,13 +22,7 @@ from kernels.prefill_attention.call import PrefillCall
 from kernels.prefill_attention.hopper import reason_against
 from kernels.prefill_attention.plan import PrefillPlan
 
-__all__ = ["PrefillPlan", "prefill_attention", "prefill_attention_lse", "prefill_route"]
-
-
-class PrefillOptions(AttentionOptions, total=False):
-    """Keyword arguments of prefill_attention."""
-
-    plan: PrefillPlan | None
+__all__ = ["PrefillPlan", "prefill_attention", "prefill_route"]
 
 
 def prefill_attention(
@@ -86,22 +76,6 @@ def prefill_attention(
         call = PrefillCall(q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, sinks, spec)
         _compute(call, backend, plan, result, lse)
     return result
-
-
-def prefill_attention_lse(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    **options: Unpack[PrefillOptions],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns prefill_attention's out and log-sum-exp, fp32 [q_heads, num_tokens]."""
-    lse = new_lse(q)
-    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
-    return prefill_attention(q, k_pages, v_pages, block_tables, *bounds, **options, lse=lse), lse
 
 
 def prefill_route(

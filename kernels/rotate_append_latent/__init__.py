@@ -12,6 +12,7 @@ from kernels._checks import (
     check_contiguous,
     check_dense_pages,
     check_disjoint,
+    check_head_rows,
     check_page_pair,
     check_rows,
     check_tensor,
@@ -75,8 +76,7 @@ def _check(call: RotateAppendLatentCall) -> None:
     check_tensor("q", q, (tokens, None, None), (kv.dtype,), kv.device)
     if q.shape[1] == 0 or q.shape[2] < call.rope:
         raise KernelArgumentError(f"q: needs heads of at least the {call.rope} that turn, got {list(q.shape)}")
-    if q.numel() and q.shape[1] > 1 and q.stride(1) != q.shape[2]:
-        raise KernelArgumentError(f"q: a token's heads must be contiguous, strides are {list(q.stride())}")
+    check_head_rows("q", q)
     check_tensor("positions", call.positions, (tokens,), INDEX_DTYPES, kv.device)
     check_tensor("slot_mapping", call.slot_mapping, (tokens,), (torch.int64,), kv.device)
     for name, tensor in (("q", q), ("kv", kv)):

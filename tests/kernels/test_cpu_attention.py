@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import decode_attention, decode_attention_lse
+from kernels.decode_attention import decode_attention
 from kernels.decode_attention import reference as decode_reference
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3, dequantise, quantise
@@ -182,8 +183,8 @@ def test_what_it_does_not_take_goes_to_the_reference() -> None:
     assert_same_bits(prefill(half), prefill(half, Backend.REFERENCE))
     case = make_case([(39, 1)], FP32)
     where = (case.q, case.k_pages, case.v_pages, case.block_tables, case.seqlens_k)
-    out, lse = decode_attention_lse(*where)
-    expected, expected_lse = decode_attention_lse(*where, backend=Backend.REFERENCE)
+    out, lse = with_lse(decode_attention, *where)
+    expected, expected_lse = with_lse(decode_attention, *where, backend=Backend.REFERENCE)
     assert_same_bits(out, expected)
     assert_same_bits(lse, expected_lse)
     sinks = torch.full((4,), 5.0)

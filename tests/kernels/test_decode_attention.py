@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.decode_attention import decode_attention, decode_attention_lse
+from kernels.attention import with_lse
+from kernels.decode_attention import decode_attention
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
@@ -24,7 +25,8 @@ def decoding(lengths: list[int], shape: CaseShape, seed: int = 0) -> PagedCase:
 def run(
     case: PagedCase, target: Target, scale: float | None = None, max_seqlen_k: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_attention_lse(
+    return with_lse(
+        decode_attention,
         case.q,
         case.k_pages,
         case.v_pages,
@@ -96,7 +98,7 @@ def test_padding_rows_give_zero(target: Target) -> None:
     tables = torch.cat([case.block_tables, torch.zeros_like(case.block_tables)])
     padded = torch.cat([case.seqlens_k, torch.zeros_like(case.seqlens_k)])
     queries = torch.cat([case.q, torch.full_like(case.q, float("nan"))])
-    out, lse = decode_attention_lse(queries, case.k_pages, case.v_pages, tables, padded, backend=target.backend)
+    out, lse = with_lse(decode_attention, queries, case.k_pages, case.v_pages, tables, padded, backend=target.backend)
     assert_same_bits(out[:2], run(case, target)[0])
     assert not out[2:].any() and bool((lse[:, 2:] == float("-inf")).all())
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import DecodePlan, decode_attention, decode_attention_lse, decode_route, plan, plan_triton
+from kernels.decode_attention import DecodePlan, decode_attention, decode_route, plan, plan_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -45,7 +46,7 @@ def run(case: PagedCase, **options: object) -> Result:
     rows[alive] = case.q
     given = {"window": case.window, "layout": case.layout, "backend": Backend.GLUON} | options
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    out, lse = decode_attention_lse(rows, *pages, case.seqlens_k, **given)  # type: ignore[call-overload]
+    out, lse = with_lse(decode_attention, rows, *pages, case.seqlens_k, **given)
     assert not out[~alive].any() and bool((lse[:, ~alive] == float("-inf")).all())
     return out[alive], lse[:, alive]
 
@@ -217,7 +218,8 @@ def test_a_plan_for_a_window_of_several_tokens(window: int, tokens: int) -> None
     case = make_case(spans, CaseShape(dim=128, q_heads=16, kv_heads=2, window=window, device="cuda"))
     pages = (case.k_pages, case.v_pages, case.block_tables)
     shared, own = (
-        decode_attention_lse(
+        with_lse(
+            decode_attention,
             case.q,
             *pages,
             case.seqlens_k,
@@ -270,12 +272,12 @@ def test_tokens_computed_together_have_the_bits_of_tokens_alone(heads: int, wind
     pages = (case.k_pages, case.v_pages, case.block_tables)
     options = {"window": window, "backend": Backend.GLUON}
     spanned = {"cu_seqlens_q": case.cu_seqlens_q, "max_q_tokens": 8}
-    out, lse = decode_attention_lse(case.q, *pages, case.seqlens_k, **spanned, **options)  # type: ignore[call-overload]
+    out, lse = with_lse(decode_attention, case.q, *pages, case.seqlens_k, **spanned, **options)
     wanted, wanted_lse = dense_attention(case)
     assert_output(out, wanted)
     assert_lse(lse, wanted_lse)
     last = case.cu_seqlens_q[1:].long() - 1
-    single, single_lse = decode_attention_lse(case.q[last], *pages, case.seqlens_k, **options)  # type: ignore[call-overload]
+    single, single_lse = with_lse(decode_attention, case.q[last], *pages, case.seqlens_k, **options)
     assert_same_bits(single, out[last])
     assert_same_bits(single_lse, lse[:, last].contiguous())
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import MAX_Q_TOKENS, decode_attention, decode_attention_lse, decode_route
+from kernels.decode_attention import MAX_Q_TOKENS, decode_attention, decode_route
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -28,7 +29,7 @@ def run(case: PagedCase, target: Target, **options: object) -> tuple[torch.Tenso
         "backend": target.backend,
     }
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    return decode_attention_lse(case.q, *pages, case.seqlens_k, **(given | options))  # type: ignore[call-overload, no-any-return]
+    return with_lse(decode_attention, case.q, *pages, case.seqlens_k, **(given | options))
 
 
 @pytest.mark.parametrize("window", [0, 3, 100])
@@ -55,7 +56,8 @@ def test_a_token_alone_has_the_same_bits(target: Target, window: int) -> None:
     together, lse = run(case, target, sinks=sinks)
     last = [end - 1 for end, (_, new) in zip(case.cu_seqlens_q.tolist()[1:], case.lengths, strict=True) if new]
     kept = [seq for seq, (_, new) in enumerate(case.lengths) if new]
-    alone, alone_lse = decode_attention_lse(
+    alone, alone_lse = with_lse(
+        decode_attention,
         case.q[last],
         case.k_pages,
         case.v_pages,
@@ -141,12 +143,17 @@ def shifted(device: str, dim: int = 64) -> tuple[PagedCase, torch.Tensor, torch.
 def check_shifted(case: PagedCase, queries: torch.Tensor, guarded: torch.Tensor, backend: Backend) -> None:
     """Rows are where cu_seqlens_q says, have the bits of a call without it, and nothing behind `out` is written."""
     pages = (case.k_pages, case.v_pages)
-    _, lse = decode_attention_lse(
-        queries[:2], *pages, case.block_tables, case.seqlens_k,
+    _, lse = with_lse(
+        decode_attention, queries[:2], *pages, case.block_tables, case.seqlens_k,
         cu_seqlens_q=case.cu_seqlens_q, max_q_tokens=1, out=guarded[:2], backend=backend,
     )  # fmt: skip
-    alone, alone_lse = decode_attention_lse(
-        queries[:2], *pages, case.block_tables[1::2].contiguous(), case.seqlens_k[1::2].contiguous(), backend=backend
+    alone, alone_lse = with_lse(
+        decode_attention,
+        queries[:2],
+        *pages,
+        case.block_tables[1::2].contiguous(),
+        case.seqlens_k[1::2].contiguous(),
+        backend=backend,
     )
     assert_same_bits(guarded[:2].clone(), alone)
     assert_same_bits(lse, alone_lse)
@@ -168,8 +175,8 @@ def test_sequences_without_tokens_among_others(target: Target, window: int) -> N
     assert_lse(lse, wanted_lse)
     kept = [seq for seq, (_, new) in enumerate(spans) if new]
     bounds = torch.tensor([0, 2, 10], dtype=torch.int32, device=target.device)
-    others, others_lse = decode_attention_lse(
-        case.q, case.k_pages, case.v_pages, case.block_tables[kept], case.seqlens_k[kept],
+    others, others_lse = with_lse(
+        decode_attention, case.q, case.k_pages, case.v_pages, case.block_tables[kept], case.seqlens_k[kept],
         cu_seqlens_q=bounds, max_q_tokens=MAX_Q_TOKENS, window=window, backend=target.backend,
     )  # fmt: skip
     assert_same_bits(out, others)

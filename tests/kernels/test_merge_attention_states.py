@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.merge_attention_states import merge_attention_states
-from kernels.prefill_attention import prefill_attention_lse
+from kernels.prefill_attention import prefill_attention
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, make_case, running_sums
@@ -89,7 +90,7 @@ def test_prefix_and_rest_give_the_whole(target: Target) -> None:
     def attend(length: int, window: int) -> State:
         keys = running_sums([length], target.device)
         pages = (case.k_pages, case.v_pages, tables)
-        return prefill_attention_lse(case.q, *pages, one, keys, 1, window=window, backend=target.backend)
+        return with_lse(prefill_attention, case.q, *pages, one, keys, 1, window=window, backend=target.backend)
 
     out, lse = merge(attend(32, 0), attend(40, 8), target)
     wanted, wanted_lse = dense_attention(case)

@@ -6,11 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.latent_dims import DEEPSEEK_V3, LatentDims
 from kernels.mla import MlaPath, mla_absorbed, mla_extend, plan_extend
-from kernels.mla_decode import mla_decode, mla_decode_lse, reference
+from kernels.mla_decode import mla_decode, reference
 from kernels.mla_prefill import reference as prefill_reference
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
@@ -137,8 +138,8 @@ def test_what_it_does_not_take_goes_to_the_reference() -> None:
     case = make([(9, 1), (12, 1)], TINY)
     q = torch.randn(2, HEADS, TINY.width)
     where = (q, case.pages, case.block_tables, case.seqlens_k)
-    out, lse = mla_decode_lse(*where, scale=1.0, latent=TINY.latent)
-    wanted, wanted_lse = mla_decode_lse(*where, scale=1.0, latent=TINY.latent, backend=Backend.REFERENCE)
+    out, lse = with_lse(mla_decode, *where, scale=1.0, latent=TINY.latent)
+    wanted, wanted_lse = with_lse(mla_decode, *where, scale=1.0, latent=TINY.latent, backend=Backend.REFERENCE)
     assert_same_bits(out, wanted)
     assert_same_bits(lse, wanted_lse)
     torch.testing.assert_close(mla_decode(*where, scale=1.0, latent=TINY.latent), wanted)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode import MlaDecodePlan, mla_decode, mla_decode_lse
+from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_decode.tree_sizes import tree_of
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
@@ -34,7 +35,8 @@ def run(
     case: LatentCase, q: torch.Tensor, target: Target, plan: MlaDecodePlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     single = case.new == [1] * len(case.new)
-    return mla_decode_lse(
+    return with_lse(
+        mla_decode,
         q,
         case.pages,
         case.block_tables,
@@ -96,7 +98,7 @@ def test_a_padding_row_gives_zero(target: Target) -> None:
     case = make([(9, 1), (12, 1)], target)
     lengths = case.seqlens_k * torch.tensor([1, 0], dtype=torch.int32, device=target.device)
     q = latent_queries(case)
-    out, lse = mla_decode_lse(q, case.pages, case.block_tables, lengths, scale=SCALE, backend=target.backend)
+    out, lse = with_lse(mla_decode, q, case.pages, case.block_tables, lengths, scale=SCALE, backend=target.backend)
     assert_same_bits(out[0], run(case, q, target)[0][0])
     assert not out[1].any() and bool((lse[:, 1] == float("-inf")).all())
 
@@ -114,7 +116,8 @@ def test_bits_do_not_depend_on_other_requests_pages_or_the_number_of_queries(tar
         for token in range(new):
             row = case.rows(seq).start + token
             length = torch.tensor([cached + token + 1], dtype=torch.int32, device=target.device)
-            one = mla_decode_lse(
+            one = with_lse(
+                mla_decode,
                 q[row : row + 1],
                 case.pages,
                 case.block_tables[seq : seq + 1],
@@ -137,7 +140,7 @@ def test_bits_of_a_decode_step_do_not_depend_on_other_requests(target: Target, h
     for seq in range(3):
         rows = slice(seq, seq + 1)
         where = (case.pages, case.block_tables[rows], case.seqlens_k[rows])
-        one = mla_decode_lse(q[rows], *where, scale=SCALE, backend=target.backend)
+        one = with_lse(mla_decode, q[rows], *where, scale=SCALE, backend=target.backend)
         assert_same_bits(one[0], out[rows])
         assert_same_bits(one[1], lse[:, rows].contiguous())
 

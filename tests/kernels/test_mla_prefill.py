@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.mla_prefill import BLOCK, AttentionState, MlaPrefillPlan, mla_prefill, mla_prefill_lse, mla_prefill_part
+from kernels.mla_prefill import BLOCK, AttentionState, MlaPrefillPlan, mla_prefill, mla_prefill_part
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.inputs import running_sums
 from tests.kernels.mla_inputs import NOPE, ROPE, LatentCase, attention_truth, make_latents, projected
@@ -32,7 +33,7 @@ def truth(case: LatentCase, keys: Keys, offsets: list[int]) -> tuple[torch.Tenso
 
 def run(case: LatentCase, keys: Keys, target: Target, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     bounds = (case.cu_q, case.cu_k, max(case.new))
-    return mla_prefill_lse(case.q, *keys, *bounds, backend=target.backend, **options)
+    return with_lse(mla_prefill, case.q, *keys, *bounds, backend=target.backend, **options)
 
 
 @pytest.mark.parametrize("lengths", BATCHES)
@@ -121,7 +122,7 @@ def test_a_softmax_carried_on_has_the_bits_of_one_pass(target: Target, cut: int)
         if first + cut < max(case.totals):
             mla_prefill_part(case.q, *chunk, *bounds, state, resumes=first > 0, **options)
         else:
-            parts = mla_prefill_lse(case.q, *chunk, *bounds, state=state, **options)
+            parts = with_lse(mla_prefill, case.q, *chunk, *bounds, state=state, **options)
         first += cut
     for part, wanted in zip(parts, whole, strict=True):
         if target.backend is Backend.REFERENCE:
@@ -137,7 +138,8 @@ def test_bits_do_not_depend_on_other_requests_or_cuts(target: Target) -> None:
     keys = projected(case)
     out, lse = run(case, keys, target)
     own = slice(15, 15 + 130 + 40)  # the second sequence's keys, as if only 40 of its queries were there
-    part = mla_prefill_lse(
+    part = with_lse(
+        mla_prefill,
         case.q[5:45],
         *(rows[own] for rows in keys),
         running_sums([40], target.device),

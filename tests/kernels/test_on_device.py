@@ -7,12 +7,13 @@ import torch
 
 from kernels.append_kv import append_kv, rotate_append_kv
 from kernels.append_latent import append_latent
+from kernels.attention import with_lse
 from kernels.block_scan import ScanPlan, plan_scan
 from kernels.causal_conv import causal_conv
 from kernels.combine_experts import combine_experts
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.copy_states import copy_states
-from kernels.decode_attention import decode_attention_lse
+from kernels.decode_attention import decode_attention
 from kernels.fp8 import E4M3
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.gated_delta_scan import gated_delta_scan
@@ -21,7 +22,7 @@ from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.grouped_linear import grouped_linear, plan_experts
 from kernels.mamba2_scan import Mamba2Steps, mamba2_scan
 from kernels.merge_attention_states import merge_attention_states
-from kernels.prefill_attention import prefill_attention_lse
+from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import rms_norm
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.route_experts import RoutingRule, route_experts
@@ -92,8 +93,8 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: scatter_pages(k, v, *codes, *where, **scales) or scales["v_scales"],
         lambda: pack_pages(case.k_pages, ids, packed) or packed,
         lambda: unpack_pages(packed, own[0], ids) or own[0],
-        lambda: prefill_attention_lse(case.q, *args, *sums, case.max_seqlen_q, sinks=sinks)[0],
-        lambda: decode_attention_lse(case.q[:2], *args, lengths, sinks=sinks)[0],
+        lambda: with_lse(prefill_attention, case.q, *args, *sums, case.max_seqlen_q, sinks=sinks)[0],
+        lambda: with_lse(decode_attention, case.q[:2], *args, lengths, sinks=sinks)[0],
         lambda: merge_attention_states(case.q, lse, case.q, lse)[0],
     ]
 

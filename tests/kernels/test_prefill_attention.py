@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
-from kernels.prefill_attention import prefill_attention, prefill_attention_lse
+from kernels.prefill_attention import prefill_attention
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums, spread_pages
@@ -20,7 +21,8 @@ RAGGED = [(20, 0), (0, 33), (16, 5), (0, 0), (48, 16), (37, 70), (0, 1), (130, 1
 
 
 def run(case: PagedCase, target: Target, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return prefill_attention_lse(
+    return with_lse(
+        prefill_attention,
         case.q,
         case.k_pages,
         case.v_pages,

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.attention import with_lse
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3, dequantise, quantise
 from kernels.layout import KvLayout, page_shape, page_tensor_shapes
-from kernels.prefill_attention import PrefillPlan, prefill_attention_lse
+from kernels.prefill_attention import PrefillPlan, prefill_attention
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, write_tokens
@@ -26,7 +27,8 @@ def packed(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 def run(case: PagedCase, target: Target, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     given: dict[str, object] = {"q": case.q, "k_pages": case.k_pages, "v_pages": case.v_pages, **options}
-    return prefill_attention_lse(  # type: ignore[call-overload, no-any-return]
+    return with_lse(
+        prefill_attention,
         block_tables=case.block_tables,
         cu_seqlens_q=case.cu_seqlens_q,
         cu_seqlens_k=case.cu_seqlens_k,

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.decode_attention import decode_attention_lse
-from kernels.prefill_attention import prefill_attention_lse
+from kernels.attention import with_lse
+from kernels.decode_attention import decode_attention
+from kernels.prefill_attention import prefill_attention
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
@@ -24,7 +25,8 @@ def sinks_for(target: Target, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def prefill(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     pages = (case.k_pages, case.v_pages, case.block_tables)
-    return prefill_attention_lse(
+    return with_lse(
+        prefill_attention,
         case.q,
         *pages,
         case.cu_seqlens_q,
@@ -38,7 +40,8 @@ def prefill(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tupl
 
 
 def decode(case: PagedCase, sinks: torch.Tensor | None, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_attention_lse(
+    return with_lse(
+        decode_attention,
         case.q,
         case.k_pages,
         case.v_pages,
