@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import grpc
-import grpc.aio
 import pytest
 
-from protos.v1 import cache_pb2
-from tests.e2e.client import Answer, Client, nothing_is_held, unused_salt
+from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
 from tests.e2e.kinds import KINDS, PAGE, make_kind
-from tests.e2e.processes import ServiceProcess
-from tests.e2e.running import Draw, Running, healthy, lengths
+from tests.e2e.running import Draw, lengths
+from tests.e2e.served import (
+    ANSWER,
+    LENGTH,
+    Served,
+    check_cache_kill,
+    check_fetch,
+    check_preemption,
+    check_worker_kill,
+    cold,
+)
 from tests.e2e.test_reuse import check_mid_flight
 from tests.redis_process import RedisProcess
 
-LENGTH = 333
 WHOLE = LENGTH // PAGE * PAGE
-ANSWER = 40
 
 
-class Served(NamedTuple):
-    """A kind's services. `here` and `there` spill what they publish, and fetch whatever Redis has; `small` has pages of
-    64 tokens, and fewer of them than six requests need."""
+@dataclass(frozen=True)
+class ServedKind(Served):
+    """`small` has pages of 64 tokens."""
 
     kind: str
-    cache: ServiceProcess
-    here: ServiceProcess
-    there: ServiceProcess
-    small: ServiceProcess
-
-    async def all_well(self, client: Client) -> cache_pb2.StatsResponse:
-        """Three workers, none of which holds anything."""
-        return await client.until(self.cache.address, lambda stats: len(stats.workers) == 3 and healthy(stats))
-
-    async def spilled(self, client: Client, prompt: Sequence[int]) -> Answer:
-        """The answer `here`, once all pages of the prompt are in the host tier."""
-        rows = (await client.stats(self.cache.address)).host_tier.num_rows + len(prompt) // PAGE
-        answer = await client.generate(self.here.address, prompt, ANSWER)
-        await client.until(
-            self.cache.address, lambda stats: stats.host_tier.num_rows >= rows and nothing_is_held(stats)
-        )
-        return answer
 
 
 @pytest.fixture(
@@ -55,7 +42,7 @@ class Served(NamedTuple):
 )
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str
-) -> Iterator[Served]:
+) -> Iterator[ServedKind]:
     name: str = request.param
     folder = tmp_path_factory.mktemp(name)
     make_kind(name, folder, model / "tokenizer.json")
@@ -68,17 +55,10 @@ def served(
         here, there = start.workers(cache.address, 2, token_budget=128, max_decode_ahead_tokens=0, **tier)
         tight = {"page_tokens": 64, "pool_pages": 13, "max_model_len": 800, "max_num_seqs": 8}
         (small,) = start.workers(cache.address, 1, 3, token_budget=64, **tight)
-        yield Served(name, cache, here, there, small)
+        yield ServedKind(PAGE, redis, cache, here, there, small, name)
 
 
-async def cold(client: Client, worker: ServiceProcess, prompt: Sequence[int], max_tokens: int = ANSWER) -> list[int]:
-    answer = await client.generate(worker.address, prompt, max_tokens, salt=unused_salt())
-    assert answer.counts == (0, 0, len(prompt)), "the cold run was not cold"
-    assert len(set(answer.tokens)) > 5, "an answer of a few tokens in turn shows nothing"
-    return answer.tokens
-
-
-async def test_hits_on_one_device(client: Client, served: Served, draw: Draw) -> None:
+async def test_hits_on_one_device(client: Client, served: ServedKind, draw: Draw) -> None:
     """Repeated, branched off in the middle, and gone on from in a second turn."""
     here, prompt = served.here, draw(LENGTH)
     stats = await served.all_well(client)
@@ -107,18 +87,15 @@ async def test_hits_on_one_device(client: Client, served: Served, draw: Draw) ->
     await served.all_well(client)
 
 
-async def test_a_sibling_hits_while_the_first_still_decodes(client: Client, served: Served, draw: Draw) -> None:
+async def test_a_sibling_hits_while_the_first_still_decodes(client: Client, served: ServedKind, draw: Draw) -> None:
     """Cases 20 and 24, with pages of 16 and of 64."""
     await check_mid_flight(client, served.here.address, draw(338), (336, 0, 2))
     await check_mid_flight(client, served.small.address, draw(338), (320, 0, 18))
 
 
-async def test_the_other_worker_fetches(client: Client, served: Served, draw: Draw) -> None:
+async def test_the_other_worker_fetches(client: Client, served: ServedKind, draw: Draw) -> None:
     prompt = draw(LENGTH)
-    first = await served.spilled(client, prompt)
-    answers = [await client.generate(served.there.address, prompt, ANSWER) for _ in range(2)]
-    assert [a.counts for a in answers] == [(0, WHOLE, LENGTH - WHOLE), (WHOLE, 0, LENGTH - WHOLE)]
-    assert answers[0].tokens == answers[1].tokens == first.tokens == await cold(client, served.there, prompt)
+    await check_fetch(client, served, prompt)
     branch = prompt[:200] + draw(30)
     elsewhere = await client.generate(served.there.address, branch, ANSWER)
     # Without the host tier no window before that boundary would be there, and nothing could be skipped.
@@ -128,53 +105,15 @@ async def test_the_other_worker_fetches(client: Client, served: Served, draw: Dr
     await served.all_well(client)
 
 
-async def test_preempted_requests_answer_as_when_alone(client: Client, served: Served, draw: Draw) -> None:
-    small, prompts = served.small, [draw(40 + 9 * at) for at in range(6)]
-    answers = await asyncio.gather(*(client.generate(small.address, prompt, 120) for prompt in prompts))
-    assert sum(answer.usage.num_preemptions for answer in answers) > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == await cold(client, small, prompt, 120)
+async def test_preempted_requests_answer_as_when_alone(client: Client, served: ServedKind, draw: Draw) -> None:
+    await check_preemption(client, served, [draw(40 + 9 * at) for at in range(6)], 120)
     stats = await served.all_well(client)
     assert {worker.worker_id: worker.num_refusals > 0 for worker in stats.workers}["worker-3"]
 
 
-async def test_a_worker_is_killed_and_started_again(client: Client, served: Served, draw: Draw) -> None:
-    """What it had published comes back from the host tier; what it was answering, the other worker answers."""
-    here, there, known, prompt = served.here, served.there, draw(LENGTH), draw(200)
-    first = await served.spilled(client, known)
-    call = client.stream(here.address, prompt, 1500)
-    await call.read()
-    here.kill()
-    with pytest.raises(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    retried = await client.generate(there.address, prompt, ANSWER)
-    assert sum(retried.counts) == 200 and retried.usage.cached_tokens == 0
-    assert retried.tokens == await cold(client, there, prompt)
-    await asyncio.to_thread(here.start)
-    back = await client.generate(here.address, known, ANSWER)
-    assert back.counts == (0, WHOLE, LENGTH - WHOLE)
-    assert back.tokens == first.tokens == await cold(client, here, known)
-    stats = await served.all_well(client)
-    assert here.announced["incarnation"] in {worker.incarnation for worker in stats.workers}
+async def test_a_worker_is_killed_and_started_again(client: Client, served: ServedKind, draw: Draw) -> None:
+    await check_worker_kill(client, served, draw)
 
 
-async def test_the_cache_service_is_killed_and_started_again(client: Client, served: Served, draw: Draw) -> None:
-    cache, here = served.cache, served.here
-    running = Running(client, here.address, lengths(draw))
-    await running.decoding.wait()
-    cache.kill()
-    assert running.all_run, "they ended before the cache service did"
-    cache.settings["listen"] = cache.address
-    epoch = cache.announced["epoch"]
-    await asyncio.to_thread(cache.start)
-    assert cache.announced["epoch"] != epoch
-    await running.check()
-    # What the adopted requests had computed, before and after, is findable again: a second turn goes on from it.
-    prompt, task = running.prompts[3], running.tasks[3]
-    turn = prompt + task.result().tokens + draw(20)
-    known = (len(prompt) + running.max_tokens - 1) // PAGE * PAGE
-    again = await client.generate(here.address, turn, ANSWER)
-    assert again.counts == (known, 0, len(turn) - known)
-    assert again.tokens == await cold(client, here, turn)
-    await served.all_well(client)
+async def test_the_cache_service_is_killed_and_started_again(client: Client, served: ServedKind, draw: Draw) -> None:
+    await check_cache_kill(client, served, draw, lengths(draw))

@@ -8,53 +8,34 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
-import grpc
-import grpc.aio
 import pytest
 
-from protos.v1 import cache_pb2, types_pb2, worker_pb2
-from tests.e2e.client import Answer, Client, nothing_is_held, unused_salt
+from protos.v1 import types_pb2, worker_pb2
+from tests.e2e.client import Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
-from tests.e2e.running import Draw, Running, healthy
+from tests.e2e.running import Draw, healthy
+from tests.e2e.served import (
+    ANSWER,
+    LENGTH,
+    Served,
+    check_cache_kill,
+    check_fetch,
+    check_preemption,
+    check_worker_kill,
+    cold,
+)
 from tests.e2e.states import GROUPS, PAGE, make_states
 from tests.e2e.test_reuse import check_mid_flight
 from tests.redis_process import RedisProcess
 
-LENGTH = 333
 WHOLE = LENGTH // PAGE * PAGE
-ANSWER = 40
 BUDGET = 300
 # Keys of pages in Redis.
 VALUES = "stemcache:1:*:*"
 
 pytestmark = pytest.mark.xdist_group("states")
-
-
-class Served(NamedTuple):
-    """`here` and `there` spill what they publish, and fetch whatever Redis has; `small` computes BUDGET tokens a launch
-    in fewer pages than six requests need."""
-
-    redis: RedisProcess
-    cache: ServiceProcess
-    here: ServiceProcess
-    there: ServiceProcess
-    small: ServiceProcess
-
-    async def all_well(self, client: Client) -> cache_pb2.StatsResponse:
-        """Three workers, none of which holds anything."""
-        return await client.until(self.cache.address, lambda stats: len(stats.workers) == 3 and healthy(stats))
-
-    async def spilled(self, client: Client, prompt: Sequence[int]) -> Answer:
-        """The answer `here`, once all pages of the prompt are in the host tier."""
-        rows = (await client.stats(self.cache.address)).host_tier.num_rows + len(prompt) // PAGE
-        answer = await client.generate(self.here.address, prompt, ANSWER)
-        await client.until(
-            self.cache.address, lambda stats: stats.host_tier.num_rows >= rows and nothing_is_held(stats)
-        )
-        return answer
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: 
         here, there = start.workers(cache.address, 2, host_tier="redis", redis_url=redis.url)
         tight = {"pool_pages": 24, "max_model_len": 1400, "max_num_seqs": 8, "state_share": 2}
         (small,) = start.workers(cache.address, 1, 3, token_budget=BUDGET, **tight)
-        yield Served(redis, cache, here, there, small)
-
-
-async def cold(client: Client, worker: ServiceProcess, prompt: Sequence[int], max_tokens: int = ANSWER) -> list[int]:
-    answer = await client.generate(worker.address, prompt, max_tokens, salt=unused_salt())
-    assert answer.counts == (0, 0, len(prompt)), "the cold run was not cold"
-    assert len(set(answer.tokens)) > 5, "an answer of a few tokens in turn shows nothing"
-    return answer.tokens
+        yield Served(PAGE, redis, cache, here, there, small)
 
 
 @pytest.mark.parametrize(("length", "cached"), [(64, 0), (65, 64), (128, 64), (192, 128), (800, 768), (1024, 960)])
@@ -155,63 +129,22 @@ async def test_a_sibling_hits_while_the_first_still_decodes(client: Client, serv
 
 
 async def test_the_other_worker_fetches(client: Client, served: Served, draw: Draw) -> None:
-    prompt = draw(LENGTH)
-    first = await served.spilled(client, prompt)
-    answers = [await client.generate(served.there.address, prompt, ANSWER) for _ in range(2)]
-    assert [a.counts for a in answers] == [(0, WHOLE, LENGTH - WHOLE), (WHOLE, 0, LENGTH - WHOLE)]
-    assert answers[0].tokens == answers[1].tokens == first.tokens == await cold(client, served.there, prompt)
+    await check_fetch(client, served, draw(LENGTH))
     await served.all_well(client)
 
 
 async def test_preempted_requests_answer_as_when_alone(client: Client, served: Served, draw: Draw) -> None:
-    small, prompts = served.small, [draw(40 + 9 * at) for at in range(8)]
-    answers = await asyncio.gather(*(client.generate(small.address, prompt, 300) for prompt in prompts))
-    assert sum(answer.usage.num_preemptions for answer in answers) > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == await cold(client, small, prompt, 300)
+    await check_preemption(client, served, [draw(40 + 9 * at) for at in range(8)], 300)
     await served.all_well(client)
 
 
 async def test_a_worker_is_killed_and_started_again(client: Client, served: Served, draw: Draw) -> None:
-    """What it had published comes back from the host tier; what it was answering, the other worker answers."""
-    here, there, known, prompt = served.here, served.there, draw(LENGTH), draw(200)
-    first = await served.spilled(client, known)
-    call = client.stream(here.address, prompt, 1500)
-    await call.read()
-    here.kill()
-    with pytest.raises(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    retried = await client.generate(there.address, prompt, ANSWER)
-    assert sum(retried.counts) == 200 and retried.usage.cached_tokens == 0
-    assert retried.tokens == await cold(client, there, prompt)
-    await asyncio.to_thread(here.start)
-    back = await client.generate(here.address, known, ANSWER)
-    assert back.counts == (0, WHOLE, LENGTH - WHOLE)
-    assert back.tokens == first.tokens == await cold(client, here, known)
-    await served.all_well(client)
+    await check_worker_kill(client, served, draw)
 
 
 async def test_the_cache_service_is_killed_and_started_again(client: Client, served: Served, draw: Draw) -> None:
     """Running sequences keep their states; one that ends leaves its rolling snapshot in the new cache service."""
-    cache, here = served.cache, served.here
-    prompts = [draw(20), draw(170), draw(300)]
-    running = Running(client, here.address, prompts)
-    await running.decoding.wait()
-    cache.kill()
-    assert running.all_run, "they ended before the cache service did"
-    cache.settings["listen"] = cache.address
-    epoch = cache.announced["epoch"]
-    await asyncio.to_thread(cache.start)
-    assert cache.announced["epoch"] != epoch
-    await running.check()
-    prompt, task = running.prompts[2], running.tasks[2]
-    turn = prompt + task.result().tokens + draw(20)
-    known = (len(prompt) + running.max_tokens - 1) // PAGE * PAGE
-    again = await client.generate(here.address, turn, ANSWER)
-    assert again.counts == (known, 0, len(turn) - known)
-    assert again.tokens == await cold(client, here, turn)
-    await served.all_well(client)
+    await check_cache_kill(client, served, draw, [draw(20), draw(170), draw(300)])
 
 
 async def test_a_damaged_snapshot_in_the_host_tier_is_never_a_wrong_state(
