@@ -109,6 +109,8 @@ class CacheManager:
         cache = DeviceCache(hello, self.config, view, self._ticket_ids, self.lease_bytes, self._events, now_ms)
         self._last_generation += 1
         worker = self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
+        worker.first_clears = self._cleared.come_back(hello.worker_id, hello.incarnation)
+        cache.restored.clear_missed(self._cleared.since(worker.first_clears))
         self._prune_tiers()
         self._events.record(connection(worker))
         return self._welcome(worker)
@@ -144,6 +146,7 @@ class CacheManager:
         """Leases, tickets and device pages go; host copies in a shared tier stay."""
         worker_id = worker.hello.worker_id
         del self.workers[worker_id]
+        self._cleared.leave(worker_id, worker.hello.incarnation, worker.met_clears(self._cleared.number))
         for event in (connection(worker)._replace(is_connected=False), Cleared(worker_id)):
             self._events.record(event)
         spilling.abandon(worker.cache)
@@ -219,11 +222,8 @@ class CacheManager:
         """
         step_check.check_tokens(tokens, "tokens", self.config.max_sequence_tokens)
         prompt = PromptMatch(namespace, tokens)
-        matches = []
-        for worker in self._asked(namespace, worker_id):
-            hello = worker.hello
-            matches.append(WorkerMatch(hello.worker_id, hello.endpoint, prompt.match(worker.cache)))
-        return tuple(matches)
+        asked = [(worker.hello, worker.cache) for worker in self._asked(namespace, worker_id)]
+        return tuple([WorkerMatch(hello.worker_id, hello.endpoint, prompt.match(cache)) for hello, cache in asked])
 
     def explain(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None

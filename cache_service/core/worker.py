@@ -24,10 +24,18 @@ class Worker:
     gone_since_ms: int | None = None
     told_clears: int = 0  # number of the last Clear call that the present stream was told
     forgotten_clears: int = 0  # and of the last one that the worker confirmed
+    first_clears: int = 0  # and of the last one that its sequences had met when this state began
 
     @property
     def connected(self) -> bool:
         return self.gone_since_ms is None
+
+    def met_clears(self, number: int) -> int:
+        """Returns the number of the last Clear call that the worker's sequences have met, of `number` calls.
+
+        Those that are yet to be adopted, before the inventory's end, have met none since this state began.
+        """
+        return number if self.cache.restored.is_complete else self.first_clears
 
     @property
     def keeps_inventory(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cache_service.core import audit
-from cache_service.core.base.cleared_scopes import MAX_SCOPES, ClearedScopes
+from cache_service.core.base.cleared_scopes import MAX_LEFT, MAX_SCOPES, ClearedScopes
 from cache_service.core.base.errors import Superseded
 from cache_service.core.base.types import Stored
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
@@ -53,6 +53,16 @@ class Stage:
             WORKER, "h:1", "first", b"f" * 32, PAGE, groups or (full(20),), model="model", capabilities=CAPABILITIES
         )
         self.manager.hello(self.hello, 0)
+        self.last = 0
+
+    def go_away(self) -> None:
+        """For longer than the grace period."""
+        self.manager.disconnect(WORKER, self.hello.incarnation, self.last)
+        self.manager.tick(self.last + self.manager.config.grace_ms)
+        assert not self.manager.workers
+
+    def come_back(self) -> None:
+        self.manager.hello(self.hello, self.last)
         self.last = 0
 
     def step(self, **items: Any) -> StepReply:
@@ -341,6 +351,56 @@ def test_a_clear_before_an_adopt_keeps_its_pages_out(cleared: Namespace | None) 
     bypassing = _adopt(2, [1, 2, 3], [7, 5])._replace(bypass_cache=True)
     assert len(stage.step(adopts=(bypassing,)).grants) == 1
     assert stage.cached([1, 2]) == 0
+
+
+@pytest.mark.parametrize("cleared", [NS, None])
+def test_a_clear_while_a_worker_is_away_keeps_out_what_is_older(cleared: Namespace | None) -> None:
+    """Its state has been dropped, so that no lease tells the Clear call of the sequence."""
+    stage = Stage(grace_ms=10)
+    stage.acquire(1, [1, 2, 3])
+    stage.go_away()
+    stage.manager.clear(cleared, unused_only=False)
+    stage.come_back()
+    (refusal,) = stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).refusals
+    assert (refusal.reason, refusal.detail) == (RefusalReason.NO_ROOM, "the namespace was cleared")
+    assert stage.cached([1, 2]) == 0
+    other = _adopt(2, [1, 2, 3], [7, 5])._replace(namespace=TENANT)
+    assert len(stage.step(adopts=(other,)).grants) == (cleared is not None)
+
+
+def test_a_clear_that_was_missed_once_is_missed_until_everything_is_adopted() -> None:
+    stage = Stage(grace_ms=10)
+    stage.go_away()
+    stage.manager.clear(NS, unused_only=False)
+    for _ in range(2):  # nothing was adopted yet
+        stage.come_back()
+        stage.go_away()
+    stage.come_back()
+    assert stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).refusals
+    stage.offer(is_complete=True)
+    stage.acquire(1, [1, 2, 3])
+    stage.go_away()
+    stage.come_back()
+    assert stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).grants, "it began after the Clear call"
+    assert stage.cached([1, 2]) == 2
+
+
+def test_a_sequence_that_a_clear_left_alone_is_adopted_later() -> None:
+    stage = Stage(grace_ms=10)
+    stage.offer(is_complete=True)
+    stage.acquire(1, [1, 2, 3])
+    stage.manager.clear(None, unused_only=True)
+    stage.go_away()
+    stage.come_back()
+    assert stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).grants
+
+
+def test_incarnations_without_a_state_are_bounded() -> None:
+    scopes = ClearedScopes()
+    for number in range(MAX_LEFT + 1):
+        scopes.leave(WORKER, str(number), 3)
+    assert (scopes.come_back(WORKER, "0"), scopes.come_back(WORKER, "1")) == (0, 3)
+    assert scopes.come_back(WORKER, "1") == 0
 
 
 def _adopt(number: int, tokens: list[int], page_ids: list[int]) -> Adopt:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from protos.v1 import cache_pb2
-from tests.e2e.client import Client
+from protos.v1 import cache_pb2, types_pb2
+from tests.e2e.client import Client, unused_salt
 from tests.e2e.conftest import Starter
 from tests.e2e.proxy import open_proxy
 from tests.e2e.running import Draw, Running, healthy, lengths
@@ -77,6 +77,41 @@ async def test_a_stream_cut_for_longer_than_the_grace_period_is_adopted_anew(
         assert running.all_run
         proxy.is_open.set()
         await running.check()
+        await client.until(cache.address, healthy)
+
+
+async def test_what_a_sequence_computed_before_a_clear_call_is_not_published_after_it(
+    client: Client, start: Starter, draw: Draw
+) -> None:
+    """The Clear call comes while the cache service has forgotten the worker: no lease tells it of the sequence."""
+    cache, prompt, num_tokens = start.cache(grace_ms=200), draw(300), 150
+    async with open_proxy(cache.address) as proxy:
+        worker = (await asyncio.to_thread(start.workers, proxy.address, reply_timeout_s=1.0, **PAUSING))[0]
+        kept = draw(200)
+        await client.generate(worker.address, kept, salt="kept")
+        model = (await client.stats(cache.address)).workers[0].model
+        decoding = asyncio.Event()
+        running = asyncio.create_task(
+            client.generate(
+                worker.address, prompt, num_tokens, salt="cleared", on_token=lambda n: decoding.set() if n > 2 else None
+            )
+        )
+        await decoding.wait()
+        proxy.is_open.clear()
+        await proxy.cut()
+        await client.until(cache.address, lambda stats: not stats.workers)
+        clear = cache_pb2.ClearRequest(namespace=types_pb2.Namespace(model=model, salt="cleared"))
+        await client.cache_admin(cache.announced["admin"]).Clear(clear)
+        assert not running.done()
+        proxy.is_open.set()
+        answer = await running
+        stats = await client.worker_stats(cache.address, "worker-1")
+        assert (stats.prompt_tokens > len(prompt), stats.cached_tokens) == (True, 0), "computed anew, and nothing found"
+        cold = await client.generate(worker.address, prompt, num_tokens, salt=unused_salt())
+        assert answer.tokens == cold.tokens
+        assert cold.counts == (0, 0, len(prompt))
+        # Another namespace is as it was.
+        assert (await client.generate(worker.address, kept, salt="kept")).counts == (192, 0, 8)
         await client.until(cache.address, healthy)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from cache_service.core.base.cleared_scopes import MAX_SCOPES
 from cache_service.core.device.radix_node import Node
 from session.errors import InvalidInput, TooMany
+from session.messages import Forget
 from session.words import Namespace
 
 
@@ -22,6 +23,7 @@ class RestoredRuns:
 
     def __init__(self, max_runs: int) -> None:
         self.is_open = True
+        self.is_complete = False  # all that the worker brought is here
         self._max_runs = max_runs
         self._last_run = 0
         self._ends: dict[int, RunEnd | None] = {}  # None: evicted since
@@ -83,9 +85,20 @@ class RestoredRuns:
             self._cleared.add(namespace)
         if namespace is None or len(self._cleared) > MAX_SCOPES:
             self._is_all_cleared = True
-            self.close()
+            self._close()
 
-    def close(self) -> None:
+    def clear_missed(self, missed: Forget | None) -> None:
+        """The Clear calls that came while the worker had no state."""
+        if missed is not None:
+            for namespace in (None,) if missed.everything else missed.namespaces:
+                self.clear(namespace)
+
+    def complete(self) -> None:
+        """Nothing older follows: sequences are adopted before the inventory comes."""
+        self.is_complete = True
+        self._close()
+
+    def _close(self) -> None:
         self.is_open = False
         self._ends.clear()
         self._runs_of.clear()

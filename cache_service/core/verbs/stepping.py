@@ -218,7 +218,7 @@ def _apply_inventory(cache: DeviceCache, inventory: Inventory, reply: _Reply) ->
         if refusal is not None:
             reply.run_refusals.append(refusal)
     if inventory.is_complete:
-        cache.restored.close()
+        cache.restored.complete()
 
 
 def _merged(known: Rates, measured: Rates) -> Rates:
