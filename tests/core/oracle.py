@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cache_service.core.base.types import Cleared, Event, Removed, Stored
 from session.words import GroupKind, MissReason, Namespace
 from tests.core.driver import FakeWorker
-from tests.core.tree_view import Path, check_contents, standing
+from tests.core.tree_view import Path, check_contents, node_ends, standing
 from tests.core.world import Live
 
 
@@ -39,6 +39,8 @@ class Oracle:
         self.removed: list[list[Path]] = [[] for _ in worker.groups]
         self.view: list[dict[Path, int]] = [{} for _ in worker.groups]
         self.stamps: dict[Path, int] = {}
+        self.bared: dict[Path, int] = {}  # when what stood behind a node was evicted last
+        self.ends: set[Path] = set()
         self.clock = 0
         worker.world.listeners.append(self.hear)
 
@@ -67,6 +69,7 @@ class Oracle:
             else:
                 self.resident[group] = dict.fromkeys(view[group])
         self.view = view
+        self.ends = node_ends(self.worker.world.manager, self.worker.id)
 
     def _stored(self, event: Stored) -> None:
         tokens = tuple(array("i", event.tokens))
@@ -88,6 +91,9 @@ class Oracle:
             assert path in self.resident[event.group], "removed what was not there"
             del self.resident[event.group][path]
             self.removed[event.group].append(path)
+            parent = (path[0], path[1][: -self.size])
+            if parent in self.ends:
+                self.bared[parent] = self.clock
 
     def forget(self) -> None:
         """The device is empty for the manager. Hashes keep their meaning for ever."""
@@ -288,11 +294,15 @@ class Oracle:
         return (pages - parents) - self.held(0)
 
     def judge_evictions(self, leaves: set[Path]) -> None:
-        """LRU: of the leaves before the call, none that stayed is older than one that went."""
+        """LRU: of the leaves before the call, none that stayed is older than one that went.
+
+        A node that an eviction made a leaf counts as just used: its pages are as old as that, or as their last use.
+        """
         gone = {path for path in self.removed[0] if path in leaves}
         stayed = leaves & set(self.resident[0]) - self.held(0)
         if gone and stayed:
-            newest, oldest = max(self.stamps.get(p, 0) for p in gone), min(self.stamps.get(p, 0) for p in stayed)
+            newest = max(self.stamps.get(p, 0) for p in gone)
+            oldest = min(max(self.stamps.get(p, 0), self.bared.get(p, 0)) for p in stayed)
             assert newest <= oldest, "a younger leaf went before an older one"
 
 

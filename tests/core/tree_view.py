@@ -30,6 +30,19 @@ def standing(manager: CacheManager, worker_id: WorkerId, num_groups: int) -> lis
     return view
 
 
+def node_ends(manager: CacheManager, worker_id: WorkerId) -> set[Path]:
+    """The prefixes at which a node ends: where the last page behind one is evicted, the node is a leaf from now on."""
+    tree = manager.workers[worker_id].cache.tree
+    ends: set[Path] = set()
+    for namespace, root in tree.roots.items():
+        stack = [(child, bytes(child.key)) for child in root.children.values()]
+        while stack:
+            node, prefix = stack.pop()
+            ends.add((namespace, tuple(array("i", prefix))))
+            stack += [(child, prefix + bytes(child.key)) for child in node.children.values()]
+    return ends
+
+
 def check_contents(view: list[dict[Path, int]], shadow: Shadow, state_groups: set[int]) -> None:
     """Every findable page holds exactly its prefix: the law that no answer ever changes by a reuse."""
     size = shadow.page_tokens
