@@ -83,7 +83,7 @@ class PagedModel:
         layouts = page_layouts(self.config, dtype, PAGE, kv_dtype)
         self.pages = PagePools(layouts, [num_pages] * len(layouts), PAGE, device)
         for layer in range(len(self.config.layers)):
-            for pages in self.pages.layer_pages(layer).planes:
+            for pages in self.pages.planes(layer):
                 # By way of the model's type: nothing draws fp8.
                 drawn = torch.empty(pages[1:].shape, dtype=dtype, device=device)
                 pages[1:].copy_(drawn.normal_(generator=self.generator))

@@ -71,7 +71,7 @@ class World(Bench):
     def clear(self, source: random.Random) -> None:
         """Nobody owns a page; what is in them must never be read."""
         for layer in range(len(self.config.layers)):
-            for pages in self.pages.layer_pages(layer).planes:
+            for pages in self.pages.planes(layer):
                 pages[1:].fill_(torch.nan)
         self._free = list(range(1, self.num_pages + 1))
         source.shuffle(self._free)

@@ -138,6 +138,16 @@ _MAMBA = {
     "num_hidden_layers": 4,
 }
 
+_NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 64,
+    "pad_token_id": None,
+}
+
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -223,6 +233,97 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": (0.5, 1.5),
         },
     ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 4.0,
+            "intermediate_size": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "granite-hybrid-dense-rope": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "mamba_d_ssm": 80,
+            "head_dim": 16,
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.3,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5],
+            "mlp_multipliers": [0.7, 0.6],
+        },
+    ),
+    "falcon-h1-norm-first": (
+        "FalconH1",
+        {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": None, "mamba_rms_norm": True, "projectors_bias": True},
+    ),
+    "falcon-h1-gate-first": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {**_NEMOTRON, "hybrid_override_pattern": "M-M*-M", "mlp_bias": True, "use_bias": True},
+    ),
+    "nemotron-h-experts": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "hybrid_override_pattern": "MEM*E",
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "nemotron-h-latents": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "hybrid_override_pattern": "M*E",
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 20,
+        },
+    ),
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
 
@@ -281,7 +382,7 @@ def num_pages_of(layouts: Sequence[GroupLayout], num_pages: int) -> list[int]:
 
 def page_of(config: ModelSpec) -> int:
     """Returns PAGE, or the grid of scans for a model with such layers."""
-    has_scans = any(isinstance(layer.mixer, Mamba2Spec) for layer in config.layers)
+    has_scans = any(isinstance(mixer, Mamba2Spec) for layer in config.layers for mixer in layer.mixers)
     return STATE_PAGE_TOKENS if has_scans else PAGE
 
 
@@ -315,7 +416,7 @@ class Bench:
         self.config = config
         self.pages = PagePools(layouts, num_pages_of(layouts, NUM_PAGES), self.page, device)
         for layer in range(len(config.layers)):
-            for pages in self.pages.layer_pages(layer).planes:
+            for pages in self.pages.planes(layer):
                 pages[1:].fill_(torch.nan)
         model = Decoder(config, open_weights(folder, config, dtype, device), device)
         self.runner = Runner(model, self.pages, device, limits)

@@ -175,7 +175,7 @@ def test_a_replay_has_the_bits_of_the_launch(twins: Twins, lengths: list[int]) -
     assert torch.equal(twins.captured.runner.logits(one), twins.plain.runner.logits(other))
     assert twins.captured.runner.run(one) == twins.plain.runner.run(other)
     for layer in range(len(twins.captured.config.layers)):
-        for mine, its in zip(*(b.pages.layer_pages(layer).planes for b in (twins.captured, twins.plain)), strict=True):
+        for mine, its in zip(*(b.pages.planes(layer) for b in (twins.captured, twins.plain)), strict=True):
             assert mine[0].count_nonzero() == 0, "a padding row reached the reserved page"
             assert torch.equal(mine.nan_to_num(), its.nan_to_num())
 
@@ -232,7 +232,7 @@ def test_prompts_in_a_replay_have_the_bits_of_the_launch(twins: Twins, cut: int)
     assert results[0][1:] == results[1][1:]
     assert results[0][2].token_ids == ()
     for layer in range(len(twins.captured.config.layers)):
-        for mine, its in zip(*(b.pages.layer_pages(layer).planes for b in (twins.captured, twins.plain)), strict=True):
+        for mine, its in zip(*(b.pages.planes(layer) for b in (twins.captured, twins.plain)), strict=True):
             assert torch.equal(mine[:8].nan_to_num(), its[:8].nan_to_num())
 
 
@@ -264,7 +264,7 @@ def test_prompts_beside_decode_rows_have_the_bits_of_the_launch(twins: Twins, cu
         assert all(is_captured(bench, batch) is (bench is twins.captured) for batch in batches)
         results.append([torch.cat([bench.runner.logits(batch) for batch in batches]), *map(bench.runner.run, batches)])
         for layer in range(len(bench.config.layers)):
-            assert all(pages[0].count_nonzero() == 0 for pages in bench.pages.layer_pages(layer).planes)
+            assert all(pages[0].count_nonzero() == 0 for pages in bench.pages.planes(layer))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1:] == results[1][1:]
     assert [len(result.token_ids) for result in results[0][1:]] == [5, 1]

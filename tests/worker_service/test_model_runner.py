@@ -108,7 +108,7 @@ def test_small_launches_are_padded_without_a_trace(folder: Path) -> None:
         assert logits[0].shape == logits[1].shape == (1, VOCAB)
         assert torch.allclose(*logits, atol=1e-5)
     for layer in range(len(plain.config.layers)):
-        for one, other in zip(*(bench.pages.layer_pages(layer).planes for bench in (plain, padded)), strict=True):
+        for one, other in zip(*(bench.pages.planes(layer) for bench in (plain, padded)), strict=True):
             assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
             assert other[0].count_nonzero() == 0
 

@@ -25,7 +25,7 @@ def pools(
 def numbered(pages: PagePools) -> PagePools:
     """Every element its own value."""
     for layer in range(sum(len(layout.layers) for layout in pages.layouts)):
-        for kind, tensor in enumerate(pages.layer_pages(layer).planes):
+        for kind, tensor in enumerate(pages.planes(layer)):
             values = torch.arange(tensor[1:].numel(), dtype=torch.float32).view(tensor[1:].shape)
             tensor[1:] = (values + 10_000 * (2 * layer + kind)).to(tensor.dtype)
     return pages
@@ -58,7 +58,7 @@ def test_bytes_of_a_page_are_its_rows_of_all_layers(dtype: torch.dtype) -> None:
     packed = pages.read_pages(0, [4, 2])
     assert packed.shape == (2, pages.page_bytes(0))
     for row, page_id in zip(packed, [4, 2], strict=True):
-        rows = [tensor[page_id] for layer in (0, 2) for tensor in pages.layer_pages(layer).planes]
+        rows = [tensor[page_id] for layer in (0, 2) for tensor in pages.planes(layer)]
         assert torch.equal(row.view(dtype), torch.cat([tensor.flatten() for tensor in rows]))
 
 
@@ -67,7 +67,7 @@ def test_pages_move_between_workers_under_other_ids() -> None:
     for group in range(2):
         target.write_pages(group, [7, 1, 3], source.read_pages(group, [2, 5, 4]))
     for layer in range(2):
-        for there, here in zip(target.layer_pages(layer).planes, source.layer_pages(layer).planes, strict=True):
+        for there, here in zip(target.planes(layer), source.planes(layer), strict=True):
             assert torch.equal(there[[7, 1, 3]], here[[2, 5, 4]])
             assert there[[0, 2, 4, 5, 6]].count_nonzero() == 0
 
@@ -132,7 +132,7 @@ def test_a_page_of_several_tensors_is_one_after_the_other() -> None:
     assert [spec.state_interval_tokens for spec in spaced.specs()] == [0, 8]
     assert spaced.layout_id == pages.layout_id, "workers with other intervals share the host tier"
     (row,) = pages.read_pages(1, [3])
-    planes = [pages.layer_pages(layer).planes for layer in (1, 2)]
+    planes = [pages.planes(layer) for layer in (1, 2)]
     wanted = [planes[0][0], planes[1][0], planes[0][1], planes[0][2], planes[1][1], planes[1][2]]
     assert torch.equal(row, torch.cat([plane[3].reshape(-1).view(torch.uint8) for plane in wanted]))
 
@@ -141,7 +141,7 @@ def test_pages_of_several_tensors_move_between_workers() -> None:
     source, target = numbered(states()), states()
     target.write_pages(1, [6, 1], source.read_pages(1, [2, 5]))
     for layer in (1, 2):
-        for there, here in zip(target.layer_pages(layer).planes, source.layer_pages(layer).planes, strict=True):
+        for there, here in zip(target.planes(layer), source.planes(layer), strict=True):
             assert torch.equal(there[[6, 1]], here[[2, 5]])
             assert there[[0, 2, 3, 4, 5]].count_nonzero() == 0
 

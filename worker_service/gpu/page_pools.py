@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.copy_pages import pack_pages, unpack_pages
-from session.words import GroupSpec
+from session.words import GroupKind, GroupSpec
 from worker_service.core.errors import PoolError
 from worker_service.gpu.group_layout import GroupLayout
 
@@ -28,7 +28,7 @@ PAGE_AXIS = 2
 
 
 class LayerPages(NamedTuple):
-    """A layer's planes, [num_pages + 1, *page shape] each: of attention K and V."""
+    """A layer's planes, [num_pages + 1, *page shape] each: of attention K and V, of a recurrence what its state is."""
 
     planes: tuple[torch.Tensor, ...]
     group: int
@@ -63,7 +63,7 @@ class PagePools:
         self._num_pages = tuple(num_pages)
         self._state_interval_tokens = state_interval_tokens
         self._tensors = tuple(_tensors(layout, count, device) for layout, count in zip(layouts, num_pages, strict=True))
-        self._layers = self._views()
+        self._pages, self._states = self._views(has_states=False), self._views(has_states=True)
         if device.type == "cuda":
             self._compile_moves()
 
@@ -72,10 +72,11 @@ class PagePools:
         for group in range(len(self.layouts)):
             self.write_pages(group, [1], self.read_pages(group, [1]))
 
-    def _views(self) -> dict[int, LayerPages]:
+    def _views(self, has_states: bool) -> dict[int, LayerPages]:
         return {
             layer: LayerPages(tuple(plane for tensor in tensors for plane in tensor[place]), number)
             for number, (layout, tensors) in enumerate(zip(self.layouts, self._tensors, strict=True))
+            if (layout.kind is GroupKind.STATE) == has_states
             for place, layer in enumerate(layout.layers)
         }
 
@@ -96,7 +97,18 @@ class PagePools:
         return self.layouts[group].page_bytes
 
     def layer_pages(self, layer: int) -> LayerPages:
-        return self._layers[layer]
+        """Returns the pages of a layer with attention."""
+        return self._pages[layer]
+
+    def layer_states(self, layer: int) -> LayerPages:
+        """Returns the slots of a layer with a state; one with attention besides has pages too."""
+        return self._states[layer]
+
+    def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Returns all that a layer has, its pages' planes first."""
+        return tuple(
+            plane for views in (self._pages, self._states) for plane in (views[layer].planes if layer in views else ())
+        )
 
     def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the pages' bytes, uint8 [n, page_bytes], in host memory (pinned beside a CUDA device).

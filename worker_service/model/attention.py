@@ -53,7 +53,10 @@ class AttentionPlans:
         backend: Backend = Backend.AUTO,
     ) -> None:
         self.mixers = {
-            number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, AttentionSpec)
+            number: mixer
+            for number, layer in enumerate(spec.layers)
+            for mixer in layer.mixers
+            if isinstance(mixer, AttentionSpec)
         }
         self.backend = backend
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens

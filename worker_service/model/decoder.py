@@ -6,42 +6,23 @@ matrix products are its `Gemm`.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from kernels.backend import Backend
 from kernels.linear import packed_weight
 from kernels.softcap_logits import softcap_logits
 from worker_service.model.families import family_of
-from worker_service.model.layer_weights import (
-    AttentionWeights,
-    LatentWeights,
-    LayerWeights,
-    Linear,
-    Mamba2Weights,
-    ShortConvWeights,
-)
-from worker_service.model.mixers import Attention, AttentionMixer, Gemm, LatentMixer, States, Step
+from worker_service.model.layer_weights import LayerWeights, Linear
+from worker_service.model.make_mixer import Mixer, make_mixer
+from worker_service.model.mixers import Attention, Gemm, States, Step
 from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
-from worker_service.model.recurrent_mixers import Mamba2Mixer, ShortConvMixer
-from worker_service.model.recurrent_specs import Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import Block, LatentSpec, LayerSpec, ModelSpec
+from worker_service.model.spec import Block, LayerSpec, ModelSpec
 from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 
 ROOT = "model."
-EMBEDDINGS = f"{ROOT}embed_tokens.weight"
 HEAD = "lm_head.weight"
-
-
-class Mixer(Protocol):
-    """What lets a layer's tokens see others: rows [num_tokens, hidden_size] in and out."""
-
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
-
-    def linears(self) -> list[Linear]: ...
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Expected]:
@@ -130,53 +111,63 @@ class DecoderLayer:
             return None if weight is None else make_norm(spec.norm, weight, backend)
 
         self.mixer_norm = make_norm(spec.norm, weights.mixer_norm, backend)
-        self._mixer = _make_mixer(number, layer, weights, spec, rotary, backend)
-        self._mlp: Mlp = make_mlp(layer.mlp, weights.mlp, backend)
+        self._mixer, self._mlp = _make_branches(number, layer, weights, spec, rotary, backend)
+        self._scales = (layer.mixer_scale, layer.mlp_scale)
         self._mlp_norm = norm(weights.mlp_norm)
         self._norm_behind_mixer = norm(weights.norm_behind_mixer)
         self._norm_behind_mlp = norm(weights.norm_behind_mlp)
         self._block = spec.block
 
     def linears(self) -> list[Linear]:
-        return [*self._mixer.linears(), *self._mlp.linears()]
+        return [linear for branch in (self._mixer, self._mlp) if branch is not None for linear in branch.linears()]
 
     def __call__(
         self, x: torch.Tensor, hidden: torch.Tensor, next_norm: Norm, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the next layer's input, and the residual stream."""
         if self._block is Block.PARALLEL:
-            return next_norm.with_residual(self._mixer(x, step) + self._mlp(x, step.gemm), hidden)
-        mixed = self._mixer(x, step)
-        if self._norm_behind_mixer is not None:
-            mixed = self._norm_behind_mixer(mixed)
-        assert self._mlp_norm is not None
-        x, hidden = self._mlp_norm.with_residual(mixed, hidden)
-        inner = self._mlp(x, step.gemm)
-        if self._norm_behind_mlp is not None:
-            inner = self._norm_behind_mlp(inner)
-        return next_norm.with_residual(inner, hidden)
+            return next_norm.with_residual(self._mixed(x, step) + self._made(x, step), hidden)
+        if self._mlp is None:
+            return next_norm.with_residual(self._mixed(x, step), hidden)
+        if self._mixer is not None:
+            assert self._mlp_norm is not None
+            x, hidden = self._mlp_norm.with_residual(self._mixed(x, step), hidden)
+        return next_norm.with_residual(self._made(x, step), hidden)
+
+    def _mixed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns what the mixer adds to the residual stream."""
+        assert self._mixer is not None
+        return _branch(self._mixer(x, step), self._norm_behind_mixer, self._scales[0])
+
+    def _made(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns what the MLP adds to the residual stream."""
+        assert self._mlp is not None
+        return _branch(self._mlp(x, step.gemm), self._norm_behind_mlp, self._scales[1])
 
 
-def _make_mixer(
+def _branch(out: torch.Tensor, norm: Norm | None, scale: float) -> torch.Tensor:
+    out = out if norm is None else norm(out)
+    return out if scale == 1.0 else out * scale
+
+
+def _make_branches(
     number: int, layer: LayerSpec, weights: LayerWeights, spec: ModelSpec, rotary: RotaryTables, backend: Backend
-) -> Mixer:
-    if isinstance(layer.mixer, LatentSpec):
-        assert isinstance(weights.mixer, LatentWeights)
-        return LatentMixer(number, layer.mixer, weights.mixer, rotary, backend)
-    if isinstance(layer.mixer, ShortConvSpec):
-        assert isinstance(weights.mixer, ShortConvWeights)
-        return ShortConvMixer(number, weights.mixer, backend)
-    if isinstance(layer.mixer, Mamba2Spec):
-        assert isinstance(weights.mixer, Mamba2Weights)
-        return Mamba2Mixer(number, layer.mixer, weights.mixer, spec.norm.eps, backend)
-    assert isinstance(weights.mixer, AttentionWeights)
-    return AttentionMixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
+) -> tuple[Mixer | None, Mlp | None]:
+    mixer, mlp = None, None
+    if layer.mixer is not None:
+        assert weights.mixer is not None
+        mixer = make_mixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
+    if layer.mlp is not None:
+        assert weights.mlp is not None
+        mlp = make_mlp(layer.mlp, weights.mlp, backend)
+    return mixer, mlp
 
 
 def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The embeddings, the final norm, and the head where it is a matrix of its own."""
-    embeddings = source.take(EMBEDDINGS, spec.vocab_size, spec.hidden_size)
-    norm = source.take(f"{ROOT}{family_of(spec.architecture).final_norm}.weight", spec.hidden_size)
+    family = family_of(spec.architecture)
+    embeddings = source.take(f"{ROOT}{family.embeddings}.weight", spec.vocab_size, spec.hidden_size)
+    norm = source.take(f"{ROOT}{family.final_norm}.weight", spec.hidden_size)
     head = None if spec.tied_embeddings else source.take(HEAD, spec.vocab_size, spec.hidden_size)
     return embeddings, norm, head
 

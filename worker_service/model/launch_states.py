@@ -51,7 +51,7 @@ class LaunchStates:
         self._rows: dict[int, _Rows] = {}
 
     def convolve(self, layer: int, x: torch.Tensor, taps: Taps) -> torch.Tensor:
-        states, pages = self._states, self._pools.layer_pages(layer)
+        states, pages = self._states, self._pools.layer_states(layer)
         slots = self._slots(pages)
         return causal_conv(
             x,
@@ -65,7 +65,7 @@ class LaunchStates:
         )
 
     def mamba2(self, layer: int, rows: Mamba2Rows) -> torch.Tensor:
-        pages, backend = self._pools.layer_pages(layer), self._backend
+        pages, backend = self._pools.layer_states(layer), self._backend
         sums = pages.planes[1]
 
         def update(tokens: slice, cu_seqlens_q: torch.Tensor, slots: StateSlots) -> torch.Tensor:

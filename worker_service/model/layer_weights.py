@@ -65,11 +65,19 @@ class Mamba2Weights:
     norm: torch.Tensor | None = None
 
 
-MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | Mamba2Weights
+@dataclass(frozen=True, slots=True)
+class ParallelWeights:
+    attention: AttentionWeights
+    recurrence: Mamba2Weights
+
+
+MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | Mamba2Weights | ParallelWeights
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
+    """Without a gate `gate_up` is the up projection alone."""
+
     gate_up: Linear
     down: Linear
 
@@ -77,7 +85,8 @@ class DenseWeights:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     """gate_up [num_experts, 2 intermediate, hidden] and down [num_experts, hidden, intermediate], with biases of
-    [num_experts, rows]; the selection bias is fp32 [num_experts]."""
+    [num_experts, rows]; the selection bias is fp32 [num_experts]. Experts without a gate have half of gate_up's rows.
+    `latents` are the projections to the experts' input and from their output."""
 
     router: Linear
     gate_up: torch.Tensor
@@ -86,15 +95,17 @@ class MoeWeights:
     down_bias: torch.Tensor | None = None
     selection_bias: torch.Tensor | None = None
     shared: DenseWeights | None = None
+    latents: tuple[Linear, Linear] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The norms behind a branch are there in a SANDWICH block only, the MLP's own one everywhere but in a PARALLEL."""
+    """The norms behind a branch are there in a SANDWICH block only, the MLP's own one everywhere but in a PARALLEL and
+    in a layer of one branch."""
 
     mixer_norm: torch.Tensor
-    mixer: MixerWeights
-    mlp: DenseWeights | MoeWeights
+    mixer: MixerWeights | None
+    mlp: DenseWeights | MoeWeights | None
     mlp_norm: torch.Tensor | None = None
     norm_behind_mixer: torch.Tensor | None = None
     norm_behind_mlp: torch.Tensor | None = None

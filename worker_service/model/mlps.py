@@ -40,14 +40,17 @@ class DenseMlp:
     def __init__(self, spec: DenseSpec, weights: DenseWeights, backend: Backend) -> None:
         self._gate_up = packed(weights.gate_up, backend)
         self._down = packed(weights.down, backend)
-        self._activation = spec.activation
+        self._spec = spec
         self._backend = backend
 
     def linears(self) -> list[Linear]:
         return [self._gate_up, self._down]
 
     def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
-        return gemm(activated(gemm(x, self._gate_up), self._activation, self._backend), self._down)
+        made = gemm(x, self._gate_up)
+        if self._spec.gate_scale != 1.0:
+            made[:, : self._spec.intermediate_size] *= self._spec.gate_scale
+        return gemm(activated(made, self._spec.activation, self._backend), self._down)
 
 
 class MoeMlp:
@@ -67,29 +70,35 @@ class MoeMlp:
         if spec.shared is not None:
             assert weights.shared is not None
             self._shared = DenseMlp(spec.shared, weights.shared, backend)
+        self._latents = [packed(linear, backend) for linear in weights.latents or ()]
         self._backend = backend
 
     def linears(self) -> list[Linear]:
-        return [self._router, *(self._shared.linears() if self._shared else [])]
+        return [self._router, *self._latents, *(self._shared.linears() if self._shared else [])]
 
     def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
         spec, backend = self._spec, self._backend
         logits = gemm(x.float() if spec.wide_router else x, self._router)
         routing = route_experts(logits, spec.rule, self._selection_bias, backend=backend)
         plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
-        inner = grouped_linear(x, self._gate_up, plan, self._gate_up_bias, backend=backend)
+        given = gemm(x, self._latents[0]) if self._latents else x
+        inner = grouped_linear(given, self._gate_up, plan, self._gate_up_bias, backend=backend)
         inner = activated(inner, spec.activation, backend)
         rows = grouped_linear(inner, self._down, plan, self._down_bias, backend=backend)
         out = combine_experts(rows, routing.weights, backend=backend)
+        if self._latents:
+            out = gemm(out, self._latents[1])
         return out if self._shared is None else out + self._shared(x, gemm)
 
 
 def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -> torch.Tensor:
-    """Returns the middle of an MLP, [num_rows, dim], from its two halves [num_rows, 2 dim]."""
+    """Returns the middle of an MLP, [num_rows, dim], from its two halves [num_rows, 2 dim]; RELU2 has one."""
     if activation is Activation.SILU:
         return silu_mul(gate_up, backend=backend)
     if activation is Activation.GELU_TANH:
         return gelu_mul(gate_up, backend=backend)
     if activation is Activation.CLAMPED_SWIGLU:
         return clamped_swiglu(gate_up, limit=SWIGLU_LIMIT, alpha=SWIGLU_ALPHA, backend=backend)
+    if activation is Activation.RELU2:
+        return gate_up.relu().square()
     assert_never(activation)

@@ -12,7 +12,7 @@ from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.model.recurrent_specs import RecurrentSpec
-from worker_service.model.spec import AttentionSpec, LatentSpec, MixerSpec, ModelSpec
+from worker_service.model.spec import AttentionSpec, LatentSpec, LoneMixerSpec, ModelSpec
 
 
 class _Array(NamedTuple):
@@ -51,13 +51,14 @@ def page_layouts(
         dtype: the model's, of all that pages hold but what `kv_dtype` is said of.
         kv_dtype: of keys and values; None is `dtype`. A state is never rounded to it.
     """
-    if kv_dtype is E4M3 and any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
+    mixers = [(number, mixer) for number, layer in enumerate(spec.layers) for mixer in layer.mixers]
+    if kv_dtype is E4M3 and any(isinstance(mixer, LatentSpec) for _, mixer in mixers):
         raise ModelError("kv_dtype", f"fp8_e4m3 is for keys and values of heads; {spec.architecture} keeps latents")
-    rows = [_row(layer.mixer, spec.hidden_size) for layer in spec.layers]
-    if page_tokens % GRID_TOKENS and any(array.wide for row in rows for array in row.arrays):
+    rows = [(number, _row(mixer, spec.hidden_size)) for number, mixer in mixers]
+    if page_tokens % GRID_TOKENS and any(array.wide for _, row in rows for array in row.arrays):
         # Only there can a state be left within a launch (ADR 22).
         raise ModelError("page_tokens", f"{page_tokens} is no multiple of {GRID_TOKENS}, as {spec.architecture} needs")
-    distinct = sorted(set(rows))
+    distinct = sorted({row for _, row in rows})
 
     def tensors(row: _Row) -> tuple[PageTensor, ...]:
         if row.has_state:
@@ -70,7 +71,7 @@ def page_layouts(
         GroupLayout(
             name=_name(row, distinct),
             kind=row.kind,
-            layers=tuple(layer for layer, other in enumerate(rows) if other == row),
+            layers=tuple(layer for layer, other in rows if other == row),
             tensors=tensors(row),
             window_tokens=row.window_tokens,
         )
@@ -78,7 +79,7 @@ def page_layouts(
     )
 
 
-def _row(mixer: MixerSpec, hidden_size: int) -> _Row:
+def _row(mixer: LoneMixerSpec, hidden_size: int) -> _Row:
     """Keys and values of each head, one latent, or a state."""
     if isinstance(mixer, RecurrentSpec):
         return _Row(True, 0, tuple(_Array(1, *array) for array in mixer.state(hidden_size)))

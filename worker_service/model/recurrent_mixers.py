@@ -39,6 +39,7 @@ class Mamba2Mixer:
         self._spec = spec
         self._inner = packed(weights.inner, backend)
         self._taps = Taps(weights.taps, weights.conv_bias, has_silu=True)
+        self._scales = _scales(spec, weights.inner.weight)
         self._decay = -torch.exp(weights.a_log)
         self._skip, self._step_bias = weights.skip, weights.step_bias
         self._norm = GroupedNorm(weights.norm, spec.norm_groups, eps, backend) if weights.norm is not None else None
@@ -51,6 +52,8 @@ class Mamba2Mixer:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec = self._spec
         made = step.gemm(x, self._inner)
+        if self._scales is not None:
+            made = made * self._scales
         gate, channels, raw = made.split_with_sizes([spec.inner_size, spec.channels, spec.num_heads], dim=1)
         mixed = step.states.convolve(self._number, channels, self._taps)
         group_size = spec.num_groups * spec.d_state
@@ -70,6 +73,13 @@ class Mamba2Mixer:
         if spec.norm_first:
             out = silu_mul(torch.cat([gate, out], dim=1), backend=self._backend)
         return step.gemm(out, self._output)
+
+
+def _scales(spec: Mamba2Spec, like: torch.Tensor) -> torch.Tensor | None:
+    """Returns a factor for each element that the first projection makes; None where all of them are 1."""
+    if all(scale == 1.0 for scale in spec.scales):
+        return None
+    return torch.cat([like.new_full((size,), scale) for size, scale in zip(spec.sizes, spec.scales, strict=True)])
 
 
 class GroupedNorm:

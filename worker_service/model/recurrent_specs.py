@@ -37,6 +37,7 @@ class Mamba2Spec:
     most_step
     norm             whether the output is normed, in `norm_groups` equal parts of its elements, each on its own
     norm_first       the gate is applied behind the norm, not before it
+    scales           factors of what the first projection makes: gates, x, b, c and the raw steps
     """
 
     num_heads: int
@@ -52,6 +53,7 @@ class Mamba2Spec:
     norm: bool = True
     norm_groups: int = 1
     norm_first: bool = False
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def inner_size(self) -> int:
@@ -62,6 +64,12 @@ class Mamba2Spec:
     def channels(self) -> int:
         """Of the convolution: x of all heads, b and c of all groups."""
         return self.inner_size + 2 * self.num_groups * self.d_state
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Elements of gates, x, b, c and the raw steps."""
+        group_size = self.num_groups * self.d_state
+        return self.inner_size, self.inner_size, group_size, group_size, self.num_heads
 
     def state(self, hidden_size: int) -> tuple[StateArray, ...]:
         """The convolution's columns, and the sums of the recurrence: rounded, these would not go on as the uncut run

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kernels.route_experts import RoutingRule
-from worker_service.model.recurrent_specs import RecurrentSpec
+from worker_service.model.recurrent_specs import Mamba2Spec, RecurrentSpec
 from worker_service.model.weight_formats import UNQUANTISED, WeightFormat
 
 PAGE_TOKENS = 16
@@ -104,22 +104,41 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
 
-MixerSpec = AttentionSpec | LatentSpec | RecurrentSpec
+@dataclass(frozen=True, slots=True)
+class ParallelSpec:
+    """Attention and a recurrence over the same input; each output is multiplied by its factor, then both are added."""
+
+    attention: AttentionSpec
+    recurrence: Mamba2Spec
+    attention_scale: float = 1.0
+    recurrence_scale: float = 1.0
+
+
+LoneMixerSpec = AttentionSpec | LatentSpec | RecurrentSpec
+MixerSpec = LoneMixerSpec | ParallelSpec
 
 
 class Activation(Enum):
-    """What makes the middle of an MLP from its gate and up halves."""
+    """What makes the middle of an MLP from its gate and up halves. RELU2 squares what is positive, and has no gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"
+    RELU2 = "relu2"
+
+    @property
+    def is_gated(self) -> bool:
+        return self is not Activation.RELU2
 
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
+    """`gate_scale` is a factor of the gate, before the activation."""
+
     intermediate_size: int
     activation: Activation = Activation.SILU
     bias: bool = False
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +148,8 @@ class MoeSpec:
     selection_bias        the router adds a bias to the scores for the choice
     wide_router           the router computes in fp32
     shared                the expert of all tokens; None: there is none
+    latent_size           of what goes into an expert and comes out of it, by two projections that all share; 0: the
+                          hidden state's, and there are none
     """
 
     num_experts: int
@@ -139,18 +160,30 @@ class MoeSpec:
     selection_bias: bool = False
     wide_router: bool = False
     shared: DenseSpec | None = None
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    mixer: MixerSpec
-    mlp: DenseSpec | MoeSpec
+    """A mixer and an MLP, or one of them alone; what each adds to the residual stream is multiplied by its factor."""
+
+    mixer: MixerSpec | None
+    mlp: DenseSpec | MoeSpec | None
+    mixer_scale: float = 1.0
+    mlp_scale: float = 1.0
+
+    @property
+    def mixers(self) -> tuple[LoneMixerSpec, ...]:
+        """None, one, or both that lie side by side."""
+        if isinstance(self.mixer, ParallelSpec):
+            return self.mixer.attention, self.mixer.recurrence
+        return () if self.mixer is None else (self.mixer,)
 
 
 class Block(Enum):
     """How a layer's parts are connected to the residual stream h.
 
-    PRE_NORM    h += mixer(norm(h)); h += mlp(norm(h))
+    PRE_NORM    h += mixer(norm(h)); h += mlp(norm(h)), or one of both
     SANDWICH    h += norm(mixer(norm(h))); h += norm(mlp(norm(h)))
     PARALLEL    x = norm(h); h += mixer(x) + mlp(x)
     """
@@ -207,7 +240,7 @@ class ModelSpec:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct ones, in the order of the layers that use them first."""
-        mixers = (layer.mixer for layer in self.layers)
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
@@ -218,7 +251,7 @@ def with_max_model_len(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     return replace(spec, max_model_len=max_model_len, layers=layers)
 
 
-def _without_idle_window(mixer: MixerSpec, max_model_len: int) -> MixerSpec:
+def _without_idle_window(mixer: MixerSpec | None, max_model_len: int) -> MixerSpec | None:
     if isinstance(mixer, AttentionSpec) and mixer.window_tokens >= max_model_len:
         return replace(mixer, window_tokens=0)
     return mixer

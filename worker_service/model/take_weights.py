@@ -15,7 +15,16 @@ from worker_service.model.layer_weights import (
     Linear,
     MoeWeights,
 )
-from worker_service.model.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, MixerSpec, ModelSpec, MoeSpec
+from worker_service.model.spec import (
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    LatentSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from worker_service.model.tensors import TensorSource
 
 
@@ -41,7 +50,9 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
     )
 
 
-def take_mixer(source: TensorSource, prefix: str, spec: MixerSpec, hidden: int) -> AttentionWeights | LatentWeights:
+def take_mixer(
+    source: TensorSource, prefix: str, spec: MixerSpec | None, hidden: int
+) -> AttentionWeights | LatentWeights:
     """Takes an attention's weights."""
     if isinstance(spec, LatentSpec):
         return take_latents(source, prefix, spec, hidden)
@@ -49,9 +60,12 @@ def take_mixer(source: TensorSource, prefix: str, spec: MixerSpec, hidden: int) 
     return take_attention(source, prefix, spec, hidden)
 
 
-def take_mlp(source: TensorSource, prefix: str, spec: DenseSpec | MoeSpec, hidden: int) -> DenseWeights | MoeWeights:
+def take_mlp(
+    source: TensorSource, prefix: str, spec: DenseSpec | MoeSpec | None, hidden: int
+) -> DenseWeights | MoeWeights:
     if isinstance(spec, MoeSpec):
         return take_moe(source, prefix, spec, hidden)
+    assert isinstance(spec, DenseSpec)
     return take_dense(source, prefix, spec, hidden)
 
 
@@ -153,23 +167,31 @@ def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows:
 
 
 def take_dense(source: TensorSource, prefix: str, spec: DenseSpec, hidden: int) -> DenseWeights:
-    inner, names = spec.intermediate_size, [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-    gate_up = take_linear(source, names, [inner, inner], hidden, bias=spec.bias)
+    """Takes the gate where the activation has one, and the up and the down projection."""
+    inner, names = spec.intermediate_size, [f"{prefix}.{name}" for name in gate_and_up(spec.activation)]
+    gate_up = take_linear(source, names, [inner] * len(names), hidden, bias=spec.bias)
     return DenseWeights(gate_up, take_linear(source, [f"{prefix}.down_proj"], [hidden], inner, bias=spec.bias))
 
 
 def take_moe(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int) -> MoeWeights:
     """By the names of most families: a router `gate`, a gate, an up and a down projection for each expert."""
     count, inner, names = spec.num_experts, spec.intermediate_size, f"{prefix}.experts.{{expert}}"
+    matrices = tuple(f"{names}.{name}.weight" for name in gate_and_up(spec.activation))
+    given = spec.latent_size or hidden
     router = source.take(f"{prefix}.gate.weight", count, hidden, wide=spec.wide_router)
     bias = source.take(f"{prefix}.gate.e_score_correction_bias", count, wide=True) if spec.selection_bias else None
     return MoeWeights(
         Linear(router, None),
-        take_experts(source, (f"{names}.gate_proj.weight", f"{names}.up_proj.weight"), count, inner, hidden),
-        take_experts(source, (f"{names}.down_proj.weight",), count, hidden, inner),
+        take_experts(source, matrices, count, inner, given),
+        take_experts(source, (f"{names}.down_proj.weight",), count, given, inner),
         selection_bias=bias,
         shared=None if spec.shared is None else take_dense(source, f"{prefix}.shared_experts", spec.shared, hidden),
     )
+
+
+def gate_and_up(activation: Activation) -> tuple[str, ...]:
+    """Returns the names of the projections that an MLP's middle is made of."""
+    return ("gate_proj", "up_proj") if activation.is_gated else ("up_proj",)
 
 
 def stacked(tensors: list[torch.Tensor]) -> torch.Tensor:

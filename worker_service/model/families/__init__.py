@@ -7,13 +7,16 @@ from worker_service.model.families import (
     bamba,
     cohere2,
     deepseek,
+    falcon_h1,
     gemma,
     glm4_moe,
     gpt_oss,
+    granite_hybrid,
     lfm2,
     llama,
     mimo_v2,
     mixtral,
+    nemotron_h,
     qwen3_moe,
 )
 from worker_service.model.families.family import Family
@@ -34,6 +37,9 @@ FAMILIES = (
     deepseek.FAMILY_GLM4_LITE,
     lfm2.FAMILY,
     bamba.FAMILY,
+    granite_hybrid.FAMILY,
+    falcon_h1.FAMILY,
+    nemotron_h.FAMILY,
 )
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 

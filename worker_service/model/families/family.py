@@ -27,7 +27,8 @@ class Family(NamedTuple):
     ignored          beginnings of names that a folder may hold and the decoder has no use for, as they are behind
                      `model.`
     kinds            those of the groups that its layers may need
-    final_norm       name of the norm behind the last layer, as it is behind `model.`
+    embeddings       name of the embeddings, and of the norm behind the last layer, as they are behind `model.`
+    final_norm
     page_tokens      token slots of a page where nobody asks for another number
     weight_formats   names of the formats in which its checkpoints may be stored
     """
@@ -39,6 +40,7 @@ class Family(NamedTuple):
     roots: tuple[str, ...] = ("model.",)
     ignored: tuple[str, ...] = ()
     kinds: tuple[GroupKind, ...] = (GroupKind.FULL,)
+    embeddings: str = "embed_tokens"
     final_norm: str = "norm"
     page_tokens: int = PAGE_TOKENS
     weight_formats: tuple[str, ...] = (PLAIN, FP8)

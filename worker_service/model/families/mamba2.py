@@ -12,6 +12,7 @@ from worker_service.model.take_weights import take_linear
 from worker_service.model.tensors import TensorSource
 
 UNLIMITED = (0.0, math.inf)
+# Whether a layer has attention, by the names in files of today and of before.
 LAYER_TYPES = {"mamba": False, "linear_attention": False, "attention": True, "full_attention": True}
 
 
