@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_decode_ahead --trace TRACE --out FILE
 
-The worker's scheduler and the manager, without a model: a trace's prompts, so many at a time, each answered with its
-trace's number of tokens and asked for with `--max-tokens`, as clients do who do not know how long an answer will be.
-All runs get the same prompts in the same order. They count tokens and pages and time nothing. `ahead` is for how many
-more tokens a decoding stream has pages, looked at after each 64th launch.
+The worker's scheduler and the manager, without a model: a trace's prompts, `--at-once` of them at a time. Each is
+answered with its trace's number of tokens but asks for `--max-tokens`, as clients do that do not know the length.
+All runs get the same prompts in the same order. They count tokens and pages and time nothing. `ahead` is the
+number of tokens that a decoding stream has pages for beyond its own, sampled at each 64th launch.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _grant(sequence: Sequence) -> Grant:
 
 
 def restore(inventory: Inventory, prompts: list[array[int]], num_pages: int) -> dict[str, object]:
-    """Offers everything to a manager that knows nothing."""
+    """Offers the whole inventory to a manager that has just started. Returns times and sizes."""
     manager = CacheManager(ManagerConfig(), "bench")
     hello = Hello(WORKER, "bench:1", "bench", bytes(32), PAGE_TOKENS, groups(num_pages), capabilities=CAPABILITIES)
     limits: SessionLimits = manager.hello(hello, 0).limits

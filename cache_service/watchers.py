@@ -51,7 +51,7 @@ class WatchLimits(NamedTuple):
 
 
 class Stream(Protocol):
-    """Where a watcher's messages go; waits while the peer reads nothing."""
+    """Where a watcher's messages are written; a write waits while the peer reads nothing."""
 
     async def write(self, message: cache_pb2.WatchResponse) -> None: ...
 
@@ -93,7 +93,7 @@ class Watchers:
                     watcher.put(message, num_bytes)
 
     def lose(self, num_events: int) -> None:
-        """So many events will never be told; they came before the next one."""
+        """Counts events that were dropped before they could be sent; the next one comes after them."""
         self._seq += num_events
         for watcher in self._watchers:
             watcher.lose(num_events, self._seq)
@@ -209,7 +209,7 @@ class _Watcher:
         self._wake.set()
 
     def append(self, message: cache_pb2.WatchResponse) -> None:
-        """Queues what is no event; whoever does so bounds it."""
+        """Queues a message that is not an event. The queue's limits do not count it: `_queue_slice` bounds these."""
         self._queue.append((message, 0, 0))
 
     def lose(self, num_events: int, last_seq: int) -> None:

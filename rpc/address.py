@@ -19,7 +19,7 @@ class HostPort(NamedTuple):
 
 
 def parse_address(text: str) -> HostPort:
-    """`host:port` or `[v6]:port`; port 0 asks for any free one. Raises ValueError."""
+    """Parses `host:port` or `[v6]:port`; port 0 asks for any free one. Raises ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not host:
         raise ValueError(f"{text!r} is not host:port")

@@ -11,5 +11,5 @@ from rpc.options import channel_options
 
 
 def open_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
-    """A lazy channel to `host:port`; close it, or use it in `async with`."""
+    """Returns a channel to `host:port` that connects at its first use; close it, or use it in `async with`."""
     return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))

@@ -28,7 +28,7 @@ _log = logging.getLogger("rpc.errors")
 
 
 def status_of(error: Exception, table: ErrorTable) -> grpc.StatusCode | None:
-    """The code of the nearest class in the error's tree; None if the table has none."""
+    """Returns the code of the error's class, or of its nearest base class in the table; None for neither."""
     if isinstance(error, UndecodableRequest):
         return grpc.StatusCode.INVALID_ARGUMENT
     return next((table[kind] for kind in type(error).__mro__ if kind in table), None)

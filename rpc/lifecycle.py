@@ -31,7 +31,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; a second signal ends the process at once, as by default."""
+    """Returns an event that the first SIGTERM or SIGINT sets; a second signal ends the process, as by default."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

@@ -25,7 +25,7 @@ def set_up_logging(service: str, level: str = "info", stream: TextIO | None = No
 
 
 def announcement(service: str, **facts: str) -> str:
-    """One JSON line in the shape of the log that says where a service listens. Empty facts are left out."""
+    """Returns a JSON line in the form of the log that says where a service listens. Empty facts are left out."""
     head = {"time": _timestamp(time.time()), "level": "info", "service": service, "logger": service}
     said = {"message": "listening", "event": "listening"}
     return json.dumps({**head, **said, **{name: fact for name, fact in facts.items() if fact}})
@@ -82,7 +82,7 @@ def _timestamp(seconds: float) -> str:
 
 
 def redact_url(url: str) -> str:
-    """The URL without its password; user, host, port and path stay readable."""
+    """Returns the URL without its password; user, host, port and path stay readable."""
     try:
         parts = urlsplit(url)
         password = parts.password

@@ -19,7 +19,7 @@ _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def current_request_id() -> str:
-    """The id of the call that is being served, or an empty string outside of one."""
+    """Returns the id of the call that is being served, or an empty string outside of one."""
     return _request_id.get()
 
 
@@ -29,7 +29,7 @@ def draw_request_id() -> str:
 
 
 def accepted_request_id(offered: str | bytes | None) -> str:
-    """The caller's id if it is short and harmless in a log line, else a new one."""
+    """Returns the caller's id if it is short and safe in a log line, else a new one."""
     if isinstance(offered, str) and 0 < len(offered) <= MAX_LENGTH and offered.isascii() and offered.isprintable():
         return offered
     return draw_request_id()

@@ -39,7 +39,7 @@ def setting(
     choices: Sequence[str] = (),
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that `load` and `describe` understand."""
+    """Returns a dataclass field that `load` and `describe` understand."""
     metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": tuple(choices), "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -68,7 +68,7 @@ def _hint(prefix: str, name: str, fields: Iterable[str]) -> str:
 
 
 def describe(config: Any) -> dict[str, str]:
-    """Every setting in force, with secrets struck out; for logs."""
+    """Returns every setting in force, with secrets struck out; for logs."""
     described = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -110,7 +110,7 @@ def _parse(key: str, text: str, kind: Any, metadata: Mapping[str, Any]) -> Any:
         # The text may be a secret in the wrong place, so it is not repeated.
         raise SettingsError(key, f"is not a valid {_kind_name(kind)}") from None
     low, high = metadata["minimum"], metadata["maximum"]
-    # Written so that NaN is refused, too.
+    # In this form NaN is refused, too.
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         raise SettingsError(key, f"must be {_range(low, high)}")
     return value

@@ -228,7 +228,7 @@ class CacheManager:
     def explain(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None
     ) -> tuple[Explanation, ...]:
-        """All slices of `explaining` at once; for tests."""
+        """Runs `explaining` to its end; for tests."""
         return _to_the_end(self.explaining(namespace, tokens, worker_id, 0))
 
     def explaining(
@@ -267,7 +267,7 @@ class CacheManager:
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 
     def clear(self, namespace: Namespace | None, unused_only: bool) -> ClearResult:
-        """All slices of `clearing` at once; for tests and replays. Raises LeasesInScope."""
+        """Runs `clearing` to its end; for tests and replays. Raises LeasesInScope."""
         return _to_the_end(self.clearing(namespace, unused_only))
 
     def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
@@ -328,7 +328,7 @@ class CacheManager:
         return (forget, *spills) if forget is not None else spills
 
     def watch(self, is_watched: bool) -> None:
-        """Whether anybody wants events; from now on they are made, or are not."""
+        """Turns the making of events on or off."""
         self._events.is_wanted = is_watched
 
     def present_state(self) -> Generator[tuple[Event, ...], None, int]:
@@ -343,7 +343,7 @@ class CacheManager:
         return self._events.take()
 
     def take_num_lost_events(self) -> int:
-        """Events that were dropped because nobody took them in time; they came before those still to be taken."""
+        """Returns how many events were dropped since the last call; they came before those that still wait."""
         return self._events.take_num_lost()
 
     def take_host_deletes(self) -> tuple[bytes, ...]:

@@ -37,5 +37,5 @@ class ScanPlan(NamedTuple):
 
 
 def max_blocks(num_tokens: int, num_rows: int) -> int:
-    """Returns a bound on the blocks of any rows with so many tokens: each begins and ends anywhere on the grid."""
+    """Returns the most blocks that rows of `num_tokens` tokens together can have: each begins and ends anywhere."""
     return min(num_tokens, (num_tokens + num_rows * 2 * (GRID_TOKENS - 1)) // GRID_TOKENS)

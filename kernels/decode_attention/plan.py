@@ -93,7 +93,7 @@ class DecodePlan:
         self.work, self.arrivals = counters[:2], counters[2:]
 
     def _max_groups(self) -> int:
-        """Returns the groups of one pair that a plan may divide: so many newest keys can begin within one."""
+        """Returns how many groups a pair's planned keys may touch: the newest ones can begin within a group."""
         group = LEAF * LEAVES_PER_GROUP
         most = max(1, -(-self.max_seqlen_k // group))
         return min(most, (self.planned_tokens + group - 2) // group + 1) if self.planned_tokens else most

@@ -30,7 +30,7 @@ def _cost_class(cost, CLASSES: tl.constexpr):
 
 @triton.jit
 def _tiles_up_to(keys, cached, kv_len, num_tiles, QUERIES: tl.constexpr):
-    """How many tiles of a sequence need at most so many keys."""
+    """Returns how many tiles of a sequence need at most this number of keys."""
     inner = tl.minimum(tl.maximum(keys - cached, 0) // QUERIES, tl.maximum(num_tiles - 1, 0))
     return tl.where(kv_len <= keys, num_tiles, inner)
 

@@ -21,7 +21,7 @@ SEQUENCE_ID_BYTES = 8
 
 
 def nothing_unknown(message: Message, field: str) -> None:
-    """A field that this service does not know may be part of an identity: dropped, it would merge what must differ."""
+    """Refuses fields that this service does not know: one may be part of an identity, and must not be ignored."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         number = unknown[0].field_number
@@ -70,7 +70,7 @@ def unique(values: Iterable[object], field: str) -> None:
 
 
 def packed(value: bytes, field: str, width: int) -> int:
-    """The number of items in a packed field."""
+    """Returns the number of items in a packed field."""
     count, rest = divmod(len(value), width)
     if rest:
         raise InvalidInput(field, f"has {len(value)} bytes, which is no multiple of {width}")

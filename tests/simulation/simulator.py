@@ -158,7 +158,7 @@ class Simulation:
         self._hand_over(engine)
 
     def _hand_over(self, engine: Engine) -> None:
-        """Hello to a manager that knows nothing of this worker: adopt what computed something, queue the rest again."""
+        """Hello to a manager without state of this worker: adopt what computed something, queue the rest again."""
         worker = engine.worker
         worker.spills.clear()
         worker.orphans.clear()

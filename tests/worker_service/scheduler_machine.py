@@ -271,7 +271,7 @@ class Machine:
         return readmission.repeat
 
     def new_manager(self, limits: SessionLimits) -> None:
-        """Another process, which knows nothing; the worker has not said Hello to it yet."""
+        """A manager that has just started, without state; the worker has not said Hello to it yet."""
         old = self.manager
         self.manager = AuditedManager(old.groups, old.page_tokens, old.epoch + "+", host=old.has_host, limits=limits)
 

@@ -117,7 +117,7 @@ class Inventory:
         return True
 
     def _is(self, page_id: int, written: Written, page: int) -> bool:
-        """Whether the page is known to hold that page of the chain."""
+        """Returns whether the page is known to hold that page of the chain."""
         if not page_id or not self.stamps[page_id] or self.namespace(page_id) != written.namespace:
             return False
         size = self.page_tokens
@@ -125,15 +125,15 @@ class Inventory:
         return held == written.tokens[page * size : (page + 1) * size]
 
     def use(self, page_id: int) -> None:
-        """A request resumes behind this page of the leading group."""
+        """Notes a use: a request resumes behind this page of the leading group."""
         if self.leading is not None and self.stamps[page_id]:
             self.clock += 1
             self.used[page_id] = self.clock
 
-    # -- what is known no more --
+    # -- what is forgotten --
 
     def kill(self, group: int, page_ids: Iterable[int]) -> None:
-        """These pages may be written from now on."""
+        """Forgets these pages: they may be written from now on."""
         if group == self.leading:
             stamps = self.stamps
             for page_id in page_ids:

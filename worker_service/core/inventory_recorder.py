@@ -1,7 +1,7 @@
 """Tells the inventory what steps and their replies say of pages.
 
 a publish goes out      its pages wait: the reply may put other pages of the same content in their place
-its reply comes         remaps first, then what waits is recorded, then what was granted for writing is known no more
+its reply comes         remaps first, then what waits is recorded, then pages granted for writing are forgotten
 the service is gone     what waits is recorded as it was written, and what live sequences computed since
 """
 
@@ -141,7 +141,7 @@ def _ids(packed: bytes, first: int = 0, end: int | None = None) -> array[int]:
 
 
 def _show(written: Written, pages: GroupPages) -> None:
-    """The chain's pages are these ones from now on."""
+    """Replaces pages of the chain by these."""
     table = written.tables[pages.group]
     for at, page_id in enumerate(_ids(pages.page_ids), pages.first_page - written.base):
         if 0 <= at < len(table):

@@ -100,7 +100,7 @@ class ReplyHandler:
         self._admission.freed()
 
     def _grant(self, grant: Grant, asked: Asked) -> Iterable[Fetch]:
-        """After an abort the lease exists too: it ends with the next step, and its ticket needs an ack."""
+        """An aborted sequence has its lease too: it ends with the next step, and its ticket needs an ack."""
         sequence = asked.sequence
         if asked.ask is Ask.ADOPT:
             take_over(sequence, grant)
@@ -159,7 +159,7 @@ class ReplyHandler:
         return self._admission.keeps(len(sequence.tokens)) if refusal.reason is RefusalReason.NO_ROOM else 0
 
     def _fail(self, sequence: Sequence, refusal: Refusal) -> Failed:
-        """Forget the request; nothing of it is published any more. The field is named as in the request."""
+        """Forgets the request; it publishes nothing from now on. The field is named as in the request."""
         self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
         field = refusal.field.rpartition("].")[2]
         return Failed(sequence.sequence_id, refusal.detail, field or "prompt")

@@ -75,7 +75,7 @@ class Restoration:
             return None
         pieces: list[CachedRun] = []
         pages_left = max_pages // len(self._groups)
-        # Of limits that no page fits into nothing is ever sent.
+        # Limits that no page fits into: nothing is ever sent.
         while max_pages >= len(self._groups) and self._next_run():
             assert self._run is not None
             piece = self._piece(self._run, room, pages_left)
@@ -89,7 +89,7 @@ class Restoration:
     # -- what to send --
 
     def _next_run(self) -> bool:
-        """Whether `_run` has something to send; a run whose parent was not sent whole is passed over."""
+        """Returns whether `_run` has something to send; passes over runs whose parent was not sent whole."""
         assert self._runs is not None
         while self._run is None or self._run.num_sent == len(self._run.page_ids) or not self._is_alive(self._run):
             if self._run is not None and self._run.num_sent < len(self._run.page_ids):
@@ -100,7 +100,7 @@ class Restoration:
         return True
 
     def _is_alive(self, run: _Run) -> bool:
-        """Whether the run's next page is what it was, behind a page that was sent."""
+        """Returns whether the run's next page is unchanged, behind a page that was sent."""
         if run.parent is not None and not run.parent.number:
             return False
         return self._is_as_planned(run.page_ids[run.num_sent])

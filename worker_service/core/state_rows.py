@@ -83,7 +83,7 @@ def _of_group(rows: Seq[Row], num_decode_seqs: int, group: int, page_tokens: int
 
 
 def _resumes(row: Row) -> bool:
-    """Whether the row is its sequence's first since it got its lease, behind a cached prefix."""
+    """Returns whether the row is its sequence's first since it got its lease, behind a cached prefix."""
     return 0 < row.first_token == row.sequence.start_len
 
 

@@ -314,7 +314,7 @@ class StepBuilder:
         return max(least, min(spare // (2 * num_decode), config.max_decode_ahead_tokens))
 
     def refused_ahead(self) -> None:
-        """There are no pages to spare: for some steps rows ask for what they need."""
+        """Notes that no pages are free to hold ahead: for some steps rows ask for what they need only."""
         self._ahead_from_step = self._last_step_id + AHEAD_PAUSE_STEPS
 
     # -- new leases --

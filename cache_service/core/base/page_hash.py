@@ -21,7 +21,7 @@ def _frame(field: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def namespace_digest(namespace: Namespace) -> bytes:
-    """What every page hash of the namespace starts from."""
+    """Returns the digest that the namespace's page hashes are chained from."""
     return sha256(_frame(_NAMESPACE_TAG) + b"".join(_frame(field.encode()) for field in namespace)).digest()
 
 
@@ -31,7 +31,7 @@ def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_ke
 
 
 def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_bytes: int) -> list[bytes]:
-    """The same, one by one."""
+    """Yields the same hashes one by one."""
     head = _frame(_PAGE_TAG) + _frame(digest)
     length = page_key_bytes.to_bytes(8, "little")
     inner = sha256(head + HASH_BYTES.to_bytes(8, "little"))
@@ -47,7 +47,7 @@ def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_byte
 
 
 class PromptHashes:
-    """Page hashes of one prompt from its start, computed as far as somebody asks.
+    """Page hashes of one prompt from its start, computed as far as they are asked for.
 
     Shared by the matches of many workers, so that a prompt is hashed once and not once for each worker.
     """
@@ -63,16 +63,16 @@ class PromptHashes:
 
     @property
     def num_pages(self) -> int:
-        """How many are known."""
+        """Pages whose hashes are known."""
         return len(self._known)
 
     def seed(self, packed: bytes) -> None:
-        """Take over hashes of leading pages that somebody knows already."""
+        """Takes over hashes of leading pages that the tree has already."""
         first = len(self._known) * HASH_BYTES
         self._known += [packed[at : at + HASH_BYTES] for at in range(first, len(packed), HASH_BYTES)]
 
     def run(self, first: int, end: int) -> list[bytes]:
-        """Of pages first .. end - 1."""
+        """Returns the packed hashes of pages first .. end - 1."""
         known, size = self._known, self._page_key_bytes
         if end > len(known):
             tokens = self._tokens[len(known) * size : end * size]
@@ -81,5 +81,5 @@ class PromptHashes:
 
 
 def page_hash(digest: bytes, parent: bytes, tokens: bytes) -> PageHash:
-    """Hash of one page."""
+    """Returns the hash of one page."""
     return PageHash(page_hashes(digest, parent, tokens, len(tokens)))

@@ -1,4 +1,4 @@
-"""Events until somebody takes them: what nobody takes costs a bounded memory.
+"""Events wait here until they are taken, in bounded memory.
 
 While nobody wants events, none are made: the hashes that they carry cost 78 % more core time in a decoding step.
 
@@ -35,6 +35,6 @@ class EventLog:
         return events
 
     def take_num_lost(self) -> int:
-        """How many were dropped since this was last asked; they came before those still to be taken."""
+        """Returns how many were dropped since the last call; they came before those that still wait."""
         num_lost, self._num_lost = self._num_lost, 0
         return num_lost

@@ -71,7 +71,7 @@ _KINDS = (GhostKind.ONCE, GhostKind.ONCE, GhostKind.AGAIN, GhostKind.CLEARED)
 
 
 def mark_of(digest: bytes, page: int, tokens: bytes) -> int:
-    """Of the page whose tokens, after those of the page before it, are given.
+    """Returns the mark of a page; `tokens` are those of the page before it and its own.
 
     Python's hash is keyed by the process, so nobody outside can choose tokens whose marks meet, and it takes 0.2 us.
     """
@@ -92,7 +92,7 @@ class GhostTable:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """Memory is the system's zero pages until it is written."""
+        """Empties the table. Its memory is zero pages of the system until it is written."""
         self._buffer = bytearray(self._num_bytes)
         self._entries = memoryview(self._buffer).cast("Q")
         self._cut_pages = 0
@@ -103,7 +103,7 @@ class GhostTable:
         self._set_times(0)
 
     def add(self, mark: int, kind: GhostKind, num_pages: int, opens_node: bool = False) -> None:
-        """Remember a run that was cut just now; what was known about its first page counts no more."""
+        """Remembers a run that was cut just now, in place of an earlier entry of its first page."""
         if num_pages > self._most_pages:
             self._cut_pages += num_pages - self._most_pages
             num_pages = self._most_pages
@@ -121,7 +121,7 @@ class GhostTable:
         self.num_pages += num_pages
 
     def _free_entry(self, home: int, tag: int) -> int:
-        """Returns an entry of the set that counts no more: the mark's own, an absent one, or the oldest.
+        """Returns an entry of the set to overwrite: the mark's own, an absent one, or the oldest.
 
         `find` looks at the entries in the same order: so of two entries of one mark, it meets the newer one first.
         """
@@ -196,7 +196,7 @@ class GhostTable:
     # Reading and taking.
 
     def find(self, mark: int) -> Ghost | None:
-        """The newest word about the page, unless it was taken."""
+        """Returns the newest entry of the page; None where it was taken or is too old."""
         home, tag, horizon = mark >> _HOME_SHIFT & self._home_mask, mark & _TAG_MASK, self._horizon
         for index in (home, home ^ 1, home ^ 2, home ^ 3):
             held = self._entries[index]
@@ -209,7 +209,7 @@ class GhostTable:
         return Ghost(kind, held >> _PAGES_SHIFT & _PAGES_MASK, age, held & _OPENS_NODE > 0)
 
     def take(self, mark: int) -> None:
-        """The run comes back: forget its mark."""
+        """Forgets a mark: its run is cached again."""
         entries, horizon = self._entries, self._horizon
         home, tag = mark >> _HOME_SHIFT & self._home_mask, mark & _TAG_MASK
         for index in (home, home ^ 1, home ^ 2, home ^ 3):

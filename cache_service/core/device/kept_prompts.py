@@ -35,7 +35,7 @@ class KeptPrompts:
         return tokens[:num_bytes] if num_bytes <= len(tokens) else None
 
     def drop(self, sequence_id: SequenceId) -> bool:
-        """Returns whether there was anything."""
+        """Drops what is kept for the sequence. Returns whether there was anything."""
         tokens = self._tokens.pop(sequence_id, None)
         if tokens is None:
             return False

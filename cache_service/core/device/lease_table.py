@@ -11,12 +11,12 @@ from cache_service.core.device.transfer_table import Fetch
 from session.limits import MAX_LEAVE_AT
 from session.words import TOKEN_BYTES, Namespace, SequenceId, TicketId
 
-# Sequences that run already may hold so many times the bytes of tokens that new ones are held to: these wait.
+# Running sequences may grow to this multiple of the limit on bytes of tokens at which new ones wait.
 GROWTH = 2
 
 
 class Arrival(NamedTuple):
-    """One acknowledged fetch: its leading `num_done` pages hold what they are to hold."""
+    """One acknowledged fetch: its leading `num_done` pages hold their KV."""
 
     fetch: Fetch
     num_done: int
@@ -107,12 +107,12 @@ class LeaseTable(dict[SequenceId, Lease]):
         self._count(-len(lease.prompt) - len(lease.accepted))
 
     def accept(self, lease: Lease, tokens: bytes) -> None:
-        """Tokens beyond the prompt."""
+        """Appends generated tokens, and counts them."""
         lease.accepted += tokens
         self._count(len(tokens))
 
     def forget(self) -> None:
-        """The worker's state is dropped, and its leases with it."""
+        """Drops all leases, with the worker's state."""
         self.clear()
         self._count(-self.num_bytes)
 

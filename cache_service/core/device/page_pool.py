@@ -91,7 +91,7 @@ class PagePool:
         return page_id > 0 and self._where()[page_id] > 0
 
     def claim(self, page_ids: Iterable[int]) -> None:
-        """Take these very pages, which are free. The cost is that of the pages, whatever the pool's size."""
+        """Takes pages by their ids; they must be free. Takes time for the pages alone, not for the pool."""
         for page_id in sorted(page_ids):
             assert self.is_free(page_id), "claimed a page that is not free"
             self.num_free -= 1
@@ -102,7 +102,7 @@ class PagePool:
         self._pass_claimed()
 
     def _remove(self, page_id: int) -> None:
-        """The last free page moves to the claimed one's place."""
+        """Moves the last free page to the claimed one's place."""
         places, last = self._where(), self._free.pop()
         at = places[page_id]
         places[page_id] = 0
@@ -111,7 +111,7 @@ class PagePool:
             places[last] = at
 
     def _where(self) -> array[int]:
-        """Somebody asks: `_places`, made anew where there is none."""
+        """Returns `_places`, built anew where it is missing."""
         self._moved = 0
         if self._places is None:
             self._places = array("I", bytes(self._fresh * PAGE_ID_BYTES))

@@ -76,7 +76,7 @@ class Node:
         return PageId(int.from_bytes(self.pages[group][at : at + PAGE_ID_BYTES], "little"))
 
     def set_page_id(self, group: int, page: int, page_id: int) -> None:
-        """NO_PAGE leaves a hole."""
+        """Sets the group's page at a page number of this node; NO_PAGE makes a hole."""
         at = (page - self.start) * PAGE_ID_BYTES
         self.pages[group][at : at + PAGE_ID_BYTES] = page_id.to_bytes(PAGE_ID_BYTES, "little")
 

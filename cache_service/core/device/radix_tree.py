@@ -36,7 +36,7 @@ def _tail(packed: Packed, at: int) -> Packed:
 
 @dataclass(slots=True)
 class Walk:
-    """How far tokens lead: `node` wholly, then `pages` pages of `child`, of which more do not match."""
+    """How far tokens match: all of `node`, then `pages` pages of `child`."""
 
     node: Node
     child: Node | None
@@ -72,11 +72,11 @@ class RadixTree:
     # Clearing. A detached namespace is found no more; its pages are still evictable until they are cut.
 
     def roots_of(self, namespace: Namespace | None) -> list[Root]:
-        """The roots in scope (None: all)."""
+        """Returns the roots in scope (None: all)."""
         return [root for name, root in self.roots.items() if namespace in (None, name)]
 
     def detach(self, root: Root, *, told: bool) -> None:
-        """Nobody holds anything of it. `told`: watchers know that all of it is gone."""
+        """Takes out a root of which nothing is held. `told`: watchers were told that all of it is gone."""
         del self.roots[root.namespace]
         self.detached[root] = told
 
@@ -101,7 +101,7 @@ class RadixTree:
         return Walk(node, None, 0)
 
     def common_pages(self, node: Node, tokens: bytes, pos: int, limit: int) -> int:
-        """Leading pages of the node that tokens[pos:limit] share; the first one is known to match."""
+        """Returns how many leading pages of the node tokens[pos:limit] have; the first one is known to match."""
         size, key = self.page_key_bytes, memoryview(node.key)
         end = min(len(key), limit - pos)
         if tokens.startswith(key[:end], pos):  # a prompt that was asked before, but for its last page
@@ -123,7 +123,7 @@ class RadixTree:
         return low // size
 
     def path(self, node: Node) -> list[Node]:
-        """From the first node below the root down to `node`."""
+        """Returns the nodes from the first one below the root down to `node`."""
         nodes = []
         step: Node | None = node
         while step is not None and step.parent is not None:
@@ -178,7 +178,7 @@ class RadixTree:
             self._let_go(node.parent, node.used_ms)
 
     def unpin(self, node: Node) -> None:
-        """Let go of a node; everything that becomes unpinned counts as just used."""
+        """Unpins a node; what becomes unpinned by that counts as just used."""
         self._let_go(node, self.now_ms)
 
     def _let_go(self, node: Node | None, used_ms: int) -> None:
@@ -230,7 +230,7 @@ class RadixTree:
         self.policy.grown(node, count)
 
     def attach(self, parent: Node, key: Packed, pages: list[bytearray], count: int) -> Node:
-        """A new leaf behind `parent`."""
+        """Returns a new leaf behind `parent`."""
         leaf = Node(parent, parent.start + parent.resident, key, pages, count)
         parent.children[bytes(key[: self.page_key_bytes])] = leaf
         self.num_nodes += 1
@@ -310,7 +310,7 @@ class RadixTree:
     # Ghosts.
 
     def ghost_at(self, root: Root, tokens: bytes, page: int) -> Ghost | None:
-        """What became of that page of a prompt; None where nothing is known of it."""
+        """Returns what is remembered of that page of a prompt; None for nothing."""
         size = self.page_key_bytes
         return self.ghosts.find(mark_of(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
 

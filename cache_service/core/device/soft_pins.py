@@ -1,6 +1,6 @@
 """Prefixes under a Pin call: which nodes, how many pages, and which pins have run out.
 
-A node leaves when it lost its last page, so that no more is kept here than is cached.
+A node without pages leaves, so no more nodes are kept here than are cached.
 """
 
 from __future__ import annotations

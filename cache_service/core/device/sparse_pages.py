@@ -137,13 +137,13 @@ class SparsePages:
         return page_ids
 
     def claim(self, page_ids: frozenset[int]) -> None:
-        """Take these very pages, which are free, with one reader each."""
+        """Takes pages by their ids, with one reader each; they must be free."""
         self.pool.claim(page_ids)
         for page_id in sorted(page_ids):
             self.readers[page_id] = 1
 
     def read(self, page_ids: Iterable[int]) -> None:
-        """One more reader for each published page."""
+        """Adds a reader to each published page."""
         for page_id in page_ids:
             held = self.readers.get(page_id, 0)
             self.readers[page_id] = held + 1
@@ -151,7 +151,7 @@ class SparsePages:
                 self._leave_order(page_id)
 
     def drop(self, page_ids: Iterable[int], retention: Retention) -> None:
-        """One reader less; at none an unpublished page is freed, a published one becomes evictable, just used."""
+        """Removes a reader of each page. At none an unpublished page is freed, a published one becomes evictable."""
         freed = []
         for page_id in page_ids:
             held = self.readers[page_id] - 1
@@ -199,7 +199,7 @@ class SparsePages:
         return order
 
     def drop_unused(self, page_id: int) -> None:
-        """One reader less that did not use the page: it takes the place in the order that its last use gave it."""
+        """Removes a reader that did not use the page: it keeps the place in the order that its last use gave it."""
         held, place = self.readers[page_id], self.places[page_id]  # a ticket's pages stand in the tree
         if held > 1:
             self.readers[page_id] = held - 1
@@ -253,7 +253,7 @@ class SparsePages:
         return len(freed)
 
     def move(self, page_ids: Iterable[int], retention: Retention) -> None:
-        """Move those that are evictable to the back of those with this retention."""
+        """Moves evictable pages to the back of those with this retention."""
         for page_id in page_ids:
             if page_id and page_id not in self.readers:
                 self._leave_order(page_id)

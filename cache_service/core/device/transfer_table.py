@@ -27,7 +27,7 @@ class Fetch:
     orphaned: bool = False
 
     def hashes(self, count: int) -> list[bytes]:
-        """Of the first `count` pages."""
+        """Returns the packed hashes of the first `count` pages."""
         packed = self.transfer.groups[0].page_hashes
         return [packed[at : at + HASH_BYTES] for at in range(0, count * HASH_BYTES, HASH_BYTES)]
 
@@ -109,5 +109,5 @@ class TransferTable:
         return held.transfer if held is not None else None
 
     def was_issued(self, ticket: TicketId) -> bool:
-        """To this worker; it may be closed by now."""
+        """Returns whether the ticket was issued to this worker, open or closed."""
         return ticket in self._issued

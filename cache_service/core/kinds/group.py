@@ -107,7 +107,7 @@ class Group(ABC):
         return None
 
     def extend(self, lease: Lease, needs: dict[int, Any], num_pages: int) -> GroupPages | None:
-        """Take the need; returns what the block table gains."""
+        """Takes the need. Returns the pages that are added to the block table."""
         return None
 
     # Publish.
@@ -121,7 +121,7 @@ class Group(ABC):
         return bytearray(count * PAGE_ID_BYTES)
 
     def merge(self, lease: Lease, node: Node, first: int, end: int, remaps: list[GroupPages]) -> None:
-        """The lease's pages first .. end - 1 and those of `node` become the same ones."""
+        """Merges the lease's pages first .. end - 1 into `node`: both have the same pages afterwards."""
 
     def publish(self, lease: Lease) -> Sequence[Node]:
         """After a launch, whose whole pages are in the tree: give it what else it made findable, let go of what no
@@ -129,7 +129,7 @@ class Group(ABC):
         return ()
 
     def finish(self, lease: Lease, boundary: int) -> Sequence[Node]:
-        """The same at the end of the sequence, whose last whole page ends at `boundary`."""
+        """Publishes at the end of the sequence, whose last whole page ends at `boundary`; returns as `publish`."""
         return ()
 
     def arrive(self, lease: Lease, page_ids: bytes, first: int, end: int) -> Sequence[Node]:
@@ -144,11 +144,11 @@ class Group(ABC):
         """Returns the pages that the lease holds or reads, in no order."""
 
     def drop(self, page_ids: Packed) -> None:
-        """Let go of held pages; what is unpublished is freed."""
+        """Gives held pages back; unpublished ones are freed."""
         self.pool.give(page_ids)
 
     def begin_copy(self, page_ids: bytes) -> None:
-        """A spill copies these pages of a node, which it has pinned."""
+        """Keeps these pages of a pinned node while a spill copies them."""
 
     def end_copy(self, page_ids: bytes) -> None:
         """The spill has ended. A copy does not count as a use: pages keep their place in the eviction order."""

@@ -81,20 +81,23 @@ def plan_acquire(
 
 
 def _nothing(cache: DeviceCache, acquire: Acquire) -> PrefixMatch:
-    """What a request that bypasses the cache finds."""
+    """Returns the match of a request that bypasses the cache: nothing."""
     walk = Walk(Root(acquire.namespace, len(cache.groups)), None, 0)
     limit = (len(acquire.tokens) - 1) // cache.layout.page_key_bytes
     return PrefixMatch(walk, limit, 0, 0, 0, MissReason.BYPASSED, {group.number: b"" for group in cache.sparse})
 
 
 def _boundaries(cache: DeviceCache, found: PrefixMatch) -> Sequence[int]:
-    """A fetch that pays, then what is usable, then 0: a pool may never hold what a usable boundary needs."""
+    """Returns the boundaries to try in turn: with a fetch where that pays, what is usable, 0.
+
+    0 is for pools that can never hold what the usable boundary needs.
+    """
     usable, host = found.usable_pages, found.host_pages
     return (host, usable, 0) if host > usable and fetch_pays(cache, found) else (usable, 0)
 
 
 def fetch_pays(cache: DeviceCache, found: PrefixMatch) -> bool:
-    """By measured rates; granted until they are known."""
+    """Returns whether fetching takes less time than computing, by measured rates; True until both are known."""
     if cache.transfers.num_fetching >= cache.config.max_open_tickets:
         return False
     rates = cache.rates
@@ -115,13 +118,13 @@ def never_fits(cache: DeviceCache, acquire: Acquire) -> str | None:
     return None
 
 
-def lacks_lease_bytes(cache: DeviceCache, num_bytes: int, times: int = 1) -> str | None:
-    """Returns which limit a new lease of so many bytes of tokens exceeds, `times` the limit; None for none.
+def lacks_lease_bytes(cache: DeviceCache, num_bytes: int, factor: int = 1) -> str | None:
+    """Returns which limit of bytes of tokens is exceeded with `num_bytes` more; None when they fit.
 
-    Where nobody holds any, the longest prompt is admitted.
+    `factor` multiplies the limits. The longest prompt is admitted where no lease holds any.
     """
     leases, config = cache.leases, cache.config
-    most, most_of_all = times * config.max_lease_bytes, times * config.max_total_lease_bytes
+    most, most_of_all = factor * config.max_lease_bytes, factor * config.max_total_lease_bytes
     total = leases.total.num_bytes
     if leases.num_bytes and leases.num_bytes + num_bytes > most:
         return f"live sequences may hold {most} bytes of tokens"
@@ -139,7 +142,7 @@ def lacks_pages(cache: DeviceCache, needs: dict[int, Any], num_pages: int) -> st
 
 
 def locate(walk: Walk, base: int) -> Walk:
-    """The part of a walk that ends at page number `base`, before the walk's own end."""
+    """Returns the part of a walk up to page number `base`."""
     if base == 0:
         return Walk(walk.node.root, None, 0)
     node = (walk.child if walk.child is not None and walk.pages else walk.node).holder(base - 1)
@@ -150,7 +153,7 @@ def locate(walk: Walk, base: int) -> Walk:
 
 
 def evictable_hits(place: Walk) -> int:
-    """Pages up to there that nobody pins yet: the commit takes them out of the evictable ones."""
+    """Returns how many pages of the path are unpinned: the commit pins them, so they cannot be evicted for it."""
     node, child, pages = place.node, place.child, place.pages
     hits = pages if child is not None and not child.pins else 0
     step: Node | None = node

@@ -64,7 +64,7 @@ def clear(
 
 
 def count(caches: Iterable[DeviceCache], tiers: Iterable[HashIndex], namespace: Namespace | None) -> Slices:
-    """What `clear` would drop; changes nothing."""
+    """Returns what `clear` would drop; changes nothing."""
     pace = _Pace()
     num_pages = num_pinned = num_rows = 0
     for cache in caches:
@@ -95,7 +95,7 @@ def _below(root: Root, pace: _Pace) -> Generator[None, None, list[Node]]:
 
 
 def _droppable(cache: DeviceCache, node: Node) -> int:
-    """Pages of the node that nobody holds, all groups together."""
+    """Returns how many pages of the node nobody holds, all groups together."""
     num_full = 0 if node.pins else node.resident * len(cache.pools)
     return num_full + sum(
         group.pages.is_unread(page_id)
@@ -106,7 +106,7 @@ def _droppable(cache: DeviceCache, node: Node) -> int:
 
 
 def _drop(cache: DeviceCache, node: Node) -> tuple[int, int]:
-    """Returns how many pages went free, and how many of them were under a Pin call."""
+    """Returns how many pages were freed, and how many of them were under a Pin call."""
     was_pinned = bool(node.soft_until_ms)
     freed = 0
     if node.pins:

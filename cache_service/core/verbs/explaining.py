@@ -35,7 +35,7 @@ _SENTENCES = {
 def explain(
     worker: Worker, namespace: Namespace, tokens: bytes, prompt: PromptMatch, now_ms: int
 ) -> Generator[None, None, Explanation]:
-    """Where each part of the prompt is, and why the rest is missing; in slices."""
+    """Returns where each part of the prompt is, and why the rest is missing; yields between slices of the work."""
     cache = worker.cache
     found = prompt.prefix(cache)
     pinned, left_ms = _pinned(cache, found, now_ms)
@@ -59,7 +59,7 @@ def explain(
 
 
 def _snapshot_notes(cache: DeviceCache, found: PrefixMatch) -> list[str]:
-    """Where the matched prefix has snapshots: why an earlier boundary than the last matched one is used."""
+    """Returns a note for each group of snapshots: how many lie in the matched prefix, and where the last ones are."""
     notes = []
     for group in cache.sparse:
         if group.has_table or not found.matched_pages:
@@ -88,7 +88,7 @@ def _segments(found: PrefixMatch, parts: list[UsedPart], page_tokens: int, num_t
 
 
 def _pinned(cache: DeviceCache, found: PrefixMatch, now_ms: int) -> tuple[int, int]:
-    """Leading tokens under a Pin call, and for how many ms more all of them are."""
+    """Returns how many leading tokens are under a Pin call, and for how many ms more all of them are."""
     walk = found.walk
     path = [*cache.tree.path(walk.node), *([walk.child] if walk.child is not None and walk.pages else [])]
     pinned = list(takewhile(lambda node: node.soft_until_ms, path))

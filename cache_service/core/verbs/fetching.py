@@ -149,7 +149,7 @@ def _touch(arrived: list[Arrival]) -> None:
 
 
 def free_targets(cache: DeviceCache, fetch: Fetch) -> None:
-    """What an orphaned ticket held."""
+    """Frees what an orphaned ticket held."""
     for row in fetch.transfer.groups:
         cache.groups[row.group].drop(pack(present(row.page_ids)))
 

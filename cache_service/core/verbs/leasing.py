@@ -30,7 +30,7 @@ def acquire(cache: DeviceCache, item: Acquire) -> Grant | Refusal:
 
 
 def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | None) -> Grant:
-    """Carry the plan out; `earlier` is the lease that waited for a fetch, if this is a new plan after its ack."""
+    """Commits the plan; `earlier` is the lease that waited for a fetch, if this is a new plan after its ack."""
     lease = _take(cache, plan, acquire)
     if earlier is not None:
         lease.device_tokens, lease.fetched_any = earlier.device_tokens, earlier.fetched_any
@@ -43,7 +43,7 @@ def commit(cache: DeviceCache, plan: Plan, acquire: Acquire, earlier: Lease | No
 
 
 def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
-    """The sequence may run now: count it, and offer the snapshots of its first chunk."""
+    """Admits the sequence: counts it, and offers the snapshots of its first chunk."""
     num_tokens = len(lease.prompt) // TOKEN_BYTES
     for group in cache.sparse:
         group.admit(lease)
@@ -73,7 +73,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     tree = cache.tree
     sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass, leave_at = acquire
     node = tree.node_at(plan.place)
-    if node.parent is None:  # a prompt of which nothing is cached may have met a stand-in for its root
+    if node.parent is None:  # without a cached page the walk began at a root that is not in the tree
         node = tree.root(namespace)
     tree.pin(node)
     if cache.host is not None:
@@ -148,7 +148,7 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
         leave_at=tuple([boundary * page_tokens for boundary in sorted(lease.leave_at)]),
     )
     if lease.hashes is not None:
-        lease.hashes.reach.clear()  # rows have come and gone since
+        lease.hashes.reach.clear()  # the tier's rows have changed since
     plan = plan_acquire(cache, acquire, lease.may_fetch, lease.hashes)
     if isinstance(plan, Refusal):
         cache.counters.refusals += 1

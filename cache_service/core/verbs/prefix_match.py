@@ -1,6 +1,6 @@
 """Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later.
 
-Reasons that are no worker's own are given elsewhere: another salt's pages in overview.py, a bypass in admission.py.
+Reasons that are no worker's own are given elsewhere: another salt's pages in explaining.py, a bypass in admission.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def match_prefix(
     host: HostView | None,
     hashes: PromptHashes | None = None,
 ) -> PrefixMatch:
-    """Walk once, then take the largest boundary at which every group can resume.
+    """Returns the match: one walk, then the largest boundary at which every group can resume.
 
     `hashes` are the prompt's, where several workers are asked about it.
     """
@@ -64,7 +64,7 @@ def match_prefix(
     limit = (len(tokens) - 1) // layout.page_key_bytes
     root = tree.roots.get(namespace)
     if root is None:
-        root = Root(namespace, len(layout.specs))  # a stand-in that hangs on no tree
+        root = Root(namespace, len(layout.specs))  # a root that is not in the tree
     walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
     matched = walk.end
     found = PrefixMatch(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
@@ -127,7 +127,7 @@ def _look_in_host(found: PrefixMatch, cache: DeviceCache, host: HostView, hashes
 
 
 def _seed(found: PrefixMatch, tree: RadixTree, hashes: PromptHashes) -> None:
-    """The tree keeps the hashes of the matched pages once somebody has asked for them."""
+    """Takes hashes of the matched pages that the tree has computed before."""
     if hashes.num_pages >= found.matched_pages:
         return
     walk = found.walk
@@ -163,7 +163,7 @@ def _reach(found: PrefixMatch, layout: Layout, host: HostView, hashes: PromptHas
 
 
 def _with_host(found: PrefixMatch, group: int, first: int, end: int, host: HostView) -> bytes:
-    """Residency of a group up to `end`, counting the host's pages from page number `first` on."""
+    """Returns the residency of a group up to `end`, with the host's pages from page number `first` on."""
     flags = bytearray(residency(found.sparse_ids[group]))
     flags += bytes(end - len(flags))
     assert found.hashes is not None

@@ -1,7 +1,7 @@
 """What is cached now, as the events that would have told of it; in slices, between which Steps are applied.
 
-Who takes these events in one order with those that are recorded meanwhile knows the state at the end: what a slice
-tells stands at that time, what goes later is told later, and what comes meanwhile is told too, perhaps twice.
+A watcher that applies these events and those recorded in between, in their order, has the state at the end: a slice
+lists what is cached when it is made, later removals come as events, and so do additions, some of them a second time.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _descend(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None,
 
 
 def queue_spills(cache: DeviceCache, nodes: Iterable[Node]) -> None:
-    """Nodes that hold more pages now; under other policies than write_through that is no reason to spill."""
+    """Queues nodes that hold more pages now for spills; only write_through spills for that reason."""
     if cache.host is not None and cache.config.spill is SpillPolicy.WRITE_THROUGH:
         for node in nodes:
             if node.spilled < node.resident:

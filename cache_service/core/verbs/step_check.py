@@ -123,7 +123,7 @@ def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
 
 
 def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:
-    """May there be a lease of this id in that namespace?"""
+    """Raises where there may be no lease of this id in that namespace."""
     if not 0 <= sequence_id <= MAX_SEQUENCE_ID:
         raise InvalidInput("sequence_id", "is no uint64")
     if sequence_id in cache.leases:
@@ -134,7 +134,7 @@ def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Names
 
 
 def check_namespace(cache: DeviceCache, namespace: Namespace) -> None:
-    """May this worker have a root of that namespace?"""
+    """Raises InvalidInput where this worker may have no root of that namespace."""
     if cache.model and namespace.model != cache.model:
         raise InvalidInput("namespace.model", f"{namespace.model!r} is not {cache.model!r}, this worker's model")
     if namespace in cache.tree.roots:

@@ -26,7 +26,7 @@ def lacks_pin_room(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> s
 
 
 def pin_softly(cache: DeviceCache, namespace: Namespace, tokens: bytes, until_ms: int) -> int:
-    """Retention the cached prefix last in eviction until then (0: as usual again); returns its tokens."""
+    """Puts the cached prefix last in the eviction order until then (0: as usual again). Returns its tokens."""
     found = _cached(cache, namespace, tokens)
     if found is None:
         return 0
@@ -43,7 +43,7 @@ def _cached(cache: DeviceCache, namespace: Namespace, tokens: bytes) -> Walk | N
 
 
 def _mark(cache: DeviceCache, node: Node, until_ms: int) -> None:
-    """A queued node enters the order that it now belongs to, as just used."""
+    """Sets or ends a node's pin. A queued node enters the order that it now belongs to, as just used."""
     queued = node.queue is not None
     if queued:
         cache.policy.remove(node)
@@ -71,6 +71,6 @@ def tick(cache: DeviceCache, now_ms: int) -> None:
 
 
 def has_holders(cache: DeviceCache, namespace: Namespace | None) -> bool:
-    """Does a lease or an open spill hold pages of the namespace (None: of any)?"""
+    """Returns whether a lease or an open spill holds pages of the namespace (None: of any)."""
     spilled = (spill.node.root.namespace for spill in cache.transfers.spills.values())
     return cache.leases.in_scope(namespace) or any(namespace in (None, name) for name in spilled)

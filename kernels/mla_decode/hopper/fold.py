@@ -59,7 +59,7 @@ def load_part(partials, slot, ok, at, row, ROWS: tl.constexpr, LATENT: tl.conste
 def fold_parts(
     partials, first, count, at, row, LEAVES_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, LATENT: tl.constexpr
 ):
-    """The sum of so many parts, four of them on their way at a time."""
+    """Returns the sum of these parts, in order; loads of four are in flight at a time."""
     row_max = tl.full([], NO_KEYS, tl.float32)
     row_sum = 0.0
     acc = tl.zeros([LATENT], tl.float32)
