@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from session.words import HostTierKind
@@ -56,6 +56,26 @@ class FaultyTier:
         self._disturb()
         values = self._inner.get(keys, max_bytes)
         return [self._spoil(value) for value in values]
+
+    def put_parts(self, key: bytes, parts: Iterable[Sequence[bytes | memoryview]]) -> bool:
+        """A store that fails does so between two parts; one that is full, too."""
+
+        def disturbed() -> Iterator[Sequence[bytes | memoryview]]:
+            for part in parts:
+                self._disturb()
+                yield part
+
+        if self._happens(self.plan.partial):
+            return False
+        return self._inner.put_parts(key, disturbed())
+
+    def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
+        for part in self._inner.get_parts(key, num_parts, max_bytes):
+            self._disturb()
+            spoilt = self._spoil(part)
+            yield spoilt
+            if spoilt is None:
+                return
 
     def close(self) -> None:
         self._inner.close()

@@ -54,7 +54,8 @@ from worker_service.metrics import Load, WorkerMetrics
 from worker_service.serving import codec
 from worker_service.serving.servicer import CODES, ModelWorkerServicer, WorkerAdminServicer
 from worker_service.tier_watch import TierWatch
-from worker_service.transfer.page_mover import MoverLimits, PageFrame, PageMover
+from worker_service.transfer.moved_pages import PageFrame
+from worker_service.transfer.page_mover import MoverLimits, PageMover
 
 __all__ = ["Compute", "WorkerService", "fingerprint", "prepare", "running", "serve"]
 
@@ -166,7 +167,8 @@ class _Worker:
     def _mover(self, on_ack: Callable[[Ack], None]) -> PageMover:
         dtypes = tuple(layout.dtype_code for layout in self.compute.pools.layouts)
         frame = PageFrame(dtypes, lambda data: xxhash.xxh3_128_digest(data))
-        limits = MoverLimits(self.config.mover_threads, self.config.max_queued_transfers)
+        config = self.config
+        limits = MoverLimits(config.mover_threads, config.max_queued_transfers, self.compute.part_bytes)
         self.mover = PageMover(self.compute.pools, self.tier, frame, on_ack, limits)
         return self.mover
 

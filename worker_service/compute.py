@@ -36,6 +36,8 @@ class Compute(NamedTuple):
     pools: PagePools
     invariance: Invariance
     runner: Runner
+    part_bytes: int
+    """Pages of more than this go to the host tier in parts of so many bytes."""
 
 
 def prepare(config: WorkerConfig) -> Compute:
@@ -62,7 +64,8 @@ def _prepare(config: WorkerConfig) -> Compute:
     limits = RunnerLimits(
         config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs, config.latent_chunk_tokens
     )
-    return Compute(loaded, device, pools, invariance, Runner(loaded.model, pools, device, limits))
+    runner = Runner(loaded.model, pools, device, limits)
+    return Compute(loaded, device, pools, invariance, runner, config.host_part_kb << 10)
 
 
 def _make_pools(

@@ -37,6 +37,12 @@ class WorkerConfig:
     memory_tier_mb: int = setting(1024, "Size of host_tier memory.", minimum=1)
     host_ttl_s: int = setting(86_400, "Life of a value in Redis.", minimum=1)
     host_timeout_s: float = setting(2.0, "Silence of Redis after which a transfer fails.", minimum=0.01)
+    host_part_kb: int = setting(
+        4096,
+        "Pages of more than this go to the host tier in parts of this size; workers that share pages have the same.",
+        minimum=1,
+        maximum=262_144,
+    )
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str = setting("auto", "auto: fp32 on a CPU, the checkpoint's on a GPU.", choices=DTYPES)
     kv_dtype: str = setting(

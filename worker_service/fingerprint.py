@@ -12,7 +12,7 @@ NUM_RANKS = 1
 
 def fingerprint(compute: Compute) -> bytes:
     """Returns a digest of what must agree before two workers may exchange pages; each field is framed by its length."""
-    fields = (
+    fields: tuple[bytes | str, ...] = (
         compute.loaded.digest,
         # Rounds keys and values before fp8 pages do, so their layout does not tell it.
         str(compute.loaded.model.dtype),
@@ -23,7 +23,13 @@ def fingerprint(compute: Compute) -> bytes:
         numerics(compute.device, compute.loaded.model.backend),
     )
     digest = hashlib.sha256(b"stemcache fingerprint 4")
-    for field in fields:
+    for field in (*fields, *_parts_text(compute)):
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
+
+
+def _parts_text(compute: Compute) -> tuple[str, ...]:
+    """Returns the size of parts where some page is larger: workers that cut pages otherwise cannot read them."""
+    largest = max(layout.page_bytes for layout in compute.pools.layouts)
+    return (f"parts of {compute.part_bytes}",) if largest > compute.part_bytes else ()

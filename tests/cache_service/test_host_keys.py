@@ -114,6 +114,16 @@ async def test_touches_refresh_the_time_to_live(host_keys: RedisHostKeys, redis:
     assert redis.pttl(key(0)) <= 5_000
 
 
+async def test_a_value_in_parts_is_touched_and_deleted_whole(host_keys: RedisHostKeys, redis: Redis) -> None:
+    for number in range(2):
+        redis.hset(key(number), mapping={"0": b"first", "1": b"second"})
+        redis.pexpire(key(number), 1000)
+    host_keys.touch([key(0)])
+    host_keys.delete([key(1)])
+    await until(lambda: redis.pttl(key(0)) > 1000 and not redis.exists(key(1)))
+    assert redis.hlen(key(0)) == 2
+
+
 async def test_a_touch_of_a_vanished_key_makes_none(host_keys: RedisHostKeys, redis: Redis) -> None:
     redis.set(key(1), "v", px=5_000)
     host_keys.touch([key(2), key(1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -123,6 +124,85 @@ def test_a_full_store_acknowledges_the_leading_ones(store: Store) -> None:
     assert store.tier.get([b"k4"], LIMIT) == [None]
 
 
+PARTS = [[b"head", b"er"], [b"body" * 1000], [b"x"]]
+
+
+def read_parts(store: Store, key: bytes, num_parts: int, limit: int = LIMIT) -> list[bytearray | None]:
+    return list(store.tier.get_parts(key, num_parts, limit))
+
+
+def test_a_value_in_parts_comes_back_part_by_part(store: Store) -> None:
+    assert store.tier.put_parts(b"k", iter(PARTS))
+    assert read_parts(store, b"k", 3) == [b"header", b"body" * 1000, b"x"]
+    assert store.tier.get([b"k"], LIMIT) == [None], "it is no whole value"
+
+
+def test_large_parts(store: Store) -> None:
+    parts = [page(seed, MIB + seed) for seed in range(7)]
+    assert store.tier.put_parts(b"k", ([b"h", memoryview(part)] for part in parts))
+    assert read_parts(store, b"k", 7) == [b"h" + part for part in parts]
+
+
+def test_a_value_that_lacks_parts_ends_with_none(store: Store) -> None:
+    store.tier.put([b"whole"], [[b"v"]])
+    store.tier.put_parts(b"k", PARTS[:2])
+    assert read_parts(store, b"absent", 3) == read_parts(store, b"whole", 3) == [None]
+    assert read_parts(store, b"k", 5) == [b"header", b"body" * 1000, None]
+
+
+def test_a_part_beyond_the_limit_is_as_good_as_absent(store: Store) -> None:
+    store.tier.put_parts(b"k", PARTS)
+    assert read_parts(store, b"k", 3, 3999) == [b"header", None]
+    assert read_parts(store, b"k", 3, 4000) == [b"header", b"body" * 1000, b"x"]
+
+
+def test_parts_are_read_as_they_are_taken(store: Store) -> None:
+    store.tier.put_parts(b"k", PARTS)
+    parts = store.tier.get_parts(b"k", 3, LIMIT)
+    assert next(parts) == b"header"
+    parts.close()
+    assert read_parts(store, b"k", 3)[2] == b"x"
+
+
+def test_nobody_finds_a_value_before_its_last_part(store: Store) -> None:
+    def looked_at() -> Iterator[list[bytes]]:
+        for number in range(4):
+            assert read_parts(store, b"k", 1) == [old]
+            yield [b"new %d" % number]
+
+    old: bytes | None = None
+    store.tier.put_parts(b"k", looked_at())
+    old = b"new 0"
+    store.tier.put_parts(b"k", looked_at())
+    assert read_parts(store, b"k", 4)[3] == b"new 3"
+
+
+def test_a_writing_that_ends_half_way_changes_nothing(store: Store) -> None:
+    def broken() -> Iterator[list[bytes]]:
+        yield [b"new"]
+        raise ZeroDivisionError
+
+    store.tier.put_parts(b"k", PARTS)
+    with pytest.raises(ZeroDivisionError):
+        store.tier.put_parts(b"k", broken())
+    assert read_parts(store, b"k", 3) == [b"header", b"body" * 1000, b"x"]
+
+
+def test_a_whole_value_replaces_parts_and_parts_a_whole_one(store: Store) -> None:
+    store.tier.put([b"k"], [[b"v"]])
+    store.tier.put_parts(b"k", PARTS)
+    assert read_parts(store, b"k", 1) == [b"header"]
+    store.tier.put([b"k"], [[b"w"]])
+    assert (read_parts(store, b"k", 1), store.tier.get([b"k"], LIMIT)) == ([None], [b"w"])
+
+
+def test_a_store_that_gets_full_between_parts_keeps_none_of_them(store: Store) -> None:
+    store.shrink(8 * MIB)
+    assert not store.tier.put_parts(b"k", ([bytes(4 * MIB)] for _ in range(8)))
+    assert read_parts(store, b"k", 1) == [None]
+    assert store.tier.put([b"small"], [[b"v"]]) == 1, "what was stored of it is gone"
+
+
 def test_many_threads_at_once(store: Store) -> None:
     def worker(seed: int) -> bool:
         rng = random.Random(seed)
@@ -162,3 +242,7 @@ def test_a_closed_tier_says_so(store: Store) -> None:
         store.tier.get([b"k"], LIMIT)
     with pytest.raises(HostTierError, match="closed"):
         store.tier.put([b"k"], [[b"v"]])
+    with pytest.raises(HostTierError, match="closed"):
+        store.tier.put_parts(b"k", PARTS)
+    with pytest.raises(HostTierError, match="closed"):
+        read_parts(store, b"k", 1)

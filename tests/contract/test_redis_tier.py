@@ -9,15 +9,18 @@ import ssl
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cache_service.core.host.host_key import parse_key
 from session.protocol import SENTINEL_KEY
 from tests.contract.scripted_server import ScriptedServer
 from tests.redis_process import RedisProcess, find_redis_binary, free_port
 from worker_service.core.errors import HostTierError
 from worker_service.host_tier.redis import RedisTier, RedisTierConfig
+from worker_service.host_tier.redis_parts import UNFINISHED_MS
 
 LIMIT = 1 << 20
 QUICK = RedisTierConfig(num_connections=1, timeout_s=0.3)
@@ -265,3 +268,78 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bad_configuration_names_the_field(field: str, config: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=field):
         RedisTierConfig(**config)
+
+
+def test_a_value_in_parts_is_one_key_that_ends_by_itself(redis: RedisProcess) -> None:
+    tier = RedisTier(redis.url, RedisTierConfig(ttl_ms=3_600_000))
+    tier.put_parts(b"k", [[b"part %d" % number] for number in range(5)])
+    with redis.client() as client:
+        assert client.keys() == [b"k"]
+        assert client.hgetall(b"k") == {b"%d" % number: b"part %d" % number for number in range(5)}
+        assert 3_500_000 < client.pttl(b"k") <= 3_600_000
+        client.unlink(b"k")
+    assert list(tier.get_parts(b"k", 5, LIMIT)) == [None]
+    tier.close()
+
+
+def test_what_a_writer_leaves_half_written_is_found_by_nobody_and_ends_soon(redis: RedisProcess) -> None:
+    def watched() -> Iterator[list[bytes]]:
+        yield [b"first"]
+        yield [b"second"]
+        (name,) = client.keys()
+        assert name.startswith(b"k:") and parse_key(name) is None
+        assert 0 < client.pttl(name) <= UNFINISHED_MS
+        raise ZeroDivisionError
+
+    tier = RedisTier(redis.url)
+    with redis.client() as client:
+        with pytest.raises(ZeroDivisionError):
+            tier.put_parts(b"k", watched())
+        assert not client.exists(b"k")
+    tier.close()
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2, 3])
+def test_a_server_that_dies_between_parts_is_an_error(redis: RedisProcess, killed_at: int) -> None:
+    def parts() -> Iterator[list[bytes]]:
+        for number in range(4):
+            if number == killed_at:
+                redis.kill()
+            yield [b"part %d" % number]
+
+    tier = RedisTier(redis.url)
+    with pytest.raises(HostTierError):
+        tier.put_parts(b"k", parts())
+    redis.start()
+    assert list(tier.get_parts(b"k", 4, LIMIT)) == [None]
+    tier.put_parts(b"k", [[b"part %d" % number] for number in range(4)])
+    read = tier.get_parts(b"k", 4, LIMIT)
+    found = [next(read)]
+    redis.kill()
+    with pytest.raises(HostTierError):
+        found += list(read)
+    redis.start()
+    tier.close()
+
+
+def test_a_value_whose_parts_vanish_as_they_are_written_is_an_error(redis: RedisProcess) -> None:
+    def flushed() -> Iterator[list[bytes]]:
+        yield [b"first"]
+        with redis.client() as client:
+            client.flushall()
+        yield [b"second"]
+
+    tier = RedisTier(redis.url)
+    with pytest.raises(HostTierError, match="vanished"):
+        tier.put_parts(b"k", flushed())
+    assert list(tier.get_parts(b"k", 2, LIMIT)) == [None]
+    tier.close()
+
+
+def test_a_part_that_is_too_long_costs_its_connection_only() -> None:
+    scripts = [[b"$1\r\na\r\n$999999999\r\nxxxx"], [b"$1\r\nc\r\n"]]
+    with ScriptedServer(scripts) as server:
+        tier = RedisTier(f"redis://{server.address}", QUICK)
+        assert list(tier.get_parts(b"k", 2, 10)) == [b"a", None]
+        assert tier.get([b"k"], 10) == [b"c"]
+        tier.close()

@@ -53,6 +53,26 @@ def test_metered_tells_what_was_moved() -> None:
     ]
 
 
+def test_metered_counts_a_value_in_parts_once() -> None:
+    measures: list[Measure] = []
+    tier = MeteredTier(MemoryTier(10), measures.append, clock=itertools.count(0, 2).__next__)
+    tier.put_parts(b"a", [[b"head", b"er"], [b"x"]])
+    tier.put_parts(b"b", [[bytes(8)], [bytes(8)]])
+    list(tier.get_parts(b"a", 2, 10))
+    list(tier.get_parts(b"a", 3, 10))
+    assert measures == [
+        Measure("put", 1, 1, 7, 2.0, failed=False),
+        Measure("put", 1, 0, 0, 2.0, failed=False),
+        Measure("get", 1, 1, 7, 2.0, failed=False),
+        Measure("get", 1, 0, 7, 2.0, failed=False),
+    ]
+    tier = MeteredTier(FaultyTier(MemoryTier(10), FaultPlan(fail=1.0)), measures.append)
+    for parts in (lambda: tier.put_parts(b"a", [[b"v"]]), lambda: list(tier.get_parts(b"a", 2, 10))):
+        with pytest.raises(HostTierError, match="planned"):
+            parts()
+        assert measures[-1].failed and not measures[-1].num_bytes
+
+
 def test_metered_tells_failures_and_passes_them_on() -> None:
     measures: list[Measure] = []
     tier = MeteredTier(

@@ -65,6 +65,18 @@ def test_the_fingerprint_holds_numerics(tmp_path: Path, monkeypatch: pytest.Monk
     assert bootstrap.fingerprint(first) != wanted
 
 
+def test_workers_that_cut_pages_otherwise_share_none(tmp_path: Path) -> None:
+    """Where no page is larger than a part, the size of parts says nothing; pages of this model have a few KiB."""
+    make_random_model(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
+    cut = {
+        part_kb: bootstrap.fingerprint(bootstrap.prepare(WorkerConfig(**settings, pool_pages=8, host_part_kb=part_kb)))
+        for part_kb in (1, 2, 1024, 4096)
+    }
+    assert cut[1024] == cut[4096]
+    assert len(set(cut.values())) == 3
+
+
 def test_pages_of_another_dtype_are_smaller_and_other_pages(tmp_path: Path) -> None:
     make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}

@@ -18,7 +18,8 @@ from tests.worker_service.kv_layouts import kv_layouts
 from worker_service.core.ports import HostTier
 from worker_service.gpu.page_pools import PagePools
 from worker_service.host_tier.memory import MemoryTier
-from worker_service.transfer.page_mover import MoverLimits, PageFrame, PageMover
+from worker_service.transfer.moved_pages import PageFrame
+from worker_service.transfer.page_mover import MoverLimits, PageMover
 
 NUM_PAGES = 24
 FRAME = PageFrame(dtypes=(1, 1), digest=lambda data: xxhash.xxh3_128_digest(data))

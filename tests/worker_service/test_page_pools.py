@@ -146,6 +146,31 @@ def test_pages_of_several_tensors_move_between_workers() -> None:
             assert there[[0, 2, 3, 4, 5]].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("part_bytes", [1, 7, 28, 29, 60, 100, 1000])
+def test_parts_of_a_page_are_its_bytes(part_bytes: int) -> None:
+    source, target = numbered(states()), states()
+    for group in range(2):
+        size = source.page_bytes(group)
+        (whole,) = source.read_pages(group, [3])
+        for first in range(0, size, part_bytes):
+            part = source.host_bytes(min(part_bytes, size - first))
+            source.read_part(group, 3, first, part)
+            assert torch.equal(part, whole[first : first + part_bytes])
+            target.write_part(group, 2, first, part)
+        assert torch.equal(target.read_pages(group, [2])[0], whole)
+        assert target.read_pages(group, [1, 3, 4]).count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("page_id", "first", "size"), [(0, 0, 4), (7, 0, 4), (1, -1, 4), (1, 170, 3), (1, 0, 0)])
+def test_parts_outside_a_page_are_refused(page_id: int, first: int, size: int) -> None:
+    pages = states()
+    assert pages.page_bytes(1) == 172
+    with pytest.raises(ValueError, match="group 1"):
+        pages.read_part(1, page_id, first, pages.host_bytes(size))
+    with pytest.raises(ValueError, match="group 1"):
+        pages.write_part(1, page_id, first, torch.zeros(size, dtype=torch.uint8))
+
+
 def test_a_header_tells_the_type_of_a_groups_elements() -> None:
     codes = [layout.dtype_code for layout in states().layouts]
     assert codes == [1, MIXED_DTYPES]

@@ -1,7 +1,7 @@
 """Frames a page for the host tier: a 64-byte header in front of its bytes, checked whole before the page is used again.
 
 The digest function is an argument. What is rejected here is reported as CORRUPT by transfer/page_mover.py; the pages
-before it count.
+before it count. Pages that are too large for one value are framed by part_codec.py.
 
     offset  0        4     6     8      10     12    14    16          32           40            48          64
             magic    ver   codec dtype  group  rank  zero  key digest  payload_len  unpacked_len  checksum    payload
@@ -41,7 +41,7 @@ def encode_header(kind: PageKind, key: bytes, payload: bytes | bytearray | memor
     """Returns the header of an uncompressed payload; the two are sent as parts, so nothing is copied."""
     num_bytes = memoryview(payload).nbytes
     unsealed = _FIELDS.pack(MAGIC, VERSION, *kind, 0, digest(key), num_bytes, num_bytes, bytes(DIGEST_BYTES))
-    return unsealed[:-DIGEST_BYTES] + _seal(unsealed, payload, digest)
+    return unsealed[:-DIGEST_BYTES] + seal(unsealed, payload, digest)
 
 
 def decode(
@@ -55,25 +55,26 @@ def decode(
     magic, version, codec, dtype, group, rank, zero, key_digest, stored_len, unpacked_len, checksum = _FIELDS.unpack(
         header
     )
-    _expect("magic", magic, MAGIC)
-    _expect("version", version, VERSION)
+    expect("magic", magic, MAGIC)
+    expect("version", version, VERSION)
     for field, found, wanted in zip(PageKind._fields, (codec, dtype, group, rank), kind, strict=True):
-        _expect(field, found, wanted)
-    _expect("reserved field", zero, 0)
-    _expect("key digest", key_digest, digest(key))
-    _expect("payload length", stored_len, payload_bytes)
-    _expect("unpacked length", unpacked_len, payload_bytes)
-    _expect("value length", view.nbytes, HEADER_BYTES + payload_bytes)
+        expect(field, found, wanted)
+    expect("reserved field", zero, 0)
+    expect("key digest", key_digest, digest(key))
+    expect("payload length", stored_len, payload_bytes)
+    expect("unpacked length", unpacked_len, payload_bytes)
+    expect("value length", view.nbytes, HEADER_BYTES + payload_bytes)
     payload = view[HEADER_BYTES:]
-    _expect("checksum", checksum, _seal(header, payload, digest))
+    expect("checksum", checksum, seal(header, payload, digest))
     return payload
 
 
-def _seal(header: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:
+def seal(header: bytes, payload: bytes | bytearray | memoryview, digest: Digest) -> bytes:
     """Returns a digest over the header's fields and the payload's digest."""
     return digest(header[:-DIGEST_BYTES] + digest(payload))
 
 
-def _expect(field: str, found: object, wanted: object) -> None:
+def expect(field: str, found: object, wanted: object) -> None:
+    """Raises PageRejected where a field is not what it should be."""
     if found != wanted:
         raise PageRejected(f"{field} is {found!r}, not {wanted!r}")

@@ -5,7 +5,7 @@ Knows no protobuf, no Redis and no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -69,11 +69,26 @@ class HostTier(Protocol):
         ...
 
     def put(self, keys: Seq[bytes], values: Seq[Seq[bytes | memoryview]]) -> int:
-        """Store each value, given as parts; returns how many leading ones are acknowledged (fewer in a full store)."""
+        """Store each value, given as buffers. Returns how many leading ones were stored: fewer in a full store."""
         ...
 
     def get(self, keys: Seq[bytes], max_bytes: int) -> list[bytearray | None]:
         """The values in order, None for absent keys; a value longer than `max_bytes` counts as absent."""
+        ...
+
+    def put_parts(self, key: bytes, parts: Iterable[Seq[bytes | memoryview]]) -> bool:
+        """Store a value part by part, each given as buffers, as the iterable makes it.
+
+        A part may be overwritten when the next one is asked for. Nobody finds the value before its last part is stored.
+        Returns False in a full store.
+        """
+        ...
+
+    def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
+        """The first `num_parts` parts of a value that was stored so, read as they are taken.
+
+        Ends with a None at the first part that is absent or longer than `max_bytes`. To be closed by who stops early.
+        """
         ...
 
     def close(self) -> None: ...

@@ -12,7 +12,7 @@ start, never written, so that a hole in a block table addresses valid memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -136,7 +136,45 @@ class PagePools:
         host = self._checked_buffer(group, len(page_ids), packed)
         for tensor, rows in self._parts(group, host.to(self.device, non_blocking=True)):
             unpack_pages(rows.contiguous(), tensor, ids, page_axis=PAGE_AXIS)
-        if self.device.type != "cpu":
+        self._synchronize()
+
+    def host_bytes(self, num_bytes: int) -> torch.Tensor:
+        """Returns an uninitialized buffer, uint8 [num_bytes], pinned beside a CUDA device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def read_part(self, group: int, page_id: int, first_byte: int, out: torch.Tensor) -> None:
+        """Fills `out`, a buffer of host_bytes, with a page's bytes from `first_byte` on.
+
+        No more than these are staged on the device either. Works on the current stream, as read_pages does.
+        """
+        for held, place in self._held_bytes(group, page_id, first_byte, out.numel()):
+            out[place].view(held.shape).copy_(held, non_blocking=True)
+        self._synchronize()
+
+    def write_part(self, group: int, page_id: int, first_byte: int, data: torch.Tensor) -> None:
+        """Writes `data`, uint8 in host memory, into a page's bytes from `first_byte` on; returns when it is written."""
+        for held, place in self._held_bytes(group, page_id, first_byte, data.numel()):
+            held.copy_(data[place].view(held.shape), non_blocking=True)
+        self._synchronize()
+
+    def _held_bytes(
+        self, group: int, page_id: int, first_byte: int, num_bytes: int
+    ) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yields the memory of some of a page's bytes, uint8 [n] or [planes, n], each with its place among them."""
+        self._check_ids(group, [page_id])
+        if not 0 <= first_byte < first_byte + num_bytes <= self.page_bytes(group):
+            raise ValueError(f"bytes {first_byte} to {first_byte + num_bytes}: not within a page of group {group}")
+        start = 0
+        for tensor in self._tensors[group]:
+            planes = tensor.view(torch.uint8).view(-1, self._num_pages[group] + 1, tensor[0, 0, 0].nbytes)[:, page_id]
+            first, end = max(first_byte - start, 0), min(first_byte + num_bytes - start, planes.numel())
+            for held, at in _cut_planes(planes, first, end):
+                place = start + at - first_byte
+                yield held, slice(place, place + held.numel())
+            start += planes.numel()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def host_buffer(self, group: int, num_pages: int) -> torch.Tensor:
@@ -150,10 +188,13 @@ class PagePools:
         sizes = [len(layout.layers) * tensor.layer_bytes for tensor in layout.tensors]
         return list(zip(self._tensors[group], torch.split(rows, sizes, dim=1), strict=True))
 
-    def _checked_ids(self, group: int, page_ids: Sequence[int]) -> torch.Tensor:
+    def _check_ids(self, group: int, page_ids: Sequence[int]) -> None:
         for page_id in page_ids:
             if not 1 <= page_id <= self._num_pages[group]:
                 raise ValueError(f"page id {page_id} of group {group}: not within 1..{self._num_pages[group]}")
+
+    def _checked_ids(self, group: int, page_ids: Sequence[int]) -> torch.Tensor:
+        self._check_ids(group, page_ids)
         ids = torch.tensor(list(page_ids), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return ids.to(self.device, non_blocking=True)
 
@@ -171,3 +212,14 @@ def _tensors(layout: GroupLayout, num_pages: int, device: torch.device) -> tuple
         )
         for tensor in layout.tensors
     )
+
+
+def _cut_planes(planes: torch.Tensor, first: int, end: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yields views of the bytes [first, end) of [planes, n], whole rows as one view, each with its first byte."""
+    while first < end:
+        row, column = divmod(first, planes.shape[1])
+        num_rows = (end - first) // planes.shape[1]
+        is_whole = not column and num_rows
+        held = planes[row : row + num_rows] if is_whole else planes[row, column : column + end - first]
+        yield held, first
+        first += held.numel()

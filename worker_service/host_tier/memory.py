@@ -8,10 +8,13 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from session.words import HostTierKind
 from worker_service.core.errors import HostTierError
+
+# A value in parts is a tuple of them.
+_Value = bytes | tuple[bytes, ...]
 
 
 class MemoryTier:
@@ -22,7 +25,7 @@ class MemoryTier:
             raise ValueError("capacity_bytes: must not be negative")
         self._capacity_bytes = capacity_bytes
         self._num_bytes = 0
-        self._values: OrderedDict[bytes, bytes] = OrderedDict()
+        self._values: OrderedDict[bytes, _Value] = OrderedDict()
         self._identity = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._closed = False
@@ -49,13 +52,25 @@ class MemoryTier:
         return len(keys)
 
     def get(self, keys: Sequence[bytes], max_bytes: int) -> list[bytearray | None]:
-        with self._lock:
-            self._check_open()
-            found = [self._values.get(key) for key in keys]
-            for key, value in zip(keys, found, strict=True):
-                if value is not None:
-                    self._values.move_to_end(key)
-        return [None if value is None or len(value) > max_bytes else bytearray(value) for value in found]
+        found = self._find(keys)
+        return [bytearray(value) if isinstance(value, bytes) and len(value) <= max_bytes else None for value in found]
+
+    def put_parts(self, key: bytes, parts: Iterable[Sequence[bytes | memoryview]]) -> bool:
+        stored: list[bytes] = []
+        for buffers in parts:
+            stored.append(b"".join(buffers))
+            if sum(map(len, stored)) > self._capacity_bytes:
+                return False
+        return self._keep(key, tuple(stored))
+
+    def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
+        (found,) = self._find([key])
+        parts = found if isinstance(found, tuple) else ()
+        for number in range(num_parts):
+            if number >= len(parts) or len(parts[number]) > max_bytes:
+                yield None
+                return
+            yield bytearray(parts[number])
 
     def flush(self) -> None:
         """Drops all values; the store has a new identity from now on."""
@@ -70,17 +85,29 @@ class MemoryTier:
             self._values.clear()
             self._num_bytes = 0
 
-    def _keep(self, key: bytes, value: bytes) -> bool:
+    def _find(self, keys: Sequence[bytes]) -> list[_Value | None]:
         with self._lock:
             self._check_open()
-            if len(value) > self._capacity_bytes:
+            for key in keys:
+                if key in self._values:
+                    self._values.move_to_end(key)
+            return [self._values.get(key) for key in keys]
+
+    def _keep(self, key: bytes, value: _Value) -> bool:
+        with self._lock:
+            self._check_open()
+            if _size(value) > self._capacity_bytes:
                 return False
-            self._num_bytes += len(value) - len(self._values.pop(key, b""))
+            self._num_bytes += _size(value) - _size(self._values.pop(key, b""))
             self._values[key] = value
             while self._num_bytes > self._capacity_bytes:
-                self._num_bytes -= len(self._values.popitem(last=False)[1])
+                self._num_bytes -= _size(self._values.popitem(last=False)[1])
             return True
 
     def _check_open(self) -> None:
         if self._closed:
             raise HostTierError("the tier is closed")
+
+
+def _size(value: _Value) -> int:
+    return len(value) if isinstance(value, bytes) else sum(map(len, value))

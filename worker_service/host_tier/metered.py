@@ -6,7 +6,8 @@ The figures go to a callback, as values.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Literal, NamedTuple
 
 from session.words import HostTierKind
@@ -65,6 +66,42 @@ class MeteredTier:
         found = [len(value) for value in values if value is not None]
         self._record(Measure("get", len(keys), len(found), sum(found), self._clock() - start, failed=False))
         return values
+
+    def put_parts(self, key: bytes, parts: Iterable[Sequence[bytes | memoryview]]) -> bool:
+        start = self._clock()
+        num_bytes = 0
+
+        def counted() -> Iterator[Sequence[bytes | memoryview]]:
+            nonlocal num_bytes
+            for part in parts:
+                num_bytes += sum(memoryview(buffer).nbytes for buffer in part)
+                yield part
+
+        try:
+            is_stored = self._inner.put_parts(key, counted())
+        except HostTierError:
+            self._record(Measure("put", 1, 0, 0, self._clock() - start, failed=True))
+            raise
+        done = int(is_stored)
+        self._record(Measure("put", 1, done, num_bytes * done, self._clock() - start, failed=False))
+        return is_stored
+
+    def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
+        start = self._clock()
+        num_found = num_bytes = 0
+        failed = False
+        try:
+            with closing(self._inner.get_parts(key, num_parts, max_bytes)) as parts:
+                for part in parts:
+                    num_found += part is not None
+                    num_bytes += len(part or b"")
+                    yield part
+        except HostTierError:
+            failed, num_bytes = True, 0
+            raise
+        finally:
+            is_whole = num_found == num_parts and not failed
+            self._record(Measure("get", 1, int(is_whole), num_bytes, self._clock() - start, failed))
 
     def close(self) -> None:
         self._inner.close()

@@ -9,27 +9,26 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from session.protocol import SENTINEL_KEY
 from session.words import HostTierKind
 from worker_service.core.errors import ErrorReply, HostTierError, TooLongReply
+from worker_service.host_tier.redis_parts import IN_FLIGHT, read_found, read_parts, store_parts
 from worker_service.host_tier.redis_url import parse_redis_url
-from worker_service.host_tier.resp import Part, RespConnection, encode_command
+from worker_service.host_tier.resp import Buffer, RespConnection, encode_command
 
 SENTINEL_BYTES = 64
 VALUES_PER_COMMAND = 8
-# Asked for all at once, Redis would copy every value before the first byte leaves.
-IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RedisTierConfig:
     num_connections: int = 4
     timeout_s: float = 2.0
-    """For one command of up to eight values, the wait for a connection included."""
+    """For one command of up to eight values, or one part of a value; the wait for a connection included."""
     ttl_ms: int = 24 * 3600 * 1000
     """Values that are never deleted expire."""
 
@@ -86,6 +85,17 @@ class RedisTier:
             values += self._get_batch(keys[len(values) : len(values) + VALUES_PER_COMMAND], max_bytes)
         return values
 
+    def put_parts(self, key: bytes, parts: Iterable[Sequence[bytes | memoryview]]) -> bool:
+        with self._connection() as connection:
+            return store_parts(connection, key, parts, self._config.ttl_ms, self._rearm(connection))
+
+    def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
+        try:
+            with self._connection() as connection:
+                yield from read_parts(connection, key, num_parts, max_bytes, self._rearm(connection))
+        except TooLongReply:
+            yield None
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -94,17 +104,17 @@ class RedisTier:
             connection.close()
 
     def _put_batch(self, keys: Sequence[bytes], values: Sequence[Sequence[bytes | memoryview]]) -> int:
-        parts: list[Part] = []
+        buffers: list[Buffer] = []
         for key, value in zip(keys, values, strict=True):
-            parts += self._set_command(key, value)
+            buffers += self._set_command(key, value)
         with self._connection() as connection:
-            connection.send(parts)
+            connection.send(buffers)
             stored = [_read_stored(connection) for _ in keys]
         return stored.index(False) if False in stored else len(stored)
 
-    def _set_command(self, key: bytes, value: Sequence[Part]) -> list[Part]:
+    def _set_command(self, key: bytes, value: Sequence[Buffer]) -> list[Buffer]:
         # The value comes last, so that Redis can read it straight into the string that it keeps.
-        size = sum(memoryview(part).nbytes for part in value)
+        size = sum(memoryview(buffer).nbytes for buffer in value)
         head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n"
         return [head % (len(key), key, len(self._ttl), self._ttl, size), *value, b"\r\n"]
 
@@ -115,11 +125,14 @@ class RedisTier:
             with self._connection() as connection:
                 _ask(connection, keys[:IN_FLIGHT])
                 for following in range(IN_FLIGHT, len(keys) + IN_FLIGHT):
-                    values.append(_read_found(connection, max_bytes))
+                    values.append(read_found(connection, max_bytes))
                     _ask(connection, keys[following : following + 1])
         except TooLongReply:
             values.append(None)
         return values
+
+    def _rearm(self, connection: RespConnection) -> Callable[[], None]:
+        return lambda: connection.arm(self._config.timeout_s)
 
     @contextmanager
     def _connection(self) -> Iterator[RespConnection]:
@@ -174,13 +187,3 @@ def _read_stored(connection: RespConnection) -> bool:
             raise
         return False
     return True
-
-
-def _read_found(connection: RespConnection, max_bytes: int) -> bytearray | None:
-    """Returns the value; a key that holds something other than a string counts as absent."""
-    try:
-        return connection.read_value(max_bytes)
-    except ErrorReply as error:
-        if error.code != "WRONGTYPE":
-            raise
-        return None

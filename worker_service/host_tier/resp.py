@@ -1,4 +1,4 @@
-"""One connection to a Redis, built for large values: parts leave by gathered writes, values land where they stay.
+"""One connection to a Redis, built for large values: buffers leave by gathered writes, values land where they stay.
 
 A connection that failed half-way through a reply cannot be trusted again: it closes itself, and `usable` says so.
 """
@@ -17,10 +17,10 @@ from worker_service.host_tier.redis_url import RedisAddress
 SOCKET_BUFFER_BYTES = 4 << 20
 READ_AHEAD_BYTES = 4096
 MAX_LINE_BYTES = 4096
-MAX_PARTS_PER_SEND = 512  # below every system's IOV_MAX
+MAX_BUFFERS_PER_SEND = 512  # below every system's IOV_MAX
 MIN_TIMEOUT_S = 0.001  # zero would mean not to wait at all, which is another kind of socket
 
-Part = bytes | bytearray | memoryview
+Buffer = bytes | bytearray | memoryview
 
 
 class RespConnection:
@@ -80,27 +80,27 @@ class RespConnection:
 
     # Writing
 
-    def send(self, parts: Sequence[Part]) -> None:
-        """Sends all the parts, in order, without joining them."""
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Sends all the buffers, in order, without joining them."""
         try:
             if self._tls:
-                self._send_tls(parts)
+                self._send_tls(buffers)
             else:
-                self._send_gathered(parts)
+                self._send_gathered(buffers)
         except OSError as error:
             raise self._broken("sending", error) from error
 
-    def _send_tls(self, parts: Sequence[Part]) -> None:
-        for part in parts:
+    def _send_tls(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
             self._set_timeout(socket.SO_SNDTIMEO)
-            self._socket.sendall(part)
+            self._socket.sendall(buffer)
 
-    def _send_gathered(self, parts: Sequence[Part]) -> None:
-        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+    def _send_gathered(self, buffers: Sequence[Buffer]) -> None:
+        views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
         first = 0
         while first < len(views):
             self._set_timeout(socket.SO_SNDTIMEO)
-            sent = self._socket.sendmsg(views[first : first + MAX_PARTS_PER_SEND])
+            sent = self._socket.sendmsg(views[first : first + MAX_BUFFERS_PER_SEND])
             while first < len(views) and sent >= views[first].nbytes:
                 sent -= views[first].nbytes
                 first += 1
