@@ -1,7 +1,7 @@
 # Every target works from a fresh clone: the first one that needs it makes .venv.
 SHELL := bash
 BIN := .venv/bin
-PROTOS := protos/v1/types.proto protos/v1/cache.proto protos/v1/worker.proto
+PROTOS := protos/v1/types.proto protos/v1/cache.proto protos/v1/host_tier.proto protos/v1/worker.proto
 
 # What peers out there speak: the last release, else the last commit.
 BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)

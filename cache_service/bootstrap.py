@@ -22,12 +22,13 @@ from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.effect_dispatcher import EffectDispatcher
 from cache_service.host_keys import HostKeysConfig, RedisHostKeys, open_client
+from cache_service.host_tier import HostTierServicer
 from cache_service.metrics import ManagerCollector, counter_of, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
 from cache_service.servicer import CacheAdminServicer, PrefixCacheServicer
 from cache_service.session import Sessions, StreamLimits
 from cache_service.watchers import Watchers, WatchLimits
-from protos.v1 import cache_pb2, cache_pb2_grpc
+from protos.v1 import cache_pb2, cache_pb2_grpc, host_tier_pb2, host_tier_pb2_grpc
 from rpc.address import HostPort
 from rpc.collector import LONG_LIVED, seldom_collected
 from rpc.deadline import deadlines
@@ -44,8 +45,13 @@ from rpc.settings import describe
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name
 ADMIN_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheAdmin"].full_name
+HOST_TIER = host_tier_pb2.DESCRIPTOR.services_by_name["HostTier"]
 # These get no timer: each is one call of a method of the manager, which never waits.
-NEVER_WAIT = (f"/{SERVICE_NAME}/Match", f"/{SERVICE_NAME}/Stats")
+NEVER_WAIT = (
+    f"/{SERVICE_NAME}/Match",
+    f"/{SERVICE_NAME}/Stats",
+    *(f"/{HOST_TIER.full_name}/{method.name}" for method in HOST_TIER.methods),
+)
 # Time that admin calls get to end.
 ADMIN_GRACE_S = 1.0
 
@@ -77,6 +83,9 @@ def manager_config(config: CacheConfig) -> ManagerConfig:
         host_ttl_ms=config.host_ttl_s * 1000,
         host_renew_ms=config.host_ttl_s * 250,
         scans_host_tiers=bool(config.redis_url),
+        host_lease_ms=config.host_lease_s * 1000,
+        max_attachments=config.max_attachments,
+        attachment_idle_ms=config.attachment_idle_s * 1000,
         grace_ms=config.grace_ms,
         max_workers=config.max_workers,
         max_live_sequences=config.max_live_sequences,
@@ -171,9 +180,12 @@ async def _serving(
     admin_servicer = CacheAdminServicer(sessions, config.max_pin_ms)
     admin_service = Service(ADMIN_NAME, cache_pb2_grpc.add_CacheAdminServicer_to_server, admin_servicer)
     servicer = PrefixCacheServicer(sessions, watchers)
-    service = Service(SERVICE_NAME, cache_pb2_grpc.add_PrefixCacheServicer_to_server, servicer)
+    services = [
+        Service(SERVICE_NAME, cache_pb2_grpc.add_PrefixCacheServicer_to_server, servicer),
+        Service(HOST_TIER.full_name, host_tier_pb2_grpc.add_HostTierServicer_to_server, HostTierServicer(sessions)),
+    ]
     async with listening(RpcServer([admin_service], arounds, limits), config.admin_listen, ADMIN_GRACE_S) as admin:
-        server = RpcServer([service], arounds, limits)
+        server = RpcServer(services, arounds, limits)
         address = await server.start(config.listen)
         try:
             yield admin, address

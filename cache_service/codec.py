@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from cache_service.core.base.stats import ClearResult, GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import (
+    AttachmentStats,
+    ClearResult,
+    GroupStats,
+    HostTierStats,
+    ManagerStats,
+    WorkerStats,
+)
 from cache_service.core.base.types import Age, Connection, Event, Explanation, Removed, Segment, Stored, WorkerMatch
 from protos.v1 import cache_pb2, types_pb2
 from rpc.version import package_version
@@ -161,6 +168,7 @@ def encode_stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
         host_tier=_host_tier_stats(value.host_tier),
         policy=value.policy,
         version=package_version(),
+        attachments=_attachment_stats(value.attachments),
     )
 
 
@@ -218,3 +226,9 @@ def _host_tier_stats(value: HostTierStats) -> cache_pb2.HostTierStats:
         spill_policy=value.spill_policy.value,
         fetch_policy=value.fetch_policy.value,
     )
+
+
+def _attachment_stats(value: AttachmentStats) -> cache_pb2.AttachmentStats:
+    fields = value._asdict()
+    misses = {reason.name.lower(): count for reason, count in fields.pop("misses")}
+    return cache_pb2.AttachmentStats(**fields, misses=misses)

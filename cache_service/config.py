@@ -43,6 +43,15 @@ class CacheConfig:
     grace_ms: int = setting(
         MANAGER.grace_ms, "How long a worker may be gone before its leases and pages are forgotten.", minimum=0
     )
+    max_attachments: int = setting(
+        MANAGER.max_attachments, "Engines that may be attached to the host tier by HostTier at once.", minimum=1
+    )
+    attachment_idle_s: int = setting(
+        MANAGER.attachment_idle_ms // 1000, "Silence of an attached engine that ends its attachment.", minimum=1
+    )
+    host_lease_s: int = setting(
+        MANAGER.host_lease_ms // 1000, "How long a lease of an attached engine holds host rows.", minimum=1
+    )
     max_live_sequences: int = setting(MANAGER.max_live_sequences, "Leases of one worker.", minimum=1)
     max_sequence_tokens: int = setting(
         MANAGER.max_sequence_tokens,

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from cache_service.compiled import CORE_FORM
-from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import AttachmentStats, GroupStats, HostTierStats, ManagerStats, WorkerStats
 from rpc.metrics import Durations
 from session.words import MissReason
 
@@ -54,6 +54,23 @@ HOST_GAUGES = (
 )
 
 
+ATTACHMENT_COUNTERS = (
+    ("attached_lookups", "Lookups of attached engines, with a lease asked for.", "num_lookups"),
+    ("attached_asked_pages", "Pages that those Lookups named.", "asked_pages"),
+    ("attached_usable_pages", "Of these, pages that the engine could use.", "usable_pages"),
+    ("attached_reserved_pages", "Pages that attached engines were to write.", "reserved_pages"),
+    ("attached_refused_pages", "Pages that found no room under the quota.", "refused_pages"),
+    ("attached_committed_pages", "Pages of attached engines that became findable.", "committed_pages"),
+    ("attached_expired_leases", "Leases that nobody released in time.", "num_expired_leases"),
+    ("attached_expired_tickets", "Tickets that were not committed in time.", "num_expired_tickets"),
+)
+ATTACHMENT_GAUGES = (
+    ("attachments", "Engines attached to the host tier.", "num_attachments"),
+    ("attached_leases", "Leases of attached engines.", "num_leases"),
+    ("attached_tickets", "Tickets under which attached engines write.", "num_tickets"),
+)
+
+
 # Name, help, field of a group's stats; 0 for the kinds of groups to which it does not apply.
 RESUME_COUNTERS = (
     ("snapshots_taken", "Snapshots that became findable after a launch.", "num_snapshots_taken"),
@@ -64,6 +81,12 @@ RESUME_COUNTERS = (
 # What an admitted request may count as; each has a series from the start, or a rate would miss its first ones.
 MISS_REASONS = tuple(
     reason for reason in MissReason if reason not in (MissReason.UNSPECIFIED, MissReason.NONE, MissReason.OTHER_SALT)
+)
+
+
+# What a Lookup may count as; UNSPECIFIED while the breaker is open.
+ATTACHED_MISS_REASONS = tuple(
+    reason for reason in MissReason if reason not in (MissReason.OTHER_SALT, MissReason.BYPASSED)
 )
 
 
@@ -81,6 +104,7 @@ class ManagerCollector(Collector):
         yield from _pool_metrics(stats.workers)
         yield from _resume_metrics(stats.workers)
         yield from _host_metrics(stats.host_tier)
+        yield from _attachment_metrics(stats.attachments)
         info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy", "core"])
         info.add_metric([stats.epoch, stats.policy, CORE_FORM], 1)
         yield info
@@ -152,6 +176,18 @@ def _host_metrics(stats: HostTierStats) -> Iterator[Metric]:
         yield CounterMetricFamily(PREFIX + name, text, value=getattr(stats, field))
     for name, text, field in HOST_GAUGES:
         yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(stats, field)))
+
+
+def _attachment_metrics(stats: AttachmentStats) -> Iterator[Metric]:
+    for name, text, field in ATTACHMENT_COUNTERS:
+        yield CounterMetricFamily(PREFIX + name, text, value=getattr(stats, field))
+    for name, text, field in ATTACHMENT_GAUGES:
+        yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(stats, field)))
+    misses = CounterMetricFamily(PREFIX + "attached_misses", "Lookups by why no more could be used.", labels=["reason"])
+    counts = dict(stats.misses)
+    for reason in ATTACHED_MISS_REASONS:
+        misses.add_metric([reason.name.lower()], counts.get(reason, 0))
+    yield misses
 
 
 class StepTimes(Collector):

@@ -18,6 +18,7 @@ CODES: dict[type[Exception], StatusCode] = {
     errors.DuplicateSequence: StatusCode.ALREADY_EXISTS,
     errors.UnknownTicket: StatusCode.INVALID_ARGUMENT,
     errors.Superseded: StatusCode.ABORTED,
+    errors.Detached: StatusCode.ABORTED,
     errors.LeasesInScope: StatusCode.FAILED_PRECONDITION,
     TooMany: StatusCode.RESOURCE_EXHAUSTED,
     watchers.WatcherTooSlow: StatusCode.RESOURCE_EXHAUSTED,

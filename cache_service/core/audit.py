@@ -11,6 +11,7 @@ from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.device_cache import DeviceCache
+from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.kinds.group import Group, SparseGroup, present
 from session.words import HASH_BYTES, PAGE_ID_BYTES, Transfer
 
@@ -214,12 +215,39 @@ def _check_hashes(cache: DeviceCache, where: str) -> None:
         assert spill.transfer.num_pages == len(spill.rows), f"{where}: a spill's rows"
 
 
+def _check_attachments(manager: CacheManager, index: HashIndex, on_the_way: dict[bytes, int]) -> None:
+    """Adds what attached engines are writing to `on_the_way`."""
+    holds: Counter[int] = Counter()
+    reserved = 0
+    for attachment in manager.attachments.all.values():
+        if attachment.view.index is not index:
+            continue
+        leases, tickets = attachment.leases.values(), attachment.tickets.values()
+        assert attachment.held_pages == sum(len(lease.rows) for lease in leases), "pages under leases"
+        assert attachment.writing_pages == sum(len(writing.rows) for writing in tickets), "pages under tickets"
+        holds.update(id(row) for lease in leases for _, row in lease.rows)
+        for writing in tickets:
+            reserved += writing.num_bytes
+            assert len(writing.done) < attachment.attach.num_ranks, "a ticket is open that every rank has committed"
+            for page_hash, groups in writing.rows:
+                key = attachment.view.fingerprint + page_hash
+                assert not on_the_way.get(key, 0) & groups, "two write the same page"
+                on_the_way[key] = on_the_way.get(key, 0) | groups
+    assert index.reserved_bytes == reserved, f"host index reserves {index.reserved_bytes} bytes, tickets {reserved}"
+    held = [row for row in index.rows.values() if row.holds]
+    assert all(row.holds == holds[id(row)] for row in index.rows.values()), "holds of a row are not those of leases"
+    counted = (index.num_held, index.held_bytes)
+    assert counted == (len(held), sum(row.num_bytes for row in held)), f"held rows and bytes are counted as {counted}"
+
+
 def _check_host(manager: CacheManager) -> None:
     for index in manager.tiers.all():
         num_bytes = sum(row.num_bytes for row in index.rows.values())
         assert index.num_bytes == num_bytes, f"host index counts {index.num_bytes} bytes, rows have {num_bytes}"
-        assert num_bytes <= max(index.quota_bytes, 0), f"host index holds {num_bytes} of {index.quota_bytes} bytes"
+        most = max(index.quota_bytes, index.held_bytes)
+        assert num_bytes <= most, f"host index holds {num_bytes} of {most} bytes"
         on_the_way: dict[bytes, int] = {}
+        _check_attachments(manager, index, on_the_way)
         for worker in manager.workers.values():
             host = worker.cache.host
             transfers = worker.cache.transfers

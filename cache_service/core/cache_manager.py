@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import TypeVar, cast
 
+from cache_service.core.attachments.attachments import Attachments
 from cache_service.core.base.cleared_scopes import ClearedScopes
 from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWorker
 from cache_service.core.base.manager_config import ManagerConfig
+from cache_service.core.base.slices import to_the_end
 from cache_service.core.base.stats import ClearResult, ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.event_log import EventLog
@@ -48,8 +49,6 @@ from session.words import Namespace, Transfer, WorkerId
 
 __all__ = ["CacheManager", "ManagerConfig"]
 
-_Result = TypeVar("_Result")
-
 # Superseded incarnations that are remembered for each worker id.
 MAX_SUPERSEDED = 64
 
@@ -62,6 +61,7 @@ class CacheManager:
         self.config, self.epoch = config, epoch
         self.workers: dict[WorkerId, Worker] = {}
         self.tiers = HostTiers(config)
+        self.attachments = Attachments(config, self.tiers, epoch)
         self._superseded: dict[WorkerId, deque[str]] = {}
         self._ticket_ids = TicketIds()
         self.lease_bytes = TokenBytes()
@@ -116,7 +116,8 @@ class CacheManager:
         return self._welcome(worker)
 
     def _prune_tiers(self) -> None:
-        self.tiers.prune({worker.hello.host_tier_id for worker in self.workers.values()})
+        named = {worker.hello.host_tier_id for worker in self.workers.values()}
+        self.tiers.prune(named | self.attachments.tier_ids())
 
     def _welcome_back(self, worker: Worker, hello: Hello) -> Welcome:
         old = worker.hello
@@ -229,7 +230,7 @@ class CacheManager:
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None
     ) -> tuple[Explanation, ...]:
         """Runs `explaining` to its end; for tests."""
-        return _to_the_end(self.explaining(namespace, tokens, worker_id, 0))
+        return to_the_end(self.explaining(namespace, tokens, worker_id, 0))
 
     def explaining(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None, now_ms: int
@@ -268,7 +269,7 @@ class CacheManager:
 
     def clear(self, namespace: Namespace | None, unused_only: bool) -> ClearResult:
         """Runs `clearing` to its end; for tests and replays. Raises LeasesInScope."""
-        return _to_the_end(self.clearing(namespace, unused_only))
+        return to_the_end(self.clearing(namespace, unused_only))
 
     def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
         """Drop what is cached, on devices and in the host tier; with leases in scope only what nobody holds.
@@ -276,8 +277,9 @@ class CacheManager:
         To be run to its end; other calls may come between the slices. Raises LeasesInScope at the first one.
         """
         caches = [worker.cache for worker in self.workers.values()]
-        if not unused_only and any(upkeep.has_holders(cache, namespace) for cache in caches):
-            raise LeasesInScope("namespace", "live sequences or open spills hold pages in scope")
+        is_held = self.attachments.is_in_scope(namespace) or any(upkeep.has_holders(one, namespace) for one in caches)
+        if is_held and not unused_only:
+            raise LeasesInScope("namespace", "live sequences, open spills or attached engines hold pages in scope")
         if dry_run:
             return (yield from clearing.count(caches, self.tiers.all(), namespace))
         if namespace is None and not unused_only:
@@ -302,12 +304,12 @@ class CacheManager:
 
     def stats(self) -> ManagerStats:
         workers = tuple(worker_stats(worker) for worker in self.workers.values())
-        return ManagerStats(self.epoch, self.config.policy, workers, self.tiers.stats())
+        return ManagerStats(self.epoch, self.config.policy, workers, self.tiers.stats(), self.attachments.stats())
 
     # Time, and what leaves.
 
     def tick(self, now_ms: int) -> None:
-        """Grace periods, soft pins, write_back spills, breakers."""
+        """Grace periods, soft pins, write_back spills, breakers, attached engines."""
         for worker in list(self.workers.values()):
             if worker.gone_since_ms is not None and now_ms - worker.gone_since_ms >= self.config.grace_ms:
                 self._forget(worker)
@@ -315,6 +317,8 @@ class CacheManager:
             else:
                 upkeep.tick(worker.cache, now_ms)
         self.tiers.tick(now_ms)
+        if self.attachments.tick(now_ms):
+            self._prune_tiers()
 
     def take_orders(self, worker_id: WorkerId) -> tuple[Transfer | Forget, ...]:
         """New spill orders for this worker, each open until its ack, and what Clear calls dropped since it was told."""
@@ -352,7 +356,7 @@ class CacheManager:
 
     def num_host_deletes(self) -> int:
         """Rows whose keys wait to be taken for deletion."""
-        return sum(len(index.queues.deletes) for index in self.tiers.shared.values())
+        return self.tiers.num_deletes()
 
     def take_host_touches(self) -> tuple[bytes, ...]:
         """Keys whose time to live is to be refreshed, tails before heads."""
@@ -361,9 +365,8 @@ class CacheManager:
     # The host tier. `host_tier_id` is Hello.host_tier_id of a SHARED tier.
 
     def host_tiers(self) -> tuple[tuple[str, bytes], ...]:
-        """(host_tier_id, fingerprint) of every shared tier that a worker named: what to scan and to watch."""
-        shared = self.tiers.shared.items()
-        return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
+        """(host_tier_id, fingerprint) of every shared tier that anybody named: what to scan and to watch."""
+        return self.tiers.named()
 
     def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         """Rows that a scan found, those used last in front. Returns how many became findable."""
@@ -378,6 +381,7 @@ class CacheManager:
         index = self.tiers.shared.get(host_tier_id)
         if index is None:
             return
+        self.attachments.lost(index)
         index.lose()
         for worker in self.workers.values():
             if worker.cache.host is not None and worker.cache.host.index is index:
@@ -388,11 +392,3 @@ class CacheManager:
 
     def report_host_ok(self, host_tier_id: str) -> None:
         self.tiers.report_ok(host_tier_id)
-
-
-def _to_the_end(slices: Generator[None, None, _Result]) -> _Result:
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return cast(_Result, end.value)

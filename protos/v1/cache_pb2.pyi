@@ -1241,6 +1241,7 @@ class StatsResponse(_message.Message):
     HOST_TIER_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ATTACHMENTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     policy: _builtins.str
     """Name of the eviction policy."""
@@ -1250,6 +1251,8 @@ class StatsResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
     @_builtins.property
     def host_tier(self) -> Global___HostTierStats: ...
+    @_builtins.property
+    def attachments(self) -> Global___AttachmentStats: ...
     def __init__(
         self,
         *,
@@ -1258,10 +1261,11 @@ class StatsResponse(_message.Message):
         host_tier: Global___HostTierStats | None = ...,
         policy: _builtins.str = ...,
         version: _builtins.str = ...,
+        attachments: Global___AttachmentStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host_tier", b"host_tier"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "host_tier", b"host_tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host_tier", b"host_tier", "policy", b"policy", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "epoch", b"epoch", "host_tier", b"host_tier", "policy", b"policy", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
@@ -1453,6 +1457,79 @@ class HostTierStats(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HostTierStats: _TypeAlias = HostTierStats  # noqa: Y015
+
+@_typing.final
+class AttachmentStats(_message.Message):
+    """Engines that use the host tier by the service HostTier, all together, since the service's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MissesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    NUM_ATTACHMENTS_FIELD_NUMBER: _builtins.int
+    NUM_LEASES_FIELD_NUMBER: _builtins.int
+    NUM_TICKETS_FIELD_NUMBER: _builtins.int
+    NUM_LOOKUPS_FIELD_NUMBER: _builtins.int
+    ASKED_PAGES_FIELD_NUMBER: _builtins.int
+    USABLE_PAGES_FIELD_NUMBER: _builtins.int
+    RESERVED_PAGES_FIELD_NUMBER: _builtins.int
+    REFUSED_PAGES_FIELD_NUMBER: _builtins.int
+    COMMITTED_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
+    NUM_EXPIRED_TICKETS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    num_attachments: _builtins.int
+    num_leases: _builtins.int
+    num_tickets: _builtins.int
+    num_lookups: _builtins.int
+    """Lookups with a lease asked for, the pages that they named, and those of them that could be used."""
+    asked_pages: _builtins.int
+    usable_pages: _builtins.int
+    reserved_pages: _builtins.int
+    """Pages that engines may write, those that found no room, those that became findable."""
+    refused_pages: _builtins.int
+    committed_pages: _builtins.int
+    num_expired_leases: _builtins.int
+    num_expired_tickets: _builtins.int
+    @_builtins.property
+    def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By the lower-case name of a MissReason: Lookups by why no more of them could be used."""
+
+    def __init__(
+        self,
+        *,
+        num_attachments: _builtins.int = ...,
+        num_leases: _builtins.int = ...,
+        num_tickets: _builtins.int = ...,
+        num_lookups: _builtins.int = ...,
+        asked_pages: _builtins.int = ...,
+        usable_pages: _builtins.int = ...,
+        reserved_pages: _builtins.int = ...,
+        refused_pages: _builtins.int = ...,
+        committed_pages: _builtins.int = ...,
+        num_expired_leases: _builtins.int = ...,
+        num_expired_tickets: _builtins.int = ...,
+        misses: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "committed_pages", b"committed_pages", "misses", b"misses", "num_attachments", b"num_attachments", "num_expired_leases", b"num_expired_leases", "num_expired_tickets", b"num_expired_tickets", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___AttachmentStats: _TypeAlias = AttachmentStats  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):

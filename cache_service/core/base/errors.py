@@ -8,6 +8,7 @@ FieldError (session.errors)   field, reason
 ├── DuplicateSequence         the sequence id holds a lease already                   ALREADY_EXISTS
 ├── UnknownTicket             the ticket was never issued                             INVALID_ARGUMENT
 ├── Superseded                a newer incarnation or stream of the worker took over   ABORTED
+├── Detached                  the attachment has ended, or is of a former epoch          ABORTED
 └── LeasesInScope             clear would take pages that live sequences hold         FAILED_PRECONDITION
 """
 
@@ -33,6 +34,10 @@ class UnknownTicket(FieldError):
 
 
 class Superseded(FieldError):
+    pass
+
+
+class Detached(FieldError):
     pass
 
 

@@ -33,6 +33,9 @@ class ManagerConfig:
     host_ttl_ms: int = 86_400_000  # life of a value in a shared store after its last use
     host_renew_ms: int = 21_600_000  # a row in use is renewed at most this often
     scans_host_tiers: bool = False  # whether somebody scans shared tiers; spills to one wait for `host_scanned`
+    host_lease_ms: int = 60_000  # of an attached engine on host rows
+    max_attachments: int = 256
+    attachment_idle_ms: int = 600_000
     write_back_low_water: float = 0.1
     max_pinned_share: float = 0.5  # of a worker's pages, under Pin calls
     max_spill_ms: int = 120_000  # a spill that is not acknowledged by then is given up, a fetch is late
@@ -56,6 +59,9 @@ class ManagerConfig:
             "max_spill_ms",
             "max_lease_bytes",
             "max_total_lease_bytes",
+            "max_attachments",
+            "host_lease_ms",
+            "attachment_idle_ms",
         ):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, "must be at least 1")

@@ -15,14 +15,15 @@ _NAMESPACE_TAG = b"stemcache.namespace.1"
 _PAGE_TAG = b"stemcache.page.1"
 
 
-def _frame(field: bytes) -> bytes:
+def frame(field: bytes) -> bytes:
+    """Returns the field with its length in front."""
     return len(field).to_bytes(8, "little") + field
 
 
 @lru_cache(maxsize=4096)
 def namespace_digest(namespace: Namespace) -> bytes:
     """Returns the digest that the namespace's page hashes are chained from."""
-    return sha256(_frame(_NAMESPACE_TAG) + b"".join(_frame(field.encode()) for field in namespace)).digest()
+    return sha256(frame(_NAMESPACE_TAG) + b"".join(frame(field.encode()) for field in namespace)).digest()
 
 
 def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_bytes: int) -> bytes:
@@ -32,7 +33,7 @@ def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_ke
 
 def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_bytes: int) -> list[bytes]:
     """Yields the same hashes one by one."""
-    head = _frame(_PAGE_TAG) + _frame(digest)
+    head = frame(_PAGE_TAG) + frame(digest)
     length = page_key_bytes.to_bytes(8, "little")
     inner = sha256(head + HASH_BYTES.to_bytes(8, "little"))
     first = inner if parent else sha256(head + bytes(8))

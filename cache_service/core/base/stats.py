@@ -60,11 +60,29 @@ class HostTierStats(NamedTuple):
     fetch_policy: FetchPolicy
 
 
+class AttachmentStats(NamedTuple):
+    """Of all attached engines together. Pages are counted once, whatever their groups."""
+
+    num_attachments: int
+    num_leases: int
+    num_tickets: int
+    num_lookups: int
+    asked_pages: int
+    usable_pages: int
+    reserved_pages: int
+    refused_pages: int
+    committed_pages: int
+    num_expired_leases: int
+    num_expired_tickets: int
+    misses: tuple[tuple[MissReason, int], ...]
+
+
 class ManagerStats(NamedTuple):
     epoch: str
     policy: str
     workers: tuple[WorkerStats, ...]
     host_tier: HostTierStats
+    attachments: AttachmentStats
 
 
 class ClearResult(NamedTuple):

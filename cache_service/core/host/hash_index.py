@@ -1,10 +1,12 @@
 """Page hash -> host copies of one host tier: rows, their quota and last use.
 
-A row says which groups of a page the tier holds; rows of different fingerprints never meet.
+A row says which groups of a page the tier holds; rows of different fingerprints never meet. Leases of attached engines
+hold rows: these go neither by the quota nor by age.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,15 @@ class HostRow:
     namespace: Namespace | None
     stamp: int
     used_ms: int = 0
+    holds: int = 0  # leases
+
+
+class DropListener(ABC):
+    """Is told of each row that goes, while the store goes on."""
+
+    @abstractmethod
+    def dropped(self, key: bytes, is_cleared: bool) -> None:
+        """`key`: fingerprint and page hash; `is_cleared`: by a Clear call."""
 
 
 @dataclass(slots=True)
@@ -60,6 +71,9 @@ class HashIndex:
         self.unscanned: set[bytes] = set()  # fingerprints whose rows a scan is yet to find
         self.queues = KeyQueues()  # empty unless the tier is shared
         self.counters = HostCounters()
+        self.num_held = self.held_bytes = 0  # rows that leases hold
+        self.reserved_bytes = 0  # of pages that attached engines are writing
+        self.drop_listener: DropListener | None = None
         self.now_ms = 0  # of the last tick
         self._stamp = 0
         self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
@@ -114,7 +128,7 @@ class HashIndex:
         row = self.rows.get(key)
         if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
             return False
-        return self._drop(key)
+        return self._drop(key, is_cleared=True)
 
     def key_prefix(self, fingerprint: bytes, group: int) -> str:
         """See TransferPages."""
@@ -167,6 +181,7 @@ class HashIndex:
                 row.groups |= 1 << group
                 row.num_bytes += page_bytes * ranks
                 self.num_bytes += page_bytes * ranks
+                self.held_bytes += page_bytes * ranks if row.holds else 0
         row.namespace = row.namespace or namespace
         self._use(key, row)
 
@@ -218,18 +233,47 @@ class HashIndex:
         row.used_ms = self.now_ms
         self.rows.move_to_end(key)
 
+    def hold(self, key: bytes) -> HostRow:
+        """A lease holds this row, which is there, and has just used it. Returns it, for `let_go`."""
+        row = self.rows[key]
+        if not row.holds:
+            self.num_held += 1
+            self.held_bytes += row.num_bytes
+        row.holds += 1
+        return row
+
+    def let_go(self, key: bytes, row: HostRow) -> None:
+        """The lease has ended; the row may have gone meanwhile."""
+        row.holds -= 1
+        if not row.holds and self.rows.get(key) is row:
+            self.num_held -= 1
+            self.held_bytes -= row.num_bytes
+
+    def _oldest(self) -> bytes | None:
+        """Returns the least recently used row that nobody holds. Held ones before it are in use now."""
+        while len(self.rows) > self.num_held:
+            key = next(iter(self.rows))
+            row = self.rows[key]
+            if not row.holds:
+                return key
+            self._use(key, row)
+        return None
+
     def expire(self, before_ms: int, most: int) -> None:
         """Drop at most `most` rows that were last used before that: a shared store's time to live has ended them."""
         for _ in range(most if self.shared else 0):
-            key = next(iter(self.rows), None)
+            key = self._oldest()
             if key is None or self.rows[key].used_ms >= before_ms:
                 return
             self._drop(key)
 
     def shrink(self) -> None:
-        """Drop the least recently used rows beyond the quota."""
-        while self.num_bytes > self.quota_bytes and self.rows:
-            self._drop(next(iter(self.rows)))
+        """Drop the least recently used rows beyond the quota, but none that a lease holds."""
+        while self.num_bytes > self.quota_bytes:
+            key = self._oldest()
+            if key is None:
+                return
+            self._drop(key)
 
     def lose(self) -> None:
         """The store lost everything: forget the rows; there is nothing to delete."""
@@ -237,13 +281,18 @@ class HashIndex:
         self.queues.clear()
         self._seen_ranks.clear()
         self._hidden.clear()
-        self.num_bytes = 0
+        self.num_bytes = self.num_held = self.held_bytes = 0
 
-    def _drop(self, key: bytes) -> bool:
+    def _drop(self, key: bytes, is_cleared: bool = False) -> bool:
         row = self.rows.pop(key, None)
         if row is None:
             return False
         self.num_bytes -= row.num_bytes
+        if row.holds:
+            self.num_held -= 1
+            self.held_bytes -= row.num_bytes
+        if self.drop_listener is not None:
+            self.drop_listener.dropped(key, is_cleared)
         if self.shared:
             self.queues.delete(key, row.groups)
             self.queues.untouch(key)

@@ -13,7 +13,7 @@ from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex, HostView
 from cache_service.core.host.host_key import parse_key
 from session.messages import Hello
-from session.words import HostTierKind, WorkerId
+from session.words import GroupSpec, HostTierKind, WorkerId
 
 # A shared tier whose workers are all gone is kept for their return, but not many of them.
 MAX_UNUSED_TIERS = 4
@@ -35,18 +35,20 @@ class HostTiers:
         """The tier as this worker reaches it; None where it has none."""
         if hello.host_tier is HostTierKind.NONE:
             return None
-        is_shared = hello.host_tier is HostTierKind.SHARED
-        if is_shared:
-            # Last named, last in the order: what is pruned was named longest ago.
-            index = self.shared.pop(hello.host_tier_id, None) or self._make(is_shared)
-            self.shared[hello.host_tier_id] = index
+        if hello.host_tier is HostTierKind.SHARED:
+            index = self.shared_index(hello.host_tier_id)
         else:
-            index = self.private[hello.worker_id] = self._make(is_shared)
-        if is_shared and self._config.scans_host_tiers and hello.fingerprint not in index.group_bytes:
+            index = self.private[hello.worker_id] = self._make(is_shared=False)
+        if index.shared and self._config.scans_host_tiers and hello.fingerprint not in index.group_bytes:
             index.unscanned.add(hello.fingerprint)
-        index.num_ranks[hello.fingerprint] = hello.num_ranks
-        index.group_bytes[hello.fingerprint] = tuple(spec.page_bytes for spec in hello.groups)
-        return HostView(index, hello.fingerprint)
+        return make_view(index, hello.fingerprint, hello.num_ranks, hello.groups)
+
+    def shared_index(self, host_tier_id: str) -> HashIndex:
+        """The index of a store that somebody names now."""
+        # Last named, last in the order: what is pruned was named longest ago.
+        index = self.shared.pop(host_tier_id, None) or self._make(is_shared=True)
+        self.shared[host_tier_id] = index
+        return index
 
     def prune(self, in_use: set[str]) -> None:
         """A flushed store comes back under a new identity: keep few of those that no worker names any more."""
@@ -103,6 +105,15 @@ class HostTiers:
             index.now_ms = now_ms
             index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
 
+    def named(self) -> tuple[tuple[str, bytes], ...]:
+        """(host_tier_id, fingerprint) of every shared tier that anybody named."""
+        shared = self.shared.items()
+        return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
+
+    def num_deletes(self) -> int:
+        """Rows whose keys wait to be taken for deletion."""
+        return sum(len(index.queues.deletes) for index in self.shared.values())
+
     def has_work(self) -> bool:
         return any(index.queues for index in self.all())
 
@@ -126,3 +137,10 @@ class HostTiers:
             spill_policy=self._config.spill,
             fetch_policy=self._config.fetch,
         )
+
+
+def make_view(index: HashIndex, fingerprint: bytes, num_ranks: int, groups: Sequence[GroupSpec]) -> HostView:
+    """The tier as those see it who read and write pages of this fingerprint."""
+    index.num_ranks[fingerprint] = num_ranks
+    index.group_bytes[fingerprint] = tuple(spec.page_bytes for spec in groups)
+    return HostView(index, fingerprint)

@@ -1,0 +1,141 @@
+"""One attached engine as the manager keeps it: what it declared, its leases, and the tickets that it writes under."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from cache_service.core.attachments.messages import Attach, Path
+from cache_service.core.attachments.path_hashes import PathHashes, hash_path
+from cache_service.core.device.eviction import Lru
+from cache_service.core.host.hash_index import HostRow, HostView
+from cache_service.core.kinds.group import Group
+from cache_service.core.kinds.layout import make_groups, make_layout
+from session.words import MissReason, Namespace
+
+
+@dataclass(slots=True)
+class TierLease:
+    """Rows that the quota and their age leave alone. `hashes`: of the pages from Lookup's `local_pages` on."""
+
+    namespace: Namespace
+    hashes: tuple[bytes, ...]
+    rows: tuple[tuple[bytes, HostRow], ...]
+    until_ms: int
+
+
+@dataclass(slots=True)
+class Writing:
+    """A ticket: rows of a page hash and the groups to write, in path order; `done` by rank and group, in pages."""
+
+    namespace: Namespace
+    rows: tuple[tuple[bytes, int], ...]
+    num_bytes: int
+    until_ms: int
+    done: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def num_pages(self, group: int) -> int:
+        return sum(groups >> group & 1 for _, groups in self.rows)
+
+
+@dataclass(slots=True)
+class AttachmentCounters:
+    """Of all attachments. Pages are counted once, whatever their groups."""
+
+    lookups: int = 0
+    asked_pages: int = 0
+    usable_pages: int = 0
+    reserved_pages: int = 0
+    refused_pages: int = 0
+    committed_pages: int = 0
+    expired_leases: int = 0
+    expired_tickets: int = 0
+    misses: dict[MissReason, int] = field(default_factory=dict)
+
+
+class Attachment:
+    """`groups` say where a sequence can resume; they have no page on a device here."""
+
+    def __init__(self, number: int, attach: Attach, view: HostView, now_ms: int) -> None:
+        self.number, self.attach, self.view, self.used_ms = number, attach, view, now_ms
+        self.layout = make_layout(attach.groups, attach.page_tokens)
+        self.groups: tuple[Group, ...] = make_groups(self.layout, Lru())
+        self.sparse = tuple(group for group in self.groups if not self.layout.full_mask >> group.number & 1)
+        self.leases: OrderedDict[int, TierLease] = OrderedDict()  # all last equally long: the oldest ends first
+        self.tickets: OrderedDict[int, Writing] = OrderedDict()
+        self.last_lease = self.last_ticket = 0
+        self.held_pages = self.writing_pages = 0
+
+    def namespace(self, path: Path) -> Namespace:
+        return Namespace(self.attach.model, path.adapter, path.salt)
+
+    def hashes(self, path: Path) -> PathHashes:
+        return hash_path(self.namespace(path), path, self.attach.page_tokens)
+
+    def page_bytes(self, groups: int) -> int:
+        """Bytes of one page of these groups (a bit mask) on all ranks."""
+        sizes = enumerate(self.attach.groups)
+        return sum(spec.page_bytes for group, spec in sizes if groups >> group & 1) * self.attach.num_ranks
+
+    # Leases.
+
+    def add_lease(self, lease: TierLease) -> int:
+        self.last_lease += 1
+        self.leases[self.last_lease] = lease
+        self.held_pages += len(lease.rows)
+        return self.last_lease
+
+    def end_lease(self, number: int) -> TierLease | None:
+        """Let go of its rows. Returns it; None where it has ended before."""
+        lease = self.leases.pop(number, None)
+        if lease is not None:
+            self.held_pages -= len(lease.rows)
+            for key, row in lease.rows:
+                self.view.index.let_go(key, row)
+        return lease
+
+    # Tickets.
+
+    def add_ticket(self, writing: Writing) -> int:
+        index, fingerprint = self.view.index, self.view.fingerprint
+        for page_hash, groups in writing.rows:
+            index.begin(fingerprint, page_hash, groups)
+        index.reserved_bytes += writing.num_bytes
+        self.last_ticket += 1
+        self.tickets[self.last_ticket] = writing
+        self.writing_pages += len(writing.rows)
+        return self.last_ticket
+
+    def end_ticket(self, number: int, done: dict[int, int]) -> int:
+        """The first `done[group]` pages of each group become rows; keys of the others are dropped, since a rank may
+        have written some. Returns how many pages have become findable."""
+        writing = self.tickets.pop(number)
+        self.writing_pages -= len(writing.rows)
+        index, fingerprint = self.view.index, self.view.fingerprint
+        index.reserved_bytes -= writing.num_bytes
+        left = dict(done)
+        added: list[tuple[bytes, int]] = []
+        for page_hash, groups in writing.rows:
+            index.end(fingerprint, page_hash, groups)
+            written = 0
+            for group in left:
+                if groups >> group & 1 and left[group]:
+                    left[group] -= 1
+                    written |= 1 << group
+            if written:
+                added.append((page_hash, written))
+            if groups != written:
+                index.delete(fingerprint, page_hash, groups & ~written)
+        for page_hash, groups in reversed(added):
+            index.add(fingerprint, page_hash, groups, writing.namespace)
+        # The store learns the order too, for a service that is started anew and reads it from the times to live.
+        index.touch(fingerprint, [page_hash for page_hash, _ in added])
+        index.counters.spilled += len(added)
+        index.shrink()
+        return len(added)
+
+    def is_in_scope(self, namespace: Namespace | None) -> bool:
+        """Whether a lease or a ticket is of the namespace (None: of any)."""
+        names = [lease.namespace for lease in self.leases.values()]
+        names += [writing.namespace for writing in self.tickets.values()]
+        return any(namespace in (None, name) for name in names)

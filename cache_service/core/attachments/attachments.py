@@ -1,0 +1,177 @@
+"""The verbs of attached engines: attach, lookup, reserve, commit, release; and what time does to leases and tickets.
+
+An attachment ends when it is silent for too long, or when its store is lost. A call of one that has ended, or of a
+former epoch, raises Detached: the engine attaches again, and nothing that it wrote before becomes findable by its word.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cache_service.core.attachments import lookup as looking
+from cache_service.core.attachments import writing
+from cache_service.core.attachments.attachment import Attachment, AttachmentCounters
+from cache_service.core.attachments.gone_rows import GoneRows
+from cache_service.core.attachments.messages import (
+    MAX_HELD_PAGES,
+    MAX_PATH_PAGES,
+    Attach,
+    Attached,
+    AttachmentId,
+    Commit,
+    Committed,
+    Found,
+    LeaseEnd,
+    Lookup,
+    Reserve,
+    Reserved,
+    TierLimits,
+)
+from cache_service.core.attachments.path_hashes import layout_fingerprint
+from cache_service.core.base.errors import Detached
+from cache_service.core.base.manager_config import ManagerConfig
+from cache_service.core.base.stats import AttachmentStats
+from cache_service.core.host.hash_index import HashIndex
+from cache_service.core.host.host_key import scan_prefix
+from cache_service.core.host.host_tiers import HostTiers, make_view
+from session.errors import TooMany
+from session.words import HASH_BYTES, Namespace
+
+# Fingerprints of attached engines that one store is known to have rows of.
+MAX_FINGERPRINTS = 4_096
+
+
+class Attachments:
+    """All attached engines. Their rows are in the same index as those of workers that name the same store."""
+
+    def __init__(self, config: ManagerConfig, tiers: HostTiers, epoch: str) -> None:
+        self._config, self._tiers, self._epoch = config, tiers, epoch
+        self._last_number = 0
+        self._fingerprints: set[bytes] = set()
+        self.all: OrderedDict[int, Attachment] = OrderedDict()  # silent for longest first
+        self.counters = AttachmentCounters()
+        self.limits = TierLimits(
+            max_pages=MAX_PATH_PAGES,
+            max_leases=config.max_live_sequences,
+            max_held_pages=MAX_HELD_PAGES,
+            max_tickets=config.max_open_tickets,
+            lease_ms=config.host_lease_ms,
+            ticket_ms=config.max_spill_ms,
+            idle_ms=config.attachment_idle_ms,
+            ttl_ms=config.host_ttl_ms,
+        )
+
+    def attach(self, attach: Attach, now_ms: int) -> Attached:
+        """Raises TooMany."""
+        if len(self.all) >= self._config.max_attachments:
+            raise TooMany("attach", f"there are {self._config.max_attachments} attachments already")
+        fingerprint = layout_fingerprint(attach)
+        index = self._tiers.shared_index(attach.host_tier_id)
+        if fingerprint not in index.group_bytes and len(index.group_bytes) >= MAX_FINGERPRINTS:
+            self._forget_fingerprints(index)
+            if len(index.group_bytes) >= MAX_FINGERPRINTS:
+                raise TooMany("attach.fingerprint", f"the store has rows of {MAX_FINGERPRINTS} others")
+        if index.drop_listener is None:
+            index.drop_listener = GoneRows()
+        self._last_number += 1
+        view = make_view(index, fingerprint, attach.num_ranks, attach.groups)
+        self._fingerprints.add(fingerprint)
+        self.all[self._last_number] = Attachment(self._last_number, attach, view, now_ms)
+        return Attached(self._epoch, self._last_number, self.limits, scan_prefix(fingerprint).decode())
+
+    def _forget_fingerprints(self, index: HashIndex) -> None:
+        """Of engines that are gone, and that left no row."""
+        used = {key[:-HASH_BYTES] for key in (*index.all_keys(), *index.pending)}
+        used |= {attachment.view.fingerprint for attachment in self.all.values()}
+        for fingerprint in self._fingerprints.intersection(index.group_bytes) - used:
+            self._fingerprints.discard(fingerprint)
+            del index.group_bytes[fingerprint], index.num_ranks[fingerprint]
+
+    def find(self, named: AttachmentId, call: str, now_ms: int) -> Attachment:
+        """The attachment, which has just called. Raises Detached."""
+        if named.epoch != self._epoch:
+            raise Detached(f"{call}.epoch", "the service was started anew: attach again")
+        attachment = self.all.get(named.number)
+        if attachment is None:
+            raise Detached(f"{call}.attachment", f"{named.number} has ended: attach again")
+        attachment.used_ms = now_ms
+        self.all.move_to_end(named.number)
+        return attachment
+
+    def lookup(self, attachment: Attachment, lookup: Lookup, now_ms: int) -> Found:
+        """Raises InvalidInput, TooMany; then nothing changed."""
+        until_ms = now_ms + self.limits.lease_ms
+        return looking.look_up(attachment, lookup, self.limits.max_leases, until_ms, self.counters)
+
+    def reserve(self, attachment: Attachment, reserve: Reserve, now_ms: int) -> Reserved:
+        """Raises InvalidInput, TooMany; then nothing changed."""
+        until_ms = now_ms + self.limits.ticket_ms
+        return writing.reserve(attachment, reserve, self.limits.max_tickets, until_ms, self.counters)
+
+    def commit(self, attachment: Attachment, commit: Commit, now_ms: int) -> Committed:
+        """Raises InvalidInput, UnknownTicket; then nothing changed."""
+        return writing.commit(attachment, commit, now_ms, self.counters)
+
+    def release(self, attachment: Attachment, ends: Sequence[LeaseEnd], now_ms: int) -> int:
+        """Returns how many of the leases were held. Raises InvalidInput; then nothing changed."""
+        for number, end in enumerate(ends):
+            writing.check_end(attachment, end, f"release.ends[{number}]")
+        return sum(writing.release(attachment, end, now_ms) for end in ends)
+
+    # Time, and what ends attachments.
+
+    def tick(self, now_ms: int) -> bool:
+        """Leases and tickets end; so do attachments that were silent for too long. Returns whether one did."""
+        num_before = len(self.all)
+        for attachment in self.all.values():
+            while attachment.leases and next(iter(attachment.leases.values())).until_ms <= now_ms:
+                attachment.end_lease(next(iter(attachment.leases)))
+                self.counters.expired_leases += 1
+            while attachment.tickets and next(iter(attachment.tickets.values())).until_ms <= now_ms:
+                attachment.end_ticket(next(iter(attachment.tickets)), {})
+                self.counters.expired_tickets += 1
+            attachment.view.index.shrink()
+        while self.all and now_ms - next(iter(self.all.values())).used_ms >= self.limits.idle_ms:
+            self._end(next(iter(self.all)))
+        return len(self.all) < num_before
+
+    def lost(self, index: HashIndex) -> None:
+        """The store was flushed or replaced: who goes on must look which one it has now."""
+        for number in [number for number, attachment in self.all.items() if attachment.view.index is index]:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        attachment = self.all.pop(number)
+        for lease in list(attachment.leases):
+            attachment.end_lease(lease)
+        for ticket in list(attachment.tickets):
+            attachment.end_ticket(ticket, {})
+        attachment.view.index.shrink()
+
+    # For the manager.
+
+    def tier_ids(self) -> set[str]:
+        """The stores that attached engines name."""
+        return {attachment.attach.host_tier_id for attachment in self.all.values()}
+
+    def is_in_scope(self, namespace: Namespace | None) -> bool:
+        """Whether a lease or a ticket is of the namespace (None: of any)."""
+        return any(attachment.is_in_scope(namespace) for attachment in self.all.values())
+
+    def stats(self) -> AttachmentStats:
+        counters = self.counters
+        return AttachmentStats(
+            num_attachments=len(self.all),
+            num_leases=sum(len(attachment.leases) for attachment in self.all.values()),
+            num_tickets=sum(len(attachment.tickets) for attachment in self.all.values()),
+            num_lookups=counters.lookups,
+            asked_pages=counters.asked_pages,
+            usable_pages=counters.usable_pages,
+            reserved_pages=counters.reserved_pages,
+            refused_pages=counters.refused_pages,
+            committed_pages=counters.committed_pages,
+            num_expired_leases=counters.expired_leases,
+            num_expired_tickets=counters.expired_tickets,
+            misses=tuple(sorted(counters.misses.items())),
+        )

@@ -1,0 +1,122 @@
+"""How far an attached engine can resume a path from the host tier, and which pages it has to read for that."""
+
+from __future__ import annotations
+
+from cache_service.core.attachments.attachment import Attachment, AttachmentCounters, TierLease
+from cache_service.core.attachments.gone_rows import why_gone
+from cache_service.core.attachments.messages import MAX_HELD_PAGES, Found, Lookup, TierPages
+from cache_service.core.attachments.path_hashes import PathHashes
+from cache_service.core.kinds.group import Group, limiting_group, resume
+from session.errors import InvalidInput, TooMany
+from session.words import MissReason
+
+# Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
+_MOST_AT_ONCE = 512
+
+
+def look_up(
+    attachment: Attachment, lookup: Lookup, max_leases: int, lease_until_ms: int, counters: AttachmentCounters
+) -> Found:
+    """Raises InvalidInput, TooMany; then nothing changed."""
+    hashes = attachment.hashes(lookup.path)
+    if lookup.local_pages > hashes.num_pages:
+        raise InvalidInput("lookup.local_pages", f"is {lookup.local_pages}; the path has {hashes.num_pages} pages")
+    found = _find(attachment, hashes, lookup.local_pages)
+    if not lookup.lease:
+        return found
+    if found.pages:
+        found = found._replace(lease=_take_lease(attachment, lookup, hashes, found, max_leases, lease_until_ms))
+    counters.lookups += 1
+    counters.asked_pages += max(hashes.reusable_pages - lookup.local_pages, 0)
+    counters.usable_pages += found.usable_pages - lookup.local_pages
+    counters.misses[found.miss_reason] = counters.misses.get(found.miss_reason, 0) + 1
+    return found
+
+
+def _find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
+    index = attachment.view.index
+    if index.breaker.is_open:
+        return Found(local, local, breaker_open=True)
+    limit = max(hashes.reusable_pages, local)
+    floor = index.floor(hashes.digest)
+    matched = _matched(attachment, hashes, local, limit, floor)
+    flags = _residency(attachment, hashes, local, matched, floor)
+    # At the end of what it holds itself the engine can resume, whatever the tier has.
+    usable = max(resume(attachment.sparse, flags, matched), local)
+    limiting = limiting_group(attachment.sparse, flags, matched) if usable < matched else None
+    if limiting is not None:
+        reason = limiting.miss_reason
+    elif matched < limit:
+        reason = why_gone(index, attachment.view.fingerprint + hashes.run(matched, matched + 1)[0])
+    else:
+        reason = MissReason.PAGE_TAIL if hashes.reusable_pages < hashes.num_pages else MissReason.NONE
+    pages = _to_read(attachment, hashes, local, usable)
+    return Found(usable, matched, 0, pages, limiting.spec.name if limiting is not None else "", reason)
+
+
+def _matched(attachment: Attachment, hashes: PathHashes, local: int, limit: int, floor: int) -> int:
+    """Leading pages that the FULL groups have; without such a group any page may be the one to resume from."""
+    mask = attachment.layout.full_mask
+    if not mask:
+        return limit
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    page, count = local, 1
+    while page < limit:
+        stop = min(page + count, limit)
+        page += index.leading(fingerprint, hashes.run(page, stop), mask, floor)
+        if page < stop:
+            break
+        count = min(2 * count, _MOST_AT_ONCE)
+    return page
+
+
+def _residency(attachment: Attachment, hashes: PathHashes, local: int, end: int, floor: int) -> list[bytes]:
+    """For each group with holes a byte for each page up to `end`; what the engine resumes from itself counts."""
+    if not attachment.sparse:
+        return []
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    flags = [bytearray(b"\1" * local) for _ in attachment.sparse]
+    for page_hash in hashes.run(local, end):
+        groups = index.groups(fingerprint, page_hash, floor)
+        for resident, group in zip(flags, attachment.sparse, strict=True):
+            resident.append(groups >> group.number & 1)
+    return [bytes(resident) for resident in flags]
+
+
+def _to_read(attachment: Attachment, hashes: PathHashes, local: int, usable: int) -> tuple[TierPages, ...]:
+    if usable == local:
+        return ()
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    found = []
+    for group in attachment.groups:
+        first = _first_read(attachment, group, local, usable)
+        if first < usable:
+            prefix = index.key_prefix(fingerprint, group.number)
+            page_hashes = tuple(hashes.run(first, usable))
+            found.append(TierPages(group.number, prefix, tuple(range(first, usable)), page_hashes))
+    return tuple(found)
+
+
+def _first_read(attachment: Attachment, group: Group, local: int, usable: int) -> int:
+    """The first page of the group that resuming at `usable` reads and the engine lacks."""
+    if attachment.layout.full_mask >> group.number & 1:
+        return local
+    return max(local, usable - group.reach_pages())
+
+
+def _take_lease(
+    attachment: Attachment, lookup: Lookup, hashes: PathHashes, found: Found, max_leases: int, until_ms: int
+) -> int:
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    if len(attachment.leases) >= max_leases:
+        raise TooMany("lookup.lease", f"{max_leases} leases are held")
+    page_hashes = tuple(hashes.run(lookup.local_pages, found.usable_pages))
+    held = page_hashes[min(pages.pages[0] for pages in found.pages) - lookup.local_pages :]
+    if attachment.held_pages + len(held) > MAX_HELD_PAGES:
+        raise TooMany("lookup.lease", f"leases would hold {attachment.held_pages + len(held)} pages")
+    # A use: the least recently used rows go first, and the store's times to live begin anew, tails before heads.
+    index.touch(fingerprint, held)
+    # Between the pages that two groups read there may be ones that nobody wrote.
+    keys = [key for page_hash in held if (key := fingerprint + page_hash) in index.rows]
+    rows = tuple([(key, index.hold(key)) for key in keys])
+    return attachment.add_lease(TierLease(attachment.namespace(lookup.path), page_hashes, rows, until_ms))

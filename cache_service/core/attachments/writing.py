@@ -1,0 +1,172 @@
+"""Which pages an attached engine is to write, and what its ranks' commits make findable."""
+
+from __future__ import annotations
+
+from cache_service.core.attachments.attachment import Attachment, AttachmentCounters, Writing
+from cache_service.core.attachments.messages import (
+    MAX_HELD_PAGES,
+    Commit,
+    Committed,
+    GroupRange,
+    LeaseEnd,
+    Reserve,
+    Reserved,
+    TierPages,
+)
+from cache_service.core.attachments.path_hashes import PathHashes
+from cache_service.core.base.errors import UnknownTicket
+from session.errors import InvalidInput, TooMany
+from session.words import TransferStatus
+
+
+def reserve(
+    attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: int, counters: AttachmentCounters
+) -> Reserved:
+    """Raises InvalidInput, TooMany; then nothing changed."""
+    hashes = attachment.hashes(asked.path)
+    wanted = _wanted(attachment, hashes, asked.ranges)
+    if len(attachment.tickets) >= max_tickets:
+        raise TooMany("reserve", f"{max_tickets} tickets are open")
+    if attachment.view.index.breaker.is_open:
+        return Reserved(breaker_open=True)
+    rows, num_refused = _admitted(attachment, hashes, wanted)
+    counters.refused_pages += num_refused
+    counters.reserved_pages += len(rows)
+    if not rows:
+        return Reserved(num_refused=num_refused)
+    pairs = tuple((page_hash, groups) for _, page_hash, groups in rows)
+    num_bytes = sum(attachment.page_bytes(groups) for _, groups in pairs)
+    ticket = attachment.add_ticket(Writing(attachment.namespace(asked.path), pairs, num_bytes, until_ms))
+    return Reserved(ticket, _by_group(attachment, rows), num_refused)
+
+
+def _wanted(attachment: Attachment, hashes: PathHashes, ranges: tuple[GroupRange, ...]) -> dict[int, int]:
+    """By page number: the groups that are asked for, as a bit mask."""
+    wanted: dict[int, int] = {}
+    for number, (group, first, count) in enumerate(ranges):
+        where = f"reserve.ranges[{number}]"
+        if group >= len(attachment.groups):
+            raise InvalidInput(f"{where}.group", f"is {group}; there are {len(attachment.groups)} groups")
+        if not count:
+            raise InvalidInput(f"{where}.num_pages", "must be at least 1")
+        if first + count > hashes.num_pages:
+            raise InvalidInput(f"{where}.num_pages", f"ends at {first + count}; the path has {hashes.num_pages} pages")
+        for page in range(first, first + count):
+            wanted[page] = wanted.get(page, 0) | 1 << group
+    return wanted
+
+
+def _admitted(
+    attachment: Attachment, hashes: PathHashes, wanted: dict[int, int]
+) -> tuple[list[tuple[int, bytes, int]], int]:
+    """Returns page number, hash and groups of what is to be written, first pages first, and how many found no room.
+
+    Rows that nobody holds make room, so only what leases hold and what is being written takes from the quota.
+    """
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    floor = index.floor(hashes.digest)
+    room = index.quota_bytes - index.held_bytes - index.reserved_bytes
+    most = MAX_HELD_PAGES - attachment.writing_pages
+    rows: dict[bytes, tuple[int, bytes, int]] = {}
+    num_refused = 0
+    for page in sorted(wanted):
+        page_hash = hashes.run(page, page + 1)[0]
+        groups = wanted[page] & ~index.known(fingerprint, page_hash, floor)
+        if not groups or page_hash in rows:  # an id may stand twice in a path
+            continue
+        num_bytes = attachment.page_bytes(groups)
+        if num_bytes > room or len(rows) >= most:
+            num_refused += 1
+            continue
+        room -= num_bytes
+        rows[page_hash] = page, page_hash, groups
+    return list(rows.values()), num_refused
+
+
+def _by_group(attachment: Attachment, rows: list[tuple[int, bytes, int]]) -> tuple[TierPages, ...]:
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    found = []
+    for group in range(len(attachment.groups)):
+        mine = [(page, page_hash) for page, page_hash, groups in rows if groups >> group & 1]
+        if mine:
+            pages, page_hashes = zip(*mine, strict=True)
+            found.append(TierPages(group, index.key_prefix(fingerprint, group), pages, page_hashes))
+    return tuple(found)
+
+
+def commit(attachment: Attachment, said: Commit, now_ms: int, counters: AttachmentCounters) -> Committed:
+    """Raises InvalidInput, UnknownTicket; then nothing changed."""
+    if not 1 <= said.ticket <= attachment.last_ticket:
+        raise UnknownTicket("commit.ticket", f"{said.ticket} was never issued")
+    if said.rank >= attachment.attach.num_ranks:
+        raise InvalidInput("commit.rank", f"is {said.rank}; there are {attachment.attach.num_ranks} ranks")
+    if said.status not in (TransferStatus.DONE, TransferStatus.FAILED):
+        raise InvalidInput("commit.status", f"is {said.status.name}; must be DONE or FAILED")
+    writing = attachment.tickets.get(said.ticket)
+    if writing is None:
+        return Committed(is_open=False)
+    done = _done(attachment, writing, said)
+    if said.rank in writing.done:
+        return Committed(is_open=True)
+    writing.done[said.rank] = done
+    breaker = attachment.view.index.breaker
+    if said.status is TransferStatus.FAILED:
+        breaker.failed(now_ms)
+    else:
+        breaker.succeeded()
+    if len(writing.done) < attachment.attach.num_ranks:
+        return Committed(is_open=True)
+    groups = range(len(attachment.groups))
+    on_all_ranks = {group: min(rank.get(group, 0) for rank in writing.done.values()) for group in groups}
+    num_findable = attachment.end_ticket(said.ticket, on_all_ranks)
+    counters.committed_pages += num_findable
+    return Committed(True, num_findable)
+
+
+def _done(attachment: Attachment, writing: Writing, said: Commit) -> dict[int, int]:
+    """By group: how many of its first pages this rank has written."""
+    done: dict[int, int] = {}
+    for number, written in enumerate(said.written):
+        where = f"commit.written[{number}]"
+        if written.group >= len(attachment.groups) or written.group in done:
+            raise InvalidInput(f"{where}.group", f"is {written.group}; a group of this engine, and each once")
+        most = writing.num_pages(written.group)
+        if written.num_pages > most:
+            raise InvalidInput(f"{where}.num_pages", f"is {written.num_pages}; the ticket has {most} of the group")
+        expected = written.num_pages * attachment.attach.groups[written.group].page_bytes
+        if written.num_bytes != expected:
+            reason = f"is {written.num_bytes}; {written.num_pages} pages as attached have {expected}"
+            raise InvalidInput(f"{where}.num_bytes", reason)
+        done[written.group] = written.num_pages
+    return done
+
+
+def check_end(attachment: Attachment, end: LeaseEnd, where: str) -> None:
+    """Raises InvalidInput."""
+    if not 1 <= end.lease <= attachment.last_lease:
+        raise InvalidInput(f"{where}.lease", f"{end.lease} was never granted")
+    lease = attachment.leases.get(end.lease)
+    if lease is not None and end.num_pages > len(lease.hashes):
+        raise InvalidInput(f"{where}.num_pages", f"is {end.num_pages}; the lease is of {len(lease.hashes)} pages")
+
+
+def release(attachment: Attachment, end: LeaseEnd, now_ms: int) -> bool:
+    """What was read counts; a row whose value is not there, or not right, is dropped.
+
+    Returns False for a lease that has ended already.
+    """
+    lease = attachment.end_lease(end.lease)
+    if lease is None:
+        return False
+    index = attachment.view.index
+    index.counters.fetched += end.num_pages
+    if end.status is TransferStatus.FAILED:
+        index.breaker.failed(now_ms)
+    elif end.num_pages or end.status is not TransferStatus.DONE:
+        index.breaker.succeeded()
+    if end.status in (TransferStatus.MISSING, TransferStatus.CORRUPT) and end.num_pages < len(lease.hashes):
+        index.counters.missing += end.status is TransferStatus.MISSING
+        index.counters.corrupt += end.status is TransferStatus.CORRUPT
+        index.forget(attachment.view.fingerprint, lease.hashes[end.num_pages])
+    index.shrink()
+    return True

@@ -1,0 +1,175 @@
+"""The messages of HostTier: what engines ask is decoded and checked by field, what the manager says is encoded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from cache_service.core.attachments.messages import (
+    MAX_PATH_PAGES,
+    Attach,
+    Attached,
+    AttachmentId,
+    Commit,
+    Committed,
+    Found,
+    GroupRange,
+    LeaseEnd,
+    Lookup,
+    Path,
+    Reserve,
+    Reserved,
+    TierPages,
+    WrittenPages,
+)
+from protos.v1 import host_tier_pb2, types_pb2
+from session.errors import InvalidInput
+from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
+from session.wire import fields
+from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, TransferStatus
+
+PROTOCOL_VERSION = 1
+FINGERPRINT_BYTES = 32
+# A page of one group on one rank: 64 GiB, so that sums of all pages of a path fit into 64 bits.
+MAX_PAGE_BYTES = 1 << 36
+# Ranges of one Reserve, ends of one Release.
+MAX_ITEMS = 8_192
+
+_Call = (
+    host_tier_pb2.LookupRequest
+    | host_tier_pb2.ReserveRequest
+    | host_tier_pb2.CommitRequest
+    | host_tier_pb2.ReleaseRequest
+)
+
+
+def decode_attach(message: host_tier_pb2.AttachRequest) -> Attach:
+    """Raises InvalidInput. A field that is unknown here may be part of an identity, and is refused."""
+    if message.protocol_version != PROTOCOL_VERSION:
+        reason = f"is {message.protocol_version}; this service speaks {PROTOCOL_VERSION}"
+        raise InvalidInput("attach.protocol_version", reason)
+    fields.nothing_unknown(message, "attach")
+    if len(message.fingerprint) != FINGERPRINT_BYTES:
+        reason = f"has {len(message.fingerprint)} bytes; must be {FINGERPRINT_BYTES}"
+        raise InvalidInput("attach.fingerprint", reason)
+    fields.in_range(len(message.groups), "attach.groups", 1, MAX_GROUPS)
+    groups = tuple([_group(group, f"attach.groups[{i}]") for i, group in enumerate(message.groups)])
+    fields.unique((group.name for group in groups), "attach.groups")
+    return Attach(
+        engine=fields.text(message.engine, "attach.engine", required=True),
+        fingerprint=message.fingerprint,
+        model=fields.text(message.model, "attach.model", required=True),
+        page_tokens=fields.in_range(message.page_tokens, "attach.page_tokens", 1, MAX_PAGE_TOKENS),
+        groups=groups,
+        num_ranks=fields.in_range(message.num_ranks, "attach.num_ranks", 1, MAX_RANKS),
+        host_tier_id=fields.text(message.host_tier_id, "attach.host_tier_id", required=True),
+    )
+
+
+def _group(message: host_tier_pb2.TierGroup, field: str) -> GroupSpec:
+    fields.nothing_unknown(message, field)
+    kind = fields.member(GroupKind, message.kind, f"{field}.kind")
+    if (message.window_tokens >= 1) != (kind is GroupKind.WINDOW):
+        raise InvalidInput(f"{field}.window_tokens", "is for WINDOW groups, which need at least 1")
+    return GroupSpec(
+        name=fields.text(message.name, f"{field}.name", required=True),
+        kind=kind,
+        num_pages=MAX_PAGES,
+        page_bytes=fields.in_range(message.page_bytes, f"{field}.page_bytes", 1, MAX_PAGE_BYTES),
+        window_tokens=message.window_tokens,
+    )
+
+
+def decode_id(message: _Call, call: str) -> AttachmentId:
+    """Which attachment calls. Raises InvalidInput."""
+    return AttachmentId(fields.text(message.epoch, f"{call}.epoch", required=True), message.attachment)
+
+
+def _path(message: host_tier_pb2.TierPath, call: str, page_tokens: int) -> Path:
+    field = f"{call}.path"
+    fields.nothing_unknown(message, field)
+    if message.page_ids and message.tokens:
+        raise InvalidInput(field, "has page_ids and tokens; one of them")
+    fields.at_most(
+        fields.packed(message.page_ids, f"{field}.page_ids", HASH_BYTES), f"{field}.page_ids", MAX_PATH_PAGES
+    )
+    num_tokens = fields.packed(message.tokens, f"{field}.tokens", TOKEN_BYTES)
+    fields.at_most(num_tokens // page_tokens, f"{field}.tokens", MAX_PATH_PAGES)
+    adapter, salt = fields.text(message.adapter, f"{field}.adapter"), fields.text(message.salt, f"{field}.salt")
+    return Path(adapter, salt, message.page_ids, message.tokens)
+
+
+def decode_lookup(message: host_tier_pb2.LookupRequest, page_tokens: int) -> Lookup:
+    """Raises InvalidInput, TooMany."""
+    return Lookup(_path(message.path, "lookup", page_tokens), message.local_pages, message.lease)
+
+
+def decode_reserve(message: host_tier_pb2.ReserveRequest, page_tokens: int) -> Reserve:
+    """Raises InvalidInput, TooMany."""
+    fields.at_most(len(message.ranges), "reserve.ranges", MAX_ITEMS)
+    # Their sum bounds the work, also where ranges overlap.
+    fields.at_most(sum(one.num_pages for one in message.ranges), "reserve.ranges", MAX_GROUPS * MAX_PATH_PAGES)
+    ranges = tuple([GroupRange(one.group, one.first_page, one.num_pages) for one in message.ranges])
+    return Reserve(_path(message.path, "reserve", page_tokens), ranges)
+
+
+def decode_commit(message: host_tier_pb2.CommitRequest) -> Commit:
+    """Raises InvalidInput, TooMany."""
+    fields.at_most(len(message.written), "commit.written", MAX_GROUPS)
+    written = tuple([WrittenPages(one.group, one.num_pages, one.num_bytes) for one in message.written])
+    status = fields.member(TransferStatus, message.status, "commit.status")
+    return Commit(message.ticket, message.rank, status, written)
+
+
+def decode_ends(message: host_tier_pb2.ReleaseRequest) -> list[LeaseEnd]:
+    """Raises InvalidInput, TooMany."""
+    fields.at_most(len(message.ends), "release.ends", MAX_ITEMS)
+    ends = enumerate(message.ends)
+    return [
+        LeaseEnd(one.lease, fields.member(TransferStatus, one.status, f"release.ends[{i}].status"), one.num_pages)
+        for i, one in ends
+    ]
+
+
+def encode_attached(value: Attached) -> host_tier_pb2.AttachResponse:
+    limits = host_tier_pb2.TierLimits(**value.limits._asdict())
+    return host_tier_pb2.AttachResponse(
+        epoch=value.epoch, attachment=value.attachment, limits=limits, key_prefix=value.key_prefix
+    )
+
+
+def encode_found(value: Found) -> host_tier_pb2.LookupResponse:
+    return host_tier_pb2.LookupResponse(
+        usable_pages=value.usable_pages,
+        matched_pages=value.matched_pages,
+        lease=value.lease,
+        pages=_pages(value.pages),
+        limiting_group=value.limiting_group,
+        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
+        breaker_open=value.breaker_open,
+    )
+
+
+def encode_reserved(value: Reserved) -> host_tier_pb2.ReserveResponse:
+    return host_tier_pb2.ReserveResponse(
+        ticket=value.ticket,
+        pages=_pages(value.pages),
+        num_refused=value.num_refused,
+        breaker_open=value.breaker_open,
+    )
+
+
+def encode_committed(value: Committed) -> host_tier_pb2.CommitResponse:
+    return host_tier_pb2.CommitResponse(is_open=value.is_open, num_findable=value.num_findable)
+
+
+def _pages(values: Sequence[TierPages]) -> list[host_tier_pb2.TierPages]:
+    return [
+        host_tier_pb2.TierPages(
+            group=one.group,
+            key_prefix=one.key_prefix,
+            pages=struct.pack(f"<{len(one.pages)}I", *one.pages),
+            page_hashes=b"".join(one.page_hashes),
+        )
+        for one in values
+    ]
