@@ -12,14 +12,14 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
     """Every method of the manager that is asked here is synchronous; what it left to do is dispatched after it."""
 
     def __init__(self, sessions: Sessions) -> None:
-        self._attachments = sessions.manager.attachments
+        self._manager = sessions.manager
         self._dispatcher = sessions.dispatcher
         self._clock = sessions.clock
 
     async def Attach(  # noqa: N802
         self, request: host_tier_pb2.AttachRequest, context: Context
     ) -> host_tier_pb2.AttachResponse:
-        attached = self._attachments.attach(codec.decode_attach(request), self._clock())
+        attached = self._manager.attachments.attach(codec.decode_attach(request), self._clock())
         self._dispatcher.flush()
         return codec.encode_attached(attached)
 
@@ -27,9 +27,9 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
         self, request: host_tier_pb2.LookupRequest, context: Context
     ) -> host_tier_pb2.LookupResponse:
         now_ms = self._clock()
-        attachment = self._attachments.find(codec.decode_id(request, "lookup"), "lookup", now_ms)
+        attachment = self._manager.attachments.find(codec.decode_id(request, "lookup"), "lookup", now_ms)
         lookup = codec.decode_lookup(request, attachment.attach.page_tokens)
-        found = self._attachments.lookup(attachment, lookup, now_ms)
+        found = self._manager.attachments.lookup(attachment, lookup, now_ms)
         self._dispatcher.flush()
         return codec.encode_found(found)
 
@@ -37,16 +37,16 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
         self, request: host_tier_pb2.ReserveRequest, context: Context
     ) -> host_tier_pb2.ReserveResponse:
         now_ms = self._clock()
-        attachment = self._attachments.find(codec.decode_id(request, "reserve"), "reserve", now_ms)
+        attachment = self._manager.attachments.find(codec.decode_id(request, "reserve"), "reserve", now_ms)
         reserve = codec.decode_reserve(request, attachment.attach.page_tokens)
-        return codec.encode_reserved(self._attachments.reserve(attachment, reserve, now_ms))
+        return codec.encode_reserved(self._manager.attachments.reserve(attachment, reserve, now_ms))
 
     async def Commit(  # noqa: N802
         self, request: host_tier_pb2.CommitRequest, context: Context
     ) -> host_tier_pb2.CommitResponse:
         now_ms = self._clock()
-        attachment = self._attachments.find(codec.decode_id(request, "commit"), "commit", now_ms)
-        committed = self._attachments.commit(attachment, codec.decode_commit(request), now_ms)
+        attachment = self._manager.attachments.find(codec.decode_id(request, "commit"), "commit", now_ms)
+        committed = self._manager.attachments.commit(attachment, codec.decode_commit(request), now_ms)
         self._dispatcher.flush()
         return codec.encode_committed(committed)
 
@@ -54,7 +54,7 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
         self, request: host_tier_pb2.ReleaseRequest, context: Context
     ) -> host_tier_pb2.ReleaseResponse:
         now_ms = self._clock()
-        attachment = self._attachments.find(codec.decode_id(request, "release"), "release", now_ms)
-        num_released = self._attachments.release(attachment, codec.decode_ends(request), now_ms)
+        attachment = self._manager.attachments.find(codec.decode_id(request, "release"), "release", now_ms)
+        num_released = self._manager.attachments.release(attachment, codec.decode_ends(request), now_ms)
         self._dispatcher.flush()
         return host_tier_pb2.ReleaseResponse(num_released=num_released)

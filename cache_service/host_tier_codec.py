@@ -24,6 +24,7 @@ from cache_service.core.attachments.messages import (
 )
 from protos.v1 import host_tier_pb2, types_pb2
 from session.errors import InvalidInput
+from session.hello_check import check_groups
 from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
 from session.wire import fields
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, TransferStatus
@@ -54,12 +55,13 @@ def decode_attach(message: host_tier_pb2.AttachRequest) -> Attach:
         raise InvalidInput("attach.fingerprint", reason)
     fields.in_range(len(message.groups), "attach.groups", 1, MAX_GROUPS)
     groups = tuple([_group(group, f"attach.groups[{i}]") for i, group in enumerate(message.groups)])
-    fields.unique((group.name for group in groups), "attach.groups")
+    page_tokens = fields.in_range(message.page_tokens, "attach.page_tokens", 1, MAX_PAGE_TOKENS)
+    check_groups(groups, page_tokens, "attach.groups")
     return Attach(
         engine=fields.text(message.engine, "attach.engine", required=True),
         fingerprint=message.fingerprint,
         model=fields.text(message.model, "attach.model", required=True),
-        page_tokens=fields.in_range(message.page_tokens, "attach.page_tokens", 1, MAX_PAGE_TOKENS),
+        page_tokens=page_tokens,
         groups=groups,
         num_ranks=fields.in_range(message.num_ranks, "attach.num_ranks", 1, MAX_RANKS),
         host_tier_id=fields.text(message.host_tier_id, "attach.host_tier_id", required=True),
@@ -68,12 +70,9 @@ def decode_attach(message: host_tier_pb2.AttachRequest) -> Attach:
 
 def _group(message: host_tier_pb2.TierGroup, field: str) -> GroupSpec:
     fields.nothing_unknown(message, field)
-    kind = fields.member(GroupKind, message.kind, f"{field}.kind")
-    if (message.window_tokens >= 1) != (kind is GroupKind.WINDOW):
-        raise InvalidInput(f"{field}.window_tokens", "is for WINDOW groups, which need at least 1")
     return GroupSpec(
-        name=fields.text(message.name, f"{field}.name", required=True),
-        kind=kind,
+        name=fields.text(message.name, f"{field}.name"),
+        kind=fields.member(GroupKind, message.kind, f"{field}.kind"),
         num_pages=MAX_PAGES,
         page_bytes=fields.in_range(message.page_bytes, f"{field}.page_bytes", 1, MAX_PAGE_BYTES),
         window_tokens=message.window_tokens,

@@ -1,6 +1,11 @@
-"""Whether a Hello makes sense in itself; decoding asks it, and the manager again, for callers without a wire."""
+"""Whether a Hello, or the groups that somebody declares, make sense in themselves.
+
+Decoding asks, and the manager again, for callers without a wire.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from session.errors import InvalidInput
 from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS, MIN_STATE_SLOTS
@@ -20,19 +25,20 @@ def check_hello(hello: Hello) -> None:
         raise InvalidInput("hello.host_tier_id", "a shared host tier needs its identity")
     if hello.started_ns < 0:
         raise InvalidInput("hello.started_ns", "must not be negative")
-    _check_groups(hello)
+    check_groups(hello.groups, hello.page_tokens, "hello.groups")
 
 
-def _check_groups(hello: Hello) -> None:
-    if not 1 <= len(hello.groups) <= MAX_GROUPS:
-        raise InvalidInput("hello.groups", f"{len(hello.groups)} groups; 1..{MAX_GROUPS} are allowed")
+def check_groups(groups: Sequence[GroupSpec], page_tokens: int, field: str) -> None:
+    """Raises InvalidInput for what is no set of groups; `field`: where they stand."""
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise InvalidInput(field, f"{len(groups)} groups; 1..{MAX_GROUPS} are allowed")
     names = set()
-    for number, spec in enumerate(hello.groups):
-        where = f"hello.groups[{number}]"
+    for number, spec in enumerate(groups):
+        where = f"{field}[{number}]"
         if not spec.name:
             raise InvalidInput(f"{where}.name", "must not be empty")
         if spec.name in names:
-            raise InvalidInput("hello.groups", f"names {spec.name} twice")
+            raise InvalidInput(field, f"names {spec.name} twice")
         names.add(spec.name)
         if not 1 <= spec.num_pages <= MAX_PAGES:
             raise InvalidInput(f"{where}.num_pages", f"{spec.num_pages} is not in 1..{MAX_PAGES}")
@@ -40,7 +46,7 @@ def _check_groups(hello: Hello) -> None:
             raise InvalidInput(f"{where}.page_bytes", "must not be negative")
         if (spec.window_tokens >= 1) != (spec.kind == GroupKind.WINDOW) or spec.window_tokens < 0:
             raise InvalidInput(f"{where}.window_tokens", "is for WINDOW groups, which need at least 1")
-        _check_state(spec, hello.page_tokens, where)
+        _check_state(spec, page_tokens, where)
 
 
 def _check_state(spec: GroupSpec, page_tokens: int, where: str) -> None:

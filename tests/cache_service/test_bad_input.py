@@ -191,7 +191,8 @@ async def test_groups_that_differ_from_what_the_incarnation_said() -> None:
         assert (code, details.startswith("hello.groups")) == (INVALID, True)
 
 
-UNARY = ("Match", "Explain", "Stats", "Pin", "Clear")
+HOST_TIER = ("Attach", "Lookup", "Reserve", "Commit", "Release")
+UNARY = ("Match", "Explain", "Stats", "Pin", "Clear", *HOST_TIER)
 METHODS = {**dict.fromkeys(UNARY, "Unary"), "Watch": "Out", "Session": "Both"}
 ADMIN = ("Pin", "Clear")
 
@@ -199,7 +200,8 @@ ADMIN = ("Pin", "Clear")
 async def raw_call(client: Client, method: str, raw: bytes) -> list[bytes]:
     """Sends bytes as they are, without any serializer."""
     channel = client.admin_channel if method in ADMIN else client.channel
-    path = f"/stemcache.v1.{'CacheAdmin' if method in ADMIN else 'PrefixCache'}/{method}"
+    service = "CacheAdmin" if method in ADMIN else "HostTier" if method in HOST_TIER else "PrefixCache"
+    path = f"/stemcache.v1.{service}/{method}"
     if METHODS[method] == "Unary":
         return [await channel.unary_unary(path)(raw)]
     stream: Any = channel.unary_stream(path)(raw) if method == "Watch" else channel.stream_stream(path)(iter([raw]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cache_service import codec
-from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import AttachmentStats, GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.base.types import (
     Age,
     Cleared,
@@ -121,6 +121,9 @@ def test_events() -> None:
     assert codec.encode_events_lost(3, "epoch", 8).lost.num_events == 3
 
 
+ATTACHED = AttachmentStats(*range(51, 62), misses=((MissReason.EVICTED, 62),))
+
+
 def test_every_statistic_arrives() -> None:
     """Each field gets a value of its own, so that no two can be swapped unseen."""
     group = GroupStats("full", GroupKind.FULL, 11, 12, 13, 14)
@@ -137,7 +140,7 @@ def test_every_statistic_arrives() -> None:
         matched_tokens=34,
     )
     host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, SpillPolicy.WRITE_BACK, FetchPolicy.ALWAYS)
-    message = codec.encode_stats_response(ManagerStats("epoch", "slru", (worker,), host))
+    message = codec.encode_stats_response(ManagerStats("epoch", "slru", (worker,), host, ATTACHED))
     assert (message.epoch, message.policy, message.version) == ("epoch", "slru", package_version())
     told = message.workers[0]
     for field in WorkerStats._fields:
@@ -149,6 +152,9 @@ def test_every_statistic_arrives() -> None:
     for field in HostTierStats._fields:
         want = getattr(host, field)
         assert getattr(message.host_tier, field) == getattr(want, "value", want), field
+    for field in AttachmentStats._fields:
+        want = {"evicted": 62} if field == "misses" else getattr(ATTACHED, field)
+        assert getattr(message.attachments, field) == want, field
 
 
 def test_each_worker_has_its_own_match_among_equal_ones() -> None:

@@ -23,10 +23,15 @@ def snapshot(manager: CacheManager) -> tuple[object, ...]:
             repr(index.breaker),
             tuple(index.queues.deletes),
             tuple(index.queues.touches),
+            (index.num_held, index.held_bytes, index.reserved_bytes, tuple(index.group_bytes)),
         )
         for index in manager.tiers.all()
     )
-    return workers, tiers
+    attachments = tuple(
+        (number, repr(attachment.leases), repr(attachment.tickets), attachment.last_lease, attachment.last_ticket)
+        for number, attachment in manager.attachments.all.items()
+    )
+    return workers, tiers, attachments
 
 
 def _worker_state(cache: DeviceCache) -> tuple[object, ...]:

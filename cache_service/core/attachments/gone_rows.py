@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_service.core.device.ghost_table import GhostKind, GhostTable, fingerprint
+from cache_service.core.device.ghost_table import GhostKind, GhostTable, mark_of
 from cache_service.core.host.hash_index import DropListener, HashIndex
 from session.words import MissReason
 
@@ -15,11 +15,11 @@ class GoneRows(DropListener):
         self._ghosts = GhostTable(REMEMBERED_ROWS, REMEMBERED_ROWS)
 
     def dropped(self, key: bytes, is_cleared: bool) -> None:
-        self._ghosts.add(fingerprint(key, 0, b""), GhostKind.CLEARED if is_cleared else GhostKind.ONCE, 1)
+        self._ghosts.add(mark_of(key, 0, b""), GhostKind.CLEARED if is_cleared else GhostKind.ONCE, 1)
 
     def why(self, key: bytes) -> MissReason:
         """Why there is no such row."""
-        ghost = self._ghosts.find(fingerprint(key, 0, b""))
+        ghost = self._ghosts.find(mark_of(key, 0, b""))
         if ghost is None:
             return MissReason.NEVER_SEEN
         return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED

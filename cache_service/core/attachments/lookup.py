@@ -6,7 +6,7 @@ from cache_service.core.attachments.attachment import Attachment, AttachmentCoun
 from cache_service.core.attachments.gone_rows import why_gone
 from cache_service.core.attachments.messages import MAX_HELD_PAGES, Found, Lookup, TierPages
 from cache_service.core.attachments.path_hashes import PathHashes
-from cache_service.core.kinds.group import Group, limiting_group, resume
+from cache_service.core.kinds.group import limiting_group, resume
 from session.errors import InvalidInput, TooMany
 from session.words import MissReason
 
@@ -72,7 +72,7 @@ def _matched(attachment: Attachment, hashes: PathHashes, local: int, limit: int,
 
 def _residency(attachment: Attachment, hashes: PathHashes, local: int, end: int, floor: int) -> list[bytes]:
     """For each group with holes a byte for each page up to `end`; what the engine resumes from itself counts."""
-    if not attachment.sparse:
+    if attachment.layout.resumes_anywhere:
         return []
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
     flags = [bytearray(b"\1" * local) for _ in attachment.sparse]
@@ -89,19 +89,12 @@ def _to_read(attachment: Attachment, hashes: PathHashes, local: int, usable: int
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
     found = []
     for group in attachment.groups:
-        first = _first_read(attachment, group, local, usable)
+        first = max(local, usable - group.reach_pages())
         if first < usable:
             prefix = index.key_prefix(fingerprint, group.number)
             page_hashes = tuple(hashes.run(first, usable))
             found.append(TierPages(group.number, prefix, tuple(range(first, usable)), page_hashes))
     return tuple(found)
-
-
-def _first_read(attachment: Attachment, group: Group, local: int, usable: int) -> int:
-    """The first page of the group that resuming at `usable` reads and the engine lacks."""
-    if attachment.layout.full_mask >> group.number & 1:
-        return local
-    return max(local, usable - group.reach_pages())
 
 
 def _take_lease(

@@ -63,18 +63,18 @@ class HostTierStats(NamedTuple):
 class AttachmentStats(NamedTuple):
     """Of all attached engines together. Pages are counted once, whatever their groups."""
 
-    num_attachments: int
-    num_leases: int
-    num_tickets: int
-    num_lookups: int
-    asked_pages: int
-    usable_pages: int
-    reserved_pages: int
-    refused_pages: int
-    committed_pages: int
-    num_expired_leases: int
-    num_expired_tickets: int
-    misses: tuple[tuple[MissReason, int], ...]
+    num_attachments: int = 0
+    num_leases: int = 0
+    num_tickets: int = 0
+    num_lookups: int = 0
+    asked_pages: int = 0
+    usable_pages: int = 0
+    reserved_pages: int = 0
+    refused_pages: int = 0
+    committed_pages: int = 0
+    num_expired_leases: int = 0
+    num_expired_tickets: int = 0
+    misses: tuple[tuple[MissReason, int], ...] = ()
 
 
 class ManagerStats(NamedTuple):
@@ -82,7 +82,7 @@ class ManagerStats(NamedTuple):
     policy: str
     workers: tuple[WorkerStats, ...]
     host_tier: HostTierStats
-    attachments: AttachmentStats
+    attachments: AttachmentStats = AttachmentStats()
 
 
 class ClearResult(NamedTuple):
