@@ -7,32 +7,31 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kernels.backend import Backend
 from kernels.block_scan import plan_scan
 from kernels.errors import KernelArgumentError
 from kernels.mamba2_scan import Mamba2Steps, mamba2_scan
 from kernels.state_slots import StateSlots
-from tests.kernels.compare import assert_same_bits
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.recurrences import assert_states, expected, mamba2
+from tests.kernels.recurrences import Step, mamba2
+from tests.kernels.scans import (
+    Scan,
+    check_company_with_two_threads,
+    check_cuts_off_the_grid,
+    check_cuts_on_the_grid,
+    check_rows_of_every_kind,
+)
 from tests.kernels.state_inputs import (
-    POISON,
-    SCANNED,
-    Begin,
     StateRow,
     begins,
     keys,
-    make_pool,
     make_slots,
     placed,
-    sources,
 )
 from tests.kernels.target import Target
 
 # Of the largest output or state; 16 bits round factors of products. Decays are exponentials of differences of sums that
 # reach 200 here, where fp32 has steps of 1.5e-5: an H200, which adds them up in another order, was off by 1.8e-5.
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-CPU = Target("cpu", Backend.AUTO)
 
 
 class Heads(NamedTuple):
@@ -109,88 +108,32 @@ def scanned(
     return out.cpu(), states.cpu()
 
 
-def on_cpu_too(target: Target) -> list[Target]:
-    """Beside the reference what a CPU takes by itself."""
-    return [target, CPU] if target.backend is Backend.REFERENCE else [target]
+def truth(given: Layer, sizes: Heads) -> Step:
+    return mamba2(given.x, given.b, given.c, given.steps(), given.skip(), given.optional_gate())
+
+
+SCAN = Scan(layer, scanned, truth)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("sizes", [Heads(), Heads(1, 3, 16, 64, False), Heads(2, 2, 40, 72)], ids=str)
 def test_rows_of_every_kind(target: Target, sizes: Heads, dtype: torch.dtype) -> None:
-    """In one launch; slots that no row begins from are NaN, and none of those that no row names changes."""
-    first, rows = [position for position, _ in SCANNED], [row for _, row in SCANNED]
-    slots, count = make_slots(rows)
-    pool, cu = make_pool(slots, rows, count, sizes.state, torch.float32), begins(rows)
-    given = layer(int(cu[-1]), sizes, dtype)
-    step = mamba2(given.x, given.b, given.c, given.steps(), given.skip(), given.optional_gate())
-    wanted, wanted_pool = expected(step, slots, rows, cu, pool, given.x.shape[1:])
-    for each in on_cpu_too(target):
-        out, after = scanned(given, first, rows, pool, slots, each)
-        assert out.dtype is dtype
-        assert_states(out, wanted, TOLERANCE[dtype])
-        assert_states(after, wanted_pool, TOLERANCE[dtype])
+    check_rows_of_every_kind(SCAN, target, sizes, (sizes.heads, sizes.dim), dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_cut_on_the_grid_and_no_company_changes_a_bit(target: Target, dtype: torch.dtype, is_restored: bool) -> None:
-    """A row of 200 tokens, cut at 64 and 128, beside others; its states in working slots or through snapshots."""
-    sizes, rows = Heads(), [StateRow(200, leave=(64, 128, 200))]
-    given, (slots, count) = layer(200, sizes, dtype), make_slots(rows)
-    for each in on_cpu_too(target):
-        empty = torch.full((count, *sizes.state), POISON)
-        whole, ended = scanned(given, [0], rows, empty, slots, each)
-        plain, _ = scanned(given, [0], [StateRow(200)], empty, make_slots([StateRow(200)], padding=0)[0], each)
-        assert_same_bits(plain, whole)
-        state = None
-        for entry, (at, end) in enumerate(((0, 64), (64, 128), (128, 200))):
-            begin = Begin.FRESH if not at else Begin.RESTORE if is_restored else Begin.WORKING
-            mixed = [StateRow(3), StateRow(end - at, begin, leave=(end - at,)), StateRow(70)]
-            own, size = make_slots(mixed, seed=at)
-            pool = make_pool(own, mixed, size, sizes.state, torch.float32)
-            if state is not None:
-                pool[sources(own, mixed)[1]] = state
-            others = layer(73, sizes, dtype, seed=at)
-            beside = others.part(0, 3).beside(given.part(at, end), others.part(3, 73))
-            out, after = scanned(beside, [0, at, 0], mixed, pool, own, each)
-            assert_same_bits(out[3 : 3 + end - at], whole[at:end])
-            state = after[own.leave_slot[0]]
-            assert_same_bits(after[own.working[1]], state)
-            assert_same_bits(state, ended[slots.leave_slot[entry]])
+    check_cuts_on_the_grid(SCAN, target, Heads(), dtype, is_restored)
 
 
 def test_cuts_off_the_grid_agree_to_within_rounding(target: Target) -> None:
-    sizes, (none, count) = Heads(), make_slots([StateRow(150)])
-    given = layer(150, sizes, torch.float32)
-    for each in on_cpu_too(target):
-        pool = torch.full((count, *sizes.state), POISON)
-        whole, ended = scanned(given, [0], [StateRow(150)], pool, none, each)
-        parts, pool = [], torch.full((count, *sizes.state), POISON)
-        for first, end in ((0, 1), (1, 63), (63, 65), (65, 100), (100, 150)):
-            rows = [StateRow(end - first, Begin.WORKING if first else Begin.FRESH)]
-            slots = none._replace(
-                fresh=torch.tensor([int(not first)], dtype=torch.int32), restore=torch.zeros(1, dtype=torch.int32)
-            )
-            out, pool = scanned(given.part(first, end), [first], rows, pool, slots, each)
-            parts.append(out)
-        working, scale = none.working[0], whole.abs().max().item()
-        torch.testing.assert_close(torch.cat(parts), whole, rtol=0.0, atol=1e-5 * scale)
-        torch.testing.assert_close(pool[working], ended[working], rtol=0.0, atol=1e-5 * scale)
+    check_cuts_off_the_grid(SCAN, target, Heads(), is_relative=True)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a CPU's own route")
 def test_company_changes_no_bit_with_two_threads() -> None:
-    sizes, rows = Heads(1, 8, 64, 64), [StateRow(200), StateRow(130)]
-    given, (slots, count) = layer(330, sizes, torch.float32), make_slots(rows)
-    pool = torch.full((count, *sizes.state), POISON)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        together, _ = scanned(given, [0, 0], rows, pool, slots, CPU)
-        alone, _ = scanned(given.part(200, 330), [0], [StateRow(130)], pool, make_slots([StateRow(130)])[0], CPU)
-    finally:
-        torch.set_num_threads(before)
-    assert_same_bits(alone, together[200:])
+    check_company_with_two_threads(SCAN, Heads(1, 8, 64, 64))
 
 
 ROWS = [StateRow(4), StateRow(2)]
