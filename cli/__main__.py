@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from cli import architectures, ask, doctor, drain, generate, inspect, serve, status
+from cli import ask, doctor, drain, generate, inspect, models, serve, status
 from cli.app import app
 from cli.evaluation import command as evaluation
 from cli.replay import command as replay
 
 __all__ = [
-    "architectures",
     "ask",
     "doctor",
     "drain",
@@ -16,6 +15,7 @@ __all__ = [
     "generate",
     "inspect",
     "main",
+    "models",
     "replay",
     "serve",
     "status",

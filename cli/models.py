@@ -1,48 +1,54 @@
-"""Which model a command serves: the one it is given, else the one in the box; `random` has seeded random weights."""
+"""`stemcache models`: what a worker serves, as the registry of families says."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from importlib.metadata import version
-from pathlib import Path
+from typing import NamedTuple
 
-from cli.output import Output
-from cli.run_file import state_dir
-from register_qa import MODEL_FOLDER
+from rich.console import RenderableType
 
-RANDOM = "random"
+from cli.addresses import CannotStart
+from cli.app import JsonOption, app, fail
+from cli.output import Output, table
+from cli.preflight import check_packages
 
 
-def model_to_serve(given: str, seed: int, output: Output) -> str:
-    """A folder or a hub id. `random` is made when it is first asked for."""
-    if given != RANDOM:
-        return given or str(MODEL_FOLDER)
-    folder = _random_folder(seed)
-    if not folder.exists():
-        with output.working("making a small model of random weights"):
-            _make(folder, seed)
-    return str(folder)
+class Served(NamedTuple):
+    """An architecture: the kinds of groups that its layers may need, how its weights may be stored."""
+
+    architecture: str
+    kinds: list[str]
+    weight_formats: list[str]
+    page_tokens: int
 
 
-def model_name(given: str) -> str:
-    """The same for people."""
-    return given or "the one in the box"
-
-
-def _random_folder(seed: int) -> Path:
-    """Named by our version too: another version may make another model of the same seed."""
-    return state_dir() / "models" / f"random-{version('stemcache')}-{seed}"
-
-
-def _make(folder: Path, seed: int) -> None:
-    """Whole or not at all: Ctrl-C may come at any moment, and another process may be making it, too."""
-    from cli.random_model import make_random_model
-
-    fresh = folder.with_name(f"{folder.name}.{os.getpid()}")
+@app.command("models")
+def models_command(json_: JsonOption = False) -> None:
+    """List the architectures that a worker serves, by their names in `architectures` of config.json."""
     try:
-        make_random_model(fresh, seed)
-        if not folder.exists():
-            fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        check_packages()
+    except CannotStart as error:
+        fail(str(error))
+    output = Output(as_json=json_)
+    served = served_architectures()
+    output.show(_served_table(served))
+    output.emit({"models": [one._asdict() for one in served]})
+
+
+def served_architectures() -> list[Served]:
+    # Imports torch, which takes seconds.
+    from worker_service.model.families import BY_ARCHITECTURE
+
+    return [
+        Served(
+            architecture,
+            [kind.name.lower() for kind in family.kinds],
+            list(family.weight_formats),
+            family.page_tokens,
+        )
+        for architecture, family in BY_ARCHITECTURE.items()
+    ]
+
+
+def _served_table(served: list[Served]) -> RenderableType:
+    rows = [(one.architecture, ", ".join(one.kinds), ", ".join(one.weight_formats), one.page_tokens) for one in served]
+    return table("", ("architecture", "groups", "weights", "page tokens"), rows, left=3)

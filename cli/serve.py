@@ -19,7 +19,7 @@ from cli.addresses import CannotStart
 from cli.app import JsonOption, app, check_choice, fail, run
 from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, start_cluster
 from cli.demo import as_json, passed, play
-from cli.models import RANDOM, model_to_serve
+from cli.model_to_serve import RANDOM, model_to_serve
 from cli.output import Output, plain, table
 from cli.places import command_name
 from cli.run_file import AlreadyRunning, RunRecord, claim_state_dir, is_claimed, read_record, state_dir, write_record

@@ -19,7 +19,7 @@ from cli.evaluation.run import Evaluation, LeastAccuracy, as_json, evaluate
 from cli.evaluation.sheets import SheetPlan
 from cli.evaluation.table import eval_table
 from cli.evaluation.ways import WAYS
-from cli.models import model_name, model_to_serve
+from cli.model_to_serve import model_name, model_to_serve
 from cli.output import Output
 from cli.serve import DEVICES, DeviceOption, ModelOption, SeedOption
 from cli.supervisor import ChildFailed

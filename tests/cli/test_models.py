@@ -1,31 +1,41 @@
-"""Which folder a command serves."""
+"""`stemcache models` lists the registry of families, for people and as JSON."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from cli.models import model_name, model_to_serve
-from cli.output import Output
-from cli.run_file import STATE_DIR_VARIABLE
-from register_qa import MODEL_FOLDER
-
-OUTPUT = Output(as_json=True)
-
-
-def test_the_model_in_the_box_is_served_unless_another_is_named(tmp_path: Path) -> None:
-    assert model_to_serve("", 0, OUTPUT) == str(MODEL_FOLDER)
-    assert model_to_serve(str(tmp_path), 0, OUTPUT) == str(tmp_path)
-    assert model_to_serve("some/hub-id", 0, OUTPUT) == "some/hub-id"
-    assert (model_name(""), model_name("random")) == ("the one in the box", "random")
+from cli import preflight
+from cli.__main__ import app
+from tests.cli.command import ask, stemcache
+from worker_service.model.families import BY_ARCHITECTURE
 
 
-def test_random_weights_are_made_once_for_each_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path))
-    first = Path(model_to_serve("random", 1, OUTPUT))
-    written = (first / "model.safetensors").stat().st_mtime_ns
-    assert Path(model_to_serve("random", 1, OUTPUT)) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written
-    assert Path(model_to_serve("random", 2, OUTPUT)) != first
-    assert len(list(first.parent.iterdir())) == 2, "nothing half-made is left"
+def test_every_architecture_is_listed_with_what_it_needs(tmp_path: Path) -> None:
+    models = {model.pop("architecture"): model for model in ask(tmp_path, "models")["models"]}
+    assert list(models) == list(BY_ARCHITECTURE)
+    assert models["LlamaForCausalLM"] == {"kinds": ["full"], "weight_formats": ["plain", "fp8"], "page_tokens": 16}
+    assert models["GptOssForCausalLM"] == {
+        "kinds": ["full", "window"],
+        "weight_formats": ["plain", "mxfp4"],
+        "page_tokens": 16,
+    }
+
+
+def test_the_table_has_a_row_for_each(tmp_path: Path) -> None:
+    done = stemcache(tmp_path, "models")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["architecture", "groups", "weights", "page", "tokens"] in rows
+    assert ["MistralForCausalLM", "full,", "window", "plain,", "fp8", "16"] in rows
+    assert set(BY_ARCHITECTURE) <= {row[0] for row in rows if row}
+
+
+def test_where_no_worker_is_installed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the cache service's image."""
+    monkeypatch.setattr(preflight, "_is_missing", lambda name: name == "torch")
+    done = CliRunner().invoke(app, ["models"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "torch not installed" in done.stderr
