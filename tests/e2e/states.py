@@ -1,40 +1,75 @@
-"""A small random model with recurrent states beside attention, as a folder that a worker serves.
+"""Small random models with recurrent states beside attention, as folders that a worker serves.
 
-Its greedy texts depend on every snapshot that they go on from: tests/e2e/test_states_sabotage.py would fail otherwise.
+Their greedy texts depend on every snapshot that they go on from, or tests/e2e/test_states_sabotage.py would fail.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tests.e2e.kinds import SIZES, SPREAD
 from tests.worker_service.model_kit import config_of, random_reference
 
-# What convolutions add to the hidden state, as a share of what random weights give. Two gates make it so much that
-# attention would have no say, and with it all that is more than a few tokens away.
-CONVOLUTIONS = 0.03
-# The model's own; a snapshot lies at the end of a page.
+# The models' own; a snapshot lies at the end of a page.
 PAGE = 64
 GROUPS = ("full", "state")
-FIELDS: dict[str, Any] = {
-    **{name: value for name, value in SIZES.items() if name != "head_dim"},
-    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-    "conv_L_cache": 4,
-    "block_auto_adjust_ff_dim": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+
+
+class Recurrent(NamedTuple):
+    """A family's model; `shares` are factors of random weights whose names end so."""
+
+    family: str
+    fields: dict[str, Any]
+    shares: dict[str, float]
+
+
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+MODELS = {
+    "lfm2": Recurrent(
+        "Lfm2",
+        {
+            "head_dim": None,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        # Two gates make what convolutions add so much that attention would have no say, and with it all that is more
+        # than a few tokens away.
+        {"conv.out_proj.weight": 0.03},
+    ),
+    "qwen3-next": Recurrent("Qwen3Next", {**_LINEAR, **_EXPERTS}, {}),
+    "qwen3.5": Recurrent("Qwen3_5", _LINEAR, {}),
+    "qwen3.5-moe": Recurrent("Qwen3_5Moe", {**_LINEAR, **_EXPERTS}, {}),
 }
 
 
-def make_states(folder: Path, tokenizer: Path, **fields: Any) -> None:
+def make_states(folder: Path, tokenizer: Path, name: str = "lfm2", **fields: Any) -> None:
     """Writes the model's folder; the tokenizer is a file of 260 tokens."""
-    reference = random_reference(config_of("Lfm2", {**FIELDS, **fields}), seed=5, spread=SPREAD)
+    family, usual, shares = MODELS[name]
+    given = {**SIZES, **usual, **fields}
+    said = {field: value for field, value in given.items() if value is not None or field.endswith("_token_id")}
+    reference = random_reference(config_of(family, said), seed=5, spread=SPREAD)
     with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            if name.endswith("conv.out_proj.weight"):
-                parameter.mul_(CONVOLUTIONS)
+        for parameter_name, parameter in reference.named_parameters():
+            for end, share in shares.items():
+                if parameter_name.endswith(end):
+                    parameter.mul_(share)
     reference.save_pretrained(folder)
     shutil.copy(tokenizer, folder)

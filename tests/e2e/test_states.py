@@ -35,13 +35,16 @@ BUDGET = 300
 # Keys of pages in Redis.
 VALUES = "stemcache:1:*:*"
 
-pytestmark = pytest.mark.xdist_group("states")
 
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str) -> Iterator[Served]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(f"states-{name}")) for name in ("lfm2", "qwen3.5")],
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str
+) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("states")
-    make_states(folder, model / "tokenizer.json")
+    make_states(folder, model / "tokenizer.json", request.param)
     with ExitStack() as stack:
         redis = stack.enter_context(RedisProcess(redis_binary))
         start = Starter(tmp_path_factory.mktemp("services"), folder, stack)
@@ -134,7 +137,7 @@ async def test_the_other_worker_fetches(client: Client, served: Served, draw: Dr
 
 
 async def test_preempted_requests_answer_as_when_alone(client: Client, served: Served, draw: Draw) -> None:
-    await check_preemption(client, served, [draw(40 + 9 * at) for at in range(8)], 300)
+    await check_preemption(client, served, [draw(40 + 9 * at) for at in range(8)], 180)
     await served.all_well(client)
 
 

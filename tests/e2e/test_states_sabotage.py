@@ -21,14 +21,19 @@ from tests.e2e.states import make_states
 from worker_service.core.state_rows import StateRows
 from worker_service.gpu.page_pools import PagePools
 
-LENGTH = 17 * PAGE
-ANSWER = 24
+NUM_PAGES = 9
+ANSWER = 40
+# Scans ask for pages of their grid, convolutions for none.
+PAGES = {"lfm2": PAGE}
 
 
-@pytest.fixture
-async def stand(start: Starter, client: Client, model: Path, tmp_path: Path) -> AsyncIterator[Stand]:
-    make_states(tmp_path / "states", model / "tokenizer.json")
-    async with open_stand(client, start.cache().address, tmp_path / "states") as opened:
+@pytest.fixture(params=["lfm2", "qwen3-next", "qwen3.5"])
+async def stand(
+    request: pytest.FixtureRequest, start: Starter, client: Client, model: Path, tmp_path: Path
+) -> AsyncIterator[Stand]:
+    make_states(tmp_path / "states", model / "tokenizer.json", request.param)
+    page_tokens = PAGES.get(request.param, 0)
+    async with open_stand(client, start.cache().address, tmp_path / "states", page_tokens=page_tokens) as opened:
         yield opened
 
 
@@ -38,21 +43,23 @@ class Prefix:
     def __init__(self, stand: Stand, draw: Draw) -> None:
         self._stand = stand
         (self._group,) = (at for at, spec in enumerate(stand.pages.specs()) if spec.kind is GroupKind.STATE)
-        self.tokens = draw(LENGTH)
+        self.page = stand.pages.page_tokens
+        self.tokens = draw(NUM_PAGES * self.page)
         # Fewer than a page: a question leaves no snapshot that the next one would hit.
         self.question = draw(2)
         self.page_ids: list[int] = []
 
-    async def compute(self, length: int = LENGTH) -> int:
-        """Returns the slot of the snapshot behind so many of its tokens."""
+    async def compute(self, num_pages: int = NUM_PAGES) -> int:
+        """Returns the slot of the snapshot behind so many of its pages."""
+        length = num_pages * self.page
         answer = await self._generate([*self.tokens[:length], 0], 1)
-        states, self.page_ids = self._first_states(), self._stand.runner.last_table[: length // PAGE]
+        states, self.page_ids = self._first_states(), self._stand.runner.last_table[:num_pages]
         return states.leave_slot[states.leave_tokens.index(length - answer.usage.cached_tokens)]
 
     async def ask(self, slot: int) -> list[int]:
         """All of the prefix must come from its pages, and the state from this slot."""
         hit = await self._generate(self.tokens + self.question, ANSWER)
-        assert hit.counts == (LENGTH, 0, len(self.question))
+        assert hit.counts == (len(self.tokens), 0, len(self.question))
         assert self._first_states().restore.tolist() == [slot]
         return hit.tokens
 
@@ -100,7 +107,7 @@ class Prefix:
 
 async def test_a_wrong_snapshot_changes_the_text(stand: Stand, draw: Draw) -> None:
     prefix, other = Prefix(stand, draw), Prefix(stand, draw)
-    early, slot, theirs = await prefix.compute(LENGTH - PAGE), await prefix.compute(), await other.compute()
+    early, slot, theirs = await prefix.compute(NUM_PAGES - 1), await prefix.compute(), await other.compute()
     sound = await prefix.ask(slot)
     wrong = {
         "another prefix's": prefix.state(theirs),
@@ -112,7 +119,7 @@ async def test_a_wrong_snapshot_changes_the_text(stand: Stand, draw: Draw) -> No
     for name, state in wrong.items():
         with prefix.with_state(slot, state):
             assert await prefix.ask(slot) != sound, name
-    for page in (0, LENGTH // PAGE // 2, LENGTH // PAGE - 1):
+    for page in (0, NUM_PAGES // 2, NUM_PAGES - 1):
         with prefix.with_page(page, other):
             assert await prefix.ask(slot) != sound, f"page {page}"
     # It was the damage, and it is undone.

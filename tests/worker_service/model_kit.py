@@ -14,6 +14,7 @@ import transformers
 
 from benchmarks.paged_model import PagedTokens
 from session.words import GroupKind, PageId, SnapshotSlot
+from tests.worker_service.state_models import EXPERTS, STATE_MODELS
 from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
-from worker_service.model.recurrent_specs import Mamba2Spec
+from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec
 from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
 from worker_service.model.spec import STATE_PAGE_TOKENS, ModelSpec
 from worker_service.model.weights import open_weights
@@ -64,7 +65,6 @@ _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 
 _MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
-_QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -122,32 +122,6 @@ _DEEPSEEK = {
 }
 _DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
-_LFM2 = {
-    "layer_types": ["conv", "conv", "full_attention", "conv"],
-    "num_hidden_layers": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "pad_token_id": None,
-}
-
-_MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 64,
-    "pad_token_id": None,
-    "num_hidden_layers": 4,
-}
-
-_NEMOTRON = {
-    "head_dim": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 12,
-    "n_groups": 2,
-    "ssm_state_size": 16,
-    "chunk_size": 64,
-    "pad_token_id": None,
-}
-
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -168,10 +142,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window-7": ("Mistral", {"sliding_window": 7}),
     "mixtral": ("Mixtral", {"sliding_window": None, **_MIXTRAL}),
     "mixtral-window-20": ("Mixtral", {"sliding_window": 20, **_MIXTRAL}),
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **_QWEN3_MOE}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS}),
     "qwen3-moe-sparse": (
         "Qwen3Moe",
-        {"head_dim": 16, **_QWEN3_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, **_SLIDING},
+        {"head_dim": 16, **EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, **_SLIDING},
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gemma2": ("Gemma2", {**_GEMMA, "sliding_window": 20, "tie_word_embeddings": True}),
@@ -207,123 +181,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN, "attention_bias": True}),
     "glm4-lite": ("Glm4MoeLite", {**_DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
-    "lfm2": ("Lfm2", {**_LFM2, "head_dim": 16, "tie_word_embeddings": True, "block_multiple_of": 32}),
-    # Nothing but states: no page is ever written.
-    "lfm2-states-alone": ("Lfm2", {**_LFM2, "layer_types": ["conv"] * 3, "num_hidden_layers": 3}),
-    "lfm2-biases": (
-        "Lfm2",
-        {**_LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
-    ),
-    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
-    # An odd head size, one group, all biases, steps within limits that cut many of them.
-    "bamba-biases": (
-        "Bamba",
-        {
-            **_MAMBA,
-            "attn_layer_indices": [2],
-            "attention_bias": True,
-            "mamba_conv_bias": False,
-            "mamba_d_conv": 3,
-            "mamba_n_groups": 1,
-            "mamba_n_heads": 32,
-            "mamba_proj_bias": True,
-            "mlp_bias": True,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 3,
-            "time_step_limit": (0.5, 1.5),
-        },
-    ),
-    "granite-hybrid": (
-        "GraniteMoeHybrid",
-        {
-            **_MAMBA,
-            "layer_types": ["mamba", "attention", "mamba", "mamba"],
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.3,
-            "logits_scaling": 4.0,
-            "intermediate_size": 24,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 40,
-        },
-    ),
-    "granite-hybrid-dense-rope": (
-        "GraniteMoeHybrid",
-        {
-            **_MAMBA,
-            "layer_types": ["mamba", "attention", "mamba", "attention"],
-            "num_local_experts": 0,
-            "position_embedding_type": "rope",
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "falcon-h1": (
-        "FalconH1",
-        {
-            **_MAMBA,
-            "num_hidden_layers": 3,
-            "mamba_d_ssm": 80,
-            "head_dim": 16,
-            "embedding_multiplier": 2.5,
-            "lm_head_multiplier": 0.3,
-            "key_multiplier": 0.7,
-            "attention_in_multiplier": 1.3,
-            "attention_out_multiplier": 0.8,
-            "ssm_in_multiplier": 1.4,
-            "ssm_out_multiplier": 0.6,
-            "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5],
-            "mlp_multipliers": [0.7, 0.6],
-        },
-    ),
-    "falcon-h1-norm-first": (
-        "FalconH1",
-        {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": None, "mamba_rms_norm": True, "projectors_bias": True},
-    ),
-    "falcon-h1-gate-first": (
-        "FalconH1",
-        {
-            **_MAMBA,
-            "num_hidden_layers": 2,
-            "mamba_d_ssm": 64,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "mamba_proj_bias": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "nemotron-h": (
-        "NemotronH",
-        {**_NEMOTRON, "hybrid_override_pattern": "M-M*-M", "mlp_bias": True, "use_bias": True},
-    ),
-    "nemotron-h-experts": (
-        "NemotronH",
-        {
-            **_NEMOTRON,
-            "hybrid_override_pattern": "MEM*E",
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 40,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
-    "nemotron-h-latents": (
-        "NemotronH",
-        {
-            **_NEMOTRON,
-            "hybrid_override_pattern": "M*E",
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 40,
-            "moe_latent_size": 20,
-        },
-    ),
+    **STATE_MODELS,
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
 
@@ -382,7 +240,7 @@ def num_pages_of(layouts: Sequence[GroupLayout], num_pages: int) -> list[int]:
 
 def page_of(config: ModelSpec) -> int:
     """Returns PAGE, or the grid of scans for a model with such layers."""
-    has_scans = any(isinstance(mixer, Mamba2Spec) for layer in config.layers for mixer in layer.mixers)
+    has_scans = any(isinstance(mixer, GatedDeltaSpec | Mamba2Spec) for layer in config.layers for mixer in layer.mixers)
     return STATE_PAGE_TOKENS if has_scans else PAGE
 
 

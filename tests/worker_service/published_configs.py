@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.worker_service.published_states import PUBLISHED_STATES
+
 PUBLISHED: dict[str, dict[str, Any]] = {
+    **PUBLISHED_STATES,
     "openai/gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
@@ -359,41 +362,5 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "v_head_dim": 128,
         "vocab_size": 152576,
-    },
-    "LiquidAI/LFM2-1.2B": {
-        "architectures": ["Lfm2ForCausalLM"],
-        "block_auto_adjust_ff_dim": True,
-        "block_dim": 2048,
-        "block_ff_dim": 12288,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_mlp_init_scale": 1.0,
-        "block_multiple_of": 256,
-        "block_norm_eps": 1e-05,
-        "block_out_init_scale": 1.0,
-        "block_use_swiglu": True,
-        "block_use_xavier_init": True,
-        "bos_token_id": 1,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "conv_dim": 2048,
-        "conv_dim_out": 2048,
-        "conv_use_xavier_init": True,
-        "eos_token_id": 7,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-        "hidden_size": 2048,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 128000,
-        "model_type": "lfm2",
-        "norm_eps": 1e-05,
-        "num_attention_heads": 32,
-        "num_heads": 32,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 8,
-        "pad_token_id": 0,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_pos_enc": True,
-        "vocab_size": 65536,
     },
 }

@@ -16,7 +16,7 @@ from worker_service.core.errors import ModelError
 from worker_service.model.config import parse_model_spec
 from worker_service.model.families import FAMILIES
 from worker_service.model.families.family import Family
-from worker_service.model.recurrent_specs import ShortConvSpec
+from worker_service.model.recurrent_specs import GatedDeltaSpec, ShortConvSpec
 from worker_service.model.spec import (
     AttentionSpec,
     DenseSpec,
@@ -51,6 +51,9 @@ UNREAD = {
     "conv_use_xavier_init",
     "dtype",
     "experts_per_token",
+    "mamba_ssm_dtype",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
     "initial_context_length",
     "initializer_range",
     "ep_size",
@@ -76,10 +79,16 @@ UNREAD_BY = {
     "google/gemma-2-9b": {"hidden_act"},
     "Qwen/Qwen3-30B-A3B": {"sliding_window"},
     "CohereLabs/c4ai-command-r7b-12-2024": {"use_qk_norm"},
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": {"use_sliding_window"},
+    # The wrapper's own say whether the head is the embeddings.
+    "Qwen/Qwen3.5-0.8B": {"mlp_only_layers", "tie_word_embeddings"},
+    "Qwen/Qwen3.5-35B-A3B": {"mlp_only_layers"},
     "deepseek-ai/DeepSeek-V3": {"moe_layer_freq", "num_key_value_heads", "scoring_func", "topk_method"},
 }
 
 
+QK_NORMS = ("gemma3_text", "qwen3_moe", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+EXPERTS_NAMES = ("n_routed_experts", "num_local_experts", "num_experts")
 EPS_NAMES = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
 
 
@@ -89,6 +98,7 @@ class Layer(NamedTuple):
     latents   ranks of queries and of latents, and the elements of a head without and with a rotation
     mlp       the experts' number, size, choice, scale, groups and the shared one's size
     taps      of a short convolution, and whether it has biases; there are no heads then
+    delta     of the gated delta rule the heads of values and of keys, the elements of a key and of a value, and taps
     """
 
     heads: tuple[int, int, int]
@@ -104,6 +114,7 @@ class Layer(NamedTuple):
     mlp: tuple[Any, ...]
     latents: tuple[int, int, int, int] | None = None
     taps: tuple[int, bool] | None = None
+    delta: tuple[int, int, int, int, int] | None = None
 
 
 class Facts(NamedTuple):
@@ -139,7 +150,10 @@ def _layer_of_spec(layer: LayerSpec) -> Layer:
     if isinstance(mixer, LatentSpec):
         return _latent_layer(mixer, _mlp_of_spec(layer.mlp))
     if isinstance(mixer, ShortConvSpec):
-        return _convolution((mixer.width, mixer.bias), _mlp_of_spec(layer.mlp))
+        return _recurrent(_mlp_of_spec(layer.mlp), taps=(mixer.width, mixer.bias))
+    if isinstance(mixer, GatedDeltaSpec):
+        heads = (mixer.num_heads, mixer.num_k_heads)
+        return _recurrent(_mlp_of_spec(layer.mlp), delta=(*heads, mixer.key_dim, mixer.value_dim, mixer.width))
     assert isinstance(mixer, AttentionSpec)
     return Layer(
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
@@ -156,8 +170,8 @@ def _layer_of_spec(layer: LayerSpec) -> Layer:
     )
 
 
-def _convolution(taps: tuple[int, bool], mlp: tuple[Any, ...]) -> Layer:
-    return Layer((0, 0, 0), 0, 1.0, 0, None, 0, 0.0, 0.0, (False, False), False, mlp, taps=taps)
+def _recurrent(mlp: tuple[Any, ...], **what: Any) -> Layer:
+    return Layer((0, 0, 0), 0, 1.0, 0, None, 0, 0.0, 0.0, (False, False), False, mlp, **what)
 
 
 def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
@@ -222,7 +236,11 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
         return _latent_layer_of_transformers(config, layer)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "conv":
-        return _convolution((config.conv_L_cache, config.conv_bias), _mlp_of_transformers(config, layer))
+        return _recurrent(_mlp_of_transformers(config, layer), taps=(config.conv_L_cache, config.conv_bias))
+    if kinds is not None and kinds[layer] == "linear_attention":
+        names = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        delta = tuple(getattr(config, f"linear_{name}") for name in names)
+        return _recurrent(_mlp_of_transformers(config, layer), delta=delta)
     window = getattr(config, "sliding_window", None) or 0
     slides = bool(window) if kinds is None else kinds[layer] == "sliding_attention"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -245,7 +263,7 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
         getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5,
         getattr(config, "attn_logit_softcapping", None) or 0.0,
         (bias, bias and config.model_type not in ("glm4_moe", "mimo_v2_flash")),
-        config.model_type in ("gemma3_text", "qwen3_moe", "lfm2") or getattr(config, "use_qk_norm", False) is True,
+        config.model_type in QK_NORMS or getattr(config, "use_qk_norm", False) is True,
         _mlp_of_transformers(config, layer),
     )
 
@@ -293,14 +311,14 @@ def _mlp_of_transformers(config: Any, layer: int) -> tuple[Any, ...]:
     inner = config.intermediate_size if always else config.moe_intermediate_size
     return (
         "experts",
-        config.n_routed_experts if hasattr(config, "n_routed_experts") else config.num_local_experts,
+        next(getattr(config, name) for name in EXPERTS_NAMES if hasattr(config, name)),
         inner,
         config.num_experts_per_tok,
-        always or config.norm_topk_prob,
+        always or getattr(config, "norm_topk_prob", True),
         getattr(config, "routed_scaling_factor", 1.0),
         getattr(config, "n_group", 1),
         getattr(config, "topk_group", 1),
-        inner * getattr(config, "n_shared_experts", 0),
+        getattr(config, "shared_expert_intermediate_size", inner * getattr(config, "n_shared_experts", 0)),
     )
 
 
@@ -311,7 +329,7 @@ def _has_experts(config: Any, layer: int) -> bool:
         return bool(layer >= config.first_k_dense_replace)
     if hasattr(config, "decoder_sparse_step"):
         return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-    return hasattr(config, "num_local_experts")
+    return hasattr(config, "num_local_experts") or hasattr(config, "num_experts")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -319,7 +337,8 @@ def test_a_published_config_says_what_transformers_reads(name: str) -> None:
     fields = PUBLISHED[name]
     spec = parse_model_spec(fields)
     assert facts_of_spec(spec) == facts_of_transformers(fields)
-    assert spec.dtype == fields.get("dtype", fields.get("torch_dtype", "float32"))
+    said = {**language_fields(fields), **fields}
+    assert spec.dtype == said.get("dtype", said.get("torch_dtype", "float32"))
 
 
 def language_fields(fields: Fields) -> Fields:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -63,6 +65,15 @@ def test_a_norm_of_the_heads_bounds_the_keys() -> None:
         scale = kv_scales(SPEC, made, NormSpec(0.0), drawn(HIDDEN), UNTURNED * factor).k
         assert scale is not None
         assert 448 * scale / 2.1 <= bound <= 448 * scale
+
+
+def test_the_rows_of_an_output_gate_have_no_part() -> None:
+    made, norm = weights(bias=drawn(8 * HEAD)), drawn(HIDDEN)
+    assert made.qkv.bias is not None
+    gate, gate_bias = 1e6 * drawn(4 * HEAD, HIDDEN), 1e6 * drawn(4 * HEAD)
+    gated = replace(made, qkv=Linear(torch.cat([made.qkv.weight, gate]), torch.cat([made.qkv.bias, gate_bias])))
+    plain, scales = (kv_scales(SPEC, some, NormSpec(0.0), norm, UNTURNED) for some in (made, gated))
+    assert plain == scales
 
 
 def test_weights_of_zero_have_a_scale() -> None:

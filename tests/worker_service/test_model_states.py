@@ -27,7 +27,7 @@ from worker_service.model.launch_graphs import LaunchGraphs
 from worker_service.model.page_layouts import page_layouts
 
 STATE = 1
-KINDS = ["lfm2", "lfm2-biases", "bamba", "granite-hybrid", "falcon-h1", "nemotron-h"]
+KINDS = ["lfm2", "lfm2-biases", "bamba", "granite-hybrid", "falcon-h1", "nemotron-h", "qwen3-next", "qwen3.5"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -101,6 +101,63 @@ def test_a_multimodal_folder_gives_the_logits_of_its_text_model(tmp_path: Path) 
     assert (made - wanted).abs().max().item() <= 1e-5 * max(1.0, wanted.abs().max().item())
 
 
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": SIZES["hidden_size"],
+    "patch_size": 4,
+}
+
+
+@pytest.mark.parametrize(("family", "model"), [("Qwen3_5", "qwen3.5"), ("Qwen3_5Moe", "qwen3.5-moe")])
+def test_a_folder_as_qwen_publishes_it(tmp_path: Path, family: str, model: str) -> None:
+    """A vision tower, layers that predict ahead, and all experts of a layer in one tensor; transformers writes each
+    expert's own."""
+    text = {**SIZES, **MODELS[model][1], "tie_word_embeddings": False}
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=QWEN_TOWER)
+    torch.manual_seed(3)
+    reference = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    reference.save_pretrained(tmp_path)
+    tokens = random_tokens(70, 1)
+    with torch.no_grad():
+        wanted = reference(torch.tensor([tokens])).logits[0]
+    stored = load_file(tmp_path / WEIGHTS)
+    assert any(name.startswith("model.visual.") for name in stored)
+    for spelling in (stored, {**with_joined_experts(stored), "mtp.layers.0.input_layernorm.weight": torch.ones(48)}):
+        save_file(spelling, tmp_path / WEIGHTS)
+        bench = Bench(tmp_path)
+        made = bench.all_logits(Part(bench.sequence(tokens, [1, 2]), 0, len(tokens)))
+        assert (made - wanted).abs().max().item() <= 1e-5 * max(1.0, wanted.abs().max().item())
+    assert any(name.endswith(".experts.gate_up_proj") for name in spelling) == (model == "qwen3.5-moe")
+
+
+def with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns them with one tensor for all experts of a layer: gates over ups, and downs."""
+    joined = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in sorted({name.split(".experts.")[0] + ".experts" for name in tensors.keys() - joined.keys()}):
+        count = sum(name.startswith(prefix) for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.{expert}.{part}_proj.weight"] for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        joined |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
+    return joined
+
+
+def test_half_of_the_joined_experts_is_named(tmp_path: Path) -> None:
+    make_reference("qwen3.5-moe", tmp_path)
+    joined = with_joined_experts(load_file(tmp_path / WEIGHTS))
+    (name, *_) = (name for name in joined if name.endswith("layers.2.mlp.experts.down_proj"))
+    del joined[name]
+    save_file(joined, tmp_path / WEIGHTS)
+    with pytest.raises(ModelError, match="missing") as caught:
+        open_weights(tmp_path, read_model_spec(tmp_path), torch.float32, CPU)
+    assert caught.value.field == "model.layers.2.mlp.experts.down_proj"
+
+
 @pytest.mark.parametrize(("model", "ignored"), [("glm4-moe", True), ("qwen3-moe", False)])
 def test_layers_that_predict_ahead_are_skipped_where_a_family_has_them(
     tmp_path: Path, model: str, ignored: bool

@@ -30,6 +30,7 @@ FP8_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
+FP8_PROJECTIONS = ("_proj.weight", "in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 MTP_LAYER = "model.layers.3"
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -69,10 +70,10 @@ def test_fp8_blocks_are_read_as_transformers_does(scale_dtype: torch.dtype) -> N
 
 
 def store_as_fp8(folder: Path) -> None:
-    """Rewrite a folder as DeepSeek's are: projections as e4m3, all else as it was."""
+    """Rewrite a folder as DeepSeek's and Qwen's are: projections as e4m3, all else as it was."""
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / WEIGHTS).items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(FP8_PROJECTIONS):
             tensors[name], tensors[f"{name}_scale_inv"] = quantised(weight)
         else:
             tensors[name] = weight
@@ -119,6 +120,17 @@ def test_an_fp8_folder_is_the_model_that_its_values_are(fp8_folder: Path) -> Non
     quick = logits(fp8_folder)
     store_as_read(fp8_folder)
     assert torch.equal(quick, logits(fp8_folder))
+
+
+@pytest.mark.parametrize("model", ["qwen3-next", "qwen3.5-moe"])
+def test_projections_of_several_parts_may_be_stored_as_fp8(tmp_path: Path, model: str) -> None:
+    """Blocks of rows are not the parts: those are told apart behind the decoding."""
+    make_reference(model, tmp_path)
+    store_as_fp8(tmp_path)
+    assert any("linear_attn.in_proj" in name for name in load_file(tmp_path / WEIGHTS) if name.endswith("_scale_inv"))
+    quick = logits(tmp_path)
+    store_as_read(tmp_path)
+    assert torch.equal(quick, logits(tmp_path))
 
 
 @pytest.mark.parametrize(

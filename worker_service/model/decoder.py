@@ -6,6 +6,8 @@ matrix products are its `Gemm`.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from kernels.backend import Backend
@@ -25,9 +27,10 @@ ROOT = "model."
 HEAD = "lm_head.weight"
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, Expected]:
-    """All tensors that a checkpoint of this model holds, by name."""
-    names = NamesOnly()
+def expected_tensors(spec: ModelSpec, held: Container[str] = ()) -> dict[str, Expected]:
+    """Returns all tensors that a checkpoint of this model holds, by name; where there are two spellings, the one whose
+    names are among `held`."""
+    names = NamesOnly(held)
     _take_ends(names, spec)
     for number in range(len(spec.layers)):
         _take_layer(names, spec, number)

@@ -51,8 +51,11 @@ def kv_scales(
     `input_norm` is the weight of the norm before the projections, as the checkpoint has it.
     """
     rows = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
-    _, k, v = torch.split(weights.qkv.weight, rows)
-    _, k_bias, v_bias = (None,) * 3 if weights.qkv.bias is None else torch.split(weights.qkv.bias, rows)
+    # Behind them may be the rows of an output gate.
+    weight, bias = (None if tensor is None else tensor[: sum(rows)] for tensor in weights.qkv)
+    assert weight is not None
+    _, k, v = torch.split(weight, rows)
+    _, k_bias, v_bias = (None,) * 3 if bias is None else torch.split(bias, rows)
     multiplier = stored_norm(norm, input_norm)
     if weights.k_norm is None:
         key = _projected(k, multiplier, k_bias)

@@ -16,14 +16,17 @@ from kernels.backend import Backend
 from kernels.block_scan import ScanPlan, plan_scan
 from kernels.causal_conv import causal_conv
 from kernels.copy_states import copy_states
+from kernels.gated_delta_scan import gated_delta_scan
 from kernels.mamba2_scan import mamba2_scan
 from kernels.state_slots import StateSlots
-from kernels.state_update import update_mamba2
+from kernels.state_update import update_gated_delta, update_mamba2
 from worker_service.gpu.page_pools import LayerPages, PagePools
 from worker_service.model.launch_inputs import LaunchInputs
-from worker_service.model.mixers import Mamba2Rows, Taps
+from worker_service.model.mixers import GatedDeltaRows, Mamba2Rows, Taps
 from worker_service.model.state_inputs import ROW_FIELDS, StateInputs
 
+# Added to the sum of squares of a query or key, whose root divides it; the same in all files.
+UNIT_EPS = 1e-6
 # What a layer's recurrence makes of its tokens, given as a slice of the launch's: of decode rows, whose sums of tokens
 # and slots it gets, and of prompts.
 Update = Callable[[slice, torch.Tensor, StateSlots], torch.Tensor]
@@ -75,6 +78,19 @@ class LaunchStates:
         def scan(tokens: slice, plan: ScanPlan) -> torch.Tensor:
             x, b, c, steps, skip, gate = rows.part(tokens)
             return mamba2_scan(x, b, c, steps, sums, plan, skip=skip, gate=gate, backend=backend)
+
+        return self._over_rows(pages, update, scan)
+
+    def gated_delta(self, layer: int, rows: GatedDeltaRows) -> torch.Tensor:
+        pages, backend = self._pools.layer_states(layer), self._backend
+        sums = pages.planes[1]
+
+        def update(tokens: slice, cu_seqlens_q: torch.Tensor, slots: StateSlots) -> torch.Tensor:
+            part = rows.part(tokens)
+            return update_gated_delta(*part, sums, cu_seqlens_q, slots, norm_eps=UNIT_EPS, backend=backend)
+
+        def scan(tokens: slice, plan: ScanPlan) -> torch.Tensor:
+            return gated_delta_scan(*rows.part(tokens), sums, plan, norm_eps=UNIT_EPS, backend=backend)
 
         return self._over_rows(pages, update, scan)
 

@@ -17,7 +17,8 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """`sinks` fp32 [num_heads]; the norms are of each head, [head_dim]."""
+    """`sinks` fp32 [num_heads]; the norms are of each head, [head_dim]. Behind the values `qkv` has the rows of an
+    output gate, as many as queries have."""
 
     qkv: Linear
     output: Linear
@@ -71,7 +72,21 @@ class ParallelWeights:
     recurrence: Mamba2Weights
 
 
-MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | Mamba2Weights | ParallelWeights
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """`inner` makes queries, keys and values, which go through the convolution, then the output's gates, and of each
+    head of values beta's logit and its decay's. taps [channels, width], oldest first; a_log and the bias of the decay's
+    logits are fp32 [num_heads]; norm [value_dim] is of each head's output."""
+
+    inner: Linear
+    taps: torch.Tensor
+    a_log: torch.Tensor
+    decay_bias: torch.Tensor
+    norm: torch.Tensor
+    output: Linear
+
+
+MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | Mamba2Weights | GatedDeltaWeights | ParallelWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +101,8 @@ class DenseWeights:
 class MoeWeights:
     """gate_up [num_experts, 2 intermediate, hidden] and down [num_experts, hidden, intermediate], with biases of
     [num_experts, rows]; the selection bias is fp32 [num_experts]. Experts without a gate have half of gate_up's rows.
-    `latents` are the projections to the experts' input and from their output."""
+    `latents` are the projections to the experts' input and from their output. Of the router's rows those behind the
+    experts' are the shared expert's gate, where there is one, and zeros."""
 
     router: Linear
     gate_up: torch.Tensor

@@ -9,6 +9,7 @@ import torch
 from kernels.backend import Backend
 from worker_service.model.layer_weights import (
     AttentionWeights,
+    GatedDeltaWeights,
     LatentWeights,
     Linear,
     Mamba2Weights,
@@ -17,8 +18,8 @@ from worker_service.model.layer_weights import (
     ShortConvWeights,
 )
 from worker_service.model.mixers import AttentionMixer, LatentMixer, Step
-from worker_service.model.recurrent_mixers import Mamba2Mixer, ShortConvMixer
-from worker_service.model.recurrent_specs import Mamba2Spec, ShortConvSpec
+from worker_service.model.recurrent_mixers import GatedDeltaMixer, Mamba2Mixer, ShortConvMixer
+from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
 from worker_service.model.spec import LatentSpec, MixerSpec, NormSpec, ParallelSpec
 
@@ -71,5 +72,8 @@ def make_mixer(
     if isinstance(spec, Mamba2Spec):
         assert isinstance(weights, Mamba2Weights)
         return Mamba2Mixer(number, spec, weights, norm.eps, backend)
+    if isinstance(spec, GatedDeltaSpec):
+        assert isinstance(weights, GatedDeltaWeights)
+        return GatedDeltaMixer(number, spec, weights, norm.eps, backend)
     assert isinstance(weights, AttentionWeights)
     return AttentionMixer(number, spec, weights, norm, input_norm, rotary, backend)

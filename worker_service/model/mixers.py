@@ -10,6 +10,7 @@ from kernels.backend import Backend
 from kernels.block_scan import Mamba2Steps
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
+from worker_service.model.gates import times_sigmoid
 from worker_service.model.kv_scales import KvScales, kv_scales
 from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
@@ -76,6 +77,20 @@ class Mamba2Rows(NamedTuple):
         return Mamba2Rows(self.x[tokens], self.b[tokens], self.c[tokens], steps, self.skip, gate)
 
 
+class GatedDeltaRows(NamedTuple):
+    """What goes into the gated delta rule: q and k [num_tokens, k_heads, dk], v [num_tokens, heads, dv], log decays g
+    and beta fp32 [num_tokens, heads]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def part(self, tokens: slice) -> GatedDeltaRows:
+        return GatedDeltaRows(*(rows[tokens] for rows in self))
+
+
 class States(Protocol):
     """Carries the states of a launch's rows through its layers."""
 
@@ -85,6 +100,10 @@ class States(Protocol):
 
     def mamba2(self, layer: int, rows: Mamba2Rows) -> torch.Tensor:
         """Returns [num_tokens, heads, dim]; each row goes on from the state that its sequence had last."""
+        ...
+
+    def gated_delta(self, layer: int, rows: GatedDeltaRows) -> torch.Tensor:
+        """Returns [num_tokens, heads, dv]; each row goes on from the state that its sequence had last."""
         ...
 
 
@@ -122,6 +141,7 @@ class AttentionMixer:
     ) -> None:
         self._number = number
         self._shape = (spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        self._has_gate = spec.output_gate
         self._cos_sin = rotary.of(spec.rope, spec.rotary_dim)
         self._scales = kv_scales(spec, weights, norm, input_norm, self._cos_sin)
         self._qkv = packed(weights.qkv, backend)
@@ -136,9 +156,10 @@ class AttentionMixer:
         return [self._qkv, self._output]
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        qkv = step.gemm(x, self._qkv)
+        made = step.gemm(x, self._qkv)
+        num_heads, dim = self._shape
         heads = Heads(
-            qkv.view(qkv.shape[0], *self._shape),
+            made[:, : num_heads * dim].view(x.shape[0], num_heads, dim),
             step.positions,
             self._cos_sin,
             self._q_norm,
@@ -147,8 +168,10 @@ class AttentionMixer:
             self._sinks,
             self._scales,
         )
-        attended = step.attention.over_heads(self._number, heads)
-        return step.gemm(attended.view(x.shape[0], -1), self._output)
+        attended = step.attention.over_heads(self._number, heads).view(x.shape[0], -1)
+        if self._has_gate:
+            attended = times_sigmoid(attended, made[:, num_heads * dim :])
+        return step.gemm(attended, self._output)
 
 
 class LatentMixer:

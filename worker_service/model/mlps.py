@@ -11,6 +11,7 @@ from kernels.combine_experts import combine_experts
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
 from kernels.route_experts import route_experts
+from worker_service.model.gates import times_sigmoid
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Gemm, packed
 from worker_service.model.spec import Activation, DenseSpec, MoeSpec
@@ -79,7 +80,8 @@ class MoeMlp:
     def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
         spec, backend = self._spec, self._backend
         logits = gemm(x.float() if spec.wide_router else x, self._router)
-        routing = route_experts(logits, spec.rule, self._selection_bias, backend=backend)
+        of_experts = logits[:, : spec.num_experts]
+        routing = route_experts(of_experts, spec.rule, self._selection_bias, backend=backend)
         plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
         given = gemm(x, self._latents[0]) if self._latents else x
         inner = grouped_linear(given, self._gate_up, plan, self._gate_up_bias, backend=backend)
@@ -88,7 +90,12 @@ class MoeMlp:
         out = combine_experts(rows, routing.weights, backend=backend)
         if self._latents:
             out = gemm(out, self._latents[1])
-        return out if self._shared is None else out + self._shared(x, gemm)
+        if self._shared is None:
+            return out
+        shared = self._shared(x, gemm)
+        if spec.shared_gate:
+            shared = times_sigmoid(shared, logits[:, spec.num_experts, None])
+        return out + shared
 
 
 def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -> torch.Tensor:

@@ -8,9 +8,10 @@ from kernels.backend import Backend
 from kernels.block_scan import Mamba2Steps
 from kernels.gated_activation import silu_mul
 from kernels.rms_norm import rms_norm
-from worker_service.model.layer_weights import Linear, Mamba2Weights, ShortConvWeights
-from worker_service.model.mixers import Mamba2Rows, Step, Taps, packed
-from worker_service.model.recurrent_specs import Mamba2Spec
+from worker_service.model.gates import log_decays, sigmoid, times_silu
+from worker_service.model.layer_weights import GatedDeltaWeights, Linear, Mamba2Weights, ShortConvWeights
+from worker_service.model.mixers import GatedDeltaRows, Mamba2Rows, Step, Taps, packed
+from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec
 
 
 class ShortConvMixer:
@@ -80,6 +81,45 @@ def _scales(spec: Mamba2Spec, like: torch.Tensor) -> torch.Tensor | None:
     if all(scale == 1.0 for scale in spec.scales):
         return None
     return torch.cat([like.new_full((size,), scale) for size, scale in zip(spec.sizes, spec.scales, strict=True)])
+
+
+class GatedDeltaMixer:
+    """The gated delta rule behind a convolution; each head's output is normed, then gated."""
+
+    def __init__(
+        self, number: int, spec: GatedDeltaSpec, weights: GatedDeltaWeights, eps: float, backend: Backend
+    ) -> None:
+        self._number = number
+        self._spec = spec
+        self._inner = packed(weights.inner, backend)
+        self._taps = Taps(weights.taps, None, has_silu=True)
+        self._decay, self._decay_bias = -torch.exp(weights.a_log), weights.decay_bias
+        self._norm = weights.norm
+        self._eps = eps
+        self._output = packed(weights.output, backend)
+        self._backend = backend
+
+    def linears(self) -> list[Linear]:
+        return [self._inner, self._output]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        spec, made = self._spec, step.gemm(x, self._inner)
+        heads, keys = spec.num_heads, spec.num_k_heads * spec.key_dim
+        channels, gate, beta, decay = made.split_with_sizes(
+            [spec.channels, heads * spec.value_dim, heads, heads], dim=-1
+        )
+        mixed = step.states.convolve(self._number, channels, self._taps)
+        q, k, v = mixed.split_with_sizes([keys, keys, heads * spec.value_dim], dim=-1)
+        rows = GatedDeltaRows(
+            q.view(-1, spec.num_k_heads, spec.key_dim),
+            k.view(-1, spec.num_k_heads, spec.key_dim),
+            v.view(-1, heads, spec.value_dim),
+            log_decays(decay, self._decay_bias, self._decay),
+            sigmoid(beta),
+        )
+        out = step.states.gated_delta(self._number, rows).view(-1, spec.value_dim)
+        normed = rms_norm(out, self._norm, self._eps, backend=self._backend).view(x.shape[0], -1)
+        return step.gemm(times_silu(normed, gate), self._output)
 
 
 class GroupedNorm:

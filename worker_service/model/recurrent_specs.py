@@ -78,4 +78,29 @@ class Mamba2Spec:
         return columns, StateArray((self.num_heads, self.head_dim, self.d_state), wide=True)
 
 
-RecurrentSpec = ShortConvSpec | Mamba2Spec
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """The gated delta rule, with a state [key_dim, value_dim] a head, behind a convolution of all that goes into it.
+
+    num_k_heads   of queries and of keys; num_heads are those of values, of which consecutive ones share one of keys
+    width         taps of the convolution, the token itself among them
+    """
+
+    num_heads: int
+    num_k_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_k_heads * self.key_dim + self.num_heads * self.value_dim
+
+    def state(self, hidden_size: int) -> tuple[StateArray, ...]:
+        """As of Mamba2."""
+        columns = StateArray((self.width - 1, self.channels))
+        return columns, StateArray((self.num_heads, self.key_dim, self.value_dim), wide=True)
+
+
+RecurrentSpec = ShortConvSpec | Mamba2Spec | GatedDeltaSpec

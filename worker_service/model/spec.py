@@ -53,6 +53,7 @@ class AttentionSpec:
     value_scale     factor of the values
     scale           of the scores; None: 1 / sqrt(head_dim)
     softcap         c turns a score s into c tanh(s / c); 0: off
+    output_gate     the output goes through a gate before its projection: the sigmoid of one more row for each query
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     has_sinks: bool = False
+    output_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class MoeSpec:
     shared                the expert of all tokens; None: there is none
     latent_size           of what goes into an expert and comes out of it, by two projections that all share; 0: the
                           hidden state's, and there are none
+    shared_gate           its output is multiplied by the sigmoid of one more row of the router
     """
 
     num_experts: int
@@ -161,6 +164,7 @@ class MoeSpec:
     wide_router: bool = False
     shared: DenseSpec | None = None
     latent_size: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,10 @@ class AttentionNames(NamedTuple):
     sinks: str = "sinks"
 
 
+# Rows that a router gets for a gate beside its experts: more than one, as matrices are fastest in steps of 16 bytes.
+GATE_ROWS = 8
+
+
 USUAL_NAMES = AttentionNames()
 
 
@@ -81,6 +85,7 @@ def take_attention(
 ) -> AttentionWeights:
     value_dim = spec.value_dim or spec.head_dim
     rows = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * value_dim]
+    rows[0] *= 2 if spec.output_gate else 1
     q, k, v = (
         take_linear(source, [f"{prefix}.{name}_proj"], [count], hidden, bias=spec.qkv_bias)
         for name, count in zip("qkv", rows, strict=True)
@@ -92,13 +97,26 @@ def take_attention(
         for head in "qk"
     )
     sinks = source.take(f"{prefix}.{names.sinks}", spec.num_heads, wide=True) if spec.has_sinks else None
+    q, gate = _without_gate(q, spec.head_dim) if spec.output_gate else (q, None)
     if spec.interleaved:
         q, k = (_in_halves(linear, spec.head_dim, 0, spec.rotary_dim) for linear in (q, k))
     if spec.value_scale != 1.0:
         v = Linear(v.weight * spec.value_scale, None if v.bias is None else v.bias * spec.value_scale)
     if value_dim < spec.head_dim:
         v, output = _widened_values(v, output, value_dim, spec.head_dim)
-    return AttentionWeights(_joined(q, k, v), output, q_norm, k_norm, sinks)
+    qkv = _joined(q, k, v) if gate is None else _joined(q, k, v, gate)
+    return AttentionWeights(qkv, output, q_norm, k_norm, sinks)
+
+
+def _without_gate(linear: Linear, head_dim: int) -> tuple[Linear, Linear]:
+    """Returns the queries and the gates of a projection that has each head's gate behind its query."""
+    hidden = linear.weight.shape[1]
+    weights = linear.weight.view(-1, 2, head_dim, hidden)
+    biases = None if linear.bias is None else linear.bias.view(-1, 2, head_dim)
+    query, gate = (
+        Linear(weights[:, part].flatten(0, 1), None if biases is None else biases[:, part].flatten()) for part in (0, 1)
+    )
+    return query, gate
 
 
 def _joined(*linears: Linear) -> Linear:
@@ -173,19 +191,40 @@ def take_dense(source: TensorSource, prefix: str, spec: DenseSpec, hidden: int) 
     return DenseWeights(gate_up, take_linear(source, [f"{prefix}.down_proj"], [hidden], inner, bias=spec.bias))
 
 
-def take_moe(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int) -> MoeWeights:
-    """By the names of most families: a router `gate`, a gate, an up and a down projection for each expert."""
-    count, inner, names = spec.num_experts, spec.intermediate_size, f"{prefix}.experts.{{expert}}"
-    matrices = tuple(f"{names}.{name}.weight" for name in gate_and_up(spec.activation))
-    given = spec.latent_size or hidden
+def take_moe(
+    source: TensorSource, prefix: str, spec: MoeSpec, hidden: int, shared: str = "shared_experts"
+) -> MoeWeights:
+    """By the names of most families: a router `gate`, a gate, an up and a down projection for each expert, or each of
+    these for all experts at once."""
+    count = spec.num_experts
     router = source.take(f"{prefix}.gate.weight", count, hidden, wide=spec.wide_router)
+    if spec.shared_gate:
+        gate = source.take(f"{prefix}.{shared.removesuffix('s')}_gate.weight", 1, hidden, wide=spec.wide_router)
+        router = torch.cat([router, gate, gate.new_zeros(GATE_ROWS - 1, hidden)])
     bias = source.take(f"{prefix}.gate.e_score_correction_bias", count, wide=True) if spec.selection_bias else None
+    gate_up, down = _take_expert_matrices(source, f"{prefix}.experts", spec, hidden)
     return MoeWeights(
         Linear(router, None),
-        take_experts(source, matrices, count, inner, given),
-        take_experts(source, (f"{names}.down_proj.weight",), count, given, inner),
+        gate_up,
+        down,
         selection_bias=bias,
-        shared=None if spec.shared is None else take_dense(source, f"{prefix}.shared_experts", spec.shared, hidden),
+        shared=None if spec.shared is None else take_dense(source, f"{prefix}.{shared}", spec.shared, hidden),
+    )
+
+
+def _take_expert_matrices(
+    source: TensorSource, prefix: str, spec: MoeSpec, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gate_up and down of all experts."""
+    parts, count, inner = gate_and_up(spec.activation), spec.num_experts, spec.intermediate_size
+    joined, given = f"{prefix}.gate_up_proj", spec.latent_size or hidden
+    if source.holds(joined):
+        rows = len(parts) * inner
+        return source.take(joined, count, rows, given), source.take(f"{prefix}.down_proj", count, given, inner)
+    name = f"{prefix}.{{expert}}"
+    return (
+        take_experts(source, tuple(f"{name}.{part}.weight" for part in parts), count, inner, given),
+        take_experts(source, (f"{name}.down_proj.weight",), count, given, inner),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +31,11 @@ class Checkpoint:
         self.format = weight_format
         self._files = WeightFiles(folder)
         self._stored_name = names.by_model_name(self._files.names())
+
+    @property
+    def names(self) -> Container[str]:
+        """The model's names of all that is stored."""
+        return self._stored_name.keys()
 
     def check(self, wanted: Wanted, tied_embeddings: bool) -> int:
         """Returns the bytes that these tensors take in the files.
@@ -94,6 +99,9 @@ class CheckpointTensors:
             place.copy_(self.take(name, *shape))
         return stack
 
+    def holds(self, name: str) -> bool:
+        return name in self._checkpoint.names
+
 
 def open_weights(
     folder: Path,
@@ -104,7 +112,7 @@ def open_weights(
 ) -> CheckpointTensors:
     """Returns the folder's tensors, checked, to be taken by a Decoder. Raises ModelError."""
     checkpoint = Checkpoint(folder, tensor_names(spec), spec.weight_format)
-    total_bytes = checkpoint.check(expected_tensors(spec), spec.tied_embeddings)
+    total_bytes = checkpoint.check(expected_tensors(spec, checkpoint.names), spec.tied_embeddings)
     return CheckpointTensors(checkpoint, total_bytes, dtype, device, progress)
 
 

@@ -8,6 +8,7 @@ from worker_service.model.families import (
     cohere2,
     deepseek,
     falcon_h1,
+    gated_delta,
     gemma,
     glm4_moe,
     gpt_oss,
@@ -40,6 +41,9 @@ FAMILIES = (
     granite_hybrid.FAMILY,
     falcon_h1.FAMILY,
     nemotron_h.FAMILY,
+    gated_delta.FAMILY_NEXT,
+    gated_delta.FAMILY_DENSE,
+    gated_delta.FAMILY_MOE,
 )
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 
