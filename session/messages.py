@@ -135,6 +135,13 @@ class Extend(NamedTuple):
     leave_at: tuple[int, ...] = ()
 
 
+class Shrink(NamedTuple):
+    """The sequence keeps pages for a length of `num_tokens`, and gives back those behind."""
+
+    sequence_id: SequenceId
+    num_tokens: int
+
+
 class ExtendGrant(NamedTuple):
     sequence_id: SequenceId
     pages: tuple[GroupPages, ...]
@@ -236,8 +243,8 @@ class RunRefusal(NamedTuple):
 class Step(NamedTuple):
     """Everything that one engine iteration wants; a bad item is refused alone.
 
-    Applied in the order of the fields, the inventory between adopts and extends. `forgotten` is the number of the last
-    Forget that was followed.
+    Applied in the order of the fields, shrinks between releases and adopts, the inventory between adopts and extends.
+    `forgotten` is the number of the last Forget that was followed.
     """
 
     step_id: int
@@ -250,6 +257,7 @@ class Step(NamedTuple):
     rates: Rates | None = None
     inventory: Inventory | None = None
     forgotten: int = 0
+    shrinks: tuple[Shrink, ...] = ()
 
 
 class StepReply(NamedTuple):

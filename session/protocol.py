@@ -9,8 +9,12 @@ PROTOCOL_VERSION = 2
 # The worker keeps an inventory of its pages: it is told of Clear calls, and offers the inventory to a service that has
 # lost its state.
 INVENTORY = "inventory"
-# Optional parts that are spoken beyond the version's own; a Hello that names another is refused.
-CAPABILITIES: tuple[str, ...] = (INVENTORY,)
+# The service takes back pages that a running sequence holds ahead.
+SHRINK = "shrink"
+# Optional parts that are spoken beyond the version's own; a Hello that names another is refused. So a worker names only
+# those by which it is to be treated otherwise.
+CAPABILITIES: tuple[str, ...] = (INVENTORY, SHRINK)
+WORKER_CAPABILITIES: tuple[str, ...] = (INVENTORY,)
 
 # All keys in the store start with it; its number changes when keys or values change their form.
 HOST_KEY_PREFIX = b"stemcache:1:"

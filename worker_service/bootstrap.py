@@ -34,7 +34,7 @@ from rpc.server import RpcServer, Service, listening
 from rpc.settings import describe
 from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Ack, Hello
-from session.protocol import CAPABILITIES
+from session.protocol import WORKER_CAPABILITIES
 from session.words import WorkerId
 from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.compute import Compute, prepare
@@ -151,7 +151,7 @@ class _Worker:
             self.compute.pools.page_tokens,
             self.compute.pools.specs(),
             model=self.compute.loaded.digest.hex(),
-            capabilities=CAPABILITIES,
+            capabilities=WORKER_CAPABILITIES,
             started_ns=time.time_ns(),
         )
         limits = ClientLimits(reply_timeout_s=self.config.reply_timeout_s)

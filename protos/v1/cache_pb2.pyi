@@ -400,6 +400,7 @@ class Step(_message.Message):
     ADOPTS_FIELD_NUMBER: _builtins.int
     INVENTORY_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
+    SHRINKS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts from 1 for each incarnation. A repeated id is answered with the kept reply."""
     forgotten: _builtins.int
@@ -422,6 +423,10 @@ class Step(_message.Message):
     def inventory(self) -> Global___Inventory:
         """Applied between adopts and extends. Only with the capability "inventory"."""
 
+    @_builtins.property
+    def shrinks(self) -> Global___Shrinks:
+        """Applied between releases and adopts. Only where Welcome has the capability "shrink"."""
+
     def __init__(
         self,
         *,
@@ -435,10 +440,11 @@ class Step(_message.Message):
         adopts: _abc.Iterable[Global___Adopt] | None = ...,
         inventory: Global___Inventory | None = ...,
         forgotten: _builtins.int = ...,
+        shrinks: Global___Shrinks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "inventory", b"inventory", "rates", b"rates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends", "inventory", b"inventory", "rates", b"rates", "shrinks", b"shrinks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "acquires", b"acquires", "adopts", b"adopts", "extends", b"extends", "forgotten", b"forgotten", "inventory", b"inventory", "publishes", b"publishes", "rates", b"rates", "releases", b"releases", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "acquires", b"acquires", "adopts", b"adopts", "extends", b"extends", "forgotten", b"forgotten", "inventory", b"inventory", "publishes", b"publishes", "rates", b"rates", "releases", b"releases", "shrinks", b"shrinks", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
@@ -547,6 +553,30 @@ class Extends(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Extends: _TypeAlias = Extends  # noqa: Y015
+
+@_typing.final
+class Shrinks(_message.Message):
+    """Sequences that give back the pages which they hold ahead. Parallel packed arrays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    sequence_ids: _builtins.bytes
+    num_tokens: _builtins.bytes
+    """The length in tokens for which the sequence keeps pages, packed uint32. Not less than its tokens, nor than what
+    launches in flight write.
+    """
+    def __init__(
+        self,
+        *,
+        sequence_ids: _builtins.bytes = ...,
+        num_tokens: _builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Shrinks: _TypeAlias = Shrinks  # noqa: Y015
 
 @_typing.final
 class LeaveAt(_message.Message):

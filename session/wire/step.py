@@ -25,6 +25,7 @@ from session.messages import (
     Publish,
     Rates,
     Release,
+    Shrink,
     Step,
 )
 from session.wire import fields
@@ -88,6 +89,9 @@ def encode_step(value: Step) -> cache_pb2.WorkerMessage:
         _fill_inventory(step.inventory, value.inventory)
     if value.forgotten:
         step.forgotten = value.forgotten
+    if value.shrinks:
+        step.shrinks.sequence_ids = array("Q", [shrink.sequence_id for shrink in value.shrinks]).tobytes()
+        step.shrinks.num_tokens = array("I", [shrink.num_tokens for shrink in value.shrinks]).tobytes()
     return message
 
 
@@ -140,6 +144,7 @@ def decode_step(message: cache_pb2.Step, limits: SessionLimits) -> Step:
         _rates(message.rates) if message.HasField("rates") else None,
         _inventory(message.inventory, most, most_tokens) if message.HasField("inventory") else None,
         message.forgotten,
+        tuple(map(Shrink, *_lengths(message.shrinks, "step.shrinks", most))) if message.HasField("shrinks") else (),
     )
 
 
@@ -269,16 +274,22 @@ def _slot(message: types_pb2.SnapshotSlot, field: str) -> SnapshotSlot:
 
 
 def _extends(message: cache_pb2.Extends, most: int) -> tuple[Extend, ...]:
-    """Packed arrays that do not fit together belong to no item."""
+    extends = tuple(map(Extend, *_lengths(message, "step.extends", most)))
+    return _with_leave_at(message.leave_at, extends) if message.leave_at else extends
+
+
+def _lengths(
+    message: cache_pb2.Extends | cache_pb2.Shrinks, field: str, most: int
+) -> tuple[Sequence[SequenceId], tuple[int, ...]]:
+    """Returns sequence ids and lengths in tokens. Packed arrays that do not fit together belong to no item."""
     packed_ids = message.sequence_ids
-    fields.at_most(len(packed_ids) // fields.SEQUENCE_ID_BYTES, "step.extends.sequence_ids", most)
-    ids = fields.sequence_ids(packed_ids, "step.extends.sequence_ids")
+    fields.at_most(len(packed_ids) // fields.SEQUENCE_ID_BYTES, f"{field}.sequence_ids", most)
+    ids = fields.sequence_ids(packed_ids, f"{field}.sequence_ids")
     packed = message.num_tokens
     if len(packed) != LENGTH_BYTES * len(ids):
-        count = fields.packed(packed, "step.extends.num_tokens", LENGTH_BYTES)
-        raise InvalidInput("step.extends.num_tokens", f"has {count} items for {len(ids)} sequence ids")
-    extends = map(Extend, ids, struct.unpack(f"<{len(ids)}I", packed))
-    return _with_leave_at(message.leave_at, tuple(extends)) if message.leave_at else tuple(extends)
+        count = fields.packed(packed, f"{field}.num_tokens", LENGTH_BYTES)
+        raise InvalidInput(f"{field}.num_tokens", f"has {count} items for {len(ids)} sequence ids")
+    return ids, struct.unpack(f"<{len(ids)}I", packed)
 
 
 def _with_leave_at(messages: Sequence[cache_pb2.LeaveAt], extends: tuple[Extend, ...]) -> tuple[Extend, ...]:

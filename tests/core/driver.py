@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from session.messages import Acquire, Adopt, Extend, Grant, Publish, Refusal, Release, StepReply
+from session.messages import Acquire, Adopt, Extend, Grant, Publish, Refusal, Release, Shrink, StepReply
 from session.words import GroupKind, GroupPages, Namespace, PageId, ReleaseReason, SequenceId, SnapshotSlot
 from tests.core.mover import Mover
 from tests.core.shadow import Shadow, marks_of
@@ -100,6 +100,18 @@ class FakeWorker(Mover):
         granted = any(e.sequence_id == live.id for e in reply.extends)
         assert granted != any(r.sequence_id == live.id for r in reply.refusals)
         return granted
+
+    def shrink(self, live: Live, num_tokens: int) -> StepReply:
+        """Give back the pages behind that length."""
+        reply = self.step(shrinks=[Shrink(SequenceId(live.id), num_tokens)])
+        self.shrunk(live, num_tokens)
+        return reply
+
+    def shrunk(self, live: Live, num_tokens: int) -> None:
+        for table in live.tables:
+            for number in [number for number in table if number >= -(-num_tokens // self.page_tokens)]:
+                del table[number]
+        live.room = min(live.room, num_tokens)
 
     def release(self, live: Live, reason: ReleaseReason = FINISHED) -> StepReply:
         reply = self.step(releases=[self.release_of(live, reason)])

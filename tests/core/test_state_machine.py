@@ -168,6 +168,22 @@ class Machine(Troubled):
                 worker.launch(live, stop - live.computed)
         self.checked()
 
+    @rule(at=INDEX, more=st.integers(0, 3))
+    def shrink(self, at: int, more: int) -> None:
+        """Pages ahead come back, and only those."""
+        found = self.live(at)
+        if found is None:
+            return
+        worker, live = found
+        oracle = self.oracles[worker.id]
+        free = [oracle.num_free(group) for group in range(len(worker.groups))]
+        held = [len(table) for table in live.tables]
+        assert not worker.shrink(live, max(len(live.tokens), live.computed) + more).refusals
+        for group, spec in enumerate(worker.groups):
+            if spec.kind != GroupKind.STATE:
+                assert oracle.num_free(group) - free[group] == held[group] - len(live.tables[group])
+        self.checked()
+
     @rule(at=INDEX, lag=st.integers(0, 3), hide=st.integers(0, 2))
     def publish(self, at: int, lag: int, hide: int) -> None:
         found = self.live(at)

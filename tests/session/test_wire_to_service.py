@@ -11,7 +11,7 @@ import pytest
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput, TooMany
 from session.limits import MAX_LEAVE_AT, SessionLimits
-from session.messages import Ack, Acquire, Adopt, BadItem, BadRun, Extend, Hello, Publish, Rates, Release, Step
+from session.messages import Ack, Acquire, Adopt, BadItem, BadRun, Extend, Hello, Publish, Rates, Release, Shrink, Step
 from session.wire.hello import decode_hello, encode_hello
 from session.wire.step import decode_step, encode_step
 from session.words import (
@@ -129,6 +129,7 @@ def test_step() -> None:
     assert value.extends == (Extend(7, 20), Extend(9, 40))  # type: ignore[arg-type]
     assert value.acquires == (Acquire(10, Namespace(MODEL), tokens(40), 0, 40, 0),)  # type: ignore[arg-type]
     assert value.rates == Rates(100.0, 1e9)
+    assert value.shrinks == (Shrink(7, 24), Shrink(9, 48))  # type: ignore[arg-type]
 
 
 def test_an_empty_step_is_a_step() -> None:
@@ -154,6 +155,8 @@ BAD_STEPS: list[tuple[str, Spoil]] = [
     ("step.extends.sequence_ids", setting("extends.sequence_ids", b"x" * 12)),
     ("step.extends.num_tokens", setting("extends.num_tokens", u32([1]))),
     ("step.extends.num_tokens", setting("extends.num_tokens", b"x" * 7)),
+    ("step.shrinks.sequence_ids", setting("shrinks.sequence_ids", b"x" * 12)),
+    ("step.shrinks.num_tokens", setting("shrinks.num_tokens", u32([1]))),
     ("step.extends.leave_at.sequence_id", leaving(8)),
     ("step.extends.leave_at.sequence_id", leaving(7, 7)),
     ("step.rates.prefill_tokens_per_s", setting("rates.prefill_tokens_per_s", -0.1)),

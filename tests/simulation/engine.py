@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from session.messages import Ack, Acquire, Extend, StepReply
+from session.messages import Ack, Acquire, Extend, Shrink, StepReply
 from session.words import Namespace, RefusalReason, SequenceId, Transfer
 from tests.core.driver import FakeWorker
 from tests.core.shadow import Value
 from tests.core.world import ABORTED, DONE, FAILED, FINISHED, MISSING, PREEMPTED, Live, ids, keys, pack
+
+# How far beyond its need a row asks for pages, and how often it gives back what it holds ahead instead of asking.
+AHEAD = (0, 0, 0, 9)
+SHRINKS = 0.04
 
 
 @dataclass(eq=False)
@@ -75,7 +79,9 @@ class Engine:
         publishes = [self.worker.publish_of(r.live, max(r.live.reported, r.live.computed - lag)) for r in said]
         ending, self.ending = self.ending, []
         publishes += [self.worker.publish_of(r.live) for r, why in ending if why is FINISHED]
-        asking = [r for r in said if self._target(r) > r.live.computed]
+        shrinking = [r for r in said if self.rng.random() < SHRINKS]
+        asking = [r for r in said if self._target(r) > r.live.computed and r not in shrinking]
+        shrinks = [Shrink(SequenceId(r.live.id), max(len(r.live.tokens), r.live.computed)) for r in shrinking]
         acquires = self._acquires(bool(ending))
         # Asked before the step: a reply that got lost voids the spill orders that made it a refusal.
         self.busy = bool(self.running or self.worker.orphans or self.worker.spills or acks)
@@ -83,9 +89,12 @@ class Engine:
             acks=acks,
             publishes=publishes,
             releases=[self.worker.release_of(r.live, why) for r, why in ending],
-            extends=[Extend(SequenceId(r.live.id), self._target(r)) for r in asking],
+            extends=[Extend(SequenceId(r.live.id), self._target(r) + self.rng.choice(AHEAD)) for r in asking],
             acquires=[acquire for acquire, _ in acquires],
+            shrinks=shrinks,
         )
+        for r, shrink in zip(shrinking, shrinks, strict=True):
+            self.worker.shrunk(r.live, shrink.num_tokens)
         by_id = {publish.sequence_id: publish for publish in publishes}
         for r in said:
             self.worker.published(r.live, by_id[SequenceId(r.live.id)])
@@ -93,7 +102,7 @@ class Engine:
             self.worker.released(r.live, why)
         self._replanned(fetched, reply)
         self._admitted(acquires, reply)
-        self._launch(asking, reply)
+        self._launch(asking, shrinking, reply)
 
     # -- what goes into the step -------------------------------------------------------------------------------
 
@@ -198,10 +207,10 @@ class Engine:
             self.cached += live.grant.cached_tokens
             self.fetched += live.grant.fetched_tokens
 
-    def _launch(self, asking: list[Running], reply: StepReply) -> None:
+    def _launch(self, asking: list[Running], resting: list[Running], reply: StepReply) -> None:
         refused = {refusal.sequence_id for refusal in reply.refusals}
         for r in list(self.running):
-            if r not in self.running or r.live.fetch is not None or r.live.ended:
+            if r not in self.running or r in resting or r.live.fetch is not None or r.live.ended:
                 continue
             if r in asking and r.live.id in refused:
                 r.refused += 1

@@ -13,7 +13,7 @@ from cache_service.core.device.lease_table import LeaseTable
 from cache_service.core.device_cache import DeviceCache
 from session.limits import SessionLimits
 from session.messages import Hello, RunRefusal, Step, StepReply, Welcome
-from session.protocol import CAPABILITIES
+from session.protocol import WORKER_CAPABILITIES
 from session.words import GroupSpec, HostTierKind, Namespace, SequenceId, WorkerId
 
 WORKER = WorkerId("worker")
@@ -58,7 +58,7 @@ class AuditedManager:
             HostTierKind.SHARED if self.has_host else HostTierKind.NONE,
             "tier" if self.has_host else "",
             generation=generation,
-            capabilities=CAPABILITIES,
+            capabilities=WORKER_CAPABILITIES,
         )
         return self.manager.hello(hello, self.now_ms)._replace(limits=self.limits)
 

@@ -108,15 +108,77 @@ def test_while_a_request_waits_for_pages_nobody_takes_more_ahead_than_ever() -> 
     """The one that waits needs more than is free; what is free is not taken by those that run."""
     driven = machine(40)
     running = driven.ask([1] * 40, max_tokens=110)
-    decode_for(driven, 1)
+    decode_for(driven, 2)
+    assert held_ahead(driven, running) > 40
     waiting = driven.ask([2] * 120, max_tokens=1)
     decode_for(driven, 3)
-    assert held_ahead(driven, running) > 40
+    assert held_ahead(driven, running) <= 8 + PAGE
     decode_for(driven, 60)
     assert driven.scheduler.num_waiting == 1 and driven.manager.cache.groups[0].pool.num_free > 10
     assert held_ahead(driven, running) <= 8 + PAGE
     driven.run()
     assert driven.clients[waiting].usage is not None
+    driven.check_over()
+
+
+@pytest.mark.parametrize("takes_them_back", [True, False])
+def test_a_prompt_that_lacks_pages_gets_those_that_are_held_ahead(takes_them_back: bool) -> None:
+    driven = machine(60)
+    driven.scheduler._steps.may_shrink = takes_them_back
+    running = driven.ask([1] * 8, max_tokens=230)
+    decode_for(driven, 4)
+    assert held_ahead(driven, running) > 80
+    prompt = driven.ask([2] * 180, max_tokens=1)
+    decode_for(driven, 12)
+    assert (driven.clients[prompt].usage is not None) == takes_them_back
+    assert len(driven.clients[running].tokens) >= 12, "its stream goes on"
+    driven.run()
+    driven.check_over()
+    assert all(client.usage is not None and not client.usage.num_preemptions for client in driven.clients.values())
+
+
+def test_a_row_that_lacks_pages_gets_those_that_another_holds_ahead() -> None:
+    """Else the youngest would be preempted, though there are pages that nobody writes to."""
+    driven = machine(40)
+    first = driven.ask([1] * 8, max_tokens=140)
+    decode_for(driven, 6)
+    assert held_ahead(driven, first) > 60
+    driven.ask([2] * 60, max_tokens=8)
+    driven.ask([3] * 8, max_tokens=9)
+    driven.run()
+    driven.check_over()
+    assert all(client.usage is not None and not client.usage.num_preemptions for client in driven.clients.values())
+
+
+def test_launches_in_flight_write_to_no_page_that_is_given_back() -> None:
+    """Each launch writes to the device's memory, which tells of a page that was another's by then."""
+    driven = machine(60)
+    running = driven.ask([1] * 8, max_tokens=230)
+    decode_for(driven, 4)
+    driven.ask([2] * 180, max_tokens=1)
+    for _ in range(40):
+        driven.start()
+        driven.start_ahead()
+        driven.exchange()
+        driven.end_launch()
+    assert driven.num_queued > 20
+    driven.run()
+    driven.check_over()
+    assert len(driven.clients[running].tokens) == 230
+
+
+@pytest.mark.parametrize("reply_was_lost", [True, False])
+def test_a_step_that_gives_pages_back_is_repeated(reply_was_lost: bool) -> None:
+    driven = machine(60)
+    driven.ask([1] * 8, max_tokens=230)
+    decode_for(driven, 4)
+    driven.ask([2] * 180, max_tokens=1)
+    decode_for(driven, 1)
+    assert driven.scheduler._admission.lacks_pages
+    num_free = driven.manager.cache.groups[0].pool.num_free
+    driven.lose_session(reply_was_lost=reply_was_lost)
+    assert driven.manager.cache.groups[0].pool.num_free != num_free
+    driven.run()
     driven.check_over()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from session.messages import Step, Welcome
-from session.protocol import INVENTORY
+from session.protocol import INVENTORY, SHRINK
 from session.words import ReleaseReason
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
@@ -65,6 +65,7 @@ class Readmitter:
             raise LostPlace(f"the cache service is at step {welcome.last_step_id}, which this worker did not send last")
         self._epoch, self.generation = welcome.epoch, welcome.generation
         self._terms.take(welcome.limits)
+        self._steps.may_shrink = SHRINK in welcome.capabilities
         failed = self._fail_excessive()
         if not is_same:
             self._begin_anew(welcome)

@@ -86,7 +86,8 @@ class ReplyHandler:
         if step is None or step.step_id != reply.step_id:
             raise UnaskedReply(f"the reply is to step {reply.step_id}, not {step and step.step_id}")
         extended = {sequence_id for sequence_id, entry in asked.items() if entry.ask is Ask.EXTEND}
-        named = {item.sequence_id for items in (step.publishes, step.releases) for item in items} | asked.keys()
+        said = (*step.publishes, *step.releases, *step.shrinks)
+        named = {item.sequence_id for item in said} | asked.keys()
         _require_each_once("extends", [extend.sequence_id for extend in reply.extends], extended)
         _require_each_once("grants", [grant.sequence_id for grant in reply.grants], asked.keys() - extended)
         for refusal in reply.refusals:

@@ -221,6 +221,11 @@ class Sequence:
             return ()
         return tuple(sorted(boundary for boundary in self.branches if boundary > self.granted_len)[:MAX_LEAVE_AT])
 
+    def drop_pages(self, num_pages: int) -> None:
+        """Keeps the first `num_pages` of each block table."""
+        for table in self.tables:
+            del table[num_pages:]
+
     def packed_tokens(self) -> bytes:
         return self.tokens.tobytes() if self.num_generated else self.request.prompt
 

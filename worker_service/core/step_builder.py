@@ -4,8 +4,8 @@ reply_handler.py applies replies. What does not fit into a step goes with
 the next one.
 
 When an acquire was refused, the queue waits until something was freed: a lease other than a preempted one ended, a
-ticket was acknowledged, a remap returned pages, or a WINDOW or STATE group left pages behind. The pages of a preempted
-sequence do not count: they were taken for an older one.
+ticket was acknowledged, a remap returned pages, a WINDOW or STATE group left pages behind, or pages ahead were given
+back. The pages of a preempted sequence do not count: they were taken for an older one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from session.limits import MAX_LEAVE_AT
-from session.messages import Ack, Acquire, Adopt, Extend, Publish, Rates, Release, Step
+from session.messages import Ack, Acquire, Adopt, Extend, Publish, Rates, Release, Shrink, Step
 from session.words import GroupKind, ReleaseReason, SequenceId, TicketId
 from worker_service.core.admission import Admission
 from worker_service.core.adoption import Adoptions
@@ -60,6 +60,7 @@ class StepBuilder:
         self._acks: list[Ack] = []
         self._last_step_id = 0
         self._ahead_from_step = 0
+        self._lacks_pages = False  # whether a request waited for pages when this step was begun
         config = terms.config
         self._only_full = all(group.kind is GroupKind.FULL for group in config.groups)
         self._has_states = len(config.paged_groups) < len(config.groups)
@@ -67,6 +68,7 @@ class StepBuilder:
         self._page_tokens = config.page_tokens
         self.rates: Rates | None = None
         self.free_pages: tuple[int, ...] = ()  # by group, after the last step that got a reply
+        self.may_shrink = False  # whether the cache service takes back pages that are held ahead
         self.tickets: dict[TicketId, Sequence] = {}  # open fetch tickets of sequences that wait for them
         self.unanswered: Step | None = None
         self.asked: dict[SequenceId, Asked] = {}
@@ -108,10 +110,13 @@ class StepBuilder:
         acks = self._take_acks({departure.sequence.sequence_id for departure in departing}, room)
         publishes = self._publishes(departing, room)
         releases = (*self._releases(departing), *self._forget_kept(room))
-        frees = self._frees(acks, publishes, departing)
+        preempted = self._end_leases(departing)
+        # Also while the request that waits asks again below: it is to get what is freed.
+        self._lacks_pages = self._admission.lacks_pages
+        shrinks = self._shrinks(room)
+        frees = bool(shrinks) or self._frees(acks, publishes, departing)
         if frees:
             self._admission.freed()
-        preempted = self._end_leases(departing)
         self._admission.note_branches()
         extends = self._extends(room)
         inventory = self._restoration.take(room, self._terms.limits.max_adopt_pages)
@@ -121,10 +126,11 @@ class StepBuilder:
             if not frees:
                 self._admission.refused(sequence)
         forgotten = self._recorder.take_confirmation()
-        if not (acks or publishes or releases or extends or acquires or inventory is not None or forgotten):
+        if not (acks or publishes or releases or shrinks or extends or acquires or inventory is not None or forgotten):
             return None
         rates, self.rates = self.rates, None
-        return self._numbered(Step(0, acks, publishes, releases, (), extends, acquires, rates, inventory, forgotten))
+        step = Step(0, acks, publishes, releases, (), extends, acquires, rates, inventory, forgotten, shrinks)
+        return self._numbered(step)
 
     def _numbered(self, step: Step) -> Step:
         self._last_step_id += 1
@@ -307,11 +313,30 @@ class StepBuilder:
         if self._has_states or self._last_step_id < self._ahead_from_step:
             return 0
         least, num_decode = config.decode_ahead_tokens, plan.num_decode
-        if not self.free_pages or not num_decode or self._admission.lacks_pages or self._restoration.is_pending:
+        if not self.free_pages or not num_decode or self._lacks_pages or self._restoration.is_pending:
             return least
         held = sum(rooms[:num_decode]) - sum([row.end for row in plan.rows[:num_decode]])
         spare = min([self.free_pages[group] for group in self._paged]) * self._page_tokens + held
         return max(least, min(spare // (2 * num_decode), config.max_decode_ahead_tokens))
+
+    def _shrinks(self, room: MessageRoom) -> tuple[Shrink, ...]:
+        """Gives back the pages ahead of rows that decode, but for `decode_ahead_tokens`, while somebody lacks pages.
+
+        Launches in flight write to none of them, and the next one is planned without them.
+        """
+        is_short = self._lacks_pages or any(one.num_refused_extends for one in self._queues.leased)
+        if not self.may_shrink or not is_short:
+            return ()
+        shrinks = []
+        for sequence, computed, length, _ in self.predicted():
+            if computed >= sequence.in_prefill_until:
+                kept = max(decode_need(computed, self._terms.config), length, sequence.written_len)
+                num_pages = -(-(kept + self._terms.config.decode_ahead_tokens) // self._page_tokens)
+                kept = num_pages * self._page_tokens
+                if kept < self.room(sequence) and room.take(Shrink):
+                    sequence.drop_pages(num_pages)
+                    shrinks.append(Shrink(sequence.sequence_id, kept))
+        return tuple(shrinks)
 
     def refused_ahead(self) -> None:
         """Notes that no pages are free to hold ahead: for some steps rows ask for what they need only."""

@@ -79,6 +79,12 @@ class FullGroup(Group):
         lease.holds[self.number] += taken
         return GroupPages(self.number, lease.full_end, taken)
 
+    def shrink(self, lease: Lease, total: int) -> None:
+        hold: bytearray = lease.holds[self.number]
+        at = (total - lease.published_pages) * PAGE_ID_BYTES
+        self.pool.give(hold[at:])
+        del hold[at:]
+
     def end(self, lease: Lease) -> int:
         return lease.full_end
 

@@ -110,6 +110,9 @@ class Group(ABC):
         """Takes the need. Returns the pages that are added to the block table."""
         return None
 
+    def shrink(self, lease: Lease, total: int) -> None:
+        """Give back the pages behind a length of `total` pages: nothing was computed in them."""
+
     # Publish.
 
     def end(self, lease: Lease) -> int | None:

@@ -126,6 +126,12 @@ class WindowGroup(SparseGroup):
         lease.holds[self.number].page_ids += ids
         return GroupPages(self.number, need.first, pack(ids))
 
+    def shrink(self, lease: Lease, total: int) -> None:
+        hold: WindowHold = lease.holds[self.number]
+        at = max(total - hold.first, 0)
+        self.pages.drop(hold.page_ids[at:], Retention.COLD)
+        del hold.page_ids[at:]
+
     def end(self, lease: Lease) -> int:
         hold: WindowHold = lease.holds[self.number]
         return hold.end

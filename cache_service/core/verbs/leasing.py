@@ -193,6 +193,17 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
     return ExtendGrant(item.sequence_id, tuple(pages), tuple(leave))
 
 
+def shrink(cache: DeviceCache, lease: Lease, num_tokens: int) -> None:
+    """Keep pages for so many tokens, which are not less than the lease has. Slots of snapshots stay reserved."""
+    total = -(-num_tokens // cache.layout.page_tokens)
+    if total < lease.full_end:
+        for group in cache.groups:
+            group.shrink(lease, total)
+        lease.full_end = total
+    if num_tokens < lease.room_tokens:
+        lease.room_tokens = num_tokens
+
+
 # Release.
 
 

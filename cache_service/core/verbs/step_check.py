@@ -16,7 +16,7 @@ from session.limits import (
     MAX_NAME_CHARS,
     MAX_SEQUENCE_ID,
 )
-from session.messages import Ack, Acquire, Extend, Publish, Release
+from session.messages import Ack, Acquire, Extend, Publish, Release, Shrink
 from session.words import TOKEN_BYTES, Namespace, SequenceId
 
 
@@ -98,6 +98,15 @@ def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
         raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
     if extend.leave_at:
         _check_leave_at(cache, extend.leave_at)
+    return lease
+
+
+def check_shrink(cache: DeviceCache, shrink: Shrink) -> Lease:
+    lease = cache.leases.get(shrink.sequence_id)
+    if lease is None or lease.fetches:
+        raise _not_running(cache, shrink.sequence_id)
+    if shrink.num_tokens < lease.num_tokens:
+        raise InvalidInput("num_tokens", f"{shrink.num_tokens} is less than its {lease.num_tokens} tokens")
     return lease
 
 

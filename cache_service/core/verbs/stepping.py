@@ -1,4 +1,4 @@
-"""Apply a Step to one worker's cache: acks, publishes, releases, adopts, inventory, extends, acquires, in this order.
+"""Apply a Step to one worker's cache: acks, publishes, releases, shrinks, adopts, inventory, extends, then acquires.
 
 Each item is checked right before it is applied: one that is wrong is refused alone, and changes
 nothing. Any other exception in here is a fault of ours, and leaves the cache in no state to go on from.
@@ -31,12 +31,13 @@ from session.messages import (
     Release,
     Remap,
     RunRefusal,
+    Shrink,
     Step,
     StepReply,
 )
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, RefusalReason, ReleaseReason, SequenceId
 
-Item = TypeVar("Item", Publish, Release, Adopt, Extend, Acquire)
+Item = TypeVar("Item", Publish, Release, Shrink, Adopt, Extend, Acquire)
 Answer = TypeVar("Answer", Grant, ExtendGrant, Remap)
 
 
@@ -104,6 +105,8 @@ def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
         reply.apply("publishes", step.publishes, partial(publish, cache), reply.remaps, ended)
     if step.releases:
         reply.apply("releases", step.releases, partial(release, cache, ended=ended), [])
+    if step.shrinks:
+        reply.apply("shrinks", step.shrinks, partial(shrink, cache), [], ended)
     if step.adopts:
         _apply_adopts(cache, step, reply)
     if step.inventory is not None:
@@ -154,6 +157,10 @@ def release(cache: DeviceCache, item: Release, *, ended: frozenset[SequenceId] =
     if item.reason is ReleaseReason.PREEMPTED:
         cache.kept.keep(lease.sequence_id, lease.tokens(0, lease.num_tokens * TOKEN_BYTES))
     leasing.release(cache, lease, item.reason, item.rolling_tokens)
+
+
+def shrink(cache: DeviceCache, item: Shrink) -> None:
+    leasing.shrink(cache, step_check.check_shrink(cache, item), item.num_tokens)
 
 
 def extend(cache: DeviceCache, item: Extend) -> ExtendGrant | Refusal:
