@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cache_service.core.base.types import Age, Explanation, Residence
@@ -100,7 +100,7 @@ class Stage:
         assert cached == explained.match.usable_tokens
         assert all(one.last_used.most_ms < other.last_used.most_ms for one, other in pairwise(used))  # type: ignore[union-attr]
         gone = explained.segments[-1].gone
-        assert (gone is not None) == (explained.match.miss_reason is MissReason.EVICTED)
+        assert (gone is not None) == (explained.segments[-1].miss_reason is MissReason.EVICTED)
         if gone is not None:
             path = pages[: explained.match.matched_tokens // PAGE + 1]
             assert any(gone.least_ms <= now_ms - at_ms <= gone.most_ms for at_ms in self.gone_ms[path])
@@ -115,6 +115,20 @@ ACTS = st.one_of(
 )
 
 
+# The host tier brings what was evicted: what is left is the tail of a page.
+BROUGHT: list[tuple[str, object]] = [
+    ("begin", (10, 20, 10)),
+    ("begin", (10, 20, 10)),
+    ("begin", (10,)),
+    ("begin", (10,)),
+    ("finish", 0),
+    ("finish", 0),
+    ("spill", 0),
+    ("begin", (10, 10, 10, 10, 10)),
+]
+
+
+@example(acts=BROUGHT, tier=HostTierKind.PRIVATE)
 @settings(max_examples=examples(60), deadline=None)
 @given(acts=st.lists(ACTS, max_size=30), tier=st.sampled_from([HostTierKind.NONE, HostTierKind.PRIVATE]))
 def test_the_true_ages_lie_within_the_bounds(acts: list[tuple[str, object]], tier: HostTierKind) -> None:
