@@ -18,8 +18,9 @@ from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool,
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.model.device import pick_device, pick_kv_dtype, prepare_process
-from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.gemm_dispatch import MOST_PADDING, Invariance
 from worker_service.model.latent_attention import latent_workspace_bytes
+from worker_service.model.sparse_attention import sparse_workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
@@ -105,7 +106,10 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
     if config.pool_mb:
         return config.pool_mb << 20
     budget = pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20)
-    return budget - latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype) if device.type == "cuda" else budget
+    if device.type != "cuda":
+        return budget
+    workspace_bytes = latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype)
+    return budget - workspace_bytes - sparse_workspace_bytes(spec, config.token_budget + MOST_PADDING, dtype)
 
 
 def _log_pools(report: PoolReport, kv_dtype: str) -> None:

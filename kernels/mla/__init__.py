@@ -16,8 +16,10 @@ from kernels.latent_dims import check_latent_dims
 from kernels.linear import Route
 from kernels.mla import cpu
 from kernels.mla.device_plan import plan_on_device
+from kernels.mla.absorb import absorbed_queries
 from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend, workspace_bytes
 from kernels.mla.rule import MlaPath, choose_path
+from kernels.mla.sparse import mla_sparse
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from kernels.mla_prefill import AttentionState, mla_prefill, mla_prefill_part
 from kernels.project_latents import project_latents
@@ -28,6 +30,7 @@ __all__ = [
     "choose_path",
     "mla_absorbed",
     "mla_extend",
+    "mla_sparse",
     "plan_extend",
     "plan_on_device",
     "workspace_bytes",
@@ -90,11 +93,8 @@ def mla_absorbed(
     dims, heads = check_latent_dims(q, pages, kv_b), q.shape[1]
     factor = dims.head**-0.5 if scale is None else float(scale)
     matrices = kv_b.view(heads, dims.nope + dims.value, dims.latent)
-    latent_q = q.new_empty((q.shape[0], heads, dims.width))
-    head_linear(q[..., : dims.nope], matrices[:, : dims.nope], latent_q[..., : dims.latent], backend=backend)
-    latent_q[..., dims.latent :] = q[..., dims.nope :]
     attended = mla_decode(
-        latent_q,
+        absorbed_queries(q, matrices, dims, backend),
         pages,
         block_tables,
         seqlens_k,

@@ -106,6 +106,10 @@ KINDS = {
     ),
 }
 
+# Sparse attention: of a prompt's tokens each query sees fewer than two pages hold.
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 24}
+KINDS["deepseek-v32"] = Kind("DeepseekV32", ("full",), {**KINDS["deepseek-v3"].fields, **_INDEXER})
+
 
 _LATENTS = {**KINDS["deepseek-v3"].fields, "n_shared_experts": 1}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -156,6 +160,12 @@ FAMILIES = {
         spread=0.4,
     ),
     "deepseek-v2": Kind("DeepseekV2", ("full",), {**_LATENTS, "topk_method": "group_limited_greedy"}),
+    # Layers that take the choice of the one before have no index keys, so pages of their own.
+    "glm-dsa": Kind(
+        "GlmMoeDsa",
+        ("full-40", "full-40+16"),
+        {**_LATENTS, **_INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "glm4-lite": Kind("Glm4MoeLite", ("full",), {**_LATENTS, "n_group": 1, "topk_group": 1}),
 }
 

@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 
     @property
     def has_window(self) -> bool:
-        return len(FAMILIES[self.family].groups) > 1
+        return any(name.startswith("window") for name in FAMILIES[self.family].groups)
 
     async def generate(self, worker: Stand, prompt: Sequence[int], salt: str = "") -> Answer:
         return await self.client.generate(worker.address, prompt, ANSWER, salt=salt)

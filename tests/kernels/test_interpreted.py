@@ -37,6 +37,10 @@ PARTS = (
     (
         "rotate_append_kv",
         "rotate_append_latent",
+        "rotate_append_index",
+        "index_logits",
+        "top_k",
+        "sparse_latents",
         "fp8_pages",
         "append_kv",
         "sinks",

@@ -122,6 +122,9 @@ _DEEPSEEK = {
 }
 _DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
+# Fewer tokens are chosen than a page has, so that selection matters in every test.
+_SPARSE = {**_DEEPSEEK, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 13, "head_dim": 8}
+
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -180,6 +183,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": ("DeepseekV3", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN, "attention_bias": True}),
     "glm4-lite": ("Glm4MoeLite", {**_DEEPSEEK, "n_group": 1, "topk_group": 1}),
+    "deepseek-v32": ("DeepseekV32", {**_SPARSE, "rope_parameters": _DEEPSEEK_YARN}),
+    # The second layer, and the last one, take the choice of the one before.
+    "glm-dsa": (
+        "GlmMoeDsa",
+        {**_SPARSE, "num_hidden_layers": 4, "index_topk": 7, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    # As many as there are tokens: attention goes to all of them.
+    "glm-dsa-all": ("GlmMoeDsa", {**_SPARSE, "index_topk": 300, "attention_bias": True, "n_group": 1, "topk_group": 1}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
     **STATE_MODELS,
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),

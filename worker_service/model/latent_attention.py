@@ -44,7 +44,9 @@ class LatentPlans:
         backend: Backend,
     ) -> None:
         self.mixers = {
-            number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, LatentSpec)
+            number: layer.mixer
+            for number, layer in enumerate(spec.layers)
+            if isinstance(layer.mixer, LatentSpec) and layer.mixer.index is None
         }
         self.backend = backend
         self._max_num_seqs = max_num_seqs
@@ -100,13 +102,14 @@ def captured_latents(chunk_tokens: int) -> int:
 
 
 def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the memory that prompts over latents need beside the pools; 0 for a model without latents.
+    """Returns the memory that prompts over latents need beside the pools; 0 for a model without, or with sparse ones.
 
     A chunk of a launch that is not captured, and what captured ones hold for themselves.
     """
-    mixers = {layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)}
-    latents = chunk_tokens + captured_latents(chunk_tokens)
-    return max((workspace_bytes(latents, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers), default=0)
+    latents = (layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec))
+    mixers = {mixer for mixer in latents if mixer.index is None}
+    num_latents = chunk_tokens + captured_latents(chunk_tokens)
+    return max((workspace_bytes(num_latents, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers), default=0)
 
 
 def _dims(mixer: LatentSpec) -> LatentDims:

@@ -1,4 +1,4 @@
-"""The attention of one launch, which all its layers share: over heads, over latents, or over both."""
+"""The attention of one launch, which all its layers share: over heads, over latents, over chosen latents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from worker_service.model.attention import AttentionPlans, PagedHeads
 from worker_service.model.gemm_dispatch import GemmDispatch
 from worker_service.model.latent_attention import LatentPlans, PagedLatents
 from worker_service.model.launch_inputs import LaunchInputs
-from worker_service.model.mixers import Heads, Latents
+from worker_service.model.mixers import Heads, IndexRows, Latents
+from worker_service.model.sparse_attention import PagedSparse, SparsePlans
 
 
 class Plans(NamedTuple):
     heads: AttentionPlans
     latents: LatentPlans
+    sparse: SparsePlans
 
 
 class LaunchAttention:
@@ -25,6 +27,7 @@ class LaunchAttention:
     def __init__(self, pools: PagePools, launch: LaunchInputs, plans: Plans, gemm: GemmDispatch) -> None:
         self._heads = PagedHeads(pools, launch, plans.heads) if plans.heads.mixers else None
         self._latents = PagedLatents(pools, launch, plans.latents, gemm) if plans.latents.mixers else None
+        self._sparse = PagedSparse(pools, launch, plans.sparse) if plans.sparse.mixers else None
 
     def over_heads(self, layer: int, heads: Heads) -> torch.Tensor:
         assert self._heads is not None
@@ -33,3 +36,7 @@ class LaunchAttention:
     def over_latents(self, layer: int, latents: Latents) -> torch.Tensor:
         assert self._latents is not None
         return self._latents(layer, latents)
+
+    def over_chosen(self, layer: int, latents: Latents, index: IndexRows | None) -> torch.Tensor:
+        assert self._sparse is not None
+        return self._sparse(layer, latents, index)

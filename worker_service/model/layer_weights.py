@@ -28,9 +28,20 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """Of an indexer: the norm of its keys and that norm's bias, [head_dim], and what makes a factor for each head, in
+    fp32. What makes its queries and keys is a part of the layer's `q_up` and `down`."""
+
+    k_norm: torch.Tensor
+    k_norm_bias: torch.Tensor
+    head_weights: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class LatentWeights:
     """`down` makes a query's row, or the queries themselves, and a token's row behind it; `q_up` makes queries of the
-    former. kv_up [num_heads * (nope + value), latent] makes keys and values of the latter."""
+    former. kv_up [num_heads * (nope + value), latent] makes keys and values of the latter. With an indexer `down` makes
+    its keys behind all that, and `q_up` its queries."""
 
     down: Linear
     kv_norm: torch.Tensor
@@ -38,6 +49,7 @@ class LatentWeights:
     output: Linear
     q_norm: torch.Tensor | None = None
     q_up: Linear | None = None
+    index: IndexWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from worker_service.model.mixers import AttentionMixer, LatentMixer, Step
 from worker_service.model.recurrent_mixers import GatedDeltaMixer, Mamba2Mixer, ShortConvMixer
 from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
+from worker_service.model.sparse_mixer import SparseLatentMixer
 from worker_service.model.spec import LatentSpec, MixerSpec, NormSpec, ParallelSpec
 
 
@@ -65,6 +66,8 @@ def make_mixer(
         return ParallelMixer(spec, attention, make_mixer(number, spec.recurrence, weights.recurrence, *rest))
     if isinstance(spec, LatentSpec):
         assert isinstance(weights, LatentWeights)
+        if spec.index is not None:
+            return SparseLatentMixer(number, spec, spec.index, weights, rotary, backend)
         return LatentMixer(number, spec, weights, rotary, backend)
     if isinstance(spec, ShortConvSpec):
         assert isinstance(weights, ShortConvWeights)

@@ -44,12 +44,27 @@ class Latents(NamedTuple):
     kv_up: torch.Tensor
 
 
+class IndexRows(NamedTuple):
+    """An indexer's queries [num_tokens, heads, dim] and keys [num_tokens, dim] as its GEMMs made them, the norm of the
+    keys, and what each head's scores are multiplied by, fp32 [num_tokens, heads]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    norm: torch.Tensor
+    bias: torch.Tensor
+    head_weights: torch.Tensor
+
+
 class Attention(Protocol):
     """Puts what is new into a layer's pages, and returns the attention output: [num_tokens, heads, value_dim]."""
 
     def over_heads(self, layer: int, heads: Heads) -> torch.Tensor: ...
 
     def over_latents(self, layer: int, latents: Latents) -> torch.Tensor: ...
+
+    def over_chosen(self, layer: int, latents: Latents, index: IndexRows | None) -> torch.Tensor:
+        """Over the latents that an indexer chooses; None: over those that the last layer with one has chosen."""
+        ...
 
 
 class Taps(NamedTuple):

@@ -80,11 +80,13 @@ def page_layouts(
 
 
 def _row(mixer: LoneMixerSpec, hidden_size: int) -> _Row:
-    """Keys and values of each head, one latent, or a state."""
+    """Keys and values of each head, one latent with its index key, or a state."""
     if isinstance(mixer, RecurrentSpec):
         return _Row(True, 0, tuple(_Array(1, *array) for array in mixer.state(hidden_size)))
     if isinstance(mixer, LatentSpec):
-        return _Row(False, 0, (_Array(1, (mixer.width,)),))
+        has_keys = mixer.index is not None and not mixer.index.is_shared
+        index_keys = (_Array(1, (mixer.index.head_dim,)),) if has_keys else ()
+        return _Row(False, 0, (_Array(1, (mixer.width,)), *index_keys))
     assert isinstance(mixer, AttentionSpec)
     return _Row(False, mixer.window_tokens, (_Array(2, (mixer.num_kv_heads, mixer.head_dim)),))
 

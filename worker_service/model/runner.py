@@ -39,6 +39,7 @@ from worker_service.model.launch_states import LaunchStates
 from worker_service.model.penalty_counts import PenaltyCounts
 from worker_service.model.results import LaunchResult, joined, unjoined
 from worker_service.model.sampling_arrays import most_logprobs, sampling_arrays
+from worker_service.model.sparse_attention import SparsePlans
 from worker_service.model.staging import Download, Downloaded, Upload, padded
 from worker_service.model.state_inputs import RowPlaces, state_arrays, state_inputs
 
@@ -103,6 +104,7 @@ class Runner:
                 device,
                 model.backend,
             ),
+            SparsePlans(model.spec, model.backend),
         )
         self._graphs: LaunchGraphs | None = None
         # References wait for the device, which no capture allows.
@@ -166,7 +168,7 @@ class Runner:
         return LaunchAttention(self._pools, inputs, self._plans, self._gemm)
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
-        latents = self._plans.latents
+        latents, sparse = self._plans.latents, self._plans.sparse
         bounds = GraphLimits(
             max_num_seqs=limits.max_num_seqs,
             max_tokens=limits.token_budget,
@@ -176,7 +178,7 @@ class Runner:
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
             has_prompts=not latents.mixers or latents.captured_latents > 0,
-            max_prompt_keys=latents.captured_latents,
+            max_prompt_keys=latents.captured_latents or sparse.captured_keys,
             has_states=self._has_states,
         )
         graphs = LaunchGraphs(self._computed, self._last, bounds, device)

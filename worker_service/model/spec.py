@@ -75,6 +75,23 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Which tokens a query of a layer attends to: the `top_k` that an indexer wants most, all if there are no more.
+
+    num_heads     of the indexer's queries; its keys are one row of head_dim elements a token
+    interleaved   as in AttentionSpec, of the rotary part, which comes first
+    is_shared     the layer takes the choice of the last layer before it that has an indexer, and has none itself
+    """
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    interleaved: bool = False
+    is_shared: bool = False
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Attention over latents: one row a token, from which every head's keys and values are made.
 
@@ -82,6 +99,7 @@ class LatentSpec:
     latent_dim      what a token's row holds beside the rotary key of all heads, which has rope_dim elements
     nope_dim        elements of a query, and of a key, that do not turn; the rope_dim turned ones follow them
     inner_eps       of the norms of the query's and the token's row
+    index           sparse attention: what chooses the tokens that a query attends to; None: all of them
     """
 
     num_heads: int
@@ -95,6 +113,7 @@ class LatentSpec:
     interleaved: bool = True
     bias: bool = False
     inner_eps: float = 1e-6
+    index: IndexSpec | None = None
 
     @property
     def width(self) -> int:

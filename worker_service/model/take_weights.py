@@ -99,12 +99,12 @@ def take_attention(
     sinks = source.take(f"{prefix}.{names.sinks}", spec.num_heads, wide=True) if spec.has_sinks else None
     q, gate = _without_gate(q, spec.head_dim) if spec.output_gate else (q, None)
     if spec.interleaved:
-        q, k = (_in_halves(linear, spec.head_dim, 0, spec.rotary_dim) for linear in (q, k))
+        q, k = (in_halves(linear, spec.head_dim, 0, spec.rotary_dim) for linear in (q, k))
     if spec.value_scale != 1.0:
         v = Linear(v.weight * spec.value_scale, None if v.bias is None else v.bias * spec.value_scale)
     if value_dim < spec.head_dim:
         v, output = _widened_values(v, output, value_dim, spec.head_dim)
-    qkv = _joined(q, k, v) if gate is None else _joined(q, k, v, gate)
+    qkv = joined(q, k, v) if gate is None else joined(q, k, v, gate)
     return AttentionWeights(qkv, output, q_norm, k_norm, sinks)
 
 
@@ -119,7 +119,7 @@ def _without_gate(linear: Linear, head_dim: int) -> tuple[Linear, Linear]:
     return query, gate
 
 
-def _joined(*linears: Linear) -> Linear:
+def joined(*linears: Linear) -> Linear:
     """Returns projections of the same input as one, row under row; one without a bias has zeros beside one with."""
     weight = stacked([linear.weight for linear in linears])
     if all(linear.bias is None for linear in linears):
@@ -140,7 +140,7 @@ def _widened_values(v: Linear, output: Linear, value_dim: int, head_dim: int) ->
     return Linear(rows, bias), Linear(columns, output.bias)
 
 
-def _in_halves(linear: Linear, head_dim: int, first: int, end: int) -> Linear:
+def in_halves(linear: Linear, head_dim: int, first: int, end: int) -> Linear:
     """Returns the projection with elements first .. end - 1 of each head in another order: even ones, then odd ones.
 
     What was turned as neighbours lies half of them apart then, as the kernels turn it, and scores do not see the order.
@@ -167,12 +167,12 @@ def take_latents(source: TensorSource, prefix: str, spec: LatentSpec, hidden: in
     kv_up = source.take(f"{prefix}.kv_b_proj.weight", rows, spec.latent_dim)
     output = take_linear(source, [f"{prefix}.o_proj"], [hidden], spec.num_heads * spec.value_dim, bias=spec.bias)
     if spec.interleaved:
-        kv = _in_halves(kv, spec.width, spec.latent_dim, spec.width)
+        kv = in_halves(kv, spec.width, spec.latent_dim, spec.width)
         if q_up is None:
-            down = _in_halves(down, spec.query_dim, spec.nope_dim, spec.query_dim)
+            down = in_halves(down, spec.query_dim, spec.nope_dim, spec.query_dim)
         else:
-            q_up = _in_halves(q_up, spec.query_dim, spec.nope_dim, spec.query_dim)
-    return LatentWeights(_joined(down, kv), kv_norm, kv_up, output, q_norm, q_up)
+            q_up = in_halves(q_up, spec.query_dim, spec.nope_dim, spec.query_dim)
+    return LatentWeights(joined(down, kv), kv_norm, kv_up, output, q_norm, q_up)
 
 
 def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows: int, columns: int) -> torch.Tensor:

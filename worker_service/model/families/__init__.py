@@ -19,6 +19,7 @@ from worker_service.model.families import (
     mixtral,
     nemotron_h,
     qwen3_moe,
+    sparse_latents,
 )
 from worker_service.model.families.family import Family
 
@@ -36,6 +37,8 @@ FAMILIES = (
     deepseek.FAMILY_V2,
     deepseek.FAMILY_V3,
     deepseek.FAMILY_GLM4_LITE,
+    sparse_latents.FAMILY_V32,
+    sparse_latents.FAMILY_GLM_DSA,
     lfm2.FAMILY,
     bamba.FAMILY,
     granite_hybrid.FAMILY,

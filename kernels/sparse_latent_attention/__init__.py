@@ -1,0 +1,86 @@
+"""sparse_latent_attention: absorbed latent attention over chosen rows of each query's sequence.
+
+A row's sums run over its chosen latents in the order given, in tiles of a fixed size, so its bits depend neither on how
+its prompt was cut nor on other requests.
+"""
+
+import torch
+
+from kernels._checks import (
+    KV_DTYPES,
+    check_contiguous,
+    check_dense_pages,
+    check_disjoint,
+    check_tensor,
+)
+from kernels.attention import check_tensor_core_dtype
+from kernels.backend import Backend, uses_triton
+from kernels.errors import KernelArgumentError
+from kernels.key_rows import KeyRows, check_key_rows
+from kernels.sparse_latent_attention import cpu, reference
+from kernels.sparse_latent_attention.call import SparseLatentCall
+
+__all__ = ["sparse_latent_attention"]
+
+
+def sparse_latent_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: KeyRows,
+    chosen: torch.Tensor,
+    *,
+    scale: float,
+    latent: int,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor:
+    """Attention of q [num_tokens, heads, latent + rope] over rows of pages [num_pages, page_tokens, latent + rope].
+
+    A row of pages is a key, and its first `latent` elements are the value. chosen int32 [num_tokens, k] has the
+    positions that a query attends to, min(rows.num_keys, k) of them first; block_tables int32 [num_seqs, any]. A query
+    that sees no key gives 0. `scale` belongs to the unabsorbed head, so it has no default. Returns
+    [num_tokens, heads, latent].
+    """
+    call = SparseLatentCall(q, pages, block_tables, rows, chosen, scale, latent)
+    _check(call)
+    tokens, heads, _ = q.shape
+    if out is None:
+        out = q.new_empty((tokens, heads, latent))
+    else:
+        check_tensor("out", out, (tokens, heads, latent), (q.dtype,), q.device)
+        check_contiguous("out", out)
+        check_disjoint("out", out, "q", q)
+        check_disjoint("out", out, "pages", pages)
+    if tokens == 0 or heads == 0:
+        return out
+    if uses_triton(backend, q):
+        from kernels.sparse_latent_attention.triton import check_dims, launch
+
+        check_tensor_core_dtype(q)
+        check_dims(call)
+        launch(call, out)
+    elif backend is Backend.AUTO and cpu.reason_against(call) is None:
+        cpu.sparse_latent_attention(call, out)
+    else:
+        reference.sparse_latent_attention(call, out)
+    return out
+
+
+def _check(call: SparseLatentCall) -> None:
+    """Refuses what no implementation can work with."""
+    q, pages, chosen = call.q, call.pages, call.chosen
+    check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
+    check_dense_pages("pages", pages)
+    width = pages.shape[2]
+    if not 0 < call.latent < width:
+        raise KernelArgumentError(
+            f"latent: must be less than the {width} of a row of pages, and positive, got {call.latent}"
+        )
+    check_tensor("q", q, (None, None, width), (pages.dtype,), pages.device)
+    check_contiguous("q", q)
+    check_key_rows(call.rows, q.shape[0], call.block_tables, q.device)
+    check_tensor("chosen", chosen, (q.shape[0], None), (torch.int32,), q.device)
+    check_contiguous("chosen", chosen)
+    if chosen.shape[1] == 0:
+        raise KernelArgumentError("chosen: must have room for at least one position")

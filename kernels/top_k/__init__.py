@@ -1,0 +1,51 @@
+"""top_k: the positions of each row's k largest logits, in ascending order; of equal logits the lower position is chosen.
+
+No row is sorted and nothing is added up atomically: a row's choice is a function of its logits alone.
+"""
+
+import torch
+
+from kernels._checks import check_contiguous, check_lengths, check_rows, check_tensor
+from kernels.backend import Backend, uses_triton
+from kernels.errors import KernelArgumentError
+from kernels.top_k import reference
+
+__all__ = ["MAX_COLUMNS", "top_k"]
+
+# What the kernel's counters of 8 bits hold: 255 keys in each of 4,096 lanes.
+MAX_COLUMNS = 255 * 4096
+
+
+def top_k(
+    logits: torch.Tensor,
+    num_keys: torch.Tensor,
+    k: int,
+    *,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
+) -> torch.Tensor:
+    """Returns int32 [num_rows, k]: positions, then -1 where a row has fewer.
+
+    logits fp32 [num_rows, max_keys]; num_keys int32 [num_rows]: a row's first so many are looked at. A row of at most k
+    has all of them chosen, and its logits are not read. A NaN ranks as minus infinity, -0 as 0.
+    """
+    check_tensor("logits", logits, (None, None), (torch.float32,), logits.device)
+    check_rows("logits", logits)
+    num_rows, width = logits.shape
+    check_lengths("num_keys", num_keys, num_rows, logits.device)
+    if k < 1:
+        raise KernelArgumentError(f"k: must be at least 1, got {k}")
+    if width > MAX_COLUMNS:
+        raise KernelArgumentError(f"logits: rows must be of at most {MAX_COLUMNS}, got {width}")
+    if out is None:
+        out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
+    else:
+        check_tensor("out", out, (num_rows, k), (torch.int32,), logits.device)
+        check_contiguous("out", out)
+    if num_rows and uses_triton(backend, logits):
+        from kernels.top_k.triton import launch
+
+        launch(logits, num_keys, out)
+    elif num_rows:
+        reference.top_k(logits, num_keys, out)
+    return out

@@ -1,0 +1,163 @@
+"""Attention over chosen latents in pages, for one launch: an indexer's keys lie beside the latents (ADR 28).
+
+A query's choice and its attention are functions of its sequence's keys alone, so decode rows and prompts, and every
+invariance, go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from kernels.backend import Backend
+from kernels.index_logits import index_logits
+from kernels.key_rows import KeyRows, key_rows
+from kernels.mla import mla_sparse
+from kernels.rotate_append_index import rotate_append_index
+from kernels.rotate_append_latent import rotate_append_latent
+from kernels.top_k import top_k
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.launch_inputs import LaunchInputs
+from worker_service.model.mixers import IndexRows, Latents
+from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
+
+# Prompts with more keys than this, all together, are not captured: the host is not what they wait for.
+CAPTURED_KEYS = 16_384
+# Logits of so many bytes are chosen from at a time, for at most so many queries.
+LOGITS_BYTES = 256 << 20
+MOST_ROWS = 1024
+
+
+class SparsePlans:
+    """The layers of a model that attend to chosen latents. Nothing is planned ahead: each query's work is bounded."""
+
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+        self.mixers = sparse_mixers(spec)
+        self.backend = backend
+        shared = [mixer.index for mixer in self.mixers.values()]
+        self.top_k = max((index.top_k for index in shared), default=0)
+
+    @property
+    def captured_keys(self) -> int:
+        """How many keys prompts may have in a captured launch; 0: the model has no such layers."""
+        return CAPTURED_KEYS if self.mixers else 0
+
+
+class SparseMixer(NamedTuple):
+    spec: LatentSpec
+    index: IndexSpec
+
+
+def sparse_mixers(spec: ModelSpec) -> dict[int, SparseMixer]:
+    """Returns the layers with chosen latents, by number."""
+    return {
+        number: SparseMixer(layer.mixer, layer.mixer.index)
+        for number, layer in enumerate(spec.layers)
+        if isinstance(layer.mixer, LatentSpec) and layer.mixer.index is not None
+    }
+
+
+def sparse_workspace_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
+    """Returns the memory that a launch's choices and absorbed queries need beside the pools; 0 for other models."""
+    mixers = sparse_mixers(spec).values()
+    rows = min(max_tokens, MOST_ROWS)
+
+    def absorbed(mixer: LatentSpec) -> int:
+        return rows * mixer.num_heads * (mixer.width + mixer.latent_dim) * dtype.itemsize
+
+    return max((LOGITS_BYTES + max_tokens * index.top_k * 4 + absorbed(mixer) for mixer, index in mixers), default=0)
+
+
+class PagedSparse:
+    """Sparse attention for one launch: new latents and index keys go to their pages first, so pages alone are read."""
+
+    def __init__(self, pools: PagePools, launch: LaunchInputs, plans: SparsePlans) -> None:
+        self._pools = pools
+        self._launch = launch
+        self._mixers = plans.mixers
+        self._backend = plans.backend
+        num_tokens = launch.token_ids.shape[0]
+        self._rows = key_rows(
+            launch.decode_seqlens_k[: launch.num_decode], launch.prefill_cu_q, launch.prefill_cu_k, num_tokens
+        )
+        self._chosen = launch.token_ids.new_empty((num_tokens, plans.top_k), dtype=torch.int32)
+
+    def __call__(self, layer: int, latents: Latents, index: IndexRows | None) -> torch.Tensor:
+        """Returns [num_tokens, heads, value_dim], zeros for padding rows, which are not written."""
+        launch, mixer = self._launch, self._mixers[layer].spec
+        pages = self._pools.layer_pages(layer)
+        rotate_append_latent(
+            latents.q,
+            latents.kv,
+            latents.positions,
+            latents.cos_sin,
+            pages.planes[0],
+            launch.slot_mapping[pages.group],
+            norm=latents.norm,
+            eps=mixer.inner_eps,
+            backend=self._backend,
+        )
+        if index is not None:
+            self._append(layer, latents, index)
+        q = latents.q
+        out = q.new_empty((q.shape[0], mixer.num_heads, mixer.value_dim))
+        for rows, width in self._parts():
+            part = self._rows.part(rows)
+            if index is not None:
+                self._choose(layer, index, rows, part, width)
+            mla_sparse(
+                q[rows],
+                pages.planes[0],
+                latents.kv_up,
+                launch.block_tables[pages.group],
+                part,
+                self._chosen[rows],
+                scale=mixer.scale,
+                out=out[rows],
+                backend=self._backend,
+            )
+        return out
+
+    def _append(self, layer: int, latents: Latents, index: IndexRows) -> None:
+        pages = self._pools.layer_pages(layer)
+        rotate_append_index(
+            index.q,
+            index.k,
+            latents.positions,
+            latents.cos_sin,
+            pages.planes[1],
+            self._launch.slot_mapping[pages.group],
+            norm=index.norm,
+            bias=index.bias,
+            eps=self._mixers[layer].index.norm_eps,
+            backend=self._backend,
+        )
+
+    def _choose(self, layer: int, index: IndexRows, rows: slice, part: KeyRows, width: int) -> None:
+        """Fills the choices of these rows."""
+        pages = self._pools.layer_pages(layer)
+        logits = index_logits(
+            index.q[rows],
+            index.head_weights[rows],
+            pages.planes[1],
+            self._launch.block_tables[pages.group],
+            part,
+            width,
+            least_keys=self._mixers[layer].index.top_k,
+            backend=self._backend,
+        )
+        top_k(logits, part.num_keys, self._chosen.shape[1], out=self._chosen[rows], backend=self._backend)
+
+    def _parts(self) -> Iterator[tuple[slice, int]]:
+        """Rows whose logits fit in the workspace, and a bound of the keys that they see."""
+        launch, num_tokens = self._launch, self._chosen.shape[0]
+        prompt_keys = min(launch.max_prompt_keys or launch.max_seqlen_k, launch.max_seqlen_k)
+        for first, end, width in (
+            (0, launch.num_decode, launch.max_seqlen_k),
+            (launch.num_decode, num_tokens, prompt_keys),
+        ):
+            step = min(max(LOGITS_BYTES // (4 * max(width, 1)), 1), MOST_ROWS)
+            for start in range(first, end, step):
+                yield slice(start, min(start + step, end)), width
