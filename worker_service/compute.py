@@ -20,10 +20,10 @@ from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.model.device import pick_device, pick_kv_dtype, prepare_process
 from worker_service.model.gemm_dispatch import MOST_PADDING, Invariance
 from worker_service.model.latent_attention import latent_workspace_bytes
-from worker_service.model.sparse_attention import sparse_workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.sparse_attention import sparse_workspace_bytes
 from worker_service.model.spec import ModelSpec
 
 CPU_POOL_MB = 512

@@ -23,7 +23,7 @@ LARGE_LAUNCH = 256
 
 @triton.jit
 def load_keys(pages_ptr, table_ptr, key, ok, stride_page, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys [n, BLOCK_D] at positions [n] of a sequence, zeros where there are none, and where they lie: (page, slot)."""
+    """Keys [n, BLOCK_D] at positions [n] of a sequence, and their pages; what is not ok may be anything."""
     d = tl.arange(0, BLOCK_D)
     page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
     at = page * stride_page + (key % PAGE) * DIM

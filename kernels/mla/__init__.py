@@ -15,8 +15,8 @@ from kernels.head_linear import head_linear
 from kernels.latent_dims import check_latent_dims
 from kernels.linear import Route
 from kernels.mla import cpu
-from kernels.mla.device_plan import plan_on_device
 from kernels.mla.absorb import absorbed_queries
+from kernels.mla.device_plan import plan_on_device
 from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend, workspace_bytes
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla.sparse import mla_sparse

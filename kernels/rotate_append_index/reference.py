@@ -1,6 +1,5 @@
 """rotate_append_index in plain torch: norm, rotation, quantisation and append one after the other."""
 
-import torch
 from torch.nn import functional
 
 from kernels.fp8 import quantise, token_scales

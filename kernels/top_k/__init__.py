@@ -1,4 +1,4 @@
-"""top_k: the positions of each row's k largest logits, in ascending order; of equal logits the lower position is chosen.
+"""top_k: the positions of each row's k largest logits, in ascending order; of equal ones the lowest are chosen.
 
 No row is sorted and nothing is added up atomically: a row's choice is a function of its logits alone.
 """

@@ -12,7 +12,7 @@ from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.model.recurrent_specs import RecurrentSpec
-from worker_service.model.spec import AttentionSpec, LatentSpec, LoneMixerSpec, ModelSpec
+from worker_service.model.spec import AttentionSpec, IndexSpec, LatentSpec, LoneMixerSpec, ModelSpec
 
 
 class _Array(NamedTuple):
@@ -84,11 +84,13 @@ def _row(mixer: LoneMixerSpec, hidden_size: int) -> _Row:
     if isinstance(mixer, RecurrentSpec):
         return _Row(True, 0, tuple(_Array(1, *array) for array in mixer.state(hidden_size)))
     if isinstance(mixer, LatentSpec):
-        has_keys = mixer.index is not None and not mixer.index.is_shared
-        index_keys = (_Array(1, (mixer.index.head_dim,)),) if has_keys else ()
-        return _Row(False, 0, (_Array(1, (mixer.width,)), *index_keys))
+        return _Row(False, 0, (_Array(1, (mixer.width,)), *_index_keys(mixer.index)))
     assert isinstance(mixer, AttentionSpec)
     return _Row(False, mixer.window_tokens, (_Array(2, (mixer.num_kv_heads, mixer.head_dim)),))
+
+
+def _index_keys(index: IndexSpec | None) -> tuple[_Array, ...]:
+    return () if index is None or index.is_shared else (_Array(1, (index.head_dim,)),)
 
 
 def _name(row: _Row, distinct: list[_Row]) -> str:

@@ -36,8 +36,7 @@ class SparsePlans:
     def __init__(self, spec: ModelSpec, backend: Backend) -> None:
         self.mixers = sparse_mixers(spec)
         self.backend = backend
-        shared = [mixer.index for mixer in self.mixers.values()]
-        self.top_k = max((index.top_k for index in shared), default=0)
+        self.top_k = max((mixer.indexer.top_k for mixer in self.mixers.values()), default=0)
 
     @property
     def captured_keys(self) -> int:
@@ -47,7 +46,7 @@ class SparsePlans:
 
 class SparseMixer(NamedTuple):
     spec: LatentSpec
-    index: IndexSpec
+    indexer: IndexSpec
 
 
 def sparse_mixers(spec: ModelSpec) -> dict[int, SparseMixer]:
@@ -131,7 +130,7 @@ class PagedSparse:
             self._launch.slot_mapping[pages.group],
             norm=index.norm,
             bias=index.bias,
-            eps=self._mixers[layer].index.norm_eps,
+            eps=self._mixers[layer].indexer.norm_eps,
             backend=self._backend,
         )
 
@@ -145,7 +144,7 @@ class PagedSparse:
             self._launch.block_tables[pages.group],
             part,
             width,
-            least_keys=self._mixers[layer].index.top_k,
+            least_keys=self._mixers[layer].indexer.top_k,
             backend=self._backend,
         )
         top_k(logits, part.num_keys, self._chosen.shape[1], out=self._chosen[rows], backend=self._backend)
