@@ -1,4 +1,4 @@
-"""index_logits: every key of a sequence, cached ones too, for every query, up to the query's own position."""
+"""index_logits: every key of a sequence, cached ones too, for every query, up to its own position (R24, R25)."""
 
 from __future__ import annotations
 

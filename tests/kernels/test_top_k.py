@@ -1,4 +1,4 @@
-"""top_k: positions in ascending order, ties to the lowest, all of them where there are no more than k."""
+"""top_k: positions in ascending order, ties to the lowest, all of them where there are no more than k (R25)."""
 
 from __future__ import annotations
 
