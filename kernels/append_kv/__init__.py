@@ -15,6 +15,7 @@ from kernels._checks import (
     check_tensor,
 )
 from kernels.append_kv import reference
+from kernels.append_kv.call import AppendCall
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scales, check_written_scales, dense_dtypes
@@ -59,9 +60,10 @@ def append_kv(
     check_written_scales(scales, k, v)
     if k.numel() == 0:
         return
+    call = AppendCall(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
     if uses_triton(backend, k_pages):
         from kernels.append_kv.triton import launch
 
-        launch(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
+        launch(call)
     else:
-        reference.append_kv(k, v, k_pages, v_pages, slot_mapping, scales, layout)
+        reference.append_kv(call)

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from kernels.addressing import page_constants, row_strides
 from kernels.addressing.triton import page_offset
+from kernels.append_kv.call import AppendCall
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantise_rows
-from kernels.layout import KvLayout, PageShape
 
 # Elements of K (and of V) that one program moves: 2 to 4 KiB keep the memory system busiest.
 ELEMENTS = 1024
@@ -105,33 +105,16 @@ def append_quantized(
     tl.store(v_pages_ptr + v_at, v, mask=ok)
 
 
-def launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales | None,
-    shape: PageShape,
-    layout: KvLayout,
-) -> None:
+def launch(call: AppendCall) -> None:
     """Launches over checked, non-empty arguments."""
-    if scales is None:
-        _launch_rows(k, v, k_pages, v_pages, slot_mapping, shape, layout)
+    if call.scales is None:
+        _launch_rows(call)
     else:
-        _launch_quantized(k, v, k_pages, v_pages, slot_mapping, scales, shape, layout)
+        _launch_quantized(call, call.scales)
 
 
-def _launch_quantized(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales,
-    shape: PageShape,
-    layout: KvLayout,
-) -> None:
+def _launch_quantized(call: AppendCall, scales: Scales) -> None:
+    k, v, k_pages, v_pages, shape = call.k, call.v, call.k_pages, call.v_pages, call.shape
     block_d = triton.next_power_of_2(shape.dim)
     per_program = max(1, ELEMENTS // block_d)
     with torch.cuda.device_of(k):
@@ -142,12 +125,12 @@ def _launch_quantized(
             v_pages,
             scales.k,
             scales.v,
-            slot_mapping,
+            call.slot_mapping,
             k.shape[0],
             *row_strides(k, v, k_pages, v_pages),
             scales.k.stride(0),
             scales.v.stride(0),
-            **page_constants(shape, layout, k_pages.dtype),
+            **page_constants(shape, call.layout, k_pages.dtype),
             TOKENS=per_program,
             BLOCK_D=block_d,
             PER_TOKEN=scales.kind is ScaleKind.PER_TOKEN,
@@ -155,15 +138,8 @@ def _launch_quantized(
         )
 
 
-def _launch_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    shape: PageShape,
-    layout: KvLayout,
-) -> None:
+def _launch_rows(call: AppendCall) -> None:
+    k, v, k_pages, v_pages, shape = call.k, call.v, call.k_pages, call.v_pages, call.shape
     tokens, width = k.shape[0], shape.heads * shape.dim
     columns = min(ELEMENTS, triton.next_power_of_2(width))
     per_program = ELEMENTS // columns
@@ -174,10 +150,10 @@ def _launch_rows(
             v,
             k_pages,
             v_pages,
-            slot_mapping,
+            call.slot_mapping,
             tokens,
             *row_strides(k, v, k_pages, v_pages),
-            **page_constants(shape, layout, k_pages.dtype),
+            **page_constants(shape, call.layout, k_pages.dtype),
             TOKENS=per_program,
             COLUMNS=columns,
             num_warps=1,

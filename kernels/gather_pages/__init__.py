@@ -18,9 +18,10 @@ from kernels._checks import (
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import Scales, check_scales, check_written_scales, dense_dtypes
+from kernels.fp8 import check_scales, check_written_scales, dense_dtypes
 from kernels.gather_pages import reference
-from kernels.layout import KvLayout, PageShape
+from kernels.gather_pages.call import MoveCall
+from kernels.layout import KvLayout
 
 __all__ = ["gather_pages", "scatter_pages"]
 
@@ -58,10 +59,13 @@ def gather_pages(
     out = (k_pages.new_empty(size, dtype=dtype), v_pages.new_empty(size, dtype=dtype))
     if total_tokens == 0 or num_seqs == 0:
         return out
+    call = MoveCall(*out, k_pages, v_pages, block_tables, cu_seqlens_k, scales, shape, layout)
     if uses_triton(backend, k_pages):
-        _launch(*out, k_pages, v_pages, block_tables, cu_seqlens_k, scales, shape, layout, gather=True)
+        from kernels.gather_pages.triton import launch
+
+        launch(call, gather=True)
     else:
-        reference.gather_pages(k_pages, v_pages, block_tables, cu_seqlens_k, out, scales, layout)
+        reference.gather_pages(call)
     return out
 
 
@@ -99,29 +103,10 @@ def scatter_pages(
     check_written_scales(scales, k, v)
     if k.numel() == 0 or num_seqs == 0:
         return
+    call = MoveCall(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, scales, shape, layout)
     if uses_triton(backend, k_pages):
-        _launch(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, scales, shape, layout, gather=False)
+        from kernels.gather_pages.triton import launch
+
+        launch(call, gather=False)
     else:
-        reference.scatter_pages(k, v, k_pages, v_pages, block_tables, cu_seqlens_k, scales, layout)
-
-
-def _launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scales: Scales | None,
-    shape: PageShape,
-    layout: KvLayout,
-    gather: bool,
-) -> None:
-    """Bytes move in runs of columns; quantized pages are converted a head at a time."""
-    from kernels.gather_pages.triton import launch, launch_converting
-
-    where = (k, v, k_pages, v_pages, block_tables, cu_seqlens_k)
-    if scales is None:
-        launch(*where, shape, layout, gather)
-    else:
-        launch_converting(*where, scales, shape, layout, gather)
+        reference.scatter_pages(call)

@@ -8,48 +8,32 @@ from itertools import pairwise
 import torch
 
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import Scales
 from kernels.fp8.reference import widened, write_rows
-from kernels.layout import KvLayout, page_shape, read_span
+from kernels.gather_pages.call import MoveCall
+from kernels.layout import read_span
 
 
-def gather_pages(
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
-    scales: Scales | None,
-    layout: KvLayout,
-) -> None:
+def gather_pages(call: MoveCall) -> None:
     """Fills the dense keys and values."""
-    bounds = _bounds(cu_seqlens_k, out[0].shape[0])
+    k, v, scales, tables = call.k, call.v, call.scales, call.block_tables
+    bounds = _bounds(call.cu_seqlens_k, k.shape[0])
     for seq, (start, stop) in enumerate(pairwise(bounds)):
-        keys, values = read_span(k_pages, v_pages, block_tables[seq], 0, stop - start, layout)
+        keys, values = read_span(call.k_pages, call.v_pages, tables[seq], 0, stop - start, call.layout)
         if scales is not None:
-            keys = widened(keys, scales.k, scales.kind, block_tables[seq], out[0].dtype)
-            values = widened(values, scales.v, scales.kind, block_tables[seq], out[1].dtype)
-        out[0][start:stop] = keys
-        out[1][start:stop] = values
+            keys = widened(keys, scales.k, scales.kind, tables[seq], k.dtype)
+            values = widened(values, scales.v, scales.kind, tables[seq], v.dtype)
+        k[start:stop] = keys
+        v[start:stop] = values
 
 
-def scatter_pages(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scales: Scales | None,
-    layout: KvLayout,
-) -> None:
+def scatter_pages(call: MoveCall) -> None:
     """Writes the dense keys and values back to the slots that gather reads."""
-    page_tokens = page_shape(k_pages, layout).page_tokens
-    bounds = _bounds(cu_seqlens_k, k.shape[0])
+    k, v, page_tokens = call.k, call.v, call.shape.page_tokens
+    bounds = _bounds(call.cu_seqlens_k, k.shape[0])
     for seq, (start, stop) in enumerate(pairwise(bounds)):
         position = torch.arange(stop - start, device=k.device)
-        slots = block_tables[seq].long()[position // page_tokens] * page_tokens + position % page_tokens
-        write_rows(k[start:stop], v[start:stop], k_pages, v_pages, slots, scales, layout)
+        slots = call.block_tables[seq].long()[position // page_tokens] * page_tokens + position % page_tokens
+        write_rows(k[start:stop], v[start:stop], call.k_pages, call.v_pages, slots, call.scales, call.layout)
 
 
 def _bounds(cu_seqlens_k: torch.Tensor, total_tokens: int) -> list[int]:

@@ -12,7 +12,7 @@ from kernels.addressing import page_constants, row_strides, search_levels
 from kernels.addressing.triton import page_offset, sequence_of
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import dequantise_rows, quantise_rows
-from kernels.layout import KvLayout, PageShape
+from kernels.gather_pages.call import MoveCall
 
 ELEMENTS = 1024
 
@@ -140,18 +140,24 @@ def convert_tokens(
         tl.store(v_pages_ptr + v_at, quantise_rows(v, live, v_scales_ptr, v_scale_at, PER_TOKEN), mask=ok)
 
 
-def launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    shape: PageShape,
-    layout: KvLayout,
-    gather: bool,
-) -> None:
+def launch(call: MoveCall, gather: bool) -> None:
     """Fills the dense keys and values, or the pages; checked, non-empty arguments."""
+    if call.scales is None:
+        _launch_columns(call, gather)
+    else:
+        _launch_heads(call, call.scales, gather)
+
+
+def _launch_columns(call: MoveCall, gather: bool) -> None:
+    """Bytes move in runs of columns."""
+    k, v, k_pages, v_pages, shape, block_tables = (
+        call.k,
+        call.v,
+        call.k_pages,
+        call.v_pages,
+        call.shape,
+        call.block_tables,
+    )
     width, num_seqs = shape.heads * shape.dim, block_tables.shape[0]
     columns = min(ELEMENTS, triton.next_power_of_2(width))
     per_program = ELEMENTS // columns
@@ -163,11 +169,11 @@ def launch(
             k_pages,
             v_pages,
             block_tables,
-            cu_seqlens_k,
+            call.cu_seqlens_k,
             num_seqs,
             *row_strides(k, v, k_pages, v_pages),
             block_tables.stride(0),
-            **page_constants(shape, layout, k_pages.dtype),
+            **page_constants(shape, call.layout, k_pages.dtype),
             TOKENS=per_program,
             COLUMNS=columns,
             LEVELS=search_levels(num_seqs),
@@ -176,19 +182,16 @@ def launch(
         )
 
 
-def launch_converting(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scales: Scales,
-    shape: PageShape,
-    layout: KvLayout,
-    gather: bool,
-) -> None:
-    """Fills the dense keys and values, or the pages; checked, non-empty arguments."""
+def _launch_heads(call: MoveCall, scales: Scales, gather: bool) -> None:
+    """Quantized pages are converted a head at a time."""
+    k, v, k_pages, v_pages, shape, block_tables = (
+        call.k,
+        call.v,
+        call.k_pages,
+        call.v_pages,
+        call.shape,
+        call.block_tables,
+    )
     num_seqs, block_d = block_tables.shape[0], triton.next_power_of_2(shape.dim)
     per_program = max(1, ELEMENTS // block_d)
     with torch.cuda.device_of(k):
@@ -200,13 +203,13 @@ def launch_converting(
             scales.k,
             scales.v,
             block_tables,
-            cu_seqlens_k,
+            call.cu_seqlens_k,
             num_seqs,
             *row_strides(k, v, k_pages, v_pages),
             scales.k.stride(0),
             scales.v.stride(0),
             block_tables.stride(0),
-            **page_constants(shape, layout, k_pages.dtype),
+            **page_constants(shape, call.layout, k_pages.dtype),
             TOKENS=per_program,
             BLOCK_D=block_d,
             LEVELS=search_levels(num_seqs),

@@ -24,7 +24,7 @@ from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scales, check_written_scales
 from kernels.layout import KvLayout, PageShape
 from kernels.rotate_append_kv import reference
-from kernels.rotate_append_kv.parts import HeadNorms, Rotary
+from kernels.rotate_append_kv.call import HeadNorms, Rotary, RotateAppendCall
 
 __all__ = ["RotatedQueries", "rotate_append_kv"]
 
@@ -86,13 +86,14 @@ def rotate_append_kv(
     _check_apart(out, packed_out, {"qkv": qkv, "k_pages": k_pages, "v_pages": v_pages})
     if qkv.numel() == 0:
         return queries
+    where = (k_pages, v_pages, slot_mapping, scales, shape, layout)
+    call = RotateAppendCall(qkv, positions, rotary, norms, *where, *queries, num_unpacked)
     if uses_triton(backend, qkv):
         from kernels.rotate_append_kv.triton import launch
 
-        run = launch
+        launch(call)
     else:
-        run = reference.rotate_append_kv
-    run(qkv, positions, rotary, norms, k_pages, v_pages, slot_mapping, scales, shape, layout, *queries, num_unpacked)
+        reference.rotate_append_kv(call)
     return queries
 
 

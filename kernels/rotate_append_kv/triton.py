@@ -15,8 +15,8 @@ from kernels.addressing import layout_index
 from kernels.addressing.triton import page_offset
 from kernels.fp8 import ScaleKind, Scales
 from kernels.fp8.triton import quantized, stored_scale
-from kernels.layout import KvLayout, PageShape, pack_width
-from kernels.rotate_append_kv.parts import HeadNorms, Rotary
+from kernels.layout import pack_width
+from kernels.rotate_append_kv.call import RotateAppendCall
 from kernels.rotation.triton import load_part, normalise_part, squares, store_part, turned
 
 # Elements that one warp moves: 2 KiB, next to what its neighbours move, keep the memory system busiest.
@@ -217,22 +217,10 @@ def rotate_rows(
                 store_part(packed_at, packed, rest, 2 * HALF, REST, BLOCK_REST)
 
 
-def launch(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    rotary: Rotary,
-    norms: HeadNorms | None,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scales: Scales | None,
-    shape: PageShape,
-    layout: KvLayout,
-    out: torch.Tensor,
-    packed_out: torch.Tensor,
-    num_unpacked: int,
-) -> None:
+def launch(call: RotateAppendCall) -> None:
     """Fills the slots, out and packed_out; checked, non-empty arguments."""
+    qkv, rotary, norms, scales, shape = call.qkv, call.rotary, call.norms, call.scales, call.shape
+    k_pages, v_pages = call.k_pages, call.v_pages
     tokens, q_heads = qkv.shape[0], qkv.shape[1] - 2 * shape.heads
     block_h = min(BLOCK_H, triton.next_power_of_2(q_heads))
     elements = block_h * triton.next_power_of_2(shape.dim)
@@ -242,7 +230,7 @@ def launch(
     with torch.cuda.device_of(qkv):
         rotate_rows[(triton.cdiv(tokens, per_program) * blocks,)](
             qkv,
-            positions,
+            call.positions,
             rotary.cos_sin,
             qkv if norms is None else norms.q,
             qkv if norms is None else norms.k,
@@ -250,11 +238,11 @@ def launch(
             v_pages,
             rotary.cos_sin if scales is None else scales.k,
             rotary.cos_sin if scales is None else scales.v,
-            slot_mapping,
-            out,
-            packed_out,
+            call.slot_mapping,
+            call.out,
+            call.packed_out,
             tokens,
-            num_unpacked,
+            call.num_unpacked,
             0.0 if norms is None else norms.eps,
             *qkv.stride()[:2],
             k_pages.stride(0),
@@ -266,7 +254,7 @@ def launch(
             HALF=half,
             PAGE=shape.page_tokens,
             X=pack_width(k_pages.dtype),
-            LAYOUT=layout_index(layout),
+            LAYOUT=layout_index(call.layout),
             NORM=norms is not None,
             SCALES=_scale_index(scales),
             TOKENS=per_program,
