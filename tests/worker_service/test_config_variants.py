@@ -1,0 +1,84 @@
+"""config.json with fields that its author did not choose: read as transformers does, or named in the error."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.worker_service.published_configs import PUBLISHED
+from tests.worker_service.spec_facts import facts_of_spec, layer_of_spec
+from tests.worker_service.transformers_facts import Fields, facts_of_transformers
+from worker_service.core.errors import ModelError
+from worker_service.model.config import parse_model_spec
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("openai/gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("openai/gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act"),
+        ("openai/gpt-oss-20b", {"layer_types": ["full_attention"] * 23}, "layer_types"),
+        ("openai/gpt-oss-20b", {"layer_types": [["full_attention"]] * 24}, "layer_types"),
+        ("google/gemma-2-9b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("google/gemma-2-9b", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"rope_scaling": "yarn"}, "rope_scaling"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("Qwen/Qwen3-30B-A3B", {"mlp_only_layers": 3}, "mlp_only_layers"),
+        ("zai-org/GLM-4.5", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("zai-org/GLM-4.5", {"partial_rotary_factor": math.inf}, "partial_rotary_factor"),
+        ("CohereLabs/c4ai-command-r7b-12-2024", {"layer_types": "sliding_attention"}, "layer_types"),
+        ("LiquidAI/LFM2-1.2B", {"full_attn_idxs": [2, 16]}, "full_attn_idxs"),
+        ("LiquidAI/LFM2-1.2B", {"full_attn_idxs": [True]}, "full_attn_idxs"),
+        ("LiquidAI/LFM2-1.2B", {"layer_types": ["sliding_attention"] * 16}, "layer_types"),
+        ("LiquidAI/LFM2-1.2B", {"conv_L_cache": 1}, "conv_L_cache"),
+        ("XiaomiMiMo/MiMo-V2-Flash", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
+        ("XiaomiMiMo/MiMo-V2-Flash", {"mlp_layer_types": [["dense"]] * 48}, "mlp_layer_types"),
+    ],
+)
+def test_what_is_not_served_is_named(name: str, changes: Fields, field: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_model_spec({**PUBLISHED[name], **changes})
+    assert caught.value.field == field
+
+
+def test_a_null_cap_is_no_cap() -> None:
+    """A file that leaves the caps out has transformers' own."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    fields = {**PUBLISHED["google/gemma-2-9b"], **dict.fromkeys(caps)}
+    spec = parse_model_spec(fields)
+    assert facts_of_spec(spec) == facts_of_transformers(fields)
+    assert (spec.logits_softcap, layer_of_spec(spec.layers[0]).softcap) == (0.0, 0.0)
+
+
+def test_a_rope_without_a_share_turns_what_transformers_turns() -> None:
+    ropes = {kind: {"rope_type": "default", "rope_theta": 1e6} for kind in ("full_attention", "sliding_attention")}
+    spec = parse_model_spec({**PUBLISHED["XiaomiMiMo/MiMo-V2-Flash"], "rope_parameters": ropes})
+    # Elements of a head of 192: transformers' model takes a share of 0.334 where none is given.
+    assert {layer_of_spec(layer).rotary_dim for layer in spec.layers} == {64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 1.3},
+        {"block_multiple_of": 1000},
+        {"block_ff_dim": 6656},
+        {"layer_types": ["conv"] * 15 + ["full_attention"]},
+        {"full_attn_idxs": None},
+        {"conv_bias": True},
+        {"tie_embedding": False},
+        {"tie_word_embeddings": False},
+    ],
+    ids=str,
+)
+def test_lfm2_reads_as_transformers_does(changes: Fields) -> None:
+    fields = {**PUBLISHED["LiquidAI/LFM2-1.2B"], **changes}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
+
+
+def test_lfm2_without_a_size_of_its_own_has_the_usual_one() -> None:
+    published = PUBLISHED["LiquidAI/LFM2-1.2B"]
+    fields = {**{name: published[name] for name in published.keys() - {"block_ff_dim"}}, "intermediate_size": 10_752}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
