@@ -1,0 +1,111 @@
+"""Which pages a step completes, and what has become of those that wait to be written.
+
+A page is saved in the step that completes it: in the next one a window may have left it, and its block may be
+another's. Its bytes are staged in host memory at once; meanwhile the tier says which of them it wants, and later steps
+tell the workers where to write those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from adapters.vllm.metadata import StageOrder, WriteOrder, WriteReport
+from adapters.vllm.tier import PAGE_ID_BYTES, PageRange, Path, Reserved
+
+# vLLM's block 0 is nobody's: a table has it where a window has left.
+NULL_BLOCK = 0
+
+
+class Completed(NamedTuple):
+    """A page that a step completes: `blocks` has one for each group, NULL_BLOCK where the group has let go of it."""
+
+    page_id: bytes
+    blocks: tuple[int, ...]
+
+
+class Cursor:
+    """How far the pages of one request are known to be saved, or saved by others."""
+
+    def __init__(self, first_page: int) -> None:
+        self.next_page = first_page
+
+    def advance(
+        self, page_ids: Sequence[bytes], tables: Sequence[Sequence[int]], computed: int, end: int, page_tokens: int
+    ) -> list[Completed]:
+        """The pages that are complete after a step that computes tokens `computed` .. `end` - 1.
+
+        `page_ids` has the pages whose tokens are known: behind a token that is drafted or still being sampled none is
+        complete. `tables` are as the step finds them, so a block in them has what the page's id says.
+        """
+        # Computed again: after a preemption, or a load that failed.
+        self.next_page = min(self.next_page, computed // page_tokens)
+        last = max(min(end // page_tokens, len(page_ids)), self.next_page)
+        pages = range(self.next_page, last)
+        self.next_page = last
+        blocks = [tuple(table[page] if page < len(table) else NULL_BLOCK for table in tables) for page in pages]
+        return [Completed(bytes(page_ids[page]), held) for page, held in zip(pages, blocks, strict=True) if any(held)]
+
+
+@dataclass(slots=True)
+class Save:
+    """Pages of one namespace that were staged together. Closed when each rank has told what it wrote."""
+
+    number: int
+    path: Path
+    staged: tuple[tuple[int, ...], ...]
+    """For each group, the positions in the path of the pages that were staged."""
+    asked: Future[Reserved]
+    until_s: float
+    ticket: int = 0
+    is_ordered: bool = False
+    reported: dict[int, WriteReport] = field(default_factory=dict)
+
+    def write_order(self, reserved: Reserved) -> WriteOrder:
+        self.ticket, self.is_ordered = reserved.ticket, True
+        groups = []
+        for pages in reserved.pages:
+            rows = {page: row for row, page in enumerate(self.staged[pages.group])}
+            groups.append((pages, tuple(rows[page] for page in pages.pages)))
+        return WriteOrder(self.number, reserved.ticket, tuple(groups))
+
+
+class Batch(NamedTuple):
+    """What one save stages: pages of one namespace, each once."""
+
+    path: Path
+    staged: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+    def stage_order(self, number: int) -> StageOrder:
+        return StageOrder(number, tuple((group, held) for group, held in enumerate(self.blocks) if held))
+
+    def ranges(self) -> list[PageRange]:
+        return [found for group, rows in enumerate(self.staged) for found in _runs(group, rows)]
+
+
+def make_batch(adapter: str, salt: str, completed: Iterable[Completed], num_groups: int, most: int) -> Batch:
+    """At most `most` pages; what is beyond them is not saved. The same page of two requests is taken once."""
+    unique = list({page.page_id: page for page in completed}.values())[:most]
+    staged: list[tuple[int, ...]] = []
+    blocks: list[tuple[int, ...]] = []
+    for group in range(num_groups):
+        rows = [row for row, page in enumerate(unique) if page.blocks[group] != NULL_BLOCK]
+        staged.append(tuple(rows))
+        blocks.append(tuple(unique[row].blocks[group] for row in rows))
+    page_ids = b"".join(page.page_id for page in unique)
+    assert len(page_ids) == len(unique) * PAGE_ID_BYTES
+    return Batch(Path(adapter, salt, page_ids), tuple(staged), tuple(blocks))
+
+
+def _runs(group: int, rows: Sequence[int]) -> list[PageRange]:
+    """Rising numbers as ranges without gaps."""
+    found: list[PageRange] = []
+    for row in rows:
+        if found and found[-1].first_page + found[-1].num_pages == row:
+            found[-1] = found[-1]._replace(num_pages=found[-1].num_pages + 1)
+        else:
+            found.append(PageRange(group, row, 1))
+    return found
