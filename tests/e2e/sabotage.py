@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ class WatchedRunner:
 
     def submit(self, batch: Batch) -> RunningLaunch:
         assert batch.num_seqs == 1, "one request at a time, or nobody knows whose pages these are"
-        num_pages = math.ceil(batch.max_seqlen_k / PAGE)
+        num_pages = max(batch.table_widths)
         self.launches.append([table[:num_pages].tolist() for table in batch.block_tables])
         self.states.append(batch.states)
         return self._runner.submit(batch)

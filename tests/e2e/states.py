@@ -40,6 +40,7 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
 MODELS = {
     "lfm2": Recurrent(
         "Lfm2",
@@ -57,6 +58,49 @@ MODELS = {
     "qwen3-next": Recurrent("Qwen3Next", {**_LINEAR, **_EXPERTS}, {}),
     "qwen3.5": Recurrent("Qwen3_5", _LINEAR, {}),
     "qwen3.5-moe": Recurrent("Qwen3_5Moe", {**_LINEAR, **_EXPERTS}, {}),
+    "bamba": Recurrent("Bamba", {**_MAMBA, "head_dim": None, "attn_layer_indices": [1, 3]}, {}),
+    "granite-hybrid": Recurrent(
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "head_dim": None,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.7,
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+        },
+        {},
+    ),
+    "falcon-h1": Recurrent(
+        "FalconH1",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "mamba_d_ssm": 96,
+            "attention_out_multiplier": 12.0,
+            "ssm_out_multiplier": 0.1,
+        },
+        {},
+    ),
+    "nemotron-h": Recurrent(
+        "NemotronH",
+        {
+            "num_hidden_layers": None,
+            "hybrid_override_pattern": "M*-M*E",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 64,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        {},
+    ),
 }
 
 
