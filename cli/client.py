@@ -48,7 +48,6 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
-    total_s: float = 0.0
     finish_reason: worker_pb2.FinishReason.ValueType = worker_pb2.FINISH_REASON_UNSPECIFIED
     usage: worker_pb2.Usage = field(default_factory=worker_pb2.Usage)
     logprobs: list[worker_pb2.TokenLogprobs] = field(default_factory=list)
@@ -133,7 +132,6 @@ class StemcacheClient:
             if response.finish_reason:
                 answer.finish_reason, answer.usage = response.finish_reason, response.usage
             on_answer(answer)
-        answer.total_s = time.perf_counter() - start
         return answer
 
     async def generate_with_retry(

@@ -23,14 +23,6 @@ class Span(NamedTuple):
     num_tokens: int = 0
 
 
-class Overlap(NamedTuple):
-    """Of the time that step round trips took, how much passed while a launch ran."""
-
-    num_steps: int
-    step_s: float
-    hidden_s: float
-
-
 class EngineTrace:
     """A ring of spans. Steps belong to the event loop, launches to the model's thread; both are noted by the loop."""
 
@@ -42,16 +34,6 @@ class EngineTrace:
 
     def spans(self) -> tuple[Span, ...]:
         return tuple(self._spans)
-
-    def overlap(self) -> Overlap:
-        steps = [span for span in self._spans if span.track == "step"]
-        launches = [span for span in self._spans if span.track == "launch"]
-        hidden_s = sum(
-            max(0.0, min(step.end_s, launch.end_s) - max(step.start_s, launch.start_s))
-            for step in steps
-            for launch in launches
-        )
-        return Overlap(len(steps), sum(span.end_s - span.start_s for span in steps), hidden_s)
 
     def write(self, path: Path) -> None:
         """The spans in the trace event format that browsers' trace viewers show."""

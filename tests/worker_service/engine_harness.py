@@ -17,6 +17,7 @@ from typing import NamedTuple
 from session.messages import Ack, Step, StepReply, Welcome
 from session.words import GroupKind, GroupSpec, Namespace, Transfer, TransferStatus
 from tests.worker_service.audited_manager import WORKER, AuditedManager
+from tests.worker_service.serial_runner import SerialRunner
 from worker_service.core.batch import Batch
 from worker_service.core.errors import SessionLost
 from worker_service.core.launch_plan import SchedulerConfig
@@ -25,7 +26,6 @@ from worker_service.core.scheduler import Scheduler
 from worker_service.engine import Engine, EngineRequest
 from worker_service.generation import Generation, Piece
 from worker_service.launch.launcher import Launcher
-from worker_service.launch.runner_port import SerialRunner
 from worker_service.observer import Observer
 
 PAGE = 4

@@ -15,13 +15,13 @@ from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Ack, Hello
 from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, Transfer, TransferStatus, WorkerId
 from tests.worker_service.engine_harness import NAMESPACE, PAGE, VOCAB, Letters, ToyRunner, collect, reference
+from tests.worker_service.serial_runner import SerialRunner
 from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.core.launch_plan import SchedulerConfig
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Scheduler
 from worker_service.engine import Engine, EngineRequest
 from worker_service.launch.launcher import Launcher
-from worker_service.launch.runner_port import SerialRunner
 from worker_service.observer import Observer
 
 GROUPS = (GroupSpec("full", GroupKind.FULL, 40, 0),)

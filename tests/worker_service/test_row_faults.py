@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker_service.scheduler_machine import full_group
+from tests.worker_service.serial_runner import SerialRunner
 from tests.worker_service.test_batch import row, sequence
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.batch_part import part_of
@@ -26,7 +27,7 @@ from worker_service.core.sampling_params import (
 )
 from worker_service.launch.device_runner import DeviceRunner
 from worker_service.launch.row_faults import MAX_RUNS, RowResults, run_in_parts
-from worker_service.launch.runner_port import LaunchTokens, SerialRunner
+from worker_service.launch.runner_port import LaunchTokens
 from worker_service.model.runner import LaunchResult
 from worker_service.model.sampling_arrays import sampling_arrays
 

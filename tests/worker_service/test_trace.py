@@ -1,4 +1,4 @@
-"""What the engine measured: overlap of steps and launches, rates, and the file for a trace viewer."""
+"""What the engine measured: its latest spans, rates, and the file for a trace viewer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ from session.messages import Ack
 from session.words import TicketId, TransferStatus
 from worker_service.rate_meter import RateMeter
 from worker_service.trace import EngineTrace, Span
-
-
-def test_overlap_is_the_time_of_steps_during_which_a_launch_ran() -> None:
-    trace = EngineTrace()
-    trace.note(Span("launch", 1, 0.0, 1.0, 64))
-    trace.note(Span("step", 2, 0.25, 0.5))
-    trace.note(Span("step", 3, 0.75, 1.25))
-    trace.note(Span("launch", 2, 1.125, 2.0, 64))
-    trace.note(Span("step", 4, 3.0, 3.5))
-    assert trace.overlap() == (3, 1.25, pytest.approx(0.25 + 0.25 + 0.125))
 
 
 def test_only_the_last_spans_are_kept() -> None:

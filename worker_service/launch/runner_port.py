@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from worker_service.core.batch import Batch
-from worker_service.core.batch_part import with_known_tokens
 from worker_service.core.sampling_params import TokenLogprobs
 
 
@@ -53,26 +51,3 @@ class BatchRunner(Protocol):
     def set_previous(self, token_ids: Seq[int]) -> None:
         """Sets the tokens that the next batch's `from_previous` names; after a launch that was run in parts."""
         ...
-
-
-class SerialRunner:
-    """A BatchRunner whose launches are complete when they are submitted, made from a function that runs one."""
-
-    def __init__(self, run: Callable[[Batch], LaunchTokens]) -> None:
-        self._run = run
-        self._previous: Seq[int] = ()
-
-    def submit(self, batch: Batch) -> Submitted:
-        tokens = self._run(with_known_tokens(batch, self._previous))
-        self._previous = tokens.token_ids
-        return _Ready(tokens)
-
-    def set_previous(self, token_ids: Seq[int]) -> None:
-        self._previous = token_ids
-
-
-class _Ready(NamedTuple):
-    tokens: LaunchTokens
-
-    def wait(self) -> Completed:
-        return Completed(self.tokens)
