@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,32 @@ def test_every_decision_is_in_the_list() -> None:
     index = (ROOT / "docs/adr/README.md").read_text(encoding="utf-8")
     missing = [path.name for path in (ROOT / "docs/adr").glob("0*.md") if path.name not in index]
     assert not missing, missing
+
+
+def test_the_list_of_kernels_that_a_worker_runs_is_true() -> None:
+    """docs/kernels.md names each op that worker_service imports, by its name or its folder, and none as not called."""
+    paragraphs = (ROOT / "docs/kernels.md").read_text(encoding="utf-8").split("\n\n")
+    run, not_called = (
+        {name for text in paragraphs if text.startswith(f"**What {words}") for name in SPAN.findall(text)}
+        for words in ("a worker runs", "no model asks for")
+    )
+    (shared,) = [text for text in paragraphs if text.startswith("Shared by ops:")]
+    called = set()
+    for path in (ROOT / "worker_service").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kernels."):
+                folder = str(node.module).split(".")[1]
+                # Functions: what has a capital is a type or a constant. A plan is a part of its op.
+                names = {
+                    alias.name for alias in node.names if alias.name.islower() and not alias.name.startswith("plan_")
+                }
+                if (ROOT / "kernels" / folder).is_dir() and f"`{folder}`" not in shared and names:
+                    called.add((folder, frozenset(names)))
+    assert len(called) > 20
+    missing = [folder for folder, names in called if folder not in run and not names <= run]
+    assert not missing, f"not in the list of what a worker runs: {missing}"
+    wrong = [name for folder, names in called for name in (folder, *names) if name in not_called]
+    assert not wrong, f"a worker runs them: {wrong}"
 
 
 def test_settings_in_documents_and_compose_files_exist() -> None:
