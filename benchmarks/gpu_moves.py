@@ -17,6 +17,7 @@ from kernels.append_latent import append_latent
 from kernels.backend import Backend
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
+from kernels.gates import delta_gates, gated_rms_norm, times_sigmoid
 from kernels.gather_latent import gather_latent
 from kernels.rms_norm import rms_norm
 from kernels.softcap_logits import softcap_logits
@@ -25,6 +26,7 @@ from tests.kernels.inputs import running_sums
 FUSED_APPENDS = (16, 512 * 8, 4096 * 16)
 ROWS = (16, 4096)
 HIDDEN, INTERMEDIATE = 4096, 14336
+DELTA_HEADS, EPS = (32, 128), 1e-6
 LATENT, ROPE_KEY, LATENT_PAGE = 512, 64, 64
 LATENTS = ((64, 4096, 0), (16, 4096, 0), (8, 4096, 512))
 SPILLED_PAGES, LAYERS = 64, 32
@@ -129,6 +131,37 @@ def activation(rows: int) -> list[Measurement]:
     ]  # fmt: skip
 
 
+def gates(rows: int) -> list[Measurement]:
+    """Those of Qwen3-Next: attention's 16 heads of 256, and the delta rule's 32 of 128, slices of what a GEMM made."""
+    heads, dim = DELTA_HEADS
+    made = random(rows, 2 * heads * dim + 2 * heads)
+    x, gate, decay, beta = made.split_with_sizes([heads * dim, heads * dim, heads, heads], dim=1)
+    out, weight = random(rows, heads, dim), random(dim)
+    bias, a = (torch.randn(heads, device="cuda") for _ in range(2))
+
+    def norm_by_torch() -> torch.Tensor:
+        normed = functional.rms_norm(out.float(), (dim,), weight.float(), EPS).flatten(1)
+        return (normed * functional.silu(gate.float())).to(out.dtype)
+
+    def measured(op: str, run: Rows, peer: Rows, amount: float) -> Measurement:
+        return Measurement(
+            op, f"{rows} x {heads} x {dim}", "GB/s", amount, run, lambda: difference(run(), peer()), LARGE_ROUNDING,
+            peers=(Peer("torch", peer, amount),),
+        )  # fmt: skip
+
+    amount = 6e-9 * x.numel()
+    return [
+        measured("times_sigmoid", partial(times_sigmoid, x, gate), lambda: x * torch.sigmoid(gate), amount),
+        measured("gated_rms_norm", partial(gated_rms_norm, out, weight, EPS, gate), norm_by_torch, amount),
+        measured(
+            "delta_gates",
+            lambda: delta_gates(decay, beta, bias, a)[0],
+            lambda: a * functional.softplus(decay.float() + bias),
+            12e-9 * decay.numel(),
+        ),
+    ]
+
+
 def cap(rows: int) -> list[Measurement]:
     """Logits in and out."""
     logits = random(rows, VOCAB) * 20
@@ -220,7 +253,7 @@ def spill() -> list[Measurement]:
 
 AREAS: dict[str, tuple[Maker, ...]] = {
     "fused_appends": tuple(partial(fused_append, tokens) for tokens in FUSED_APPENDS),
-    "rows": (*(partial(make, rows) for make in (norm, activation) for rows in ROWS), partial(cap, 64)),
+    "rows": (*(partial(make, rows) for make in (norm, activation, gates) for rows in ROWS), partial(cap, 64)),
     "latents": tuple(partial(latents, *sizes) for sizes in LATENTS),
     "spills": (spill,),
 }

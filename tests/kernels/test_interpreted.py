@@ -29,6 +29,7 @@ PARTS = (
         "copy_pages",
         "rows",
         "gated_activation",
+        "gates",
         "softcap_logits",
         "interpreter",
         "causal_conv",

@@ -110,6 +110,22 @@ def test_rows() -> None:
             assert "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
+def test_gates() -> None:
+    from kernels.gates.triton import gate_delta, multiply_by_sigmoid, norm_and_gate
+
+    def gate_kind(name: str) -> str | None:
+        return "*fp32" if name in ("bias_ptr", "a_ptr", "g_ptr", "betas_ptr") else kind(name)
+
+    for one in (False, True):
+        constants = {"D": 4096, "COLUMNS": 1024, "ONE": one}
+        check_moves(compile_for_hopper(multiply_by_sigmoid, constants, 4, kind))
+    built = compile_for_hopper(norm_and_gate, {"HEADS": 32, "D": 128, "BLOCK_D": 128}, 1, kind)
+    # A head has 4 elements for each lane of its warp.
+    assert not built.spills and built.shared_bytes == 0 and "st.global.v2.b32" in built.ptx
+    built = compile_for_hopper(gate_delta, {"HEADS": 32, "BLOCK_H": 32}, 1, gate_kind)
+    assert not built.spills and built.shared_bytes == 0
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_whole_pages(pack: bool) -> None:
     from kernels.copy_pages.triton import move_words, move_words_in_turn

@@ -17,6 +17,7 @@ from kernels.decode_attention import decode_attention
 from kernels.fp8 import E4M3
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.gated_delta_scan import gated_delta_scan
+from kernels.gates import delta_gates, gated_rms_norm, times_sigmoid
 from kernels.gather_latent import gather_latent
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.grouped_linear import grouped_linear, plan_experts
@@ -80,6 +81,9 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: rotate_append_kv(torch.cat((k, k, k), 1), slots, angles, *own, slots, q_heads=2).packed,
         lambda: rms_norm(rows, rows[0], 1e-5, residual=rows)[0],
         lambda: silu_mul(rows),
+        lambda: times_sigmoid(rows, rows[:, :1]),
+        lambda: gated_rms_norm(case.q, case.q[0, 0].clone(), 1e-5, rows),
+        lambda: delta_gates(rows, rows, *rows[:2].float().unbind())[0],
         lambda: softcap_logits(rows, 30.0),
         lambda: expert_layer(rows),
         *state_calls(),

@@ -8,9 +8,9 @@ import torch
 
 from kernels.backend import Backend
 from kernels.block_scan import Mamba2Steps
+from kernels.gates import times_sigmoid
 from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
-from worker_service.model.gates import times_sigmoid
 from worker_service.model.kv_scales import KvScales, kv_scales
 from worker_service.model.layer_weights import AttentionWeights, LatentWeights, Linear
 from worker_service.model.norms import stored_norm
@@ -157,6 +157,7 @@ class AttentionMixer:
         self._number = number
         self._shape = (spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         self._has_gate = spec.output_gate
+        self._backend = backend
         self._cos_sin = rotary.of(spec.rope, spec.rotary_dim)
         self._scales = kv_scales(spec, weights, norm, input_norm, self._cos_sin)
         self._qkv = packed(weights.qkv, backend)
@@ -185,7 +186,7 @@ class AttentionMixer:
         )
         attended = step.attention.over_heads(self._number, heads).view(x.shape[0], -1)
         if self._has_gate:
-            attended = times_sigmoid(attended, made[:, num_heads * dim :])
+            attended = times_sigmoid(attended, made[:, num_heads * dim :], backend=self._backend)
         return step.gemm(attended, self._output)
 
 

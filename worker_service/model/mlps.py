@@ -9,9 +9,9 @@ import torch
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
+from kernels.gates import times_sigmoid
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
 from kernels.route_experts import route_experts
-from worker_service.model.gates import times_sigmoid
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Gemm, packed
 from worker_service.model.spec import Activation, DenseSpec, MoeSpec
@@ -94,7 +94,7 @@ class MoeMlp:
             return out
         shared = self._shared(x, gemm)
         if spec.shared_gate:
-            shared = times_sigmoid(shared, logits[:, spec.num_experts, None])
+            shared = times_sigmoid(shared, logits[:, spec.num_experts, None], backend=backend)
         return out + shared
 
 

@@ -7,8 +7,8 @@ import torch
 from kernels.backend import Backend
 from kernels.block_scan import Mamba2Steps
 from kernels.gated_activation import silu_mul
+from kernels.gates import delta_gates, gated_rms_norm
 from kernels.rms_norm import rms_norm
-from worker_service.model.gates import log_decays, sigmoid, times_silu
 from worker_service.model.layer_weights import GatedDeltaWeights, Linear, Mamba2Weights, ShortConvWeights
 from worker_service.model.mixers import GatedDeltaRows, Mamba2Rows, Step, Taps, packed
 from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec
@@ -114,12 +114,10 @@ class GatedDeltaMixer:
             q.view(-1, spec.num_k_heads, spec.key_dim),
             k.view(-1, spec.num_k_heads, spec.key_dim),
             v.view(-1, heads, spec.value_dim),
-            log_decays(decay, self._decay_bias, self._decay),
-            sigmoid(beta),
+            *delta_gates(decay, beta, self._decay_bias, self._decay, backend=self._backend),
         )
-        out = step.states.gated_delta(self._number, rows).view(-1, spec.value_dim)
-        normed = rms_norm(out, self._norm, self._eps, backend=self._backend).view(x.shape[0], -1)
-        return step.gemm(times_silu(normed, gate), self._output)
+        out = step.states.gated_delta(self._number, rows)
+        return step.gemm(gated_rms_norm(out, self._norm, self._eps, gate, backend=self._backend), self._output)
 
 
 class GroupedNorm:

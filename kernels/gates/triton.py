@@ -1,0 +1,128 @@
+"""Gates in Triton: pure traffic, a program for a run of a row's columns, for a head, or for a row's heads."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gates.reference import SOFTPLUS_LIMIT
+
+# Columns of a program: 2 KiB of 16-bit values, written as one run.
+COLUMNS = 1024
+# Elements that one warp sums.
+WARP_ELEMENTS = 512
+LIMIT: tl.constexpr = tl.constexpr(SOFTPLUS_LIMIT)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def multiply_by_sigmoid(
+    x_ptr, gate_ptr, out_ptr, stride_x, stride_gate, D: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr
+):
+    runs: tl.constexpr = tl.cdiv(D, COLUMNS)
+    row = (tl.program_id(0) // runs).to(tl.int64)
+    d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
+    ok = d < D
+    x = tl.load(x_ptr + row * stride_x + d, mask=ok, other=0.0)
+    if ONE:
+        gate = tl.load(gate_ptr + row * stride_gate).to(tl.float32)
+    else:
+        gate = tl.load(gate_ptr + row * stride_gate + d, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + d, (x.to(tl.float32) * _sigmoid(gate)).to(x.dtype), mask=ok)
+
+
+@triton.jit
+def norm_and_gate(
+    x_ptr, weight_ptr, gate_ptr, out_ptr, eps, stride_gate, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    d = tl.arange(0, BLOCK_D)
+    ok = d < D
+    place = (row * HEADS + head) * D + d
+    x = tl.load(x_ptr + place, mask=ok, other=0.0)
+    weight = tl.load(weight_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride_gate + head * D + d, mask=ok, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * weight
+    tl.store(out_ptr + place, (normed * (gate * _sigmoid(gate))).to(x.dtype), mask=ok)
+
+
+@triton.jit
+def gate_delta(
+    decay_ptr,
+    beta_ptr,
+    bias_ptr,
+    a_ptr,
+    g_ptr,
+    betas_ptr,
+    stride_decay,
+    stride_beta,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)
+    ok = head < HEADS
+    raw = tl.load(decay_ptr + row * stride_decay + head, mask=ok, other=0.0).to(tl.float32)
+    raw += tl.load(bias_ptr + head, mask=ok, other=0.0)
+    power = tl.exp(tl.where(raw > LIMIT, LIMIT, raw))
+    # The quotient makes up for the digits of the exponential that its sum with 1 lost.
+    above = 1.0 + power
+    small = tl.where(above == 1.0, power, tl.log(above) * (power / (above - 1.0)))
+    g = tl.where(raw > LIMIT, raw, small) * tl.load(a_ptr + head, mask=ok, other=0.0)
+    beta = tl.load(beta_ptr + row * stride_beta + head, mask=ok, other=0.0).to(tl.float32)
+    tl.store(g_ptr + row * HEADS + head, g, mask=ok)
+    tl.store(betas_ptr + row * HEADS + head, _sigmoid(beta), mask=ok)
+
+
+def launch_sigmoid(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills out; checked, non-empty arguments."""
+    rows, dim = x.shape
+    columns = min(COLUMNS, triton.next_power_of_2(dim))
+    with torch.cuda.device_of(x):
+        multiply_by_sigmoid[(rows * triton.cdiv(dim, columns),)](
+            x, gate, out, x.stride(0), gate.stride(0), D=dim, COLUMNS=columns, ONE=gate.shape[1] == 1, num_warps=4
+        )
+
+
+def launch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills out; checked, non-empty arguments."""
+    rows, heads, dim = x.shape
+    block = triton.next_power_of_2(dim)
+    with torch.cuda.device_of(x):
+        norm_and_gate[(rows * heads,)](
+            x,
+            weight,
+            gate,
+            out,
+            eps,
+            gate.stride(0),
+            HEADS=heads,
+            D=dim,
+            BLOCK_D=block,
+            num_warps=max(1, block // WARP_ELEMENTS),
+        )
+
+
+def launch_delta(
+    decay: torch.Tensor, beta: torch.Tensor, bias: torch.Tensor, a: torch.Tensor, g: torch.Tensor, betas: torch.Tensor
+) -> None:
+    """Fills g and betas; checked, non-empty arguments."""
+    rows, heads = decay.shape
+    with torch.cuda.device_of(decay):
+        gate_delta[(rows,)](
+            decay,
+            beta,
+            bias,
+            a,
+            g,
+            betas,
+            decay.stride(0),
+            beta.stride(0),
+            HEADS=heads,
+            BLOCK_H=triton.next_power_of_2(heads),
+            num_warps=1,
+        )
