@@ -35,7 +35,7 @@ class Bench(ModelBench):
 
     def __init__(self, folder: Path, backend: Backend) -> None:
         loaded = load_model(str(folder), CPU, backend=backend)
-        self.config = loaded.spec
+        self.config, self.page = loaded.spec, PAGE
         self.pages = PagePools(page_layouts(loaded.spec, torch.float32, PAGE), [NUM_PAGES], PAGE, CPU)
         self.runner = Runner(loaded.model, self.pages, CPU)
 
