@@ -64,7 +64,7 @@ def page_pools(snapshot: str) -> PagePools:
     pools = PagePools((layout,), [2], 64, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for layer in range(num_layers):
-        pools.layer_pages(layer).planes[0][SOURCE].normal_(generator=generator)
+        pools.layer_states(layer).planes[0][SOURCE].normal_(generator=generator)
     return pools
 
 
@@ -75,13 +75,13 @@ def transfer(ticket: int, slot: int, number: int) -> Transfer:
 
 def equal(pools: PagePools) -> bool:
     layers = range(len(pools.layouts[0].layers))
-    planes = (pools.layer_pages(layer).planes[0] for layer in layers)
+    planes = (pools.layer_states(layer).planes[0] for layer in layers)
     return all(torch.equal(plane[SOURCE], plane[TARGET]) for plane in planes)
 
 
 def clear(pools: PagePools) -> None:
     for layer in range(len(pools.layouts[0].layers)):
-        pools.layer_pages(layer).planes[0][TARGET].zero_()
+        pools.layer_states(layer).planes[0][TARGET].zero_()
 
 
 def reset_peak() -> int:

@@ -195,6 +195,8 @@ def _worker_stats(value: WorkerStats) -> cache_pb2.WorkerStats:
         matched_tokens=value.matched_tokens,
         restored_pages=value.restored_pages,
         restored_tokens=value.restored_tokens,
+        rates=cache_pb2.Rates(**value.rates._asdict()),
+        declined_tokens=value.declined_tokens,
         misses={reason.name.lower(): count for reason, count in value.misses},
     )
 

@@ -30,6 +30,7 @@ WORKER_COUNTERS = (
     ("refusals", "Acquires and extends answered with a refusal.", "num_refusals"),
     ("restored_pages", "Pages that the worker's inventory made findable again.", "restored_pages"),
     ("restored_tokens", "Tokens of those pages.", "restored_tokens"),
+    ("declined_tokens", "Prompt tokens that the host tier had and that were computed.", "declined_tokens"),
 )
 WORKER_GAUGES = (
     ("worker_connected", "1 while the worker's session is up.", "connected"),
@@ -39,6 +40,12 @@ WORKER_GAUGES = (
     ("pinned_tokens", "Cached tokens under Pin calls.", "pinned_tokens"),
     ("ghost_pages", "Evicted and cleared pages that are remembered.", "num_ghost_pages"),
     ("kept_bytes", "Tokens of waiting prompts that are kept for their next acquire.", "kept_bytes"),
+)
+# Name and field, help.
+RATES = (
+    ("prefill_tokens_per_s", "Prompt tokens that the worker's device computes in a second."),
+    ("fetch_bytes_per_s", "Bytes of pages that a transfer brings from the host tier in a second."),
+    ("spill_bytes_per_s", "Bytes of pages that a transfer takes to the host tier in a second."),
 )
 HOST_COUNTERS = (
     ("host_spilled_pages", "Pages acknowledged by the host tier.", "num_spilled_pages"),
@@ -99,6 +106,7 @@ class ManagerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
         yield from _worker_metrics(stats.workers)
+        yield from _rates(stats.workers)
         yield _hit_rate(stats.workers)
         yield _misses(stats.workers)
         yield from _pool_metrics(stats.workers)
@@ -120,6 +128,15 @@ def _worker_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
         for worker in workers:
             gauge.add_metric([worker.worker_id], getattr(worker, field))
+        yield gauge
+
+
+def _rates(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+    """What a fetch is weighed by; 0 until it was measured."""
+    for name, text in RATES:
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
+        for worker in workers:
+            gauge.add_metric([worker.worker_id], getattr(worker.rates, name))
         yield gauge
 
 

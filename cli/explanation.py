@@ -8,6 +8,12 @@ from cli.output import plain, table
 from cli.views import words
 from protos.v1 import cache_pb2, types_pb2
 
+# What becomes of tokens that the host tier has and that are not fetched.
+_DECLINED: dict[types_pb2.MissReason.ValueType, str] = {
+    types_pb2.MISS_REASON_FETCH_SLOWER: "are in the host tier, and computed sooner",
+    types_pb2.MISS_REASON_FETCH_BUSY: "are in the host tier, and too many fetches under way",
+}
+
 
 def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> RenderableType:
     """Where each stretch of the prompt is on each worker, the best worker first."""
@@ -59,7 +65,8 @@ def _verdict(best: cache_pb2.WorkerExplanation) -> str:
     if not _within_reach(best):
         return "no worker can reuse any"
     there = f"{best.match.usable_tokens:,} are there"
-    fetched = f", {best.match.host_tokens:,} can be fetched" if best.match.host_tokens else ""
+    how = _DECLINED.get(best.match.miss_reason, "can be fetched")
+    fetched = f", {best.match.host_tokens:,} {how}" if best.match.host_tokens else ""
     return f"best on {plain(best.worker_id)}: {there}{fetched}"
 
 

@@ -187,6 +187,7 @@ class Rates(NamedTuple):
 
     prefill_tokens_per_s: float = 0.0
     fetch_bytes_per_s: float = 0.0
+    spill_bytes_per_s: float = 0.0
 
 
 class Adopt(NamedTuple):

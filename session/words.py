@@ -42,6 +42,8 @@ class MissReason(IntEnum):
     OTHER_SALT = 7
     CLEARED = 8
     BYPASSED = 9
+    FETCH_SLOWER = 10
+    FETCH_BUSY = 11
 
 
 class RefusalReason(IntEnum):

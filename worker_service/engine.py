@@ -339,6 +339,8 @@ class Engine:
         if ack.ticket in self._fetch_tickets:
             self._fetch_tickets.discard(ack.ticket)
             self._meter.rates.fetched(ack)
+        else:
+            self._meter.rates.spilled(ack)
         self.scheduler.report(ack)
         self._news()
 

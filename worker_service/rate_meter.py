@@ -1,4 +1,4 @@
-"""The rates that a worker reports to the cache service: how fast it computes prompts, and how fast it fetches pages."""
+"""The rates that a worker reports to the cache service: how fast it computes prompts, and how fast it moves pages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _WEIGHT = 0.2
 
 
 class RateMeter:
-    """Moving averages of prefill and fetch speed; zero until something was measured."""
+    """Moving averages; zero until something was measured."""
 
     def __init__(self) -> None:
         self._prefill_tokens_per_s = 0.0
         self._fetch_bytes_per_s = 0.0
+        self._spill_bytes_per_s = 0.0
 
     def launched(self, prefill_tokens: int, all_tokens: int, seconds: float) -> None:
         if prefill_tokens >= max(MIN_PREFILL_TOKENS, all_tokens // 2) and seconds > 0:
@@ -24,8 +25,12 @@ class RateMeter:
         if ack.num_bytes and ack.seconds > 0:
             self._fetch_bytes_per_s = _moved(self._fetch_bytes_per_s, ack.num_bytes / ack.seconds)
 
+    def spilled(self, ack: Ack) -> None:
+        if ack.num_bytes and ack.seconds > 0:
+            self._spill_bytes_per_s = _moved(self._spill_bytes_per_s, ack.num_bytes / ack.seconds)
+
     def rates(self) -> Rates:
-        return Rates(self._prefill_tokens_per_s, self._fetch_bytes_per_s)
+        return Rates(self._prefill_tokens_per_s, self._fetch_bytes_per_s, self._spill_bytes_per_s)
 
 
 def _moved(average: float, value: float) -> float:

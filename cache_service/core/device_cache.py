@@ -27,10 +27,11 @@ from session.words import HASH_BYTES, PAGE_ID_BYTES, MissReason, PageHash
 class Counters:
     """What one worker's cache did so far; admitted requests only."""
 
-    __slots__ = ("cached", "evicted", "fetched", "matched", "misses", "prompt", "refusals", "restored")
+    __slots__ = ("cached", "declined", "evicted", "fetched", "matched", "misses", "prompt", "refusals", "restored")
 
     def __init__(self) -> None:
         self.prompt = self.matched = self.cached = self.fetched = self.refusals = self.evicted = 0
+        self.declined = 0  # of these tokens the host tier had pages that were not fetched
         self.restored = 0  # pages of a group without holes that the worker's inventory brought
         self.misses: dict[MissReason, int] = {}
 

@@ -662,15 +662,18 @@ class Rates(_message.Message):
 
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     FETCH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    SPILL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     prefill_tokens_per_s: _builtins.float
     fetch_bytes_per_s: _builtins.float
+    spill_bytes_per_s: _builtins.float
     def __init__(
         self,
         *,
         prefill_tokens_per_s: _builtins.float = ...,
         fetch_bytes_per_s: _builtins.float = ...,
+        spill_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_bytes_per_s", b"fetch_bytes_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_bytes_per_s", b"fetch_bytes_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "spill_bytes_per_s", b"spill_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Rates: _TypeAlias = Rates  # noqa: Y015
@@ -1343,6 +1346,8 @@ class WorkerStats(_message.Message):
     KEPT_BYTES_FIELD_NUMBER: _builtins.int
     RESTORED_PAGES_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    DECLINED_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     endpoint: _builtins.str
     incarnation: _builtins.str
@@ -1367,10 +1372,18 @@ class WorkerStats(_message.Message):
     restored_pages: _builtins.int
     """Pages of the first FULL group, and their tokens, that the worker's inventory made findable again."""
     restored_tokens: _builtins.int
+    declined_tokens: _builtins.int
+    """Prompt tokens that the host tier had and that were computed: a fetch would have taken longer, or as many as may be
+    were under way.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStats]: ...
     @_builtins.property
     def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def rates(self) -> Global___Rates:
+        """As the worker told them last."""
+
     def __init__(
         self,
         *,
@@ -1396,8 +1409,12 @@ class WorkerStats(_message.Message):
         kept_bytes: _builtins.int = ...,
         restored_pages: _builtins.int = ...,
         restored_tokens: _builtins.int = ...,
+        rates: Global___Rates | None = ...,
+        declined_tokens: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "connected", b"connected", "endpoint", b"endpoint", "fetched_tokens", b"fetched_tokens", "groups", b"groups", "incarnation", b"incarnation", "kept_bytes", b"kept_bytes", "matched_tokens", b"matched_tokens", "misses", b"misses", "model", b"model", "num_ghost_pages", b"num_ghost_pages", "num_leases", b"num_leases", "num_nodes", b"num_nodes", "num_refusals", b"num_refusals", "num_requests", b"num_requests", "num_tickets", b"num_tickets", "pinned_tokens", b"pinned_tokens", "prompt_tokens", b"prompt_tokens", "restored_pages", b"restored_pages", "restored_tokens", b"restored_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "connected", b"connected", "declined_tokens", b"declined_tokens", "endpoint", b"endpoint", "fetched_tokens", b"fetched_tokens", "groups", b"groups", "incarnation", b"incarnation", "kept_bytes", b"kept_bytes", "matched_tokens", b"matched_tokens", "misses", b"misses", "model", b"model", "num_ghost_pages", b"num_ghost_pages", "num_leases", b"num_leases", "num_nodes", b"num_nodes", "num_refusals", b"num_refusals", "num_requests", b"num_requests", "num_tickets", b"num_tickets", "pinned_tokens", b"pinned_tokens", "prompt_tokens", b"prompt_tokens", "rates", b"rates", "restored_pages", b"restored_pages", "restored_tokens", b"restored_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015

@@ -61,6 +61,10 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """The tokens were cached, and dropped by a Clear call."""
     MISS_REASON_BYPASSED: _MissReason.ValueType  # 9
     """The request asked to bypass the cache."""
+    MISS_REASON_FETCH_SLOWER: _MissReason.ValueType  # 10
+    """The host tier has more, and by the worker's measured rates it is computed sooner than fetched."""
+    MISS_REASON_FETCH_BUSY: _MissReason.ValueType  # 11
+    """The host tier has more, and as many fetches as may be are under way."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -79,6 +83,10 @@ MISS_REASON_CLEARED: MissReason.ValueType  # 8
 """The tokens were cached, and dropped by a Clear call."""
 MISS_REASON_BYPASSED: MissReason.ValueType  # 9
 """The request asked to bypass the cache."""
+MISS_REASON_FETCH_SLOWER: MissReason.ValueType  # 10
+"""The host tier has more, and by the worker's measured rates it is computed sooner than fetched."""
+MISS_REASON_FETCH_BUSY: MissReason.ValueType  # 11
+"""The host tier has more, and as many fetches as may be are under way."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 class _RefusalReason:

@@ -85,6 +85,7 @@ def encode_step(value: Step) -> cache_pb2.WorkerMessage:
     if value.rates is not None:
         step.rates.prefill_tokens_per_s = value.rates.prefill_tokens_per_s
         step.rates.fetch_bytes_per_s = value.rates.fetch_bytes_per_s
+        step.rates.spill_bytes_per_s = value.rates.spill_bytes_per_s
     if value.inventory is not None:
         _fill_inventory(step.inventory, value.inventory)
     if value.forgotten:
@@ -309,4 +310,5 @@ def _rates(message: cache_pb2.Rates) -> Rates:
     return Rates(
         fields.amount(message.prefill_tokens_per_s, "step.rates.prefill_tokens_per_s"),
         fields.amount(message.fetch_bytes_per_s, "step.rates.fetch_bytes_per_s"),
+        fields.amount(message.spill_bytes_per_s, "step.rates.spill_bytes_per_s"),
     )

@@ -25,6 +25,7 @@ from cache_service.core.base.types import (
 from protos.v1 import cache_pb2, types_pb2
 from rpc.version import package_version
 from session.errors import InvalidInput
+from session.messages import Rates
 from session.wire.parts import encode_match
 from session.words import (
     GroupKind,
@@ -138,15 +139,20 @@ def test_every_statistic_arrives() -> None:
         misses=((MissReason.EVICTED, 31), (MissReason.PAGE_TAIL, 32)),
         pinned_tokens=33,
         matched_tokens=34,
+        restored_pages=35,
+        restored_tokens=36,
+        rates=Rates(37.0, 38.0, 39.0),
+        declined_tokens=40,
     )
     host = HostTierStats(41, 42, 43, 44, 45, 46, 47, True, SpillPolicy.WRITE_BACK, FetchPolicy.ALWAYS)
     message = codec.encode_stats_response(ManagerStats("epoch", "slru", (worker,), host, ATTACHED))
     assert (message.epoch, message.policy, message.version) == ("epoch", "slru", package_version())
     told = message.workers[0]
     for field in WorkerStats._fields:
-        if field not in ("groups", "misses"):
+        if field not in ("groups", "misses", "rates"):
             assert getattr(told, field) == getattr(worker, field), field
     assert dict(told.misses) == {"evicted": 31, "page_tail": 32}
+    assert {field.name: value for field, value in told.rates.ListFields()} == worker.rates._asdict()
     for field in GroupStats._fields:
         assert getattr(told.groups[0], field) == getattr(group, field), field
     for field in HostTierStats._fields:

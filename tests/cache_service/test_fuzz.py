@@ -115,7 +115,13 @@ STEPS = st.builds(
     adopts=st.lists(ADOPTS, max_size=2),
     acquires=st.lists(ACQUIRES, max_size=3),
     rates=st.one_of(
-        st.none(), st.builds(cache_pb2.Rates, prefill_tokens_per_s=st.floats(), fetch_bytes_per_s=st.floats())
+        st.none(),
+        st.builds(
+            cache_pb2.Rates,
+            prefill_tokens_per_s=st.floats(),
+            fetch_bytes_per_s=st.floats(),
+            spill_bytes_per_s=st.floats(),
+        ),
     ),
 )
 MESSAGES = st.one_of(

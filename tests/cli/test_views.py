@@ -166,6 +166,13 @@ def explained(*workers: tuple[str, int, int]) -> cache_pb2.ExplainResponse:
     return made
 
 
+def test_an_explanation_says_where_nothing_is_fetched() -> None:
+    made = explained(("worker-1", 48, 16))
+    made.workers[0].match.miss_reason = types_pb2.MISS_REASON_FETCH_SLOWER
+    text = drawn(explanation_view(81, made), 120)
+    assert "48 are there, 16 are in the host tier, and computed sooner" in text
+
+
 def test_an_explanation_starts_with_the_best_worker() -> None:
     text = drawn(explanation_view(81, explained(("worker-1", 0, 16), ("worker-2", 48, 16))), 80)
     assert "81 prompt tokens; best on worker-2: 48 are there, 16 can be fetched" in text

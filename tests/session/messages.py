@@ -109,7 +109,7 @@ def full_step() -> cache_pb2.Step:
         extends=cache_pb2.Extends(sequence_ids=u64([7, 9]), num_tokens=u32([20, 40])),
         adopts=[full_adopt()],
         acquires=[acquire(10, tokens(40))],
-        rates=cache_pb2.Rates(prefill_tokens_per_s=100.0, fetch_bytes_per_s=1e9),
+        rates=cache_pb2.Rates(prefill_tokens_per_s=100.0, fetch_bytes_per_s=1e9, spill_bytes_per_s=2e9),
         inventory=cache_pb2.Inventory(runs=[full_run()], is_complete=True),
         forgotten=2,
         shrinks=cache_pb2.Shrinks(sequence_ids=u64([7, 9]), num_tokens=u32([24, 48])),

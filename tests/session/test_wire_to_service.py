@@ -128,8 +128,8 @@ def test_step() -> None:
     assert value.releases == (Release(8, ReleaseReason.FINISHED),)  # type: ignore[arg-type]
     assert value.extends == (Extend(7, 20), Extend(9, 40))  # type: ignore[arg-type]
     assert value.acquires == (Acquire(10, Namespace(MODEL), tokens(40), 0, 40, 0),)  # type: ignore[arg-type]
-    assert value.rates == Rates(100.0, 1e9)
     assert value.shrinks == (Shrink(7, 24), Shrink(9, 48))  # type: ignore[arg-type]
+    assert value.rates == Rates(100.0, 1e9, 2e9)
 
 
 def test_an_empty_step_is_a_step() -> None:
@@ -161,6 +161,7 @@ BAD_STEPS: list[tuple[str, Spoil]] = [
     ("step.extends.leave_at.sequence_id", leaving(7, 7)),
     ("step.rates.prefill_tokens_per_s", setting("rates.prefill_tokens_per_s", -0.1)),
     ("step.rates.fetch_bytes_per_s", setting("rates.fetch_bytes_per_s", math.nan)),
+    ("step.rates.spill_bytes_per_s", setting("rates.spill_bytes_per_s", -1.0)),
 ]
 
 

@@ -108,7 +108,7 @@ STEP = Step(
             bypass_cache=True,
         ),
     ),
-    rates=Rates(prefill_tokens_per_s=1.5, fetch_bytes_per_s=2.5),
+    rates=Rates(prefill_tokens_per_s=1.5, fetch_bytes_per_s=2.5, spill_bytes_per_s=3.5),
 )
 STEP_MESSAGE = cache_pb2.Step(
     step_id=7,
@@ -141,7 +141,7 @@ STEP_MESSAGE = cache_pb2.Step(
             bypass_cache=True,
         )
     ],
-    rates=cache_pb2.Rates(prefill_tokens_per_s=1.5, fetch_bytes_per_s=2.5),
+    rates=cache_pb2.Rates(prefill_tokens_per_s=1.5, fetch_bytes_per_s=2.5, spill_bytes_per_s=3.5),
 )
 MOVED = types_pb2.TransferPages(group=1, page_ids=u32(5), key_prefix="k:", page_hashes=bytes(32))
 REPLY_FIELDS = {

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from array import array
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.worker_service.kv_layouts import kv_layouts
 from worker_service.core.ports import HostTier
 from worker_service.gpu.page_pools import PagePools
 from worker_service.host_tier.memory import MemoryTier
+from worker_service.transfer import page_mover
 from worker_service.transfer.moved_pages import PageFrame
 from worker_service.transfer.page_mover import MoverLimits, PageMover
 
@@ -166,6 +168,22 @@ async def test_nothing_is_written_before_the_barrier_and_everything_after_it() -
     await harness.mover.drain()
     assert harness.acks[0][:3] == (2, 1, TransferStatus.DONE)
     assert page(there, 0, 1) == page(here, 0, 1)
+
+
+async def test_the_wait_for_launches_is_no_part_of_a_transfers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of fetches would otherwise be that of launches, and fetches declined for it."""
+    now_s = [100.0]
+    monkeypatch.setattr(page_mover, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def barrier() -> None:
+        now_s[0] += 5.0
+
+    tier = MemoryTier(1 << 20)
+    await MoverHarness(make_pages(1, (0,)), tier).spill(transfer(1, [[1]]))
+    harness = MoverHarness(make_pages(2, (0,)), tier)
+    harness.mover.fetch(transfer(2, [[1]]), barrier)
+    await harness.mover.drain()
+    assert now_s[0] >= 105.0 and 0 < harness.acks[0].seconds < 1.0
 
 
 async def test_more_transfers_than_may_wait_fail_at_once_and_the_others_go_on() -> None:

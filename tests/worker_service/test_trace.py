@@ -33,9 +33,10 @@ def test_rates_are_unknown_until_something_was_measured_and_then_move() -> None:
     meter = RateMeter()
     meter.launched(4, 64, 0.01)  # decode: says nothing about prefill
     meter.fetched(Ack(TicketId(1), 0, TransferStatus.FAILED))
-    assert meter.rates() == (0.0, 0.0)
+    assert meter.rates() == (0.0, 0.0, 0.0)
     meter.launched(100, 100, 0.1)
     meter.fetched(Ack(TicketId(2), 4, TransferStatus.DONE, 1000, 0.5))
-    assert meter.rates() == (pytest.approx(1000.0), 2000.0)
+    meter.spilled(Ack(TicketId(3), 4, TransferStatus.DONE, 1000, 0.25))
+    assert meter.rates() == (pytest.approx(1000.0), 2000.0, 4000.0)
     meter.launched(100, 100, 0.05)
     assert meter.rates().prefill_tokens_per_s == pytest.approx(1200.0)

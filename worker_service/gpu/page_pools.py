@@ -25,6 +25,7 @@ from worker_service.gpu.group_layout import GroupLayout
 LAYOUT = "NHD"
 # Of a group's tensor; the axes before it, layers and planes, are what a page gathers its bytes from.
 PAGE_AXIS = 2
+MAX_COMPILED_BYTES = 16 << 20
 
 
 class LayerPages(NamedTuple):
@@ -68,9 +69,13 @@ class PagePools:
             self._compile_moves()
 
     def _compile_moves(self) -> None:
-        """Moves an empty page of each group once, so that the copy kernels are compiled before serving."""
+        """Moves an empty page of each group once, so that the copy kernels are compiled before serving.
+
+        Not of the largest: they move in parts, without a kernel, and their pinned buffer would stay for good.
+        """
         for group in range(len(self.layouts)):
-            self.write_pages(group, [1], self.read_pages(group, [1]))
+            if self.page_bytes(group) <= MAX_COMPILED_BYTES:
+                self.write_pages(group, [1], self.read_pages(group, [1]))
 
     def _views(self, has_states: bool) -> dict[int, LayerPages]:
         return {

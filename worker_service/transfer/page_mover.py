@@ -46,6 +46,7 @@ class _Outcome(NamedTuple):
     num_done: int
     status: TransferStatus
     num_bytes: int
+    waited_s: float = 0.0
 
 
 class PageMover:
@@ -75,7 +76,8 @@ class PageMover:
 
         `barrier` returns once no launch writes to the granted pages.
         """
-        self._start(transfer, lambda tier: self._fetch(tier, transfer, barrier))
+        timed = _TimedBarrier(barrier)
+        self._start(transfer, lambda tier: self._fetch(tier, transfer, timed)._replace(waited_s=timed.waited_s))
 
     def spill(self, transfer: Transfer) -> None:
         """Starts a copy from the device to the host tier.
@@ -123,9 +125,9 @@ class PageMover:
         except Exception:
             _log.exception("transfer %d failed", transfer.ticket)
             outcome = _Outcome(0, TransferStatus.FAILED, 0)
-        return Ack(
-            transfer.ticket, outcome.num_done, outcome.status, outcome.num_bytes, max(time.monotonic() - started, 1e-9)
-        )
+        # What the launches took is no part of the transfer's rate.
+        seconds = max(time.monotonic() - started - outcome.waited_s, 1e-9)
+        return Ack(transfer.ticket, outcome.num_done, outcome.status, outcome.num_bytes, seconds)
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """Returns a context in which a CUDA device's copies run on the thread's own stream, beside the launches."""
@@ -246,6 +248,19 @@ def _worst_first(bad: tuple[int, TransferStatus]) -> tuple[int, bool]:
     """Of one page that is both missing and corrupt, corrupt is what counts."""
     page, status = bad
     return page, status is not TransferStatus.CORRUPT
+
+
+class _TimedBarrier:
+    """A barrier that counts how long it was waited for."""
+
+    def __init__(self, barrier: Barrier) -> None:
+        self._barrier = barrier
+        self.waited_s = 0.0
+
+    def __call__(self) -> None:
+        started = time.monotonic()
+        self._barrier()
+        self.waited_s += time.monotonic() - started
 
 
 class _CircuitBreaker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from session.messages import Rates
 from session.words import GroupKind, MissReason, WorkerId
 
 
@@ -45,6 +46,8 @@ class WorkerStats(NamedTuple):
     matched_tokens: int = 0
     restored_pages: int = 0
     restored_tokens: int = 0
+    rates: Rates = Rates()
+    declined_tokens: int = 0
 
 
 class HostTierStats(NamedTuple):

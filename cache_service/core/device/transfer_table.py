@@ -89,6 +89,7 @@ class TransferTable:
         self.spills: dict[TicketId, Spill] = {}
         self.abandoned: dict[TicketId, Spill] = {}  # hold nothing; their rows stay on the way until the late ack
         self._issued = _Issued()
+        self.fetched_ms = 0  # when a fetch was opened last; before the first one, when rates were first told
 
     def __len__(self) -> int:
         return len(self.fetches) + len(self.spills)

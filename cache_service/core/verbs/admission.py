@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.base.types import FetchPolicy
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.kinds.group import Group
+from cache_service.core.verbs.fetch_policy import why_not_fetched
 from cache_service.core.verbs.prefix_match import PrefixMatch, match_prefix
 from session.messages import Acquire, Refusal
 from session.words import TOKEN_BYTES, Match, MissReason, RefusalReason
@@ -88,24 +88,16 @@ def _nothing(cache: DeviceCache, acquire: Acquire) -> PrefixMatch:
 
 
 def _boundaries(cache: DeviceCache, found: PrefixMatch) -> Sequence[int]:
-    """Returns the boundaries to try in turn: with a fetch where that pays, what is usable, 0.
+    """A fetch that pays, then what is usable, then 0: a pool may never hold what a usable boundary needs.
 
-    0 is for pools that can never hold what the usable boundary needs.
+    Where the host tier has more and is not asked for it, that is why no more is reused.
     """
     usable, host = found.usable_pages, found.host_pages
-    return (host, usable, 0) if host > usable and fetch_pays(cache, found) else (usable, 0)
-
-
-def fetch_pays(cache: DeviceCache, found: PrefixMatch) -> bool:
-    """Returns whether fetching takes less time than computing, by measured rates; True until both are known."""
-    if cache.transfers.num_fetching >= cache.config.max_open_tickets:
-        return False
-    rates = cache.rates
-    if cache.config.fetch is FetchPolicy.ALWAYS or rates.prefill_tokens_per_s <= 0 or rates.fetch_bytes_per_s <= 0:
-        return True
-    num_bytes = sum(group.fetch_bytes(found.matched_pages, found.host_pages) for group in cache.groups)
-    tokens = (found.host_pages - found.usable_pages) * cache.layout.page_tokens
-    return num_bytes / rates.fetch_bytes_per_s < tokens / rates.prefill_tokens_per_s
+    declined = why_not_fetched(cache, found)
+    if declined is None:
+        return (host, usable, 0)
+    found.reason = declined
+    return (usable, 0)
 
 
 def never_fits(cache: DeviceCache, acquire: Acquire) -> str | None:

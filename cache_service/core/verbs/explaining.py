@@ -9,6 +9,7 @@ from cache_service.core.base.types import Explanation, Residence, Segment
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.kinds.group import residency
 from cache_service.core.verbs.ages import UsedPart, gone_age, used_parts
+from cache_service.core.verbs.fetch_policy import estimate_fetch, why_not_fetched
 from cache_service.core.verbs.holders import find_holders
 from cache_service.core.verbs.many_workers_match import PromptMatch
 from cache_service.core.verbs.prefix_match import PrefixMatch
@@ -30,6 +31,11 @@ _SENTENCES = {
     MissReason.CLEARED: "These tokens were cached, and dropped by a Clear call since.",
     MissReason.BYPASSED: "The request bypassed the cache.",
 }
+_BUSY = "The host tier has {tokens} more tokens; as many fetches as may be are under way."
+_SLOWER = (
+    "The host tier has {tokens} more tokens, which are computed and not fetched: by the worker's measured rates their "
+    "{mib:.1f} MiB take {fetch_s:.3f} s, and computing them takes {compute_s:.3f} s."
+)
 
 
 def explain(
@@ -52,10 +58,24 @@ def explain(
     segments[-1] = segments[-1]._replace(miss_reason=reason, gone=gone)
     notes = [_SENTENCES[reason].format(group=match.limiting_group)]
     notes += _snapshot_notes(cache, found)
+    declined = why_not_fetched(cache, found) if match.host_tokens else None
+    if declined is not None:
+        match = match._replace(miss_reason=declined)
+        notes.append(_declined_note(cache, found, declined))
     if cache.host is not None and cache.host.index.breaker.is_open:
         notes.append("The host tier is not asked: its breaker is open.")
     hello = worker.hello
     return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms, *held)
+
+
+def _declined_note(cache: DeviceCache, found: PrefixMatch, declined: MissReason) -> str:
+    """Returns why a request would compute what the host tier has."""
+    tokens = (found.host_pages - found.usable_pages) * cache.layout.page_tokens
+    estimate = estimate_fetch(cache, found)
+    if declined is MissReason.FETCH_BUSY or estimate is None:
+        return _BUSY.format(tokens=tokens)
+    mib = estimate.num_bytes / (1 << 20)
+    return _SLOWER.format(tokens=tokens, mib=mib, fetch_s=estimate.fetch_s, compute_s=estimate.compute_s)
 
 
 def _snapshot_notes(cache: DeviceCache, found: PrefixMatch) -> list[str]:

@@ -51,6 +51,7 @@ def _open(cache: DeviceCache, lease: Lease, plan: Plan, pages: range, moved: lis
     groups = (TransferPages(group, ids, index.key_prefix(fingerprint, group), hashes) for group, ids in moved)
     transfer = Transfer(cache.transfers.new_id(), tuple(groups), pages.start, len(pages))
     lease.fetches |= {transfer.ticket}
+    cache.transfers.fetched_ms = cache.now_ms
     cache.transfers.fetches[transfer.ticket] = Fetch(transfer, lease.sequence_id, cache.host, cache.now_ms)
     return transfer
 

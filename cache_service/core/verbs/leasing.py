@@ -16,7 +16,7 @@ from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import fetching, publishing, renewal
 from cache_service.core.verbs.admission import Plan, lacks_pages, match_of, plan_acquire
 from session.messages import Acquire, Extend, ExtendGrant, Grant, Refusal
-from session.words import TOKEN_BYTES, GroupPages, RefusalReason, ReleaseReason, SnapshotSlot, Transfer
+from session.words import TOKEN_BYTES, GroupPages, MissReason, RefusalReason, ReleaseReason, SnapshotSlot, Transfer
 
 # Acquire.
 
@@ -65,6 +65,8 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
         if group.spec.name == grant.match.limiting_group:
             group.limited_tokens += grant.match.matched_tokens - grant.match.usable_tokens
     reason = grant.match.miss_reason
+    if reason in (MissReason.FETCH_SLOWER, MissReason.FETCH_BUSY):
+        counters.declined += grant.match.host_tokens
     counters.misses[reason] = counters.misses.get(reason, 0) + 1
     return grant
 

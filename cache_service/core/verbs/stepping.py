@@ -92,6 +92,8 @@ def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
     cache.now_ms = now_ms
     reply = _Reply()
     if step.rates is not None:
+        if not any(cache.rates):
+            cache.transfers.fetched_ms = now_ms
         cache.rates = _merged(cache.rates, step.rates)
     for ack in step.acks:
         answer = acknowledge(cache, ack, now_ms)
@@ -233,4 +235,5 @@ def _merged(known: Rates, measured: Rates) -> Rates:
     return Rates(
         measured.prefill_tokens_per_s or known.prefill_tokens_per_s,
         measured.fetch_bytes_per_s or known.fetch_bytes_per_s,
+        measured.spill_bytes_per_s or known.spill_bytes_per_s,
     )

@@ -31,4 +31,6 @@ def worker_stats(worker: Worker) -> WorkerStats:
         pinned_tokens=cache.soft_pins.num_pages * cache.layout.page_tokens,
         restored_pages=counters.restored,
         restored_tokens=counters.restored * cache.layout.page_tokens,
+        rates=cache.rates,
+        declined_tokens=counters.declined,
     )
