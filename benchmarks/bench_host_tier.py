@@ -22,10 +22,10 @@ from pathlib import Path
 import xxhash
 
 from tests.redis_process import RedisProcess, find_redis_binary
-from worker_service.core.errors import PageRejected
-from worker_service.core.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
+from tier_client.errors import PageRejected
+from tier_client.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
+from tier_client.redis_tier import VALUES_PER_COMMAND, RedisTier
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.host_tier.redis import VALUES_PER_COMMAND, RedisTier
 
 PAGE_BYTES = 2 << 20
 NUM_PAGES = 64

@@ -30,10 +30,10 @@ from benchmarks.host import about_host
 from session.messages import Ack
 from session.words import GroupKind, TicketId, Transfer, TransferPages, TransferStatus
 from tests.redis_process import RedisProcess, find_redis_binary
+from tier_client.redis_tier import RedisTier, RedisTierConfig
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.gpu.page_pools import PagePools
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.host_tier.redis import RedisTier, RedisTierConfig
 from worker_service.transfer.moved_pages import PageFrame
 from worker_service.transfer.page_mover import MoverLimits, PageMover
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from session.words import HostTierKind
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 from worker_service.core.ports import HostTier
 
 

@@ -9,15 +9,9 @@ from rpc.lifecycle import run
 from rpc.listener import choose_listener
 from rpc.logs import set_up_logging
 from rpc.settings import SettingsError
+from tier_client.errors import RedisUrlError
 from worker_service.config import load_config
-from worker_service.core.errors import (
-    DeviceLost,
-    InvalidField,
-    RedisUrlError,
-    RequestFailed,
-    SessionRefused,
-    StartError,
-)
+from worker_service.core.errors import DeviceLost, InvalidField, RequestFailed, SessionRefused, StartError
 
 USAGE_ERROR = 2
 FAILURE = 1

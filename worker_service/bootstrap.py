@@ -36,6 +36,7 @@ from session.limits import MAX_MESSAGE_BYTES
 from session.messages import Ack, Hello
 from session.protocol import WORKER_CAPABILITIES
 from session.words import WorkerId
+from tier_client.redis_tier import RedisTier, RedisTierConfig
 from worker_service.cache_client import CacheClient, ClientLimits
 from worker_service.compute import Compute, prepare
 from worker_service.config import WorkerConfig
@@ -47,7 +48,6 @@ from worker_service.engine import Engine
 from worker_service.fingerprint import fingerprint
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier
-from worker_service.host_tier.redis import RedisTier, RedisTierConfig
 from worker_service.launch.device_runner import DeviceRunner
 from worker_service.launch.launcher import Launcher
 from worker_service.metrics import Load, WorkerMetrics

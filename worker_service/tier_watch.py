@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from session.words import HostTierKind
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 from worker_service.core.ports import HostTier
 
 PERIOD_S = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("rpc", "session", "kernels", "cache_service", "worker_service", "register_qa", "cli", "adapters")
+PRODUCT = ("rpc", "session", "tier_client", "kernels", "cache_service", "worker_service", "register_qa", "cli", "adapters")
 OTHERS = ("tests", "benchmarks")
 
 

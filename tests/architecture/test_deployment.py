@@ -68,7 +68,17 @@ ours = [m for name, m in sys.modules.items() if m and name.partition(".")[0] in 
 files = [module.__file__ for module in ours if getattr(module, "__file__", None)]
 assert files and all(file.startswith({folder!r}) for file in files), "from outside of the image"
 """
-PACKAGES = ("cli", "rpc", "protos", "session", "cache_service", "register_qa", "worker_service", "kernels")
+PACKAGES = (
+    "cli",
+    "rpc",
+    "protos",
+    "session",
+    "tier_client",
+    "cache_service",
+    "register_qa",
+    "worker_service",
+    "kernels",
+)
 CALLS = [
     ["--help"],
     *([command, "--cache", "127.0.0.1:1"] for command in ("status", "doctor")),

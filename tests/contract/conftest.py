@@ -9,10 +9,10 @@ import pytest
 
 from tests.faulty_tier import FaultyTier
 from tests.redis_process import RedisProcess, find_redis_binary
+from tier_client.redis_tier import RedisTier
 from worker_service.core.ports import HostTier
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import MeteredTier
-from worker_service.host_tier.redis import RedisTier
 
 MEMORY_BYTES = 64 << 20
 

@@ -10,7 +10,7 @@ import pytest
 
 from session.words import HostTierKind
 from tests.contract.conftest import Store
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 
 MIB = 1 << 20
 LIMIT = 4 * MIB

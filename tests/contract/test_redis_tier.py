@@ -18,9 +18,9 @@ from cache_service.core.host.host_key import parse_key
 from session.protocol import SENTINEL_KEY
 from tests.contract.scripted_server import ScriptedServer
 from tests.redis_process import RedisProcess, find_redis_binary, free_port
-from worker_service.core.errors import HostTierError
-from worker_service.host_tier.redis import RedisTier, RedisTierConfig
-from worker_service.host_tier.redis_parts import UNFINISHED_MS
+from tier_client.errors import HostTierError
+from tier_client.redis_parts import UNFINISHED_MS
+from tier_client.redis_tier import RedisTier, RedisTierConfig
 
 LIMIT = 1 << 20
 QUICK = RedisTierConfig(num_connections=1, timeout_s=0.3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker_service.core.errors import RedisUrlError
-from worker_service.host_tier.redis_url import RedisAddress, parse_redis_url
+from tier_client.errors import RedisUrlError
+from tier_client.redis_url import RedisAddress, parse_redis_url
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import platform
 import pytest
 
 from tests.faulty_tier import FaultPlan, FaultyTier
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 from worker_service.host_tier.allocator import keep_freed_blocks
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.host_tier.metered import Measure, MeteredTier

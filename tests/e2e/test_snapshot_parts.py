@@ -17,7 +17,7 @@ from tests.e2e.processes import ServiceProcess
 from tests.e2e.running import Draw, healthy
 from tests.e2e.states import PAGE, make_states
 from tests.redis_process import RedisProcess
-from worker_service.core.part_codec import PART_HEADER_BYTES
+from tier_client.part_codec import PART_HEADER_BYTES
 
 LENGTH = 333
 WHOLE = LENGTH // PAGE * PAGE

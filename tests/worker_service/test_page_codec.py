@@ -5,8 +5,8 @@ import hashlib
 import pytest
 import xxhash
 
-from worker_service.core.errors import PageRejected
-from worker_service.core.page_codec import CODEC_RAW, HEADER_BYTES, MAGIC, PageKind, decode, encode_header
+from tier_client.errors import PageRejected
+from tier_client.page_codec import CODEC_RAW, HEADER_BYTES, MAGIC, PageKind, decode, encode_header
 
 KIND = PageKind(CODEC_RAW, dtype=2, group=1, rank=3)
 KEY = b"prefix/of/a/key/0123456789abcdef"

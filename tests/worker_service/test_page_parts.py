@@ -12,7 +12,7 @@ from session.words import GroupKind, TransferStatus
 from tests.faulty_tier import FaultPlan, FaultyTier
 from tests.worker_service.kv_layouts import kv_layouts
 from tests.worker_service.test_page_mover import MoverHarness, name, page, transfer
-from worker_service.core.part_codec import PART_HEADER_BYTES
+from tier_client.part_codec import PART_HEADER_BYTES
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.gpu.page_pools import PagePools
 from worker_service.host_tier.memory import MemoryTier

@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import xxhash
 
-from worker_service.core.errors import PageRejected
-from worker_service.core.page_codec import CODEC_RAW, PageKind, decode, encode_header
-from worker_service.core.part_codec import PART_HEADER_BYTES, PagePart, cut_page, decode_part, encode_part_header
+from tier_client.errors import PageRejected
+from tier_client.page_codec import CODEC_RAW, PageKind, decode, encode_header
+from tier_client.part_codec import PART_HEADER_BYTES, PagePart, cut_page, decode_part, encode_part_header
 
 KIND = PageKind(CODEC_RAW, dtype=2, group=1, rank=3)
 KEY = b"prefix/of/a/key/0123456789abcdef"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from session.words import HostTierKind
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 from worker_service.host_tier.memory import MemoryTier
 from worker_service.tier_watch import NO_TIER, TierFacts, TierWatch
 

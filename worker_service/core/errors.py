@@ -10,18 +10,13 @@ WorkerError
 │   └── RequestFailed         its forward pass failed                                 INTERNAL
 ├── StartError                the worker cannot start as it is set up
 │   ├── ModelError            the model folder
-│   ├── PoolError             the pools
-│   └── RedisUrlError         the address of the host tier
+│   └── PoolError             the pools
 ├── SessionError              the session with the cache service
 │   ├── SessionLost           the stream broke; the engine connects again
 │   │   ├── LostPlace         the cache service is at another step than this worker
 │   │   └── StepRejected      the stream ended over one step or its reply
 │   │       └── UnaskedReply  the reply is to something that was not asked
 │   └── SessionRefused        no cache service takes this worker; the process ends
-├── HostTierError             a call to the host tier failed; its transfer is reported as FAILED
-│   ├── ErrorReply            Redis replied with an error, which was read whole
-│   └── TooLongReply          a value is longer than its reader expects
-├── PageRejected              bytes from the host tier are not the page that was asked for; reported as CORRUPT
 └── DeviceLost                the device computes nothing any more; the process ends
 """
 
@@ -74,10 +69,6 @@ class PoolError(StartError):
     """The pools cannot be made: the reason names what does not fit."""
 
 
-class RedisUrlError(StartError):
-    """The URL cannot be used; the message says why and never contains the password."""
-
-
 class SessionError(WorkerError):
     """The session with the cache service."""
 
@@ -100,26 +91,6 @@ class UnaskedReply(StepRejected):
 
 class SessionRefused(SessionError):
     """The cache service will not take this worker: another one has its name, or the two do not fit together."""
-
-
-class HostTierError(WorkerError):
-    """The host tier did not reply in time, sent a malformed reply, or refused the connection."""
-
-
-class ErrorReply(HostTierError):
-    """Redis replied with an error. The reply was read whole, so the connection can be used again."""
-
-    @property
-    def code(self) -> str:
-        return str(self).partition(" ")[0]
-
-
-class TooLongReply(HostTierError):
-    """The value is longer than the caller's limit. It stays unread, so the connection is closed."""
-
-
-class PageRejected(WorkerError):
-    """These bytes are not the page that was asked for; to the reader it is a miss."""
 
 
 class DeviceLost(WorkerError):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterable, Sequence
 
 from session.words import HostTierKind
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 
 # A value in parts is a tuple of them.
 _Value = bytes | tuple[bytes, ...]

@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import Literal, NamedTuple
 
 from session.words import HostTierKind
-from worker_service.core.errors import HostTierError
+from tier_client.errors import HostTierError
 from worker_service.core.ports import HostTier
 
 Operation = Literal["put", "get"]

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from session.words import Transfer, TransferPages
-from worker_service.core.page_codec import CODEC_RAW, Digest, PageKind
+from tier_client.page_codec import CODEC_RAW, Digest, PageKind
 
 # Without tensor parallelism a worker is its only rank.
 RANK = 0

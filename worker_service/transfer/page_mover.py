@@ -19,8 +19,8 @@ import torch
 
 from session.messages import Ack
 from session.words import Transfer, TransferStatus
-from worker_service.core import page_codec
-from worker_service.core.errors import HostTierError, PageRejected
+from tier_client import page_codec
+from tier_client.errors import HostTierError, PageRejected
 from worker_service.core.ports import HostTier
 from worker_service.transfer.moved_pages import MovedPage, PageFrame, PageStore, moved_pages
 from worker_service.transfer.page_parts import PageParts

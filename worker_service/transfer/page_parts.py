@@ -15,8 +15,8 @@ from contextlib import closing
 import torch
 
 from session.words import TransferStatus
-from worker_service.core.errors import PageRejected
-from worker_service.core.part_codec import (
+from tier_client.errors import PageRejected
+from tier_client.part_codec import (
     PART_HEADER_BYTES,
     WRITE_ID_BYTES,
     PagePart,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from session.protocol import SENTINEL_KEY
 from session.words import HostTierKind
-from worker_service.core.errors import ErrorReply, HostTierError, TooLongReply
-from worker_service.host_tier.redis_parts import IN_FLIGHT, read_found, read_parts, store_parts
-from worker_service.host_tier.redis_url import parse_redis_url
-from worker_service.host_tier.resp import Buffer, RespConnection, encode_command
+from tier_client.errors import ErrorReply, HostTierError, TooLongReply
+from tier_client.redis_parts import IN_FLIGHT, read_found, read_parts, store_parts
+from tier_client.redis_url import parse_redis_url
+from tier_client.resp import Buffer, RespConnection, encode_command
 
 SENTINEL_BYTES = 64
 VALUES_PER_COMMAND = 8

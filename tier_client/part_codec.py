@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from worker_service.core.errors import PageRejected
-from worker_service.core.page_codec import DIGEST_BYTES, MAGIC, Digest, PageKind, expect, seal
+from tier_client.errors import PageRejected
+from tier_client.page_codec import DIGEST_BYTES, MAGIC, Digest, PageKind, expect, seal
 
 PART_VERSION = 2
 PART_HEADER_BYTES = 80

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from worker_service.core.errors import PageRejected
+from tier_client.errors import PageRejected
 
 MAGIC = b"SCPG"
 VERSION = 1

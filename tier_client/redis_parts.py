@@ -10,8 +10,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from worker_service.core.errors import ErrorReply, HostTierError
-from worker_service.host_tier.resp import Buffer, RespConnection, encode_command
+from tier_client.errors import ErrorReply, HostTierError
+from tier_client.resp import Buffer, RespConnection, encode_command
 
 # Parts that are asked for before the first of them was read: Redis copies each into its output.
 IN_FLIGHT = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from worker_service.core.errors import RedisUrlError
+from tier_client.errors import RedisUrlError
 
 DEFAULT_PORT = 6379
 SCHEMES = ("redis", "rediss", "unix")

@@ -1,0 +1,206 @@
+"""The calls of HostTier with short deadlines. Raises nothing: None says that the service gave no answer.
+
+After a failure nothing is asked for a while. An attachment that has ended is made anew by the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
+from session.words import HASH_BYTES, MissReason, TransferStatus
+from tier_client.breaker import Breaker
+from tier_client.values import (
+    Attachment,
+    Hit,
+    KeyedPages,
+    PagePath,
+    PageRange,
+    Ticket,
+    TierClientConfig,
+)
+
+PROTOCOL_VERSION = 1
+# A Lookup of 16,384 pages names up to as many keys in each group.
+MAX_MESSAGE_BYTES = 64 << 20
+# The caller's mistake, not the service's: it is logged, and others may go on asking.
+REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+)
+
+_REASONS = {int(reason): reason.name.lower() for reason in MissReason}
+
+_Response = TypeVar("_Response")
+
+_log = logging.getLogger(__name__)
+
+
+class HostTierCalls:
+    """One attachment, held by any number of threads. `identity` tells which store the engine reaches."""
+
+    def __init__(self, config: TierClientConfig, identity: Callable[[], str | None], breaker: Breaker) -> None:
+        self._config, self._identity, self._breaker = config, identity, breaker
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
+        self._channel = grpc.insecure_channel(config.cache_address, options)
+        self._stub: Any = host_tier_pb2_grpc.HostTierStub(self._channel)
+        self._lock = threading.Lock()
+        self._attachment: Attachment | None = None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def attached(self) -> Attachment | None:
+        """The attachment, made anew where it has ended; None while that cannot be."""
+        with self._lock:
+            if self._attachment is None and not self._breaker.is_open:
+                self._attachment = self._attach()
+            return self._attachment
+
+    def _attach(self) -> Attachment | None:
+        identity = self._identity()
+        if identity is None:
+            return None
+        config = self._config
+        groups = [
+            host_tier_pb2.TierGroup(
+                name=one.name,
+                kind=types_pb2.GroupKind.ValueType(one.kind),
+                window_tokens=one.window_tokens,
+                page_bytes=one.page_bytes,
+            )
+            for one in config.groups
+        ]
+        request = host_tier_pb2.AttachRequest(
+            protocol_version=PROTOCOL_VERSION,
+            engine=config.engine,
+            fingerprint=config.fingerprint,
+            model=config.model,
+            page_tokens=config.page_tokens,
+            groups=groups,
+            num_ranks=config.num_ranks,
+            host_tier_id=identity,
+        )
+        answer: host_tier_pb2.AttachResponse | None = self._ask(self._stub.Attach, request)
+        if answer is None:
+            return None
+        return Attachment(answer.epoch, answer.attachment, answer.limits.ttl_ms, answer.limits.max_pages)
+
+    def lookup(self, path: PagePath, local_pages: int) -> Hit | None:
+        """Where the engine can resume, under a lease."""
+        asked = _encode_path(path)
+        answer: host_tier_pb2.LookupResponse | None = self._call(
+            self._stub.Lookup,
+            lambda id_: host_tier_pb2.LookupRequest(**id_, path=asked, local_pages=local_pages, lease=True),
+        )
+        if answer is None:
+            return None
+        reason = _REASONS.get(answer.miss_reason, "")
+        pages = _keyed(answer.pages)
+        return Hit(answer.usable_pages, local_pages, answer.lease, pages, reason, answer.limiting_group)
+
+    def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
+        """Which of these pages are to be written."""
+        asked = _encode_path(path)
+        parts = [
+            host_tier_pb2.TierPageRange(group=one.group, first_page=one.first_page, num_pages=count)
+            for one in ranges
+            if (count := one.end_page - one.first_page) > 0
+        ]
+        answer: host_tier_pb2.ReserveResponse | None = self._call(
+            self._stub.Reserve, lambda id_: host_tier_pb2.ReserveRequest(**id_, path=asked, ranges=parts)
+        )
+        return None if answer is None else Ticket(answer.ticket, _keyed(answer.pages))
+
+    def commit(
+        self, ticket: Ticket, rank: int, written: Sequence[tuple[int, int]], status: TransferStatus
+    ) -> int | None:
+        """`written`: group and number of its first pages that were stored. Returns how many pages became findable."""
+        groups = self._config.groups
+        told = [
+            host_tier_pb2.WrittenPages(group=group, num_pages=count, num_bytes=count * groups[group].page_bytes)
+            for group, count in written
+        ]
+        said = cache_pb2.TransferStatus.ValueType(status)
+        answer: host_tier_pb2.CommitResponse | None = self._call(
+            self._stub.Commit,
+            lambda id_: host_tier_pb2.CommitRequest(**id_, ticket=ticket.number, rank=rank, status=said, written=told),
+            again=False,
+        )
+        return None if answer is None else answer.num_findable
+
+    def release(self, lease: int, num_pages: int, status: TransferStatus) -> bool:
+        """`num_pages` were read, from the lookup's `local_pages` on. Returns whether the service was told."""
+        end = host_tier_pb2.LeaseEnd(
+            lease=lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
+        )
+        answer: host_tier_pb2.ReleaseResponse | None = self._call(
+            self._stub.Release, lambda id_: host_tier_pb2.ReleaseRequest(**id_, ends=[end]), again=False
+        )
+        return answer is not None
+
+    def _call(
+        self, method: Callable[..., _Response], make: Callable[[dict[str, Any]], Any], again: bool = True
+    ) -> _Response | None:
+        """Asks under the present attachment; once more under a new one where that has ended. Leases and tickets end
+        with it: what names one is not asked `again`."""
+        for _ in range(2 if again else 1):
+            attachment = self.attached()
+            if attachment is None:
+                return None
+            answer = self._ask(method, make({"epoch": attachment.epoch, "attachment": attachment.number}))
+            if answer is not None or not self._ended(attachment):
+                return answer
+        return None
+
+    def _ended(self, attachment: Attachment) -> bool:
+        with self._lock:
+            return self._attachment is not attachment
+
+    def _ask(self, method: Callable[..., _Response], request: Any) -> _Response | None:
+        if self._breaker.is_open:
+            return None
+        try:
+            return method(request, timeout=self._config.call_timeout_s)
+        except grpc.RpcError as error:
+            self._failed(error)
+        except ValueError as error:  # the channel was closed meanwhile
+            _log.debug("the host tier's service was not asked: %s", error)
+        return None
+
+    def _failed(self, error: Any) -> None:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.ABORTED:
+            # Nobody holds the lock here but `attached`, whose Attach is never answered so.
+            self._attachment = None
+            _log.info("the attachment has ended: %s", details)
+        elif code in REFUSALS:
+            _log.warning("the host tier's service refused a call: %s", details)
+        else:
+            self._breaker.failed()
+            _log.warning("the host tier's service does not answer: %s", details)
+
+
+def _encode_path(path: PagePath) -> host_tier_pb2.TierPath:
+    tokens = array("i", path.tokens).tobytes()
+    return host_tier_pb2.TierPath(adapter=path.adapter, salt=path.salt, page_ids=path.page_ids, tokens=tokens)
+
+
+def _keyed(pages: Iterable[host_tier_pb2.TierPages]) -> tuple[KeyedPages, ...]:
+    return tuple(
+        KeyedPages(
+            one.group,
+            one.key_prefix,
+            struct.unpack(f"<{len(one.pages) // 4}I", one.pages),
+            tuple(one.page_hashes[at : at + HASH_BYTES] for at in range(0, len(one.page_hashes), HASH_BYTES)),
+        )
+        for one in pages
+    )

@@ -1,0 +1,93 @@
+"""The host tier for an engine that is no worker of ours: fetch what others computed, save what was computed here.
+
+Nothing here raises into the engine, and nothing waits for long: while the service or the store is away, a fetch is a
+miss and a save writes nothing. Calls block, so an engine that must not wait calls from a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from session.words import TransferStatus
+from tier_client.breaker import Breaker
+from tier_client.calls import HostTierCalls
+from tier_client.page_store import Buffer, PageStore
+from tier_client.redis_tier import RedisTier, RedisTierConfig
+from tier_client.values import Hit, KeyedPages, Loaded, PagePath, PageRange, TierClientConfig
+
+# A page that is not there shortens the next lookup; after so many the engine computes.
+MAX_LOOKUPS = 3
+
+
+class TierClient:
+    """`fetch` and `save` do everything, for an engine of one rank.
+
+    With several ranks one process asks by `calls`, and each rank reads, writes and commits its own by `store` and `calls`.
+    """
+
+    def __init__(self, config: TierClientConfig) -> None:
+        self.config = config
+        tier_config = RedisTierConfig(config.num_connections, config.store_timeout_s)
+        self._tier = RedisTier(config.redis_url, tier_config)
+        self.store = PageStore(self._tier, config.rank, Breaker(config.pause_s))
+        self.calls = HostTierCalls(config, self.store.identity, Breaker(config.pause_s))
+
+    def __enter__(self) -> TierClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.calls.close()
+        self.store.close()
+
+    def fetch(self, path: PagePath, local_pages: int = 0) -> Loaded:
+        """Returns the longest prefix that the engine can resume from, with the bytes that it lacks for that, verified.
+
+        `usable_pages` is `local_pages` where the tier has nothing to add.
+        """
+        for _ in range(MAX_LOOKUPS):
+            hit = self.calls.lookup(path, local_pages)
+            if hit is None or not hit.lease:
+                break
+            loaded, status = self._load(hit)
+            if loaded is not None:
+                return loaded
+            if status is TransferStatus.FAILED:
+                break
+        return Loaded(local_pages, {})
+
+    def _load(self, hit: Hit) -> tuple[Loaded | None, TransferStatus]:
+        """Reads all pages of a hit, and ends its lease. What is missing is told, so that the next lookup ends there."""
+        values: dict[int, dict[int, memoryview]] = {}
+        for one in hit.pages:
+            read = self.store.read(one.group, one.keys(self.config.rank), self.config.groups[one.group].page_bytes)
+            if len(read.values) < len(one.pages):
+                status = TransferStatus.MISSING if read.status is TransferStatus.DONE else read.status
+                self.calls.release(hit.lease, one.pages[len(read.values)] - hit.local_pages, status)
+                return None, status
+            values[one.group] = dict(zip(one.pages, read.values, strict=True))
+        self.calls.release(hit.lease, hit.usable_pages - hit.local_pages, TransferStatus.DONE)
+        return Loaded(hit.usable_pages, values), TransferStatus.DONE
+
+    def save(self, path: PagePath, ranges: Iterable[PageRange], payload: Callable[[int, int], Buffer]) -> int:
+        """Writes those pages of the ranges that the tier lacks. Returns how many became findable.
+
+        `payload(group, page)` gives a page's bytes; nobody may write to them until this returns.
+        """
+        ticket = self.calls.reserve(path, ranges)
+        if ticket is None or not ticket.number:
+            return 0
+        written: list[tuple[int, int]] = []
+        status = TransferStatus.DONE
+        for one in ticket.pages:
+            count, status = self._write(one, payload)
+            written.append((one.group, count))
+            if status is TransferStatus.FAILED:
+                break
+        return self.calls.commit(ticket, self.config.rank, written, status) or 0
+
+    def _write(self, pages: KeyedPages, payload: Callable[[int, int], Buffer]) -> tuple[int, TransferStatus]:
+        payloads = [payload(pages.group, page) for page in pages.pages]
+        return self.store.write(pages.group, pages.keys(self.config.rank), payloads)

@@ -1,0 +1,139 @@
+"""Reads and writes one rank's pages in the store, framed and verified. Raises nothing: what fails is an outcome.
+
+A page of more than PART_BYTES moves in parts, as one Redis hash.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import xxhash
+
+from session.words import TransferStatus
+from tier_client.breaker import Breaker
+from tier_client.errors import HostTierError, PageRejected
+from tier_client.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
+from tier_client.part_codec import (
+    PART_HEADER_BYTES,
+    WRITE_ID_BYTES,
+    cut_page,
+    decode_part,
+    encode_part_header,
+)
+from tier_client.redis_tier import RedisTier
+
+PART_BYTES = 4 << 20
+# Of a page whose layout only its engine knows.
+NO_DTYPE = 0
+
+Buffer = bytes | bytearray | memoryview
+
+_log = logging.getLogger(__name__)
+
+
+class Read(NamedTuple):
+    """The leading pages that were there and right; `status` says what became of the next one."""
+
+    values: list[memoryview]
+    status: TransferStatus
+
+
+class PageStore:
+    """Any number of threads may call it. While the breaker is open nothing is asked, and everything has failed."""
+
+    def __init__(self, tier: RedisTier, rank: int, breaker: Breaker) -> None:
+        self._tier, self._rank, self._breaker = tier, rank, breaker
+
+    def identity(self) -> str | None:
+        """Returns the store's name, which changes when it was flushed; None where it does not answer."""
+        if self._breaker.is_open:
+            return None
+        try:
+            return self._tier.identity()
+        except HostTierError as error:
+            self._failed(error)
+            return None
+
+    def write(self, group: int, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> tuple[int, TransferStatus]:
+        """Returns how many leading pages were stored, and FAILED where the store did not answer; DONE in a full one."""
+        if self._breaker.is_open:
+            return 0, TransferStatus.FAILED
+        kind = self._kind(group)
+        try:
+            if payloads and memoryview(payloads[0]).nbytes > PART_BYTES:
+                return self._write_parts(kind, keys, payloads), TransferStatus.DONE
+            values = [
+                (encode_header(kind, key, payload, xxhash.xxh3_128_digest), memoryview(payload).cast("B"))
+                for key, payload in zip(keys, payloads, strict=True)
+            ]
+            return self._tier.put(keys, values), TransferStatus.DONE
+        except HostTierError as error:
+            self._failed(error)
+            return 0, TransferStatus.FAILED
+
+    def _write_parts(self, kind: PageKind, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> int:
+        for count, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
+            if not self._tier.put_parts(key, _framed(kind, key, memoryview(payload).cast("B"))):
+                return count
+        return len(keys)
+
+    def read(self, group: int, keys: Sequence[bytes], page_bytes: int) -> Read:
+        """Returns pages up to the first that is absent or not right."""
+        if self._breaker.is_open:
+            return Read([], TransferStatus.FAILED)
+        kind = self._kind(group)
+        found: list[memoryview] = []
+        try:
+            if page_bytes > PART_BYTES:
+                for key in keys:
+                    found.append(self._read_parts(kind, key, page_bytes))
+            else:
+                for key, value in zip(keys, self._tier.get(keys, page_bytes + HEADER_BYTES), strict=True):
+                    if value is None:
+                        return Read(found, TransferStatus.MISSING)
+                    found.append(decode(value, kind, key, page_bytes, xxhash.xxh3_128_digest))
+        except _Missing:
+            return Read(found, TransferStatus.MISSING)
+        except PageRejected as error:
+            _log.warning("a page of group %d rejected: %s", group, error)
+            return Read(found, TransferStatus.CORRUPT)
+        except HostTierError as error:
+            self._failed(error)
+            return Read(found, TransferStatus.FAILED)
+        return Read(found, TransferStatus.DONE)
+
+    def _read_parts(self, kind: PageKind, key: bytes, page_bytes: int) -> memoryview:
+        page, write_id = bytearray(page_bytes), b""
+        cut = cut_page(page_bytes, PART_BYTES)
+        with closing(self._tier.get_parts(key, len(cut), PART_BYTES + PART_HEADER_BYTES)) as values:
+            for part, value in zip(cut, values, strict=False):
+                if value is None:
+                    raise _Missing
+                payload, write_id = decode_part(value, kind, key, part, write_id, xxhash.xxh3_128_digest)
+                page[part.first_byte : part.first_byte + part.num_bytes] = payload
+        return memoryview(page)
+
+    def close(self) -> None:
+        self._tier.close()
+
+    def _kind(self, group: int) -> PageKind:
+        return PageKind(CODEC_RAW, NO_DTYPE, group, self._rank)
+
+    def _failed(self, error: HostTierError) -> None:
+        self._breaker.failed()
+        _log.warning("the host tier does not answer: %s", error)
+
+
+class _Missing(Exception):
+    """A part is not there."""
+
+
+def _framed(kind: PageKind, key: bytes, payload: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    write_id = secrets.token_bytes(WRITE_ID_BYTES)
+    for part in cut_page(payload.nbytes, PART_BYTES):
+        cut = payload[part.first_byte : part.first_byte + part.num_bytes]
+        yield encode_part_header(kind, key, part, write_id, cut, xxhash.xxh3_128_digest), cut

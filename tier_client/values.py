@@ -1,0 +1,127 @@
+"""What an engine says to the client of HostTier, and what it gets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from session.words import HASH_BYTES, GroupKind
+
+
+class PageGroup(NamedTuple):
+    """A family of pages with one resume rule; `page_bytes` of one page on one rank."""
+
+    name: str
+    kind: GroupKind
+    page_bytes: int
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierClientConfig:
+    """Who attaches, and to what. `fingerprint`: see `fingerprint_of`.
+
+    `call_timeout_s` is for one call of the service, `store_timeout_s` for one command of up to eight values. After a
+    failure nothing is asked for `pause_s`.
+    """
+
+    cache_address: str
+    redis_url: str
+    engine: str
+    model: str
+    fingerprint: bytes
+    page_tokens: int
+    groups: tuple[PageGroup, ...]
+    num_ranks: int = 1
+    rank: int = 0
+    call_timeout_s: float = 0.25
+    store_timeout_s: float = 1.0
+    pause_s: float = 2.0
+    num_connections: int = 4
+
+    def __post_init__(self) -> None:
+        if len(self.fingerprint) != HASH_BYTES:
+            raise ValueError(f"fingerprint: {HASH_BYTES} bytes, not {len(self.fingerprint)}")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank: {self.rank} of {self.num_ranks}")
+        for name in ("call_timeout_s", "store_timeout_s", "pause_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: must be positive")
+
+
+class PagePath(NamedTuple):
+    """Pages counted from 0: ids of 32 bytes each, each of its page and all before it; or the prompt's tokens."""
+
+    page_ids: bytes = b""
+    tokens: Sequence[int] = ()
+    adapter: str = ""
+    salt: str = ""
+
+
+class PageRange(NamedTuple):
+    """Pages first_page .. end_page - 1 of a group."""
+
+    group: int
+    first_page: int
+    end_page: int
+
+
+class KeyedPages(NamedTuple):
+    """Pages of one group, by their numbers in the path: a hash for each, from which a rank's key is made."""
+
+    group: int
+    key_prefix: str
+    pages: tuple[int, ...]
+    page_hashes: tuple[bytes, ...]
+
+    def keys(self, rank: int) -> list[bytes]:
+        return [f"{self.key_prefix}{rank}:{page_hash.hex()}".encode() for page_hash in self.page_hashes]
+
+
+class Attachment(NamedTuple):
+    """Names the attachment in calls; may be handed to the processes of other ranks."""
+
+    epoch: str
+    number: int
+    ttl_ms: int
+    max_pages: int
+
+
+class Hit(NamedTuple):
+    """Where the engine can resume when it has read `pages`; `lease` is 0 when there is nothing to read."""
+
+    usable_pages: int
+    local_pages: int = 0
+    lease: int = 0
+    pages: tuple[KeyedPages, ...] = ()
+    miss_reason: str = ""
+    limiting_group: str = ""
+
+
+class Ticket(NamedTuple):
+    """Pages to write; `number` is 0 when there are none."""
+
+    number: int = 0
+    pages: tuple[KeyedPages, ...] = ()
+
+
+class Loaded(NamedTuple):
+    """`values[group][page]` are the bytes of pages, verified; resume at `usable_pages`."""
+
+    usable_pages: int
+    values: Mapping[int, Mapping[int, memoryview]]
+
+
+def fingerprint_of(facts: Mapping[str, object]) -> bytes:
+    """Returns 32 bytes over everything that decides what a page's bytes mean: names and values, in any order.
+
+    To be named: the model's digest, its dtype and that of its pages, the layout of a page, the engine and its version,
+    how it makes page ids.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(facts.items()):
+        for field in (name.encode(), str(value).encode()):
+            digest.update(len(field).to_bytes(8, "little") + field)
+    return digest.digest()
