@@ -54,6 +54,8 @@ class HostTierCalls:
         self._stub: Any = host_tier_pb2_grpc.HostTierStub(self._channel)
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
+        self._tier_id = ""
+        self._is_suspect = False
 
     def close(self) -> None:
         self._channel.close()
@@ -61,14 +63,20 @@ class HostTierCalls:
     def attached(self) -> Attachment | None:
         """The attachment, made anew where it has ended; None while that cannot be."""
         with self._lock:
-            if self._attachment is None and not self._breaker.is_open:
-                self._attachment = self._attach()
+            if self._is_suspect or self._attachment is None:
+                identity = None if self._breaker.is_open else self._identity()
+                if identity is None:
+                    return None
+                if self._attachment is None or identity != self._tier_id:
+                    self._attachment, self._tier_id = self._attach(identity), identity
+                self._is_suspect = False
             return self._attachment
 
-    def _attach(self) -> Attachment | None:
-        identity = self._identity()
-        if identity is None:
-            return None
+    def suspect_store(self) -> None:
+        """A page was missing, or the store failed: it may have lost everything. The next call looks which one it is."""
+        self._is_suspect = True
+
+    def _attach(self, identity: str) -> Attachment | None:
         config = self._config
         groups = [
             host_tier_pb2.TierGroup(

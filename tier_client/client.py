@@ -22,7 +22,7 @@ MAX_LOOKUPS = 3
 class TierClient:
     """`fetch` and `save` do everything, for an engine of one rank.
 
-    With several ranks one process asks by `calls`, and each rank reads, writes and commits its own by `store` and `calls`.
+    With several ranks one process asks by `calls`; each rank reads and writes its own by `store`, and commits it.
     """
 
     def __init__(self, config: TierClientConfig) -> None:
@@ -64,9 +64,10 @@ class TierClient:
         for one in hit.pages:
             read = self.store.read(one.group, one.keys(self.config.rank), self.config.groups[one.group].page_bytes)
             if len(read.values) < len(one.pages):
-                status = TransferStatus.MISSING if read.status is TransferStatus.DONE else read.status
-                self.calls.release(hit.lease, one.pages[len(read.values)] - hit.local_pages, status)
-                return None, status
+                self.calls.release(hit.lease, one.pages[len(read.values)] - hit.local_pages, read.status)
+                if read.status is not TransferStatus.CORRUPT:
+                    self.calls.suspect_store()
+                return None, read.status
             values[one.group] = dict(zip(one.pages, read.values, strict=True))
         self.calls.release(hit.lease, hit.usable_pages - hit.local_pages, TransferStatus.DONE)
         return Loaded(hit.usable_pages, values), TransferStatus.DONE
@@ -84,6 +85,8 @@ class TierClient:
         for one in ticket.pages:
             count, status = self._write(one, payload)
             written.append((one.group, count))
+            if count < len(one.pages):
+                self.calls.suspect_store()
             if status is TransferStatus.FAILED:
                 break
         return self.calls.commit(ticket, self.config.rank, written, status) or 0

@@ -1,0 +1,218 @@
+"""The client of HostTier on real services: what is fetched is what was saved, and what is away is a miss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from session.words import TransferStatus
+from tests.tier_client.stage import FULL, STATE, Stage, all_pages, path, payload
+from tier_client.client import TierClient
+from tier_client.page_store import PART_BYTES
+from tier_client.values import Loaded, PageGroup, PagePath, PageRange
+
+PROMPT = path(range(6))
+PATIENCE_S = 30.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def check(loaded: Loaded, end: int, *groups: int) -> None:
+    """All pages up to `end` came, of FULL groups, and their bytes are those that were saved."""
+    assert loaded.usable_pages == end
+    for group in groups or (0,):
+        pages = loaded.values[group]
+        assert all(bytes(value) == payload(group, page) for page, value in pages.items()) and pages
+    if end and 0 in loaded.values:
+        assert sorted(loaded.values[0]) == list(range(end))
+
+
+def saved(stage: Stage, client: TierClient, end: int = 6) -> None:
+    assert client.save(PROMPT, all_pages(end), payload) == end
+
+
+def test_a_second_client_fetches_what_the_first_one_saved(shared: Stage) -> None:
+    first, second = shared.client(), shared.client()
+    before = shared.stats()
+    saved(shared, first)
+    check(second.fetch(PROMPT), 6)
+    stats = shared.stats()
+    assert stats.attachments.usable_pages - before.attachments.usable_pages == 6
+    assert stats.host_tier.num_fetched_pages - before.host_tier.num_fetched_pages == 6
+    assert (stats.attachments.num_leases, stats.attachments.num_tickets) == (0, 0)
+    assert second.save(PROMPT, all_pages(6), payload) == 0, "it is all there"
+    assert second.fetch(path(range(6), salt="other")).usable_pages == 0
+
+
+def test_pages_that_the_engine_holds_itself(shared: Stage) -> None:
+    client = shared.client()
+    saved(shared, client)
+    loaded = client.fetch(PROMPT, local_pages=4)
+    assert loaded.usable_pages == 6 and sorted(loaded.values[0]) == [4, 5]
+
+
+def test_tokens_and_states(shared: Stage) -> None:
+    client = shared.client(FULL, STATE)
+    prompt = PagePath(tokens=list(range(6 * 16)))
+    assert client.save(prompt, [PageRange(0, 0, 6), PageRange(1, 3, 4)], payload) == 6
+    loaded = client.fetch(prompt)
+    check(loaded, 4, 0, 1)
+    assert list(loaded.values[1]) == [3]
+
+
+def test_a_large_page_moves_in_parts(shared: Stage) -> None:
+    before = shared.stats().host_tier.num_missing_pages
+    large = PageGroup("state", STATE.kind, PART_BYTES + 1_000)
+    client = shared.client(FULL, large)
+    content = payload(0, 0) * ((PART_BYTES + 1_000) // 256 + 1)
+    content = content[: large.page_bytes]
+    written = client.save(
+        PROMPT, [PageRange(0, 0, 6), PageRange(1, 5, 6)], lambda group, page: content if group else payload(0, page)
+    )
+    assert written == 6
+    loaded = client.fetch(PROMPT)
+    assert loaded.usable_pages == 6 and bytes(loaded.values[1][5]) == content
+    with shared.redis.client() as redis:
+        (key,) = [key for key in redis.keys(b"stemcache:1:*:1:0:*") if redis.type(key) == b"hash"]
+        redis.hdel(key, b"1")
+    assert client.fetch(PROMPT).usable_pages == 0
+    assert shared.stats().host_tier.num_missing_pages == before + 1
+
+
+def test_a_page_that_vanished_shortens_the_prefix(shared: Stage) -> None:
+    before = shared.stats().host_tier.num_missing_pages
+    client = shared.client()
+    saved(shared, client)
+    hit = client.calls.lookup(PROMPT, 0)
+    assert hit is not None
+    key = hit.pages[0].keys(0)[3]
+    client.calls.release(hit.lease, 0, TransferStatus.DONE)
+    with shared.redis.client() as redis:
+        redis.delete(key)
+    check(client.fetch(PROMPT), 3)
+    assert shared.stats().host_tier.num_missing_pages == before + 1
+
+
+@pytest.mark.parametrize("spoil", [lambda v: v[:-1], lambda v: v[:-1] + bytes([v[-1] ^ 1]), lambda v: b"torn", None])
+def test_a_torn_page_is_never_used(shared: Stage, spoil: Callable[[bytes], bytes] | None) -> None:
+    """`None`: the sound value of another page."""
+    before = shared.stats().host_tier.num_corrupt_pages
+    client = shared.client()
+    saved(shared, client)
+    hit = client.calls.lookup(PROMPT, 0)
+    assert hit is not None
+    keys = hit.pages[0].keys(0)
+    with shared.redis.client() as redis:
+        value = redis.get(keys[2 if spoil else 4])
+        redis.set(keys[2], spoil(value) if spoil else value)
+    check(client.fetch(PROMPT), 2)
+    assert shared.stats().host_tier.num_corrupt_pages == before + 1
+
+
+def test_ranks_commit_each_for_itself(shared: Stage) -> None:
+    ranks = [shared.client(num_ranks=2, rank=rank) for rank in range(2)]
+    asked = ranks[0].calls
+    ticket = asked.reserve(PROMPT, all_pages(6))
+    assert ticket is not None
+    for rank, client in enumerate(ranks):
+        pages = ticket.pages[0]
+        payloads = [payload(0, page) for page in pages.pages]
+        assert client.store.write(0, pages.keys(rank), payloads) == (6, TransferStatus.DONE)
+        assert asked.commit(ticket, rank, [(0, 6)], TransferStatus.DONE) == 6 * rank
+    hit = asked.lookup(PROMPT, 0)
+    assert hit is not None and hit.usable_pages == 6
+    read = ranks[1].store.read(0, hit.pages[0].keys(1), FULL.page_bytes)
+    assert [bytes(value) for value in read.values] == [payload(0, page) for page in range(6)]
+
+
+# What is away.
+
+
+def nothing(client: TierClient) -> None:
+    """Neither call raises, and neither finds or writes anything."""
+    assert client.fetch(PROMPT) == Loaded(0, {})
+    assert client.fetch(PROMPT, local_pages=2) == Loaded(2, {})
+    assert client.save(path("new"), all_pages(3), payload) == 0
+
+
+def test_nobody_is_there_from_the_start(stage: Stage) -> None:
+    stage.cache.kill()
+    nothing(stage.client())
+    stage.redis.kill()
+    nothing(stage.client())
+
+
+def test_the_service_is_killed_and_comes_back(stage: Stage) -> None:
+    client = stage.client()
+    saved(stage, client)
+    stage.cache.kill()
+    nothing(client)
+    stage.cache.start()
+    until(lambda: client.fetch(PROMPT).usable_pages == 6)
+    check(client.fetch(PROMPT), 6)
+    assert stage.stats().host_tier.num_spilled_pages == 0, "the scan found the rows"
+
+
+def test_a_service_that_hangs(stage: Stage) -> None:
+    client = stage.client(call_timeout_s=0.2)
+    until(lambda: client.save(PROMPT, all_pages(6), payload) == 6 or client.fetch(PROMPT).usable_pages == 6)
+    stage.cache.freeze()
+    nothing(client)
+    stage.cache.thaw()
+    until(lambda: client.fetch(PROMPT).usable_pages == 6)
+
+
+def test_a_commit_of_before_a_restart_is_refused(stage: Stage) -> None:
+    client = stage.client()
+    ticket = client.calls.reserve(PROMPT, all_pages(6))
+    assert ticket is not None and ticket.number
+    stage.cache.kill()
+    stage.cache.start()
+    assert stage.stats().attachments.num_attachments == 0
+    assert client.calls.commit(ticket, 0, [(0, 6)], TransferStatus.DONE) is None
+    assert client.fetch(PROMPT).usable_pages == 0
+    assert stage.stats().host_tier.num_rows == 0
+
+
+def test_redis_is_killed_and_comes_back_empty(stage: Stage) -> None:
+    client = stage.client()
+    saved(stage, client)
+    stage.redis.kill()
+    nothing(client)
+    stage.redis.start()
+    until(lambda: client.save(PROMPT, all_pages(6), payload) == 6)
+    check(client.fetch(PROMPT), 6)
+
+
+def test_redis_is_killed_between_lookup_and_read(stage: Stage) -> None:
+    client = stage.client()
+    saved(stage, client)
+    hit = client.calls.lookup(PROMPT, 0)
+    assert hit is not None and hit.usable_pages == 6
+    stage.redis.kill()
+    read = client.store.read(0, hit.pages[0].keys(0), FULL.page_bytes)
+    assert (read.values, read.status) == ([], TransferStatus.FAILED)
+
+
+def test_after_a_failure_nobody_is_asked_for_a_while(stage: Stage) -> None:
+    client = stage.client(pause_s=3_600.0)
+    saved(stage, client)
+    stage.cache.kill()
+    nothing(client)
+    stage.cache.start()
+    nothing(client)
+    assert stage.stats().attachments.num_attachments == 0
+
+
+def test_a_closed_client_finds_nothing(stage: Stage) -> None:
+    client = stage.client()
+    saved(stage, client)
+    client.close()
+    nothing(client)
