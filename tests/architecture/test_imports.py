@@ -121,6 +121,23 @@ def test_the_cache_service_runs_without_torch() -> None:
     assert "--listen" in result.stdout
 
 
+CLIENT_ALONE = """
+import importlib, pkgutil, sys
+for name in ("torch", "triton", "numpy", "safetensors", "tokenizers", "rpc", "cache_service", "worker_service", "cli"):
+    sys.modules[name] = None
+root = importlib.import_module("tier_client")
+for module in pkgutil.walk_packages(root.__path__, "tier_client."):
+    importlib.import_module(module.name)
+"""
+
+
+def test_the_host_tiers_client_needs_no_torch_and_no_service() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", CLIENT_ALONE], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("service", ["cache_service", "worker_service"])
 def test_the_listener_is_chosen_before_grpc_reads_it(service: str) -> None:
     """gRPC reads its experiments when it is imported, so `main` imports it, and not the module."""
