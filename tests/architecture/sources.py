@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("rpc", "session", "tier_client", "kernels", "cache_service", "worker_service", "register_qa", "cli", "adapters")
+PRODUCT = (
+    "rpc",
+    "session",
+    "tier_client",
+    "kernels",
+    "cache_service",
+    "worker_service",
+    "register_qa",
+    "cli",
+    "adapters",
+)
 OTHERS = ("tests", "benchmarks")
 
 
