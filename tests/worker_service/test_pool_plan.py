@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,12 @@ from hypothesis import strategies as st
 
 from session.words import GroupKind
 from tests.worker_service.kv_layouts import kv_layouts
+from tests.worker_service.published_states import PUBLISHED_STATES
+from worker_service.config import WorkerConfig
 from worker_service.core.errors import PoolError
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.gpu.pool_plan import (
+    MIN_SNAPSHOTS,
     PoolDemand,
     check_interval,
     check_pool,
@@ -24,6 +29,8 @@ from worker_service.gpu.pool_plan import (
     pool_bytes,
     running_pages,
 )
+from worker_service.model.config import parse_model_spec
+from worker_service.model.page_layouts import page_layouts
 
 DEMAND = PoolDemand(
     page_tokens=4, max_model_len=100, max_chunk_tokens=16, max_num_seqs=2, window_share=0.0, state_share=0.5
@@ -129,6 +136,85 @@ def test_states_get_a_slot_for_each_sequence_and_a_share_of_memory_for_snapshots
     assert counts_for(with_states(64), 1000, DEMAND) == (1000, 1002)
 
 
+BAMBA: dict[str, Any] = {
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [9, 18, 27],
+    "attn_rotary_emb": 64,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "model_type": "bamba",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+
+LARGE = {"Qwen3-Next": (PUBLISHED_STATES["Qwen/Qwen3-Next-80B-A3B-Instruct"], 73.7), "Bamba": (BAMBA, 233.4)}
+
+
+def large(name: str) -> tuple[tuple[GroupLayout, ...], PoolDemand]:
+    """The shapes of a model with large snapshots, in bf16, and the default settings."""
+    fields, snapshot_mib = LARGE[name]
+    spec = parse_model_spec(fields)
+    layouts = page_layouts(spec, torch.bfloat16, spec.page_tokens)
+    assert layouts[1].page_bytes / (1 << 20) == pytest.approx(snapshot_mib, abs=0.1)
+    config = WorkerConfig(model="any")
+    demand = PoolDemand(
+        spec.page_tokens, 32_768, config.token_budget, config.max_num_seqs, config.window_share, config.state_share
+    )
+    return layouts, demand
+
+
+@pytest.mark.parametrize(
+    ("name", "budget_gib", "snapshots"),
+    [("Qwen3-Next", 20, 70), ("Qwen3-Next", 60, 256), ("Bamba", 30, 22), ("Bamba", 100, 124)],
+)
+def test_large_snapshots_get_half_of_the_pages_memory_by_default(name: str, budget_gib: int, snapshots: int) -> None:
+    """As docs/operations.md says of state_share: so many snapshots beside max_num_seqs running sequences."""
+    layouts, demand = large(name)
+    pages, slots = plan_pages(layouts, budget_gib << 30, demand)
+    assert slots - demand.max_num_seqs == snapshots == num_snapshots(layouts, pages, demand)
+    share_bytes = pages * layouts[0].page_bytes // 2
+    assert snapshots * layouts[1].page_bytes <= share_bytes < (snapshots + 1) * layouts[1].page_bytes
+    twice = demand._replace(state_share=2 * demand.state_share)
+    assert plan_pages(layouts, budget_gib << 30, twice)[1] > slots
+
+
+@pytest.mark.parametrize(("name", "budget_gib"), [("Qwen3-Next", 6.2), ("Bamba", 18)])
+def test_a_small_pool_keeps_a_few_snapshots_all_the_same(name: str, budget_gib: float) -> None:
+    layouts, demand = large(name)
+    budget_bytes = int(budget_gib * (1 << 30))
+    pages, slots = plan_pages(layouts, budget_bytes, demand)
+    assert slots == demand.max_num_seqs + MIN_SNAPSHOTS
+    assert pages * layouts[0].page_bytes * demand.state_share < MIN_SNAPSHOTS * layouts[1].page_bytes
+    assert plan_pages(layouts, budget_bytes, demand._replace(state_share=0.0))[1] == demand.max_num_seqs
+
+
+@pytest.mark.parametrize(("name", "budget_gib", "fits"), [("Qwen3-Next", 5, 40), ("Bamba", 16, 55)])
+def test_states_that_take_the_whole_budget_are_an_error_that_says_what_to_set(
+    name: str, budget_gib: int, fits: int
+) -> None:
+    layouts, demand = large(name)
+    with pytest.raises(PoolError, match=r"max_num_seqs: the states of 64 running .* and 8 snapshots.*set it lower"):
+        plan_pages(layouts, budget_gib << 30, demand)
+    assert plan_pages(layouts, budget_gib << 30, demand._replace(max_num_seqs=fits))[1] >= fits + MIN_SNAPSHOTS
+
+
 def test_several_groups_of_states_share_the_memory() -> None:
     """A snapshot is one slot in each of them."""
     assert counts_for(with_states(1024, 3072), 1000, DEMAND) == (1000, 64, 64)
@@ -136,7 +222,7 @@ def test_several_groups_of_states_share_the_memory() -> None:
 
 @given(
     sizes=st.lists(st.sampled_from([64, 1024, 40_000]), min_size=1, max_size=3),
-    budget_bytes=st.integers(500_000, 10_000_000),
+    budget_bytes=st.integers(2_000_000, 20_000_000),
     share=st.sampled_from([0.0, 0.1, 0.5, 2.0]),
     max_num_seqs=st.integers(2, 4),
 )
@@ -159,8 +245,11 @@ def test_a_pool_with_fewer_states_than_sequences_is_an_error() -> None:
     with pytest.raises(PoolError, match=r"state_share: group state-2048 has 1 slot, and needs 2"):
         check_pool(layouts, (25, 1), DEMAND._replace(max_num_seqs=1))
     # The states of 100 sequences alone are beyond the budget.
-    with pytest.raises(PoolError, match=r"max_model_len.*the budget is 100000 bytes.*state-2048 2048"):
+    with pytest.raises(PoolError, match=r"max_num_seqs: the states of 100 running sequences and 8 snapshots"):
         plan_pages(layouts, 100_000, DEMAND._replace(max_num_seqs=100))
+    # They fit, and the longest prompt does not.
+    with pytest.raises(PoolError, match=r"max_model_len.*the budget is 240000 bytes.*state-2048 2048"):
+        plan_pages(layouts, 240_000, DEMAND._replace(max_num_seqs=100, max_model_len=1000))
 
 
 def test_the_interval_of_snapshots_is_a_boundary_of_pages() -> None:

@@ -29,6 +29,6 @@ def test_a_model_shorter_than_a_page_and_two_tokens_never_hits(max_model_len: in
 def test_slots_that_running_sequences_leave_are_for_snapshots(slots: int, snapshots: int) -> None:
     state = GroupSpec("state", GroupKind.STATE, num_pages=slots, page_bytes=1 << 20)
     report = pool_report([FULL, state], 64, 1024, 8)
-    assert report.groups[1] == ("state", slots, 0, slots, snapshots)
+    assert report.groups[1] == ("state", slots, 0, slots, 1.0, snapshots)
     assert (report.warning is None) is (snapshots > 0)
     assert report.warning is None or "while 8 sequences run: group state" in report.warning

@@ -7,9 +7,9 @@ that a later prompt goes on from:
     pages of a window group = min(n, running + share x n)        n: pages of the leading group
 
 A group of states needs a slot for each running sequence, and beside these slots for snapshots, in a share of the
-leading group's memory:
+leading group's memory, MIN_SNAPSHOTS at least unless the share is 0:
 
-    slots of a state group = max_num_seqs + min(n, share x n x page's bytes / snapshot's bytes)
+    slots of a state group = max_num_seqs + min(n, max(MIN_SNAPSHOTS, share x n x page's bytes / snapshot's bytes))
 
 With equal counts, which the share 1 gives, most of a window group's pages would never be used: behind a window they
 are free again.
@@ -27,6 +27,10 @@ from session.limits import MIN_STATE_SLOTS
 from session.words import GroupKind
 from worker_service.core.errors import PoolError
 from worker_service.gpu.group_layout import GroupLayout
+
+MIB = 1 << 20
+# One for each of a few prompts: large snapshots would otherwise leave a small pool of pages that nothing can resume in.
+MIN_SNAPSHOTS = 8
 
 
 class PoolDemand(NamedTuple):
@@ -49,6 +53,7 @@ class PoolDemand(NamedTuple):
 
 def plan_pages(layouts: Sequence[GroupLayout], budget_bytes: int, demand: PoolDemand) -> tuple[int, ...]:
     """Returns usable pages per group within the budget. Raises PoolError if one longest prompt does not fit."""
+    _check_states(layouts, budget_bytes, demand)
     most = budget_bytes // leading(layouts).page_bytes
     # The largest n whose pools fit: their size never falls with n.
     low, high = 0, most
@@ -62,6 +67,19 @@ def plan_pages(layouts: Sequence[GroupLayout], budget_bytes: int, demand: PoolDe
         sizes = ", ".join(f"{layout.name} {layout.page_bytes}" for layout in layouts)
         raise PoolError(f"{error}; the budget is {budget_bytes} bytes, a page takes: {sizes}") from error
     return counts
+
+
+def _check_states(layouts: Sequence[GroupLayout], budget_bytes: int, demand: PoolDemand) -> None:
+    """Raises PoolError where the states of running sequences and the least snapshots take the whole budget."""
+    slot_bytes = sum(layout.page_bytes for layout in layouts if layout.kind is GroupKind.STATE)
+    num_snapshots = MIN_SNAPSHOTS if demand.state_share else 0
+    needed = (demand.max_num_seqs + num_snapshots + 1) * slot_bytes
+    if needed >= budget_bytes and any(layout.kind is not GroupKind.STATE for layout in layouts):
+        raise PoolError(
+            f"max_num_seqs: the states of {demand.max_num_seqs} running sequences and {num_snapshots} snapshots, of "
+            f"{slot_bytes / MIB:.1f} MiB each, take {needed / MIB:.0f} MiB, and the pools have "
+            f"{budget_bytes / MIB:.0f}; set it lower, or the pools' memory (pool_mb, memory_fraction) higher"
+        )
 
 
 def leading(layouts: Sequence[GroupLayout]) -> GroupLayout:
@@ -82,8 +100,10 @@ def num_snapshots(layouts: Sequence[GroupLayout], n: int, demand: PoolDemand) ->
     """Returns how many snapshots are kept when the leading group has n pages; each has a slot in every state group.
     More than one at the end of each page is never used."""
     snapshot_bytes = sum(layout.page_bytes for layout in layouts if layout.kind is GroupKind.STATE)
+    if not snapshot_bytes or not demand.state_share:
+        return 0
     share_bytes = n * leading(layouts).page_bytes * demand.state_share
-    return min(n, int(share_bytes / snapshot_bytes)) if snapshot_bytes else 0
+    return min(n, max(MIN_SNAPSHOTS, int(share_bytes / snapshot_bytes)))
 
 
 def _window_pages(layout: GroupLayout, n: int, demand: PoolDemand) -> int:

@@ -9,13 +9,14 @@ from session.words import GroupKind, GroupSpec
 
 
 class GroupCapacity(NamedTuple):
-    """`capacity_tokens` is 0 for a group of states: its pages are slots, of which `num_snapshots` are those that
-    max_num_seqs running sequences leave."""
+    """`capacity_tokens` is 0 for a group of states: its pages are slots of `page_mb` each, of which `num_snapshots` are
+    those that max_num_seqs running sequences leave."""
 
     name: str
     num_pages: int
     capacity_tokens: int
     size_mb: int
+    page_mb: float
     num_snapshots: int = 0
 
 
@@ -35,10 +36,10 @@ def pool_report(specs: Sequence[GroupSpec], page_tokens: int, max_model_len: int
 
 
 def _capacity(spec: GroupSpec, page_tokens: int, max_num_seqs: int) -> GroupCapacity:
-    size_mb = spec.num_pages * spec.page_bytes >> 20
+    size_mb, page_mb = spec.num_pages * spec.page_bytes >> 20, round(spec.page_bytes / (1 << 20), 3)
     if spec.kind is GroupKind.STATE:
-        return GroupCapacity(spec.name, spec.num_pages, 0, size_mb, max(spec.num_pages - max_num_seqs, 0))
-    return GroupCapacity(spec.name, spec.num_pages, spec.num_pages * page_tokens, size_mb)
+        return GroupCapacity(spec.name, spec.num_pages, 0, size_mb, page_mb, max(spec.num_pages - max_num_seqs, 0))
+    return GroupCapacity(spec.name, spec.num_pages, spec.num_pages * page_tokens, size_mb, page_mb)
 
 
 def _obstacle(specs: Sequence[GroupSpec], least_hit_tokens: int, max_model_len: int, max_num_seqs: int) -> str | None:
