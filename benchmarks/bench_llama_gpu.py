@@ -28,7 +28,7 @@ from kernels.rotate_append_kv import RotatedQueries
 from worker_service.config import KV_DTYPES
 from worker_service.core.batch import Batch
 from worker_service.model.attention import PagedHeads
-from worker_service.model.device import pick_kv_dtype, prepare_process
+from worker_service.model.device import pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.kv_scales import NO_SCALES, KvScales
 from worker_service.model.runner import LaunchResult, RunnerLimits
@@ -210,7 +210,7 @@ class Bench:
 
 def measure(invariance: Invariance, kv_dtype: str, cases: Sequence[str]) -> dict[str, Any]:
     prepare_process(DEVICE, 0, stable_gemms=invariance is not Invariance.FAST)
-    bench = Bench(invariance, pick_kv_dtype(kv_dtype, DEVICE) or torch.bfloat16)
+    bench = Bench(invariance, pick_page_dtype("kv_dtype", kv_dtype, DEVICE) or torch.bfloat16)
     report: dict[str, Any] = {"start_s": bench.start_s, "read_gb_per_s": bench.read_bytes_per_us * 1e-3}
     for name in cases:
         report[name] = bench.decode(int(name.removeprefix("decode_"))) if "decode" in name else getattr(bench, name)()

@@ -17,7 +17,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
-from worker_service.model.device import pick_device, pick_kv_dtype, prepare_process
+from worker_service.model.device import pick_device, pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import MOST_PADDING, Invariance
 from worker_service.model.latent_attention import latent_workspace_bytes
 from worker_service.model.load import LoadedModel, load_model
@@ -41,6 +41,13 @@ class Compute(NamedTuple):
     """Pages of more than this go to the host tier in parts of so many bytes."""
 
 
+class PageDtypes(NamedTuple):
+    """Of keys and values, and of an indexer's keys; None is the model's."""
+
+    kv: torch.dtype | None
+    index_keys: torch.dtype | None
+
+
 def prepare(config: WorkerConfig) -> Compute:
     """Loads the model, makes its pages, captures its graphs. Raises ModelError or PoolError."""
     try:
@@ -55,13 +62,16 @@ def prepare(config: WorkerConfig) -> Compute:
 def _prepare(config: WorkerConfig) -> Compute:
     device = pick_device(config.device)
     invariance = Invariance(config.invariance)
-    kv_dtype = pick_kv_dtype(config.kv_dtype, device)
+    page_dtypes = PageDtypes(
+        pick_page_dtype("kv_dtype", config.kv_dtype, device),
+        pick_page_dtype("index_key_dtype", config.index_key_dtype, device),
+    )
     prepare_process(device, config.threads, stable_gemms=invariance is not Invariance.FAST)
     if config.host_tier != "none":
         keep_freed_blocks()
     backend = Backend(config.kernel_backend)
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
-    pools = _make_pools(config, loaded, kv_dtype, device)
+    pools = _make_pools(config, loaded, page_dtypes, device)
     limits = RunnerLimits(
         config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs, config.latent_chunk_tokens
     )
@@ -69,12 +79,10 @@ def _prepare(config: WorkerConfig) -> Compute:
     return Compute(loaded, device, pools, invariance, runner, config.host_part_kb << 10)
 
 
-def _make_pools(
-    config: WorkerConfig, loaded: LoadedModel, kv_dtype: torch.dtype | None, device: torch.device
-) -> PagePools:
+def _make_pools(config: WorkerConfig, loaded: LoadedModel, page_dtypes: PageDtypes, device: torch.device) -> PagePools:
     spec, dtype = loaded.spec, loaded.model.dtype
     page_tokens = config.page_tokens or spec.page_tokens
-    layouts = page_layouts(spec, dtype, page_tokens, kv_dtype)
+    layouts = page_layouts(spec, dtype, page_tokens, *page_dtypes)
     demand = PoolDemand(
         page_tokens=page_tokens,
         max_model_len=spec.max_model_len,
@@ -84,10 +92,10 @@ def _make_pools(
         state_share=config.state_share,
     )
     interval = check_interval(layouts, config.state_interval_tokens, page_tokens)
-    budget_bytes = _budget(config, spec, kv_dtype or dtype, device)
+    budget_bytes = _budget(config, spec, page_dtypes.kv or dtype, device)
     pools = PagePools(layouts, _num_pages(config, layouts, demand, budget_bytes), page_tokens, device, interval)
     report = pool_report(pools.specs(), page_tokens, spec.max_model_len, config.max_num_seqs)
-    _log_pools(report, str(kv_dtype or dtype).removeprefix("torch."))
+    _log_pools(report, str(page_dtypes.kv or dtype).removeprefix("torch."))
     return pools
 
 

@@ -50,6 +50,12 @@ class WorkerConfig:
         "Keys and values in pages. auto: as the model's dtype; fp8_e4m3: a byte each, with 3 bits of mantissa.",
         choices=KV_DTYPES,
     )
+    index_key_dtype: str = setting(
+        "auto",
+        "Keys of a sparse attention's indexer in pages. auto: as the model's dtype; fp8_e4m3: a byte each, and a scale "
+        "for each token.",
+        choices=KV_DTYPES,
+    )
     kernel_backend: str = setting(
         "auto", "auto: the kernels of the device; reference: plain PyTorch, slow, to compare with.", choices=BACKENDS
     )

@@ -23,18 +23,20 @@ NAME = "deepseek-v32"
 GROUP = 0
 
 
-@pytest.fixture
-async def stand(start: Starter, client: Client, model: Path, tmp_path: Path) -> AsyncIterator[Stand]:
+@pytest.fixture(params=["auto", "fp8_e4m3"])
+async def stand(
+    request: pytest.FixtureRequest, start: Starter, client: Client, model: Path, tmp_path: Path
+) -> AsyncIterator[Stand]:
     folder = tmp_path / "kind"
     make_kind(NAME, folder, model / "tokenizer.json")
-    async with open_stand(client, start.cache().address, folder) as opened:
+    async with open_stand(client, start.cache().address, folder, index_key_dtype=request.param) as opened:
         yield opened
 
 
 def index_bytes(pages: PagePools) -> slice:
-    """Where the index keys of all layers lie in a page's bytes: behind the latents."""
+    """Where the index keys of all layers, and their scales, lie in a page's bytes: behind the latents."""
     layout = pages.layouts[GROUP]
-    latents, index = layout.tensors
+    latents, index, *_ = layout.tensors
     assert index.page_shape[-1] == 16, "not the indexer's keys"
     return slice(len(layout.layers) * latents.layer_bytes, layout.page_bytes)
 

@@ -278,10 +278,11 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         limits: RunnerLimits | None = None,
         kv_dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
     ) -> None:
         config = read_model_spec(folder)
         self.page = page_of(config)
-        layouts = page_layouts(config, dtype, self.page, kv_dtype)
+        layouts = page_layouts(config, dtype, self.page, kv_dtype, index_dtype)
         self.config = config
         self.pages = PagePools(layouts, num_pages_of(layouts, NUM_PAGES), self.page, device)
         for layer in range(len(config.layers)):

@@ -16,7 +16,7 @@ from worker_service import bootstrap
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import ModelError
 from worker_service.model import device as model_device
-from worker_service.model.device import numerics, pick_kv_dtype
+from worker_service.model.device import numerics, pick_page_dtype
 
 CUDA = torch.device("cuda", 0)
 
@@ -93,11 +93,11 @@ def test_pages_of_another_dtype_are_smaller_and_other_pages(tmp_path: Path) -> N
 
 
 def test_the_dtype_of_pages_is_checked_against_the_card(card: SimpleNamespace) -> None:
-    assert pick_kv_dtype("auto", CUDA) is None
-    assert pick_kv_dtype("fp8_e4m3", CPU) is torch.float8_e4m3fn
-    assert pick_kv_dtype("fp8_e4m3", CUDA) is torch.float8_e4m3fn
+    assert pick_page_dtype("kv_dtype", "auto", CUDA) is None
+    assert pick_page_dtype("kv_dtype", "fp8_e4m3", CPU) is torch.float8_e4m3fn
+    assert pick_page_dtype("kv_dtype", "fp8_e4m3", CUDA) is torch.float8_e4m3fn
     card.major, card.minor = 8, 6
     with pytest.raises(ModelError, match=r"kv_dtype.* 8\.9 or higher, this one has 8\.6"):
-        pick_kv_dtype("fp8_e4m3", CUDA)
+        pick_page_dtype("kv_dtype", "fp8_e4m3", CUDA)
     with pytest.raises(ModelError, match=r"kv_dtype.*'int8' is not supported; auto, fp8_e4m3 are"):
-        pick_kv_dtype("int8", CPU)
+        pick_page_dtype("kv_dtype", "int8", CPU)

@@ -47,17 +47,15 @@ def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def pick_kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """Returns what keys and values are in pages; None, for `auto`, is the model's dtype."""
+def pick_page_dtype(field: str, name: str, device: torch.device) -> torch.dtype | None:
+    """Returns what that setting's part of pages is made of; None, for `auto`, is the model's dtype."""
     if name == "auto":
         return None
     if name not in KV_DTYPES:
-        raise ModelError("kv_dtype", f"{name!r} is not supported; auto, {', '.join(KV_DTYPES)} are")
+        raise ModelError(field, f"{name!r} is not supported; auto, {', '.join(KV_DTYPES)} are")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < E4M3_CAPABILITY:
         least, have = (".".join(map(str, version)) for version in (E4M3_CAPABILITY, found))
-        raise ModelError(
-            "kv_dtype", f"{name} needs a device of compute capability {least} or higher, this one has {have}"
-        )
+        raise ModelError(field, f"{name} needs a device of compute capability {least} or higher, this one has {have}")
     return KV_DTYPES[name]
 
 

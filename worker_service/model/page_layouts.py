@@ -12,7 +12,7 @@ from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import GroupLayout, PageTensor
 from worker_service.model.recurrent_specs import RecurrentSpec
-from worker_service.model.spec import AttentionSpec, IndexSpec, LatentSpec, LoneMixerSpec, ModelSpec
+from worker_service.model.spec import AttentionSpec, LatentSpec, LoneMixerSpec, ModelSpec
 
 
 class _Array(NamedTuple):
@@ -25,11 +25,12 @@ class _Array(NamedTuple):
 
 class _Row(NamedTuple):
     """What a token has in a layer, or a sequence in a layer with a state. Layers with equal rows share a group: full
-    attention first, then shorter windows, then states."""
+    attention first, then shorter windows, then states. `index_dim` are the elements of an indexer's key."""
 
     has_state: bool
     window_tokens: int
     arrays: tuple[_Array, ...]
+    index_dim: int = 0
 
     @property
     def kind(self) -> GroupKind:
@@ -43,13 +44,18 @@ class _Row(NamedTuple):
 
 
 def page_layouts(
-    spec: ModelSpec, dtype: torch.dtype, page_tokens: int, kv_dtype: torch.dtype | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    page_tokens: int,
+    kv_dtype: torch.dtype | None = None,
+    index_dtype: torch.dtype | None = None,
 ) -> tuple[GroupLayout, ...]:
     """Returns the groups of the model's layers.
 
     Args:
         dtype: the model's, of all that pages hold but what `kv_dtype` is said of.
         kv_dtype: of keys and values; None is `dtype`. A state is never rounded to it.
+        index_dtype: of an indexer's keys; None is `dtype`, fp8 comes with a scale for each token.
     """
     mixers = [(number, mixer) for number, layer in enumerate(spec.layers) for mixer in layer.mixers]
     if kv_dtype is E4M3 and any(isinstance(mixer, LatentSpec) for _, mixer in mixers):
@@ -58,6 +64,8 @@ def page_layouts(
     if page_tokens % GRID_TOKENS and any(array.wide for _, row in rows for array in row.arrays):
         # Only there can a state be left within a launch (ADR 22).
         raise ModelError("page_tokens", f"{page_tokens} is no multiple of {GRID_TOKENS}, as {spec.architecture} needs")
+    if index_dtype is E4M3 and not any(row.index_dim for _, row in rows):
+        raise ModelError("index_key_dtype", f"fp8_e4m3 is for the keys of an indexer; {spec.architecture} has none")
     distinct = sorted({row for _, row in rows})
 
     def tensors(row: _Row) -> tuple[PageTensor, ...]:
@@ -65,7 +73,8 @@ def page_layouts(
             return tuple(
                 PageTensor(array.planes, array.shape, torch.float32 if array.wide else dtype) for array in row.arrays
             )
-        return tuple(PageTensor(array.planes, (page_tokens, *array.shape), kv_dtype or dtype) for array in row.arrays)
+        arrays = (PageTensor(array.planes, (page_tokens, *array.shape), kv_dtype or dtype) for array in row.arrays)
+        return (*arrays, *_index_tensors(row.index_dim, page_tokens, index_dtype or dtype))
 
     return tuple(
         GroupLayout(
@@ -84,17 +93,25 @@ def _row(mixer: LoneMixerSpec, hidden_size: int) -> _Row:
     if isinstance(mixer, RecurrentSpec):
         return _Row(True, 0, tuple(_Array(1, *array) for array in mixer.state(hidden_size)))
     if isinstance(mixer, LatentSpec):
-        return _Row(False, 0, (_Array(1, (mixer.width,)), *_index_keys(mixer.index)))
+        index = mixer.index
+        index_dim = 0 if index is None or index.is_shared else index.head_dim
+        return _Row(False, 0, (_Array(1, (mixer.width,)),), index_dim)
     assert isinstance(mixer, AttentionSpec)
     return _Row(False, mixer.window_tokens, (_Array(2, (mixer.num_kv_heads, mixer.head_dim)),))
 
 
-def _index_keys(index: IndexSpec | None) -> tuple[_Array, ...]:
-    return () if index is None or index.is_shared else (_Array(1, (index.head_dim,)),)
+def _index_tensors(dim: int, page_tokens: int, dtype: torch.dtype) -> tuple[PageTensor, ...]:
+    """An indexer's keys, and the scales of fp8 ones."""
+    if dim == 0:
+        return ()
+    keys = PageTensor(1, (page_tokens, dim), dtype)
+    return (keys, PageTensor(1, (page_tokens,), torch.float32)) if dtype is E4M3 else (keys,)
 
 
 def _name(row: _Row, distinct: list[_Row]) -> str:
     if sum(other.name == row.name for other in distinct) == 1:
         return row.name
-    shapes = ("x".join(map(str, array.shape)) for array in row.arrays)
+    shapes = ["x".join(map(str, array.shape)) for array in row.arrays]
+    if row.index_dim:
+        shapes.append(str(row.index_dim))
     return f"{row.name}-{'+'.join(shapes)}"

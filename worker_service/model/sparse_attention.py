@@ -18,7 +18,7 @@ from kernels.mla import mla_sparse
 from kernels.rotate_append_index import rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
-from worker_service.gpu.page_pools import PagePools
+from worker_service.gpu.page_pools import LayerPages, PagePools
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import IndexRows, Latents
 from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
@@ -131,6 +131,7 @@ class PagedSparse:
             norm=index.norm,
             bias=index.bias,
             eps=self._mixers[layer].indexer.norm_eps,
+            scales=_scales(pages),
             backend=self._backend,
         )
 
@@ -144,6 +145,7 @@ class PagedSparse:
             self._launch.block_tables[pages.group],
             part,
             width,
+            scales=_scales(pages),
             least_keys=self._mixers[layer].indexer.top_k,
             backend=self._backend,
         )
@@ -160,3 +162,8 @@ class PagedSparse:
             step = min(max(LOGITS_BYTES // (4 * max(width, 1)), 1), MOST_ROWS)
             for start in range(first, end, step):
                 yield slice(start, min(start + step, end)), width
+
+
+def _scales(pages: LayerPages) -> torch.Tensor | None:
+    """Of the index keys, where these are fp8."""
+    return pages.planes[2] if len(pages.planes) > 2 else None
