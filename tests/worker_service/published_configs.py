@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.worker_service.published_sparse import PUBLISHED_SPARSE
 from tests.worker_service.published_states import PUBLISHED_STATES
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    **PUBLISHED_SPARSE,
     **PUBLISHED_STATES,
     "openai/gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],

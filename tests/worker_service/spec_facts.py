@@ -12,6 +12,7 @@ class Layer(NamedTuple):
     """What makes one layer.
 
     latents   ranks of queries and of latents, and the elements of a head without and with a rotation
+    index     of an indexer the heads, their elements, how many tokens it chooses, and whether it is another layer's
     mlp       the experts' number, size, choice, scale, groups and the shared one's size
     taps      of a short convolution, and whether it has biases; there are no heads then
     delta     of the gated delta rule the heads of values and of keys, the elements of a key and of a value, and taps
@@ -29,6 +30,7 @@ class Layer(NamedTuple):
     qk_norm: bool
     mlp: tuple[Any, ...]
     latents: tuple[int, int, int, int] | None = None
+    index: tuple[int, int, int, bool] | None = None
     taps: tuple[int, bool] | None = None
     delta: tuple[int, int, int, int, int] | None = None
 
@@ -91,7 +93,7 @@ def recurrent_layer(mlp: tuple[Any, ...], **what: Any) -> Layer:
 
 
 def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
-    head_dim = mixer.nope_dim + mixer.rope_dim
+    head_dim, index = mixer.nope_dim + mixer.rope_dim, mixer.index
     return Layer(
         (mixer.num_heads, mixer.num_heads, head_dim),
         mixer.value_dim,
@@ -105,6 +107,7 @@ def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
         False,
         mlp,
         (mixer.q_rank, mixer.latent_dim, mixer.nope_dim, mixer.rope_dim),
+        index=index and (index.num_heads, index.head_dim, index.top_k, index.is_shared),
     )
 
 

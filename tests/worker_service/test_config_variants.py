@@ -32,6 +32,13 @@ from worker_service.model.config import parse_model_spec
         ("LiquidAI/LFM2-1.2B", {"full_attn_idxs": [True]}, "full_attn_idxs"),
         ("LiquidAI/LFM2-1.2B", {"layer_types": ["sliding_attention"] * 16}, "layer_types"),
         ("LiquidAI/LFM2-1.2B", {"conv_L_cache": 1}, "conv_L_cache"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", {"q_lora_rank": None}, "q_lora_rank"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", {"index_head_dim": 32}, "index_head_dim"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", {"index_topk": 0}, "index_topk"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", {"layer_types": ["full_attention"] * 61}, "layer_types"),
+        ("zai-org/GLM-5", {"indexer_types": ["full"] * 77}, "indexer_types"),
+        ("zai-org/GLM-5", {"indexer_types": ["shared"] + ["full"] * 77}, "indexer_types"),
+        ("zai-org/GLM-5", {"index_topk_pattern": "FX"}, "indexer_types"),
         ("XiaomiMiMo/MiMo-V2-Flash", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
         ("XiaomiMiMo/MiMo-V2-Flash", {"mlp_layer_types": [["dense"]] * 48}, "mlp_layer_types"),
     ],
@@ -75,6 +82,25 @@ def test_a_rope_without_a_share_turns_what_transformers_turns() -> None:
 )
 def test_lfm2_reads_as_transformers_does(changes: Fields) -> None:
     fields = {**PUBLISHED["LiquidAI/LFM2-1.2B"], **changes}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 5},
+        {"index_topk_pattern": "FFSSSF" * 13},
+        {"index_topk_pattern": ["full", "shared"] * 39, "index_topk_freq": 5},
+        {"indexer_types": ["full", "shared"] * 39, "index_topk_pattern": "F" * 78},
+        {"mlp_layer_types": ["dense", "sparse"] * 39},
+        {"first_k_dense_replace": 0},
+    ],
+    ids=str,
+)
+def test_glm_5_reads_as_transformers_does(changes: Fields) -> None:
+    fields = {**PUBLISHED["zai-org/GLM-5"], **changes}
     assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
 
 

@@ -63,6 +63,7 @@ UNREAD = {
     "use_parallel_embedding",
     "use_pos_enc",
 }
+V3_UNREAD = {"moe_layer_freq", "num_key_value_heads", "scoring_func", "topk_method"}
 UNREAD_BY = {
     "google/gemma-2-9b": {"hidden_act"},
     "Qwen/Qwen3-30B-A3B": {"sliding_window"},
@@ -71,7 +72,10 @@ UNREAD_BY = {
     # The wrapper's own say whether the head is the embeddings.
     "Qwen/Qwen3.5-0.8B": {"mlp_only_layers", "tie_word_embeddings"},
     "Qwen/Qwen3.5-35B-A3B": {"mlp_only_layers"},
-    "deepseek-ai/DeepSeek-V3": {"moe_layer_freq", "num_key_value_heads", "scoring_func", "topk_method"},
+    "deepseek-ai/DeepSeek-V3": V3_UNREAD,
+    "deepseek-ai/DeepSeek-V3.2-Exp": V3_UNREAD,
+    "zai-org/GLM-5": {*V3_UNREAD, "head_dim", "indexer_rope_interleave"},
+    "GLM-5 with shared choices": {*V3_UNREAD, "head_dim", "indexer_rope_interleave"},
 }
 
 

@@ -30,7 +30,12 @@ FP8_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
-FP8_PROJECTIONS = ("_proj.weight", "in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+FP8_PROJECTIONS = (
+    *("_proj.weight", "in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
+    *("indexer.wq_b.weight", "indexer.wk.weight"),
+)
+# An indexer's weights of heads stay as they are.
+FP8_PLAIN = "weights_proj.weight"
 MTP_LAYER = "model.layers.3"
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -73,7 +78,7 @@ def store_as_fp8(folder: Path) -> None:
     """Rewrite a folder as DeepSeek's and Qwen's are: projections as e4m3, all else as it was."""
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / WEIGHTS).items():
-        if name.endswith(FP8_PROJECTIONS):
+        if name.endswith(FP8_PROJECTIONS) and not name.endswith(FP8_PLAIN):
             tensors[name], tensors[f"{name}_scale_inv"] = quantised(weight)
         else:
             tensors[name] = weight
@@ -120,6 +125,21 @@ def test_an_fp8_folder_is_the_model_that_its_values_are(fp8_folder: Path) -> Non
     quick = logits(fp8_folder)
     store_as_read(fp8_folder)
     assert torch.equal(quick, logits(fp8_folder))
+
+
+def test_an_indexer_in_fp8_blocks(tmp_path: Path) -> None:
+    """By DeepSeek's names, scales as powers of two among them, and a layer ahead with an indexer of its own."""
+    make_reference("deepseek-v32", tmp_path)
+    store_as_fp8(tmp_path)
+    change_config(tmp_path, quantization_config={**FP8_CONFIG, "scale_fmt": "ue8m0"})
+    indexer = "model.layers.0.self_attn.indexer"
+    names = {name.removeprefix(f"{indexer}.") for name in load_file(tmp_path / WEIGHTS) if name.startswith(indexer)}
+    matrices = {"wq_b.weight", "wq_b.weight_scale_inv", "wk.weight", "wk.weight_scale_inv"}
+    assert names == {*matrices, "k_norm.weight", "k_norm.bias", "weights_proj.weight"}
+    change_weights(tmp_path, **{f"{MTP_LAYER}.self_attn.indexer.wk.weight": torch.ones(16, 48)})
+    quick = logits(tmp_path)
+    store_as_read(tmp_path)
+    assert torch.equal(quick, logits(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["qwen3-next", "qwen3.5-moe"])

@@ -39,7 +39,7 @@ def facts_of_transformers(fields: Fields) -> Facts:
 
 
 def _layer_of_transformers(config: Any, layer: int) -> Layer:
-    if config.model_type == "deepseek_v3":
+    if config.model_type in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
         return _latent_layer_of_transformers(config, layer)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "conv":
@@ -91,7 +91,15 @@ def _latent_layer_of_transformers(config: Any, layer: int) -> Layer:
         False,
         _mlp_of_transformers(config, layer),
         (config.q_lora_rank or 0, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim),
+        index=_index_of_transformers(config, layer),
     )
+
+
+def _index_of_transformers(config: Any, layer: int) -> tuple[int, int, int, bool] | None:
+    if not hasattr(config, "index_topk"):
+        return None
+    is_shared = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)[layer] == "shared"
+    return config.index_n_heads, config.index_head_dim, config.index_topk, is_shared
 
 
 def _rope_of_transformers(rope: Fields) -> dict[str, Any]:
