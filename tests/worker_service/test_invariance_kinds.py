@@ -79,6 +79,29 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
+    # Fewer tokens are chosen than a sequence has.
+    "sparse": (
+        {
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+        {"num_attention_heads": 16, "q_lora_rank": 512, "moe_intermediate_size": 512, "index_topk": 64},
+        {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "index_n_heads": 16,
+            "index_head_dim": 16,
+            "index_topk": 24,
+        },
+    ),
 }
 
 
