@@ -1,4 +1,4 @@
-"""Prometheus metrics of the manager, read from its stats when somebody scrapes; named in docs/metrics.md.
+"""Prometheus metrics of the manager, read from its stats at each scrape; named in docs/metrics.md.
 
 Collecting runs on the event loop, between two of the manager's verbs, so the figures fit together.
 """
@@ -228,7 +228,7 @@ def step_observer(registry: CollectorRegistry) -> Callable[[float], None]:
 
 
 class _ReadCounter(Collector):
-    """A counter that somebody else keeps."""
+    """A counter whose value is kept elsewhere."""
 
     def __init__(self, name: str, text: str, read: Callable[[], int]) -> None:
         self._name, self._text, self._read = name, text, read
@@ -238,10 +238,10 @@ class _ReadCounter(Collector):
 
 
 def counter_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], int]) -> None:
-    """A counter that reads its value when somebody scrapes."""
+    """Returns a counter whose value is read at each scrape."""
     registry.register(_ReadCounter(PREFIX + name, text, read))
 
 
 def gauge_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], float]) -> None:
-    """A gauge that reads its value when somebody scrapes."""
+    """Returns a gauge whose value is read at each scrape."""
     Gauge(PREFIX + name, text, registry=registry).set_function(read)

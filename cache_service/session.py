@@ -147,7 +147,7 @@ class Sessions:
             session.orders_due.set()
 
     async def close(self) -> None:
-        """Ends every stream; the workers will connect to whoever comes next."""
+        """Ends every stream; the workers reconnect to the next process at this address."""
         self._closing = True
         for session in self._current.values():
             session.end(ShuttingDown("session", "the service is shutting down"))

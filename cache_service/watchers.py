@@ -112,7 +112,7 @@ class Watchers:
     async def watch(self, *, present_state: bool = False) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
         """Every event from now on, between those that tell what is cached now, where these are wanted.
 
-        The first message has none: it says where the numbering stands.
+        The first message has none: it says the number of the latest event.
         """
         if not self._limits.max_watchers:
             raise WatchIsOff("watch", "is off in this service's settings")
@@ -120,7 +120,7 @@ class Watchers:
             raise TooMany("watch", f"there are {self._limits.max_watchers} watchers already")
         if present_state and self._num_present_states >= self._limits.max_present_states:
             raise TooMany("watch.present_state", f"{self._num_present_states} watchers are being told it already")
-        # Counted before the first message is written: that may take long, and others ask meanwhile.
+        # Counted before the first message is written: that may take long, and others may ask in between.
         self._num_present_states += present_state
         watcher = _Watcher(self._epoch, self._limits)
         self._watchers[watcher] = None
@@ -140,7 +140,7 @@ class Watchers:
             self._leave(watcher)
 
     async def _tell_present_state(self, watcher: _Watcher) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
-        """Through the watcher's queue, so that what happens meanwhile comes in its place; a slice whenever it is empty.
+        """Tells the present state through the queue, so that events keep their order; a slice when it is empty.
 
         Ends early after a loss: the watcher has to ask anew then.
         """
@@ -174,7 +174,7 @@ class Watchers:
         del self._watchers[watcher]
         if not self._watchers:
             self._tell_watched(False)
-            # What happens while nobody watches makes no event; the number that is left out says so to who comes back.
+            # Nothing makes events while no watcher is there; the number left out shows the gap to one that comes back.
             self._seq += 1
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class _Watcher:
         self._queue.append((message, 0, 0))
 
     def lose(self, num_events: int, last_seq: int) -> None:
-        """A watcher with a gap must ask for the state anew, so what is queued before the gap is of no use."""
+        """A watcher with a gap must ask for the state anew, so what is queued before the gap is dropped."""
         self._num_lost += self._num_events + num_events
         self.num_losses += 1
         self._last_lost = last_seq

@@ -48,7 +48,7 @@ def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_byte
 
 
 class PromptHashes:
-    """Page hashes of one prompt from its start, computed as far as they are asked for.
+    """Page hashes of one prompt from its start, computed as far as needed.
 
     Shared by the matches of many workers, so that a prompt is hashed once and not once for each worker.
     """

@@ -96,7 +96,7 @@ class Cleared(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A worker's stream began, or ended: then its pages are of no use until it is back."""
+    """A worker's stream began or ended. After an end its pages cannot be used until it is back."""
 
     worker_id: WorkerId
     endpoint: str

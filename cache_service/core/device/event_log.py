@@ -1,6 +1,6 @@
 """Events wait here until they are taken, in bounded memory.
 
-While nobody wants events, none are made: the hashes that they carry cost 78 % more core time in a decoding step.
+No events are made while nothing watches: the hashes that they carry cost 78 % more core time in a decoding step.
 
 Beyond the limit the oldest are dropped and counted, so that those who take the others can tell that there is a gap.
 """

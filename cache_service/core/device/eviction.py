@@ -114,7 +114,7 @@ class Lru(LeafOrder):
 
 
 class SegmentedLru(LeafOrder):
-    """Leaves seen once leave before leaves that were used again, while these take no more than their share."""
+    """Leaves used once are evicted before leaves used again, as long as these take at most their share."""
 
     counts_uses: ClassVar[bool] = True
     protected_share: ClassVar[float] = PROTECTED_SHARE

@@ -65,8 +65,9 @@ class Lease:
         return (num_tokens - 1) // page_tokens, branch, num_tokens // page_tokens
 
     def want(self, boundaries_tokens: tuple[int, ...], page_tokens: int) -> None:
-        """Others part from it there. What its launches have passed is forgotten, so that no more are kept than can be
-        named at once."""
+        """Notes where other requests part from it.
+
+        Boundaries that its launches have passed are dropped, so that no more are kept than can be named at once."""
         ahead = {tokens // page_tokens for tokens in boundaries_tokens if tokens > self.computed_tokens}
         ahead.update(boundary for boundary in self.leave_at if boundary * page_tokens > self.computed_tokens)
         self.leave_at = frozenset(sorted(ahead)[:MAX_LEAVE_AT])

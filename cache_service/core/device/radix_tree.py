@@ -69,7 +69,7 @@ class RadixTree:
             root = self.roots[namespace] = Root(namespace, self._num_groups)
         return root
 
-    # Clearing. A detached namespace is found no more; its pages are still evictable until they are cut.
+    # Clearing. A detached namespace is no longer found; its pages are still evictable until they are cut.
 
     def roots_of(self, namespace: Namespace | None) -> list[Root]:
         """Returns the roots in scope (None: all)."""
@@ -199,7 +199,7 @@ class RadixTree:
             node = node.parent
 
     def _queue_leaf(self, node: Node) -> None:
-        """A leaf that no lease holds stands in the order, just used; tickets do not count."""
+        """Puts a leaf that no lease holds into the order, as just used; tickets do not count as holders."""
         if node.pins == node.ticket_pins and node.queue is None and node.resident and not node.children:
             self.policy.add(node)
 

@@ -57,12 +57,12 @@ class SnapshotPages(SparsePages):
         return len(order) if order is not None else 0
 
     def drop_restored(self, page_id: int) -> None:
-        """A launch has gone on from this snapshot, and its lease reads it no more."""
+        """Ends the reading of a snapshot from which a launch has resumed."""
         self._restored.add(page_id)
         self.drop((page_id,), Retention.WARM)
 
     def warm(self, page_id: int) -> None:
-        """Another prompt ends or branches at a snapshot that stands: if it is COLD it becomes WARM."""
+        """Makes a COLD snapshot WARM: another prompt ends or branches there."""
         if self._order_of.get(page_id) == (Retention.COLD, 0):
             self.read((page_id,))
             self.drop((page_id,), Retention.WARM)

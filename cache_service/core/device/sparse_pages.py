@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class Order:
-    """Pages of one retention and class, those first that were let go of longest ago; every page has a stamp of its own.
+    """Pages of one retention and class, the longest evictable first; every page has a stamp of its own.
 
     A page that was copied meanwhile comes back with its old stamp. It waits in a heap beside the queue, since moving
     every newer entry behind it took 97 ms at 24,000 pages.
@@ -173,11 +173,11 @@ class SparsePages:
             self.pool.give(pack(freed))
 
     def _worth(self, page_id: int, node: Node) -> int:
-        """Returns the class of a WARM page that stands in this node."""
+        """Returns the class of a WARM page in this node."""
         return self._policy.worth(node)
 
     def _stamp(self, page_id: int) -> int:
-        """Returns the place within its class of a page that is let go of now: the lowest goes first."""
+        """Returns the place within its class of a page that becomes evictable now: the lowest is evicted first."""
         return self._clock
 
     def _append(self, page_id: int, key: tuple[Retention, int]) -> None:

@@ -22,7 +22,7 @@ class Fetch:
 
     transfer: Transfer
     sequence_id: SequenceId
-    host: HostView  # as it was when the ticket was opened: the worker may name another tier meanwhile
+    host: HostView  # when the ticket was opened; a later Hello may name another tier
     opened_ms: int
     orphaned: bool = False
 

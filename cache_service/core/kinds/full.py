@@ -96,7 +96,7 @@ class FullGroup(Group):
         return given
 
     def merge(self, lease: Lease, node: Node, first: int, end: int, remaps: list[GroupPages]) -> None:
-        """The lease's next pages are those of the node; its own go free."""
+        """Replaces the lease's next pages by the node's; its own are freed."""
         canonical, own = bytes(node.pages[self.number]), self.give_to_node(lease, end - first)
         if own != canonical:
             self.pool.give(own)

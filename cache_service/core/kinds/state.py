@@ -156,7 +156,7 @@ class StateGroup(SparseGroup):
         return (SnapshotSlot(self.number, tokens, PageId(slot)),) if slot else ()
 
     def publish(self, lease: Lease) -> Sequence[Node]:
-        """Snapshots whose boundary a completed launch has passed; what was restored is read no more."""
+        """Publishes snapshots whose boundary a completed launch has passed; drops restored ones, which it read."""
         hold: StateHold = lease.holds[self.number]
         computed = min(lease.computed_tokens // self.page_tokens, lease.published_pages)
         passed = [boundary for boundary in hold.leave if boundary <= computed]

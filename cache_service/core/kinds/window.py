@@ -167,7 +167,7 @@ class WindowGroup(SparseGroup):
         return ()
 
     def arrive(self, lease: Lease, page_ids: bytes, first: int, end: int) -> Sequence[Node]:
-        """The lease goes on reading each page, also where another one stands already."""
+        """Keeps reading each page that arrived, or the one that the tree has in its place."""
         for page, page_id in enumerate(unpack(page_ids), first):
             if page_id and page < end:
                 self._fill(lease.node.holder(page), page, page_id)

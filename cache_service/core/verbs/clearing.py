@@ -95,7 +95,7 @@ def _below(root: Root, pace: _Pace) -> Generator[None, None, list[Node]]:
 
 
 def _droppable(cache: DeviceCache, node: Node) -> int:
-    """Returns how many pages of the node nobody holds, all groups together."""
+    """Returns how many pages of the node are not held, all groups together."""
     num_full = 0 if node.pins else node.resident * len(cache.pools)
     return num_full + sum(
         group.pages.is_unread(page_id)

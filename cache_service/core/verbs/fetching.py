@@ -105,7 +105,7 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
 
 
 def note_late(cache: DeviceCache, now_ms: int) -> None:
-    """A fetch that nobody acknowledged for too long is a failure of its tier, and leaves its place to another one.
+    """Counts fetches without an ack for too long as failures of their tier; others take their places.
 
     Its pages stay with it until its ack: the worker may still write there.
     """

@@ -67,7 +67,7 @@ def _is_known(workers: Mapping[WorkerId, Worker], worker: Worker) -> bool:
 
 
 def _stands(cache: DeviceCache, node: Node) -> bool:
-    """Whether the node is still in the tree, and its namespace was not cleared."""
+    """Returns whether the node is still in the tree and its namespace was not cleared."""
     root, parent = node.root, node.parent
     if not node.resident or parent is None or cache.tree.roots.get(root.namespace) is not root:
         return False

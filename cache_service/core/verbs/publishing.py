@@ -59,9 +59,9 @@ def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages
 
 
 def _grow(cache: DeviceCache, lease: Lease, end: int, runs: list[Run] | None, remaps: list[GroupPages]) -> bool:
-    """A leaf whose only holder is this lease (and spills, which do not mind) grows in place.
+    """Grows a leaf in place where this lease is its only holder, but for spills.
 
-    Its run is noted in `runs`, where somebody asks for them.
+    Appends the run to `runs`, if there is a list.
     """
     node, start = lease.node, lease.published_pages
     if node.children or node.pins != 1 + node.ticket_pins or node.parent is None or node.soft_until_ms:

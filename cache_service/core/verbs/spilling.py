@@ -114,7 +114,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
-    """Leading done pages become rows; the ticket lets go of its pages."""
+    """Makes the leading done pages rows; the ticket gives its pages back."""
     assert cache.host is not None
     spill = cache.transfers.spills.pop(ack.ticket)
     index, fingerprint = cache.host.index, cache.host.fingerprint
@@ -218,7 +218,7 @@ def queue_cold_end(cache: DeviceCache) -> None:
 
 
 def abandon(cache: DeviceCache) -> None:
-    """The worker is forgotten: what it was spilling is on its way no more. Nothing else of its cache is looked at."""
+    """Ends the spills of a worker that is forgotten; changes nothing else in its cache."""
     for spill in cache.transfers.abandoned.values():
         _end_rows(cache, spill)
         _delete_rows(cache, spill)
