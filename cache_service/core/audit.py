@@ -207,7 +207,7 @@ def _check_hashes(cache: DeviceCache, where: str) -> None:
     pinned = [node for node in nodes_of(cache) if node.soft_until_ms]
     assert all(node in cache.soft_pins for node in pinned) and len(pinned) == len(cache.soft_pins), f"{where}: pins"
     assert cache.soft_pins.num_pages == sum(node.resident for node in pinned), f"{where}: pinned pages"
-    queued = {*cache.spill_queue, *cache.renewals}
+    queued = {*cache.spill_queue, *cache.renewals, *cache.renewing}
     assert queued <= set(nodes_of(cache)), f"{where}: a node waits for its spill or renewal and is not in the tree"
     num_bytes = sum(len(lease.prompt) + len(lease.accepted) for lease in cache.leases.all())
     assert cache.leases.num_bytes == num_bytes, f"{where}: bytes of leases"

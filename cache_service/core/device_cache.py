@@ -82,7 +82,9 @@ class DeviceCache:
         self.counters = Counters()
         self.spill_queue: OrderedDict[Node, None] = OrderedDict()
         self.soft_pins = self.tree.soft_pins
-        self.renewals: OrderedDict[Node, None] = OrderedDict()  # whose host copies are to be renewed
+        # Whose host copies are to be the youngest, and whether in the store, too: those that wait, those of this round.
+        self.renewals: dict[Node, bool] = {}
+        self.renewing: OrderedDict[Node, bool] = OrderedDict()
         self.refill: Iterator[Node] | None = None  # what is still to be spilled to a store that lost everything
         self.set_host(host)
 
@@ -132,9 +134,10 @@ class DeviceCache:
             self._record_removed(node, count)
         if node.soft_until_ms:
             self.soft_pins.shrunk(node, count)
-        if (self.spill_queue or self.renewals) and count == node.resident:
+        if (self.spill_queue or self.renewals or self.renewing) and count == node.resident:
             self.spill_queue.pop(node, None)
             self.renewals.pop(node, None)
+            self.renewing.pop(node, None)
         removed = self.tree.cut(node, count, is_cleared)
         if len(self.restored):
             self.restored.was_cut(node)

@@ -8,10 +8,11 @@ import pytest
 
 from cache_service.core.base.types import SpillPolicy
 from cache_service.core.verbs import renewal
+from cache_service.core.verbs.renewal import FRESH_MS
 from tests.core.driver import FakeWorker
-from tests.core.host_stage import join, stage
+from tests.core.host_stage import churn, join, stage
 from tests.core.test_cases_pages import span
-from tests.core.world import World, full
+from tests.core.world import ABORTED, World, full
 
 TTL, RENEW = 10_000, 2_500
 
@@ -19,6 +20,7 @@ TTL, RENEW = 10_000, 2_500
 def settled(worker: FakeWorker) -> None:
     while worker.world.tick() or worker.spills:
         worker.spill_all()
+    worker.world.tick()
 
 
 def written(**config: Any) -> FakeWorker:
@@ -108,3 +110,67 @@ def test_a_refill_goes_bit_by_bit_and_meets_a_changing_tree(monkeypatch: Any) ->
     settled(worker)
     assert cache.refill is None
     assert rows(world) == len(worker.store) == 4 * (5 + 1)
+
+
+def fetchable(worker: FakeWorker, tokens: list[int]) -> int:
+    """Pages that a fetch would bring once nothing is on the device."""
+    churn(worker)
+    live = worker.start([*tokens, 0])
+    num_pages = sum(fetch.num_pages for fetch in live.fetches)
+    worker.fetch_all(live)
+    worker.release(live, ABORTED)
+    return num_pages
+
+
+@pytest.mark.parametrize("transfer_pages", [1, 2, 64])
+def test_of_a_prompt_that_is_spilled_in_several_orders_the_quota_drops_the_tail(transfer_pages: int) -> None:
+    worker = join(stage(transfer_pages=transfer_pages, host_quota_bytes=64 * 12), full(30))
+    worker.run(span(1, 16))
+    settled(worker)
+    worker.run(span(30, 41))
+    settled(worker)
+    assert rows(worker.world) == 12
+    assert fetchable(worker, span(1, 16)) == 12 - 6
+
+
+@pytest.mark.parametrize("chunk", [0, 2, 6])
+def test_a_conversation_that_goes_on_is_dropped_from_its_end(chunk: int) -> None:
+    worker = join(stage(transfer_pages=2, host_quota_bytes=64 * 14), full(40))
+    for end in (8, 12, 20):
+        worker.run(span(1, end), chunk=chunk)
+        worker.world.tick(FRESH_MS)
+        settled(worker)
+    worker.run([*span(1, 8), 60, 61])
+    settled(worker)
+    worker.run(span(30, 41))
+    settled(worker)
+    assert rows(worker.world) == 14
+    assert fetchable(worker, span(1, 20)) >= 6, "one tail or the other went"
+
+
+def test_the_store_learns_the_order_of_a_long_prompt_and_not_of_each_turn() -> None:
+    """A service that is started anew reads it from the times to live."""
+    worker = join(stage(transfer_pages=2), full(40))
+    world = worker.world
+    worker.run(span(1, 8))
+    worker.spill_all()
+    world.manager.tick(world.now_ms)
+    keys = list(worker.store)
+    assert touched(world) == keys[::-1]
+    world.tick(FRESH_MS)
+    live = worker.start(span(1, 12))
+    worker.prefill(live)
+    worker.spill_all()
+    world.manager.tick(world.now_ms)
+    assert not set(touched(world)) & set(keys), "a command for each page of each earlier turn"
+
+
+def test_what_waits_for_its_renewal_may_be_evicted() -> None:
+    worker = join(stage(transfer_pages=1), full(8))
+    worker.run(span(1, 8))
+    worker.spill_all()
+    cache = worker.world.manager.worker(worker.id)
+    assert cache.renewals
+    worker.release(worker.start(span(50, 65)), ABORTED)
+    assert not cache.renewals
+    settled(worker)

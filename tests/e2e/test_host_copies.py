@@ -50,7 +50,8 @@ async def test_copies_of_what_is_in_use_outlive_their_ttl_and_a_flush(
 async def test_the_quota_drops_tails_before_heads_after_a_restart_too(
     client: Client, start: Starter, redis: RedisProcess, draw: Draw
 ) -> None:
-    pair = Pair(start, redis, cache={"host_quota_mb": 8})  # 255 of the model's pages
+    # 255 of the model's pages; each prompt is spilled in four orders.
+    pair = Pair(start, redis, cache={"host_quota_mb": 8, "transfer_pages": 8})
     old, new = [draw(LENGTH) for _ in range(7)], [draw(LENGTH) for _ in range(3)]
     tokens = [await spill(client, pair.cache.address, pair.here, prompt) for prompt in old]
     num_old = PAGES * len(old)

@@ -209,12 +209,15 @@ class HashIndex:
             self.rows.move_to_end(key.fingerprint + key.page_hash, last=False)
         return True
 
-    def touch(self, fingerprint: bytes, hashes: Sequence[bytes]) -> None:
-        """Tails before heads, so that heads outlive tails."""
+    def touch(self, fingerprint: bytes, hashes: Sequence[bytes], *, in_store: bool = True) -> None:
+        """Tails before heads, so that heads outlive tails. Without `in_store` their times to live stay as they are."""
         for page_hash in reversed(hashes):
             key = fingerprint + page_hash
             row = self.rows.get(key)
             if row is None:
+                continue
+            if not in_store:
+                self.rows.move_to_end(key)
                 continue
             self._use(key, row)
             if self.shared:

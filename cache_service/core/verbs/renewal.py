@@ -1,4 +1,7 @@
-"""Keeps host copies of what is in use: hits renew them; what a store lost is refilled, a little at each tick."""
+"""Keeps host copies of what is in use: hits renew them; what a store lost is refilled, a little at each tick.
+
+And keeps the rows of a path in order: the quota drops those used longest ago, so heads are to be younger than tails.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,37 @@ from session.words import HASH_BYTES
 PAGES_PER_TICK = 1_024
 NODES_PER_TICK = 1_024
 
+# A node's rows are touched in the store again when more of them come so soon after its first ones: a long prompt is
+# spilled in several orders. Later, as when a conversation goes on, that would be a command for each page before it.
+FRESH_MS = 60_000
+
 # A refill pauses while this many nodes wait for their spill.
 MAX_WAITING = 256
 
 
 def note_hit(cache: DeviceCache, node: Node) -> None:
-    """A lease was granted this path; deeper nodes first, so that tails are renewed before heads."""
+    """A lease was granted this path: what was not renewed for long is due, and what lies before it follows."""
     if cache.host is None:
         return
-    step, since_ms = node, cache.now_ms - cache.config.host_renew_ms
+    step, since_ms, is_behind = node, cache.now_ms - cache.config.host_renew_ms, False
     while step.parent is not None:
         if step.renewed_ms <= since_ms:
             step.renewed_ms = cache.now_ms
-            cache.renewals[step] = None
+            cache.renewals[step] = is_behind = True
+        elif is_behind:
+            cache.renewals.setdefault(step, False)
+        step = step.parent
+
+
+def note_spilled(cache: DeviceCache, node: Node, first_page: int) -> None:
+    """Rows were added from that page number of the path on: those before them are to be younger."""
+    if first_page == node.start:
+        node.renewed_ms = cache.now_ms
+    elif first_page > node.start:
+        cache.renewals[node] = cache.renewals.get(node, False) or cache.now_ms - node.renewed_ms < FRESH_MS
+    step = node.parent
+    while first_page and step is not None and step.parent is not None:
+        cache.renewals.setdefault(step, False)
         step = step.parent
 
 
@@ -38,21 +59,34 @@ def tick(cache: DeviceCache) -> None:
     if cache.host is None or cache.host.index.breaker.is_open:
         return
     left = PAGES_PER_TICK
-    while cache.renewals and left > 0:
-        node, _ = cache.renewals.popitem(last=False)
+    while left > 0 and (cache.renewing or _begin_round(cache)):
+        node, in_store = cache.renewing.popitem(last=False)
         left -= node.resident
-        _renew(cache, node)
+        _renew(cache, node, in_store)
     if cache.refill is not None:
         _refill(cache, cache.refill)
 
 
-def _renew(cache: DeviceCache, node: Node) -> None:
+def _begin_round(cache: DeviceCache) -> bool:
+    """Everything that waits, deeper nodes first. In rounds, since what many prompts share is asked for all the time."""
+    for node in sorted(cache.renewals, key=_start, reverse=True):
+        cache.renewing[node] = cache.renewals.pop(node)
+    return bool(cache.renewing)
+
+
+def _start(node: Node) -> int:
+    return node.start
+
+
+def _renew(cache: DeviceCache, node: Node, in_store: bool) -> None:
     """Rows that are gone while their pages are used are written again."""
     assert cache.host is not None
     index, fingerprint = cache.host.index, cache.host.fingerprint
     cache.tree.ensure_hashes(node)
     hashes = [bytes(node.hashes[at : at + HASH_BYTES]) for at in range(0, len(node.hashes), HASH_BYTES)]
-    index.touch(fingerprint, hashes)
+    index.touch(fingerprint, hashes, in_store=in_store)
+    if not in_store:
+        return
     floor = index.floor(node.root.digest)
     for at, page_hash in enumerate(hashes[: node.spilled]):
         if not index.known(fingerprint, page_hash, floor):

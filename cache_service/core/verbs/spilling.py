@@ -126,6 +126,8 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
     # The store learns the order too, for a service that is started anew and reads it from the times to live.
     index.touch(fingerprint, [row.page_hash for row in done])
     index.counters.spilled += len(done)
+    if done:
+        renewal.note_spilled(cache, spill.node, spill.transfer.first_page)
     if ack.status is TransferStatus.FAILED:
         index.breaker.failed(now_ms)
         _unmark(spill, spill.transfer.first_page + ack.num_done)
