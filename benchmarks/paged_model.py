@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from session.words import SnapshotSlot
+from session.words import GroupKind, PageId, SnapshotSlot
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
@@ -19,9 +19,13 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
+from worker_service.model.recurrent_specs import RecurrentSpec
 from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.spec import ModelSpec
 
 PAGE = 16
+# Of A_log: a state keeps 98 % of itself from a token to the next, or nothing would show which one it began from.
+LONG_MEMORY = -4.0
 
 
 @dataclass
@@ -48,7 +52,7 @@ class PagedTokens:
 
 
 class RandomTensors:
-    """A source of tensors for a decoder: matrices of N(0, 1 / columns), and ones in every vector."""
+    """A source of tensors for a decoder: matrices of N(0, 1 / columns), and ones in every vector but A_log."""
 
     def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
         self._generator = generator
@@ -57,16 +61,25 @@ class RandomTensors:
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
         dtype = torch.float32 if wide else self._dtype
         if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype, device=self._generator.device)
+            value = LONG_MEMORY if name.endswith("A_log") else 1.0
+            return torch.full(shape, value, dtype=dtype, device=self._generator.device)
         values = torch.empty(shape, dtype=dtype, device=self._generator.device)
         return values.normal_(std=shape[-1] ** -0.5, generator=self._generator)
 
     def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
         return self.take(names[0], len(names), *shape)
 
+    def holds(self, name: str) -> bool:
+        """Returns False: of what may be stored joined or apart, all is apart."""
+        return False
+
 
 class PagedModel:
-    """Holds the model, its pages (random too: zeros would be read faster) and the runner. All groups have as many."""
+    """Holds the model, its pages (random too: zeros would be read faster) and the runner.
+
+    All groups of pages have as many; groups of states have `num_slots`, two for each sequence and one for each of its
+    snapshots.
+    """
 
     def __init__(
         self,
@@ -76,33 +89,54 @@ class PagedModel:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
         kv_dtype: torch.dtype | None = None,
+        num_slots: int = 8,
     ) -> None:
         self.config = parse_model_spec(fields)
         self.generator = torch.Generator(device).manual_seed(0)
         self.model = Decoder(self.config, RandomTensors(self.generator, dtype), device)
-        layouts = page_layouts(self.config, dtype, PAGE, kv_dtype)
-        self.pages = PagePools(layouts, [num_pages] * len(layouts), PAGE, device)
+        self.page_tokens = page_tokens_of(self.config)
+        layouts = page_layouts(self.config, dtype, self.page_tokens, kv_dtype)
+        self.state_groups = [group for group, layout in enumerate(layouts) if layout.kind is GroupKind.STATE]
+        counts = [num_slots if layout.kind is GroupKind.STATE else num_pages for layout in layouts]
+        self.pages = PagePools(layouts, counts, self.page_tokens, device)
         for layer in range(len(self.config.layers)):
             for pages in self.pages.planes(layer):
                 # By way of the model's type: nothing draws fp8.
                 drawn = torch.empty(pages[1:].shape, dtype=dtype, device=device)
                 pages[1:].copy_(drawn.normal_(generator=self.generator))
         self.runner = Runner(self.model, self.pages, device, limits)
-        self._next_page = 1
+        self._next_page = self._next_slot = 1
 
-    def sequence(self, length: int) -> PagedTokens:
-        """Random tokens with pages of their own."""
+    def sequence(self, length: int, snapshots: Sequence[int] = ()) -> PagedTokens:
+        """Random tokens with pages and states of their own; leaves snapshots behind so many tokens each."""
         tokens = torch.randint(
             0, self.config.vocab_size, (length,), generator=self.generator, device=self.generator.device
         )
-        count = -(-length // PAGE)
+        count = -(-length // self.page_tokens)
         first, self._next_page = self._next_page, self._next_page + count
         ids = array("i", range(first, first + count))
-        return PagedTokens(array("i", tokens.tolist()), [ids] * self.pages.num_groups)
+        made = PagedTokens(array("i", tokens.tolist()), [ids] * self.pages.num_groups)
+        if self.state_groups:
+            made.working, made.rolling = self._slots(0), self._slots(0)
+            made.leave = tuple(slot for boundary in snapshots for slot in self._slots(boundary))
+        return made
+
+    def _slots(self, boundary: int) -> tuple[SnapshotSlot, ...]:
+        """Returns one slot in each group of states."""
+        slot, self._next_slot = PageId(self._next_slot), self._next_slot + 1
+        return tuple(SnapshotSlot(group, boundary, slot) for group in self.state_groups)
+
+    def begin(self, sequence: PagedTokens, first: int) -> None:
+        """The sequence's next launch starts at `first`, from the snapshot that it left there. Raises ValueError where
+        the model has states and there is none."""
+        sequence.start_len = first
+        sequence.restore = tuple(slot for slot in sequence.leave if slot.boundary_tokens == first)
+        if first and self.state_groups and not sequence.restore:
+            raise ValueError(f"first: the sequence has no snapshot at {first}")
 
     def free_pages(self) -> None:
-        """Later sequences take the first pages again."""
-        self._next_page = 1
+        """Later sequences take the first pages and slots again."""
+        self._next_page = self._next_slot = 1
 
     def batch(self, sequences: Sequence[PagedTokens], first: int, end: int | None = None) -> Batch:
         """Positions `first` .. `end` - 1 of each sequence; end None: all of it."""
@@ -111,11 +145,17 @@ class PagedModel:
             for entry in sequences
         ]
         num_decode = sum(row.num_tokens == 1 for row in rows)
-        return build_batch(rows, num_decode, self.pages.specs(), PAGE)
+        return build_batch(rows, num_decode, self.pages.specs(), self.page_tokens)
 
     def weight_bytes(self) -> int:
         """What a launch reads of the weights: every projection, the head among them."""
         return sum(linear.weight.nbytes for linear in self.model.linears())
 
     def kv_bytes(self, num_keys: int) -> int:
-        return num_keys * self.pages.page_bytes(0) // PAGE
+        return num_keys * self.pages.page_bytes(0) // self.page_tokens
+
+
+def page_tokens_of(config: ModelSpec) -> int:
+    """Returns PAGE, or the model's own pages where it has states: a snapshot lies at the end of a page."""
+    has_states = any(isinstance(mixer, RecurrentSpec) for layer in config.layers for mixer in layer.mixers)
+    return config.page_tokens if has_states else PAGE

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from benchmarks.bench_families import FAMILIES, QUICK_NEW, QUICK_SHARED, Bench, measure
+from benchmarks.paged_model import PagedTokens
+from session.words import GroupKind
 
 CPU = torch.device("cpu")
+STATES = ("short-convs", "mamba2", "gated-delta")
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -18,16 +23,40 @@ def test_every_family_is_measured(name: str) -> None:
     assert all(saving.cold_ms > 0 and saving.hit_ms > 0 for saving in savings)
 
 
-def test_a_hit_over_a_wrong_page_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench("experts", CPU, quick=True)
-    run = Bench._run
+def damaged(monkeypatch: pytest.MonkeyPatch, name: str, group: int, page: int, other: int) -> Bench:
+    """Before each launch behind the prefix, one page of a group has another one's bytes."""
+    bench = Bench(name, CPU, quick=True)
+    launch = Bench._launch
 
-    def damaging(self: Bench, sequence: object, first: int) -> None:
+    def damaging(self: Bench, sequence: PagedTokens, first: int, launches: Sequence[tuple[int, int]]) -> None:
         if first:
             pages = self.model.pages
-            pages.write_pages(0, [1], pages.read_pages(0, [30]))
-        run(self, sequence, first)  # type: ignore[arg-type]
+            pages.write_pages(group, [page], pages.read_pages(group, [other]))
+        launch(self, sequence, first, launches)
 
-    monkeypatch.setattr(Bench, "_run", damaging)
+    monkeypatch.setattr(Bench, "_launch", damaging)
+    return bench
+
+
+def test_a_hit_over_a_wrong_page_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = damaged(monkeypatch, "experts", 0, 1, 30)
     with pytest.raises(AssertionError, match="experts: a hit's logits differ"):
         bench.savings(QUICK_SHARED[0], QUICK_NEW[0])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_hit_from_a_wrong_snapshot_is_not_timed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A sequence's working slot is its first, its snapshot the third: the state behind all tokens is not its."""
+    bench = damaged(monkeypatch, name, 1, 3, 1)
+    with pytest.raises(AssertionError, match=f"{name}: a hit's logits differ"):
+        bench.savings(QUICK_SHARED[0], QUICK_NEW[0])
+
+
+def test_a_state_begins_where_a_snapshot_is() -> None:
+    model = Bench("short-convs", CPU, quick=True).model
+    assert model.page_tokens == 64 and [spec.kind for spec in model.pages.specs()] == [GroupKind.FULL, GroupKind.STATE]
+    sequence = model.sequence(200, snapshots=(64,))
+    model.begin(sequence, 64)
+    assert [(slot.group, slot.boundary_tokens) for slot in sequence.restore] == [(1, 64)]
+    with pytest.raises(ValueError, match="no snapshot at 128"):
+        model.begin(sequence, 128)
