@@ -161,6 +161,26 @@ def test_parts_of_a_page_are_its_bytes(part_bytes: int) -> None:
         assert target.read_pages(group, [1, 3, 4]).count_nonzero() == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("part_bytes", [64, 100, 1000])
+def test_parts_of_a_page_on_a_device_are_its_bytes(part_bytes: int) -> None:
+    """Cut inside planes, at their ends and across tensors, by way of pinned memory."""
+    device = torch.device("cuda", 0)
+    source, target = (PagePools(states().layouts, [4, 6], 4, device) for _ in range(2))
+    for group in range(2):
+        size = source.page_bytes(group)
+        rows = torch.randint(0, 256, (1, size), dtype=torch.uint8)
+        source.write_pages(group, [3], rows)
+        for first in range(0, size, part_bytes):
+            part = source.host_bytes(min(part_bytes, size - first))
+            source.read_part(group, 3, first, part)
+            assert part.is_pinned() and torch.equal(part, rows[0, first : first + part_bytes])
+            target.write_part(group, 2, first, part)
+        assert torch.equal(target.read_pages(group, [2]), rows)
+        assert target.read_pages(group, [1, 3, 4]).count_nonzero() == 0
+
+
 @pytest.mark.parametrize(("page_id", "first", "size"), [(0, 0, 4), (7, 0, 4), (1, -1, 4), (1, 170, 3), (1, 0, 0)])
 def test_parts_outside_a_page_are_refused(page_id: int, first: int, size: int) -> None:
     pages = states()
