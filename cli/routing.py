@@ -11,7 +11,10 @@ from typing import NamedTuple
 import grpc
 
 from cli.client import StemcacheClient
-from protos.v1 import cache_pb2, worker_pb2
+from protos.v1 import cache_pb2, types_pb2, worker_pb2
+
+# With these the worker computes what the host tier has.
+NOT_FETCHED = (types_pb2.MISS_REASON_FETCH_SLOWER, types_pb2.MISS_REASON_FETCH_BUSY)
 
 
 class Choice(NamedTuple):
@@ -74,4 +77,5 @@ async def _ask_the_cache(client: StemcacheClient, worker: str, prompt: str, salt
 
 
 def _choice(one: cache_pb2.WorkerMatch, num_requests: int) -> Choice:
-    return Choice("", True, one.match.usable_tokens, one.match.host_tokens, num_requests=num_requests)
+    host_tokens = 0 if one.match.miss_reason in NOT_FETCHED else one.match.host_tokens
+    return Choice("", True, one.match.usable_tokens, host_tokens, num_requests=num_requests)

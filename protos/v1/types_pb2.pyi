@@ -302,7 +302,7 @@ class MatchResult(_message.Message):
     usable_tokens: _builtins.int
     """Tokens at which every group can resume; at most matched_tokens."""
     host_tokens: _builtins.int
-    """Tokens beyond usable_tokens that the host tier could bring."""
+    """Tokens beyond usable_tokens that the host tier could bring; with FETCH_SLOWER and FETCH_BUSY they are computed."""
     limiting_group: _builtins.str
     """The group that kept usable below matched; empty when none did."""
     miss_reason: Global___MissReason.ValueType

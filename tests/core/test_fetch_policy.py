@@ -130,6 +130,21 @@ def test_always_fetches_at_any_rate() -> None:
     assert asked(worker, Rates(1e9, 1.0)).fetch is not None
 
 
+def test_a_match_of_many_workers_says_it_of_each() -> None:
+    """Neither holds anything of the prompt, so they share what was found; not what they would do with it."""
+    world = auto()
+    writer, slow, quick = (join(world, full(8), name=f"w{at}") for at in range(3))
+    writer.run(span(1, 8))
+    spill(writer)
+    slow.rates, quick.rates = Rates(PREFILL, 1.0), Rates(PREFILL, 1e9)
+    for worker in (slow, quick):
+        worker.step()
+    told = {found.worker_id: found.match for found in world.manager.match(NS, pack(PROMPT))}
+    assert [told[worker.id].host_tokens for worker in (slow, quick)] == [8, 8]
+    assert told[slow.id].miss_reason is MissReason.FETCH_SLOWER
+    assert told[quick.id].miss_reason is not MissReason.FETCH_SLOWER
+
+
 def test_another_worker_weighs_its_own_rates() -> None:
     world = auto()
     slow, quick = join(world, full(8)), join(world, full(8), name="w1")
