@@ -76,6 +76,16 @@ def test_a_restored_state_gives_the_bits_of_the_uncut_run(bench: Bench, page: in
     assert torch.equal(bench.all_logits(Part(hit, boundary * page, length)), whole[boundary * page :])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_restored_state_gives_the_bits_of_the_uncut_run_on_a_gpu(folder: Path, page: int, length: int) -> None:
+    bench, tokens = Bench(folder, torch.device("cuda", 0), torch.bfloat16), random_tokens(length, 1)
+    whole = bench.all_logits(Part(bench.sequence(tokens, [1, 2, 3, 4]), 0, length))
+    for boundary in (1, 2, 3):
+        hit = bench.sequence(tokens, [*range(1, boundary + 1), *range(20, 24 - boundary)])
+        assert torch.equal(bench.all_logits(Part(hit, boundary * page, length)), whole[boundary * page :])
+
+
 def test_decode_leaves_its_state_at_the_end_of_a_page(bench: Bench, page: int) -> None:
     """A second turn goes on from the rolling snapshot, whose page decoding filled."""
     tokens = random_tokens(2 * page + 7, 2)

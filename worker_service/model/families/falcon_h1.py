@@ -98,13 +98,13 @@ def _read_recurrence(fields: Fields) -> Mamba2Spec:
     spec = read_mamba2(fields, inner_size)
     scaled = _input_scale(fields, "ssm_in_multiplier", "mamba_proj_bias")
     gate, x, b, c, step = (scaled * factor for factor in _multipliers(fields, "ssm_multipliers", 5))
-    is_normed = flag(fields, "mamba_rms_norm")
+    is_normed, norm_first = flag(fields, "mamba_rms_norm"), flag(fields, "mamba_norm_before_gate", True)
     return replace(
         spec,
         output_bias=flag(fields, "projectors_bias"),
         norm=is_normed,
         norm_groups=spec.num_groups if is_normed else 1,
-        norm_first=is_normed and flag(fields, "mamba_norm_before_gate", True),
+        norm_first=is_normed and norm_first,
         scales=(gate, x, b, c, step),
     )
 
