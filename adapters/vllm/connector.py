@@ -33,7 +33,7 @@ from adapters.vllm.metadata import StepOrders, StepReports
 from adapters.vllm.page_copies import PageCopies
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
 from adapters.vllm.settings import read_settings
-from adapters.vllm.tier_clients import Attachment, make_index, make_store
+from adapters.vllm.tier_clients import Engine, make_index, make_store
 from adapters.vllm.worker_side import WorkerSide
 
 logger = init_logger(f"vllm.{__name__}")
@@ -73,25 +73,28 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
         weights = weights_identity(config.model_config, load_format, self._settings.model_digest)
         platform = (vllm_version, torch.__version__, current_platform.device_type, current_platform.get_device_name())
         name = config.model_config.served_model_name
-        attachment = Attachment(
-            engine=f"vllm {vllm_version}",
+        engine = Engine(
+            name=f"vllm {vllm_version}",
             fingerprint=fingerprint(config, self._layout, get_none_hash_seed(), weights, platform),
             model=str(name[0] if isinstance(name, list) else name),
             layout=self._layout,
             num_ranks=self._num_ranks,
         )
+        index = make_index(self._settings, engine)
         thread = ThreadPoolExecutor(1, thread_name_prefix="stemcache-index")
+        thread.submit(index.attached)
         side = SchedulerSide(
-            make_index(self._settings, attachment),
+            index,
             thread,
             self._layout,
             self._num_ranks,
             timeout_s=self._settings.call_timeout_s,
             inline_wait_s=self._settings.inline_wait_s,
+            pause_s=self._settings.pause_s,
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
         )
-        logger.info("Stemcache: fingerprint %s, groups %s", attachment.fingerprint.hex()[:16], self._layout.groups)
+        logger.info("Stemcache: fingerprint %s, groups %s", engine.fingerprint.hex()[:16], self._layout.groups)
         return side
 
     @property
@@ -138,12 +141,12 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        settings = self._settings
+        settings, rank = self._settings, get_tensor_model_parallel_rank()
         self._worker = WorkerSide(
-            make_store(settings),
+            make_store(settings, rank),
             PageCopies(self._layout, kv_caches),
             self._layout,
-            get_tensor_model_parallel_rank(),
+            rank,
             max_staged_bytes=settings.max_staged_mb << 20,
             load_threads=settings.load_threads,
             save_threads=settings.save_threads,

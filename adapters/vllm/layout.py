@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any, NamedTuple
 
-
-class GroupKind(IntEnum):
-    """As in protos/v1/types.proto."""
-
-    FULL = 1
-    WINDOW = 2
+from session.words import GroupKind
 
 
 class GroupLayout(NamedTuple):

@@ -7,12 +7,15 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from adapters.vllm.tier import PAGE_ID_BYTES, Found, LeaseEnd, PageIndex, Path, TransferStatus
+from adapters.vllm.tier import PageIndex
+from session.words import HASH_BYTES, TransferStatus
+from tier_client.values import Hit, PagePath
 
 # The service takes this many pages in one call.
 MAX_PAGES = 16_384
 # An answer is used for this long; the service's leases last longer.
 ANSWER_S = 10.0
+NOTHING = Hit(0)
 
 
 class LoraRequest(Protocol):
@@ -49,7 +52,7 @@ class Asked:
     local_pages: int
     end: int
     at_s: float
-    answer: Future[Found]
+    answer: Future[Hit | None]
 
 
 class Lookups:
@@ -86,9 +89,9 @@ class Lookups:
         found = self._answered(asked)
         if found is None and self._now_s() - asked.at_s < self._timeout_s:
             return None
-        return max((found or Found()).usable_pages - local_pages, 0) * self._page_tokens
+        return max((found or NOTHING).usable_pages - local_pages, 0) * self._page_tokens
 
-    def take(self, request_id: str) -> tuple[int, Found] | None:
+    def take(self, request_id: str) -> tuple[int, Hit] | None:
         """The answer that the scheduler goes by, and the local pages it was asked for. The caller releases it."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
@@ -103,35 +106,36 @@ class Lookups:
         if asked is not None:
             self._release_later(asked)
 
-    def release(self, lease: int, status: TransferStatus, num_pages: int) -> None:
+    def release(self, lease: int, num_pages: int, status: TransferStatus) -> None:
         if lease:
-            self._thread.submit(self._index.release, LeaseEnd(lease, status, num_pages))
+            self._thread.submit(self._index.release, lease, num_pages, status)
 
     def _still_holds(self, asked: Asked, local_pages: int, end: int) -> bool:
         return (asked.local_pages, asked.end) == (local_pages, end) and self._now_s() - asked.at_s < ANSWER_S
 
     def _ask(self, request: Request, local_pages: int, end: int) -> Asked:
         page_ids = b"".join(request.block_hashes[:end])
-        assert len(page_ids) == end * PAGE_ID_BYTES
-        path = Path(*namespace(request), page_ids)
+        assert len(page_ids) == end * HASH_BYTES
+        adapter, salt = namespace(request)
+        path = PagePath(page_ids, adapter=adapter, salt=salt)
         answer = self._thread.submit(self._index.lookup, path, local_pages)
         asked = self._asked[request.request_id] = Asked(local_pages, end, self._now_s(), answer)
         return asked
 
-    def _answered(self, asked: Asked) -> Found | None:
+    def _answered(self, asked: Asked) -> Hit | None:
         """None while there is no answer; a call that failed found nothing."""
         try:
-            return asked.answer.result(timeout=self._inline_wait_s)
+            return asked.answer.result(timeout=self._inline_wait_s) or NOTHING
         except TimeoutError:
-            return None if not asked.answer.done() else Found()
+            return None if not asked.answer.done() else NOTHING
         except Exception:
-            return Found()
+            return NOTHING
 
     def _release_later(self, asked: Asked) -> None:
         """When the answer is there, if it is not yet."""
 
-        def release(answer: Future[Found]) -> None:
+        def release(answer: Future[Hit | None]) -> None:
             if not answer.cancelled() and answer.exception() is None:
-                self.release(answer.result().lease, TransferStatus.DONE, 0)
+                self.release((answer.result() or NOTHING).lease, 0, TransferStatus.DONE)
 
         asked.answer.add_done_callback(release)

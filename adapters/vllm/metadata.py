@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from adapters.vllm.tier import GroupPages, TransferStatus, WrittenPages
+from session.words import TransferStatus
+from tier_client.values import KeyedPages
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPages:
     """Pages of one group and the blocks that they go to, one for each. `pages` are numbered as the lookup's path is."""
 
-    pages: GroupPages
+    pages: KeyedPages
     blocks: tuple[int, ...]
 
 
@@ -42,8 +43,7 @@ class WriteOrder:
     """Write these of the pages staged under `number`; `rows` are their positions among the group's staged blocks."""
 
     number: int
-    ticket: int
-    groups: tuple[tuple[GroupPages, tuple[int, ...]], ...]
+    groups: tuple[tuple[KeyedPages, tuple[int, ...]], ...]
 
 
 @dataclass(slots=True)
@@ -69,10 +69,12 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
+    """`written`: groups, and how many of the first of their pages in the ticket are stored."""
+
     number: int
     rank: int
     status: TransferStatus
-    written: tuple[WrittenPages, ...]
+    written: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)

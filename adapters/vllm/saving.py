@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adapters.vllm.metadata import StageOrder, WriteOrder, WriteReport
-from adapters.vllm.tier import PAGE_ID_BYTES, PageRange, Path, Reserved
+from session.words import HASH_BYTES
+from tier_client.values import PagePath, PageRange, Ticket
 
 # vLLM's block 0 is nobody's: a table has it where a window has left.
 NULL_BLOCK = 0
@@ -54,28 +55,27 @@ class Save:
     """Pages of one namespace that were staged together. Closed when each rank has told what it wrote."""
 
     number: int
-    path: Path
+    path: PagePath
     staged: tuple[tuple[int, ...], ...]
     """For each group, the positions in the path of the pages that were staged."""
-    asked: Future[Reserved]
+    asked: Future[Ticket | None]
     until_s: float
-    ticket: int = 0
-    is_ordered: bool = False
+    ticket: Ticket | None = None
     reported: dict[int, WriteReport] = field(default_factory=dict)
 
-    def write_order(self, reserved: Reserved) -> WriteOrder:
-        self.ticket, self.is_ordered = reserved.ticket, True
+    def write_order(self, ticket: Ticket) -> WriteOrder:
+        self.ticket = ticket
         groups = []
-        for pages in reserved.pages:
+        for pages in ticket.pages:
             rows = {page: row for row, page in enumerate(self.staged[pages.group])}
             groups.append((pages, tuple(rows[page] for page in pages.pages)))
-        return WriteOrder(self.number, reserved.ticket, tuple(groups))
+        return WriteOrder(self.number, tuple(groups))
 
 
 class Batch(NamedTuple):
     """What one save stages: pages of one namespace, each once."""
 
-    path: Path
+    path: PagePath
     staged: tuple[tuple[int, ...], ...]
     blocks: tuple[tuple[int, ...], ...]
 
@@ -96,16 +96,16 @@ def make_batch(adapter: str, salt: str, completed: Iterable[Completed], num_grou
         staged.append(tuple(rows))
         blocks.append(tuple(unique[row].blocks[group] for row in rows))
     page_ids = b"".join(page.page_id for page in unique)
-    assert len(page_ids) == len(unique) * PAGE_ID_BYTES
-    return Batch(Path(adapter, salt, page_ids), tuple(staged), tuple(blocks))
+    assert len(page_ids) == len(unique) * HASH_BYTES
+    return Batch(PagePath(page_ids, adapter=adapter, salt=salt), tuple(staged), tuple(blocks))
 
 
 def _runs(group: int, rows: Sequence[int]) -> list[PageRange]:
     """Rising numbers as ranges without gaps."""
     found: list[PageRange] = []
     for row in rows:
-        if found and found[-1].first_page + found[-1].num_pages == row:
-            found[-1] = found[-1]._replace(num_pages=found[-1].num_pages + 1)
+        if found and found[-1].end_page == row:
+            found[-1] = found[-1]._replace(end_page=row + 1)
         else:
-            found.append(PageRange(group, row, 1))
+            found.append(PageRange(group, row, row + 1))
     return found

@@ -15,7 +15,9 @@ from adapters.vllm.layout import Layout
 from adapters.vllm.lookups import MAX_PAGES, Lookups, Request, namespace
 from adapters.vllm.metadata import BlockPages, LoadOrder, LoadReport, StepOrders, StepReports, WriteReport
 from adapters.vllm.saving import NULL_BLOCK, Completed, Cursor, Save, make_batch
-from adapters.vllm.tier import Found, GroupPages, PageIndex, TransferStatus, WrittenPages
+from adapters.vllm.tier import PageIndex
+from session.words import TransferStatus
+from tier_client.values import Hit, KeyedPages
 
 # Saves that wait for the tier or for the store; more are not begun.
 MAX_OPEN_SAVES = 64
@@ -52,12 +54,14 @@ class SchedulerSide:
         *,
         timeout_s: float,
         inline_wait_s: float,
+        pause_s: float,
         loads: bool = True,
         saves: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index, self._thread, self._layout, self._num_ranks = index, thread, layout, num_ranks
         self._loads, self._saves, self._now_s = loads, saves, now_s
+        self._pause_s, self._store_asked_from_s = pause_s, now_s()
         self._lookups = Lookups(index, thread, layout.page_tokens, timeout_s, inline_wait_s, now_s)
         self._requests: dict[str, Request] = {}
         self._cursors: dict[str, Cursor] = {}
@@ -75,6 +79,9 @@ class SchedulerSide:
         # A load that failed once is not tried again: the store may go on failing for as long as it is asked.
         if not self._loads or request.skip_reading_prefix_cache or request.request_id in self._failed:
             return 0
+        if self._now_s() < self._store_asked_from_s:
+            self._lookups.drop(request.request_id)
+            return 0
         return self._lookups.tokens(request, computed // self._layout.page_tokens)
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], num_loaded_tokens: int) -> None:
@@ -83,7 +90,7 @@ class SchedulerSide:
             self._lookups.drop(request.request_id)
             return
         taken = self._lookups.take(request.request_id)
-        local_pages, found = taken or (0, Found())
+        local_pages, found = taken or (0, Hit(0))
         num_pages = num_loaded_tokens // self._layout.page_tokens
         self._last_number += 1
         is_as_offered = found.usable_pages - local_pages == num_pages
@@ -94,7 +101,7 @@ class SchedulerSide:
         self._orders.loads.append(order)
         self._orders.overwritten.update(block for table in tables for block in table)
 
-    def _load_group(self, pages: GroupPages, tables: Sequence[Sequence[int]]) -> BlockPages:
+    def _load_group(self, pages: KeyedPages, tables: Sequence[Sequence[int]]) -> BlockPages:
         """A page of a window that vLLM has no block for is one that it does not read."""
         table = tables[pages.group]
         held = [
@@ -129,7 +136,7 @@ class SchedulerSide:
                 if pages:
                     completed.setdefault(namespace(request), []).extend(pages)
         for (adapter, salt), found in completed.items():
-            if len(self._saving) >= MAX_OPEN_SAVES or self._index.is_away():
+            if len(self._saving) >= MAX_OPEN_SAVES or self._index.is_away() or self._now_s() < self._store_asked_from_s:
                 return
             self._begin(adapter, salt, found, orders)
 
@@ -144,10 +151,11 @@ class SchedulerSide:
     def _order_writes(self, orders: StepOrders) -> None:
         """What the tier has answered since the last step."""
         for save in list(self._saving.values()):
-            if not save.is_ordered and save.asked.done():
+            if save.ticket is None and save.asked.done():
                 failed = save.asked.cancelled() or save.asked.exception() is not None
-                if not failed and save.asked.result().ticket:
-                    orders.writes.append(save.write_order(save.asked.result()))
+                ticket = None if failed else save.asked.result()
+                if ticket is not None and ticket.number:
+                    orders.writes.append(save.write_order(ticket))
                 else:
                     self._close(save, orders)
             elif self._now_s() >= save.until_s:
@@ -160,6 +168,10 @@ class SchedulerSide:
     # What the workers told.
 
     def reported(self, reports: StepReports) -> None:
+        told = (*reports.loads, *reports.writes)
+        if any(one.status is TransferStatus.FAILED for one in told):
+            # The workers do not ask it meanwhile either: what is granted now would only fail.
+            self._store_asked_from_s = self._now_s() + self._pause_s
         for load in reports.loads:
             self._load_reported(load)
         for write in reports.writes:
@@ -177,15 +189,14 @@ class SchedulerSide:
         worst = min(loading.reports, key=lambda each: (each.num_pages, each.status is TransferStatus.DONE))
         if worst.num_pages < loading.num_pages and loading.request_id in self._requests:
             self._failed.add(loading.request_id)
-        self._lookups.release(loading.lease, worst.status, worst.num_pages)
+        self._lookups.release(loading.lease, worst.num_pages, worst.status)
 
     def _write_reported(self, report: WriteReport) -> None:
         save = self._saving.get(report.number)
-        if save is None or report.rank in save.reported:
+        if save is None or save.ticket is None or report.rank in save.reported:
             return
         save.reported[report.rank] = report
-        written: tuple[WrittenPages, ...] = report.written
-        self._thread.submit(self._index.commit, save.ticket, report.rank, report.status, written)
+        self._thread.submit(self._index.commit, save.ticket, report.rank, report.written, report.status)
         if len(save.reported) == self._num_ranks:
             del self._saving[report.number]
 

@@ -18,6 +18,8 @@ class Settings:
     """For one call of the cache service. A request waits this long for its lookup at most, and then computes."""
     store_timeout_s: float = 2.0
     """For one command of the store."""
+    pause_s: float = 2.0
+    """After a failure nothing is asked for this long."""
     inline_wait_s: float = 0.002
     """How long a scheduling pass waits for a lookup before it passes the request over until the next one."""
     max_staged_mb: int = 512
@@ -26,7 +28,7 @@ class Settings:
     save_threads: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("call_timeout_s", "store_timeout_s", "max_staged_mb", "load_threads", "save_threads"):
+        for name in ("call_timeout_s", "store_timeout_s", "pause_s", "max_staged_mb", "load_threads", "save_threads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"kv_connector_extra_config.{name}: must be positive")
         if self.inline_wait_s < 0:

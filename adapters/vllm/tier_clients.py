@@ -1,4 +1,4 @@
-"""Where the connector gets the tier from."""
+"""The tier as the connector's settings name it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,68 @@ from typing import NamedTuple
 
 from adapters.vllm.layout import Layout
 from adapters.vllm.settings import Settings
-from adapters.vllm.tier import PageIndex, PageStore
+from tier_client.breaker import Breaker
+from tier_client.calls import HostTierCalls
+from tier_client.page_store import PageStore
+from tier_client.redis_tier import RedisTier, RedisTierConfig
+from tier_client.values import PageGroup, TierClientConfig
 
 
-class Attachment(NamedTuple):
-    """What this engine tells the service HostTier that it is."""
+class Engine(NamedTuple):
+    """What this engine tells the service HostTier that it is. `fingerprint` has 32 bytes."""
 
-    engine: str
+    name: str
     fingerprint: bytes
     model: str
     layout: Layout
     num_ranks: int
 
 
-def make_index(settings: Settings, attachment: Attachment) -> PageIndex:
-    raise NotImplementedError
+class ServiceIndex(HostTierCalls):
+    """Calls of the service, and whether it is asked at the moment."""
+
+    def __init__(self, config: TierClientConfig, store: PageStore) -> None:
+        self._store, self._answers = store, Breaker(config.pause_s)
+        super().__init__(config, store.identity, self._answers)
+
+    def is_away(self) -> bool:
+        return self._answers.is_open
+
+    def close(self) -> None:
+        super().close()
+        self._store.close()
 
 
-def make_store(settings: Settings) -> PageStore:
-    raise NotImplementedError
+def make_index(settings: Settings, engine: Engine) -> ServiceIndex:
+    """Asks nothing yet: the first call attaches."""
+    config = TierClientConfig(
+        cache_address=settings.cache,
+        redis_url=settings.redis,
+        engine=engine.name,
+        model=engine.model,
+        fingerprint=engine.fingerprint,
+        page_tokens=engine.layout.page_tokens,
+        groups=_groups(engine.layout),
+        num_ranks=engine.num_ranks,
+        call_timeout_s=settings.call_timeout_s,
+        store_timeout_s=settings.store_timeout_s,
+        pause_s=settings.pause_s,
+    )
+    return ServiceIndex(config, _store(settings, 0, 1))
+
+
+def make_store(settings: Settings, rank: int) -> PageStore:
+    return _store(settings, rank, settings.load_threads + settings.save_threads)
+
+
+def _store(settings: Settings, rank: int, num_connections: int) -> PageStore:
+    tier = RedisTier(settings.redis, RedisTierConfig(num_connections, settings.store_timeout_s))
+    return PageStore(tier, rank, Breaker(settings.pause_s))
+
+
+def _groups(layout: Layout) -> tuple[PageGroup, ...]:
+    """Named by their numbers: which layers they have is in the fingerprint."""
+    return tuple(
+        PageGroup(f"{group.kind.name.lower()}{number}", group.kind, group.page_bytes, group.window_tokens)
+        for number, group in enumerate(layout.groups)
+    )

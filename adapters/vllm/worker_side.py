@@ -22,7 +22,9 @@ from adapters.vllm.metadata import (
     WriteReport,
 )
 from adapters.vllm.page_copies import Event, PageCopies
-from adapters.vllm.tier import PageStore, TransferStatus, WrittenPages
+from adapters.vllm.tier import PageStore
+from session.words import TransferStatus
+from tier_client.values import KeyedPages
 
 # Pages of one read or write, in bytes: what a thread holds in host memory at a time.
 BATCH_BYTES = 16 << 20
@@ -145,16 +147,16 @@ class WorkerSide:
         step = max(1, BATCH_BYTES // page_bytes)
         for first in range(0, len(keys), step):
             batch = keys[first : first + step]
-            found = self._store.get(batch, page_bytes)
-            if any(page.nbytes != page_bytes for page in found.pages):
+            found = self._store.read(group, batch, page_bytes)
+            if any(page.nbytes != page_bytes for page in found.values):
                 raise ValueError(f"a page of group {group} has not {page_bytes} bytes")
-            if found.pages:
-                buffer = self._copies.host_buffer(group, len(found.pages))
-                for row, page in zip(buffer, found.pages, strict=True):
+            if found.values:
+                buffer = self._copies.host_buffer(group, len(found.values))
+                for row, page in zip(buffer, found.values, strict=True):
                     row.copy_(torch.frombuffer(page, dtype=torch.uint8))
-                self._copies.place(group, one.blocks[first : first + len(found.pages)], buffer, after)
-            if len(found.pages) < len(batch):
-                return first + len(found.pages), found.status
+                self._copies.place(group, one.blocks[first : first + len(found.values)], buffer, after)
+            if len(found.values) < len(batch):
+                return first + len(found.values), found.status
         return len(keys), TransferStatus.DONE
 
     # Saves.
@@ -175,7 +177,7 @@ class WorkerSide:
 
     def _write(self, order: WriteOrder) -> None:
         """Reports also where nothing is staged any more: the ticket ends with it."""
-        written: list[WrittenPages] = []
+        written: list[tuple[int, int]] = []
         status = TransferStatus.DONE
         try:
             with self._lock:
@@ -184,10 +186,9 @@ class WorkerSide:
                 for copied in staged.copies:
                     copied.wait()
                 for pages, rows in order.groups:
-                    num_written = self._write_pages(pages.keys(self._rank), staged.pages[pages.group], rows)
-                    written.append(WrittenPages(pages.group, num_written))
-                    if num_written < len(rows):
-                        status = TransferStatus.FAILED
+                    count, status = self._write_pages(pages, staged.pages[pages.group], rows)
+                    written.append((pages.group, count))
+                    if count < len(rows):
                         break
         except Exception:
             status = TransferStatus.FAILED
@@ -195,14 +196,16 @@ class WorkerSide:
         with self._lock:
             self._reports.writes.append(WriteReport(order.number, self._rank, status, tuple(written)))
 
-    def _write_pages(self, keys: Sequence[bytes], staged: torch.Tensor, rows: Sequence[int]) -> int:
+    def _write_pages(self, pages: KeyedPages, staged: torch.Tensor, rows: Sequence[int]) -> tuple[int, TransferStatus]:
+        """Returns how many of the first pages are stored, and FAILED where the store did not answer."""
+        keys = pages.keys(self._rank)
         step = max(1, BATCH_BYTES // staged.shape[1])
         for first in range(0, len(keys), step):
             batch = [staged[row].numpy().data for row in rows[first : first + step]]
-            stored = self._store.put(keys[first : first + step], batch)
+            stored, status = self._store.write(pages.group, keys[first : first + step], batch)
             if stored < len(batch):
-                return first + stored
-        return len(keys)
+                return first + stored, status
+        return len(keys), TransferStatus.DONE
 
     def _forget(self, number: int) -> None:
         with self._lock:

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from adapters.vllm.layout import GroupKind, GroupLayout, Layout
+from adapters.vllm.layout import GroupLayout, Layout
 from adapters.vllm.metadata import StepOrders, StepReports
 from adapters.vllm.page_copies import PageCopies
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
+from adapters.vllm.tier import PageIndex, PageStore
 from adapters.vllm.worker_side import Results, WorkerSide
+from session.words import GroupKind
 from tests.adapters.dict_tier import DictTier
 
 PAGE_TOKENS = 4
 NUM_BLOCKS = 32
+PAUSE_S = 2.0
 FULL = GroupLayout(GroupKind.FULL, 0, ("full.0", "full.1"), (32, 32))
 WINDOW = GroupLayout(GroupKind.WINDOW, 2 * PAGE_TOKENS + 1, ("window.0",), (64,))
 
@@ -64,6 +67,9 @@ class ByHand(Executor):
         self.waiting.append((future, lambda: fn(*args, **kwargs)))
         return future
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.waiting.clear()
+
     def run(self) -> None:
         while self.waiting:
             future, call = self.waiting.pop(0)
@@ -81,7 +87,7 @@ def caches(spec: Layout) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Stage:
-    """`clock` is the time that the scheduler's side sees."""
+    """`clock`: the time that the scheduler's side sees. `index` and `stores`, one for each rank: instead of a dict."""
 
     spec: Layout
     num_ranks: int = 1
@@ -89,22 +95,25 @@ class Stage:
     tier: DictTier | None = None
     thread: ByHand = field(default_factory=ByHand)
     clock: float = 0.0
+    index: PageIndex | None = None
+    stores: Sequence[PageStore] = ()
 
     def __post_init__(self) -> None:
         self.tier = self.tier or DictTier(self.spec, self.num_ranks)
         self.scheduler = SchedulerSide(
-            self.tier,
+            self.index or self.tier,
             self.thread,
             self.spec,
             self.num_ranks,
             timeout_s=1.0,
             inline_wait_s=0.0,
+            pause_s=PAUSE_S,
             now_s=lambda: self.clock,
         )
         self.caches = [caches(self.spec) for _ in range(self.num_ranks)]
         self.workers = [
             WorkerSide(
-                self.tier,
+                self.stores[rank] if self.stores else self.tier,
                 PageCopies(self.spec, held),
                 self.spec,
                 rank,
@@ -116,6 +125,7 @@ class Stage:
         ]
 
     def close(self) -> None:
+        self.scheduler.close()
         for worker in self.workers:
             worker.close()
 

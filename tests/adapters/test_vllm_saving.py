@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adapters.vllm.saving import Completed, Cursor, make_batch
-from adapters.vllm.tier import PageRange
+from tier_client.values import PagePath, PageRange
 
 IDS = [bytes([page]) * 32 for page in range(8)]
 A, B = "adapter", "salt"
@@ -52,9 +52,9 @@ def test_a_table_that_is_shorter_than_the_tokens_has_no_block_there() -> None:
 
 def test_a_batch_takes_each_page_once_and_tells_ranges() -> None:
     batch = make_batch(A, B, [Completed(IDS[3], (4, 0)), Completed(IDS[5], (5, 6)), Completed(IDS[3], (7, 0))], 2, 100)
-    assert batch.path == (A, B, IDS[3] + IDS[5])
+    assert batch.path == PagePath(IDS[3] + IDS[5], adapter=A, salt=B)
     assert batch.blocks == ((7, 5), (6,))
-    assert batch.ranges() == [PageRange(0, 0, 2), PageRange(1, 1, 1)]
+    assert batch.ranges() == [PageRange(0, 0, 2), PageRange(1, 1, 2)]
     assert batch.stage_order(7).blocks == ((0, (7, 5)), (1, (6,)))
 
 
@@ -65,4 +65,4 @@ def test_a_batch_is_limited() -> None:
 def test_ranges_have_no_gaps() -> None:
     held = [(1, 1), (2, 0), (3, 3), (4, 4)]
     batch = make_batch(A, B, [Completed(IDS[page], blocks) for page, blocks in enumerate(held)], 2, 100)
-    assert batch.ranges() == [PageRange(0, 0, 4), PageRange(1, 0, 1), PageRange(1, 2, 2)]
+    assert batch.ranges() == [PageRange(0, 0, 4), PageRange(1, 0, 1), PageRange(1, 2, 4)]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from adapters.vllm.scheduler_side import MAX_OPEN_SAVES, SAVE_S, Scheduled
-from adapters.vllm.tier import TransferStatus
+from session.words import TransferStatus
 from tests.adapters.dict_tier import DictTier
-from tests.adapters.stage import FULL, PAGE_TOKENS, WINDOW, FakeRequest, Stage, layout
+from tests.adapters.stage import FULL, PAGE_TOKENS, PAUSE_S, WINDOW, FakeRequest, Stage, layout
 
 TOKENS = list(range(5 * PAGE_TOKENS + 2))
 LAYOUTS = ((FULL,), (FULL, WINDOW), (WINDOW,))
@@ -95,6 +95,7 @@ def test_a_load_that_fails_is_computed_again_and_saved_again(
     assert tier.ends[-1].num_pages == (bad if groups == (FULL,) or fault != "store" else tier.ends[-1].num_pages)
     # The engine asks no more for this request, and what it computes now is saved anew.
     tier.store_fails = False
+    stage.clock += PAUSE_S
     assert stage.matched(again) == 0
     stage.compute(again, held, computed=0)
     assert stage.matched(FakeRequest("c", TOKENS)) == 5 * PAGE_TOKENS
@@ -225,12 +226,31 @@ def test_pages_that_find_no_staging_room_are_not_saved(stages: list[Stage]) -> N
     assert len(tier.rows) == 1
 
 
-def test_a_store_that_is_full_keeps_the_leading_pages(stages: list[Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_store_has_failed_nothing_is_asked_for_a_while(stages: list[Stage]) -> None:
     stage = Stage(layout())
     stages.append(stage)
     tier = tier_of(stage)
-    put = tier.put
-    monkeypatch.setattr(tier, "put", lambda keys, pages: put(keys[:2], pages[:2]))
+    stage.compute(FakeRequest("a", TOKENS), tables(stage, 1))
+    tier.store_fails = True
+    request = FakeRequest("b", TOKENS)
+    assert stage.matched(request) == 5 * PAGE_TOKENS
+    stage.scheduler.allocated(request, tables(stage, 13), 5 * PAGE_TOKENS)
+    stage.step()
+    assert tier.ends[-1].status is TransferStatus.FAILED
+    asked = len(tier.lookups)
+    tier.store_fails = False
+    assert stage.matched(FakeRequest("c", TOKENS)) == 0
+    orders = stage.scheduler.step([Scheduled("c", 0, len(TOKENS), tables(stage, 1))], ())
+    assert not orders.stages and len(tier.lookups) == asked
+    stage.clock += PAUSE_S
+    assert stage.matched(FakeRequest("d", TOKENS)) == 5 * PAGE_TOKENS
+
+
+def test_a_store_that_is_full_keeps_the_leading_pages(stages: list[Stage]) -> None:
+    stage = Stage(layout())
+    stages.append(stage)
+    tier = tier_of(stage)
+    tier.room = 2
     stage.compute(FakeRequest("a", TOKENS), tables(stage, 1))
     assert len(tier.rows) == 2
     assert stage.matched(FakeRequest("b", TOKENS)) == 2 * PAGE_TOKENS

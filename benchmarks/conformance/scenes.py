@@ -1,0 +1,133 @@
+"""The scenes that an engine with the host tier under it has to stand; the tokens of a cold run are the measure."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from benchmarks.conformance.engine import Answer, Engine
+from benchmarks.conformance.services import Counted, Services
+
+PROMPT_CHARS = 397
+ANSWER_TOKENS = 8
+SETTLE_S = 60.0
+MOST_ATTEMPTS = 60
+TENANT, OTHER_TENANT = "tenant-one", "tenant-two"
+
+
+class Row(NamedTuple):
+    """`expected` and `from_tier` are prompt tokens, the latter by the engine's metric; None: not counted."""
+
+    scene: str
+    same_tokens: bool
+    expected: int | None
+    from_tier: int
+    counted: Counted
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.same_tokens and self.expected in (None, self.from_tier)
+
+
+class Run:
+    """`make_engine` starts nothing; the services run."""
+
+    def __init__(self, services: Services, make_engine: Callable[[], Engine], page_tokens: int) -> None:
+        self._services, self._make_engine, self._page_tokens = services, make_engine, page_tokens
+        self._engine = make_engine()
+        self._cold: dict[str, tuple[int, ...]] = {}
+
+    def rows(self) -> Iterator[Row]:
+        """Each scene as it ends. Later ones need what earlier ones stored."""
+        try:
+            self._engine.start()
+            yield from self._first_process()
+            self._engine.kill()
+            self._engine = self._make_engine()
+            self._engine.start()
+            yield from self._second_process()
+        finally:
+            self._engine.kill()
+
+    def _first_process(self) -> Iterator[Row]:
+        yield self._scene("cold", expected=0, forget=False)
+        self._settle()
+        yield self._scene("warm, the engine's own cache", expected=0, forget=False)
+        yield self._scene("warm, from the tier")
+
+    def _second_process(self) -> Iterator[Row]:
+        yield self._scene("another process", forget=False)
+        yield self._scene("another tenant, its first time", salt=OTHER_TENANT, expected=0)
+        self._settle()
+        yield self._scene("another tenant, from the tier", salt=OTHER_TENANT)
+        yield self._scene("the first tenant again")
+        yield from self._damaged("a page is missing", self._services.drop, lambda counted: counted.missing_pages)
+        yield from self._damaged("a page is torn", self._services.damage, lambda counted: counted.corrupt_pages)
+        yield from self._away("Redis", self._services.redis.kill, self._services.redis.start)
+        yield from self._away("the cache service", self._services.cache.kill, self._services.cache.start)
+
+    def _damaged(self, scene: str, damage: Callable[[bytes], bytes], count: Callable[[Counted], int]) -> Iterator[Row]:
+        """One page at a time, until the engine met one: it does not read those that a window has left."""
+        for key in sorted(self._services.page_keys()):
+            value = damage(key)
+            row = self._scene(scene, expected=None)
+            if count(row.counted):
+                self._settle()
+                yield row._replace(note="counted by HostTier, computed again")
+                yield self._scene(f"{scene}: written again")
+                return
+            self._services.put(key, value)
+            if not row.same_tokens:
+                yield row
+        raise RuntimeError(f"{scene}: the engine met none of the pages")
+
+    def _away(self, what: str, kill: Callable[[], None], start: Callable[[], None]) -> Iterator[Row]:
+        kill()
+        yield self._scene(f"{what} is dead", expected=None, alive=False)
+        yield self._until_passed(f"{what} is dead, and known to be", expected=0, alive=False)
+        start()
+        yield self._until_passed(f"{what} is back", expected=-1, alive=True)
+
+    def _until_passed(self, scene: str, expected: int, alive: bool) -> Row:
+        """Tokens have to be the same each time; what is hit may take a while."""
+        for attempt in itertools.count(1):
+            row = self._scene(scene, expected=expected, alive=alive)
+            if row.passed or not row.same_tokens or attempt == MOST_ATTEMPTS:
+                break
+            time.sleep(0.5)
+        return row._replace(note=f"at request {attempt}")
+
+    def _scene(
+        self, scene: str, salt: str = TENANT, expected: int | None = -1, forget: bool = True, alive: bool = True
+    ) -> Row:
+        """`expected` -1: all whole pages before the last token."""
+        if forget:
+            self._engine.forget()
+        before = self._services.counted() if alive else Counted()
+        tokens_before = self._engine.tier_tokens()
+        answer = self._engine.ask(prompt(), salt, ANSWER_TOKENS)
+        from_tier = self._engine.tier_tokens() - tokens_before
+        if alive:
+            self._settle()
+        counted = self._services.counted().since(before) if alive else Counted()
+        if expected == -1:
+            expected = (answer.prompt_tokens - 1) // self._page_tokens * self._page_tokens
+        return Row(scene, self._is_same(answer), expected, from_tier, counted)
+
+    def _is_same(self, answer: Answer) -> bool:
+        """As the first run, which had nothing to reuse."""
+        return self._cold.setdefault("tokens", answer.tokens) == answer.tokens
+
+    def _settle(self) -> None:
+        """Waits until what was computed is written."""
+        until = time.monotonic() + SETTLE_S
+        while not self._services.is_settled() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def prompt() -> str:
+    """One token for each character where the tokenizer is of bytes."""
+    return "".join(chr(97 + (place * 7 + place // 26) % 26) for place in range(PROMPT_CHARS))
