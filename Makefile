@@ -13,7 +13,7 @@ JOBS ?= 2
 COMPILED := build/compiled
 WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED):$(CURDIR) STEMCACHE_CORE=compiled
 
-.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-families bench-gpu bench-serving test-gpu up down
+.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-families bench-gpu bench-serving test-gpu conformance-vllm up down
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -81,6 +81,9 @@ bench-families: setup ## time what a hit saves each family of models, on a CUDA 
 
 bench-serving: setup ## time what clients of an 8B-shaped model on a CUDA device see; ARGS="--device cpu --quick" tries it here
 	@$(BIN)/python -m benchmarks.bench_serving $(ARGS)
+
+conformance-vllm: setup ## prove the host tier under vLLM's CPU engine, installed into build/engines (3.5 GB); VLLM_PYTHON takes another one
+	@benchmarks/conformance/vllm.sh
 
 test-gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -168,8 +168,8 @@ class SchedulerSide:
     # What the workers told.
 
     def reported(self, reports: StepReports) -> None:
-        told = (*reports.loads, *reports.writes)
-        if any(one.status is TransferStatus.FAILED for one in told):
+        statuses = {load.status for load in reports.loads} | {write.status for write in reports.writes}
+        if TransferStatus.FAILED in statuses:
             # The workers do not ask it meanwhile either: what is granted now would only fail.
             self._store_asked_from_s = self._now_s() + self._pause_s
         for load in reports.loads:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    cache: str = "127.0.0.1:50051"
+    cache: str = "127.0.0.1:7400"
     """Where the cache service listens."""
     redis: str = "redis://127.0.0.1:6379/0"
     """The store that pages are read from and written to, the same that other engines use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ from tier_client.values import KeyedPages
 
 # Pages of one read or write, in bytes: what a thread holds in host memory at a time.
 BATCH_BYTES = 16 << 20
+
+
+_log = logging.getLogger(f"vllm.{__name__}")
 
 
 class Results(NamedTuple):
@@ -120,6 +124,7 @@ class WorkerSide:
         try:
             end, status = self._read(order, after)
         except Exception:
+            _log.exception("a load failed")
             end, status = order.first_page, TransferStatus.FAILED
         is_failed = end < order.end_page
         with self._lock:
@@ -168,10 +173,17 @@ class WorkerSide:
                 return
             self._staged_bytes += num_bytes
         staged = Staged({}, [], set(), num_bytes)
-        for group, blocks in order.blocks:
-            staged.pages[group], copied = self._copies.stage(group, blocks, after)
-            staged.copies.append(copied)
-            staged.blocks.update(blocks)
+        try:
+            for group, blocks in order.blocks:
+                staged.pages[group], copied = self._copies.stage(group, blocks, after)
+                staged.copies.append(copied)
+                staged.blocks.update(blocks)
+        except (RuntimeError, MemoryError) as error:
+            # No host memory to pin, say: pages that are not saved are a miss later, and no reason to end the engine.
+            _log.warning("pages are not saved: %s", error)
+            with self._lock:
+                self._staged_bytes -= num_bytes
+            return
         with self._lock:
             self._staged[order.number] = staged
 
@@ -191,6 +203,7 @@ class WorkerSide:
                     if count < len(rows):
                         break
         except Exception:
+            _log.exception("a save failed")
             status = TransferStatus.FAILED
         self._forget(order.number)
         with self._lock:

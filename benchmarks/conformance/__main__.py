@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.host import about_host
 from tests.redis_process import free_port
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
     parser.add_argument("--name", required=True, help="what stands in the result: engine and model")
     parser.add_argument("--model", required=True, help="the name that requests give")
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--metric", required=True, help="the counter of prompt tokens that came from the tier")
     parser.add_argument("--out", type=Path, help="JSON file; the entry of this name is replaced")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     rows = run(arguments)
     if arguments.out is not None:
         write(arguments.out, arguments.name, rows)

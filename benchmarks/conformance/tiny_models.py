@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 WINDOW_TOKENS = 64
+SHARPER = 5.0
 
 
 def write_models(folder: Path) -> None:
@@ -42,7 +43,13 @@ def write_models(folder: Path) -> None:
         **SIZES,
         **special,
     )
-    for name, model in (("full", full), ("windows", Gemma3ForCausalLM(config))):
+    windows = Gemma3ForCausalLM(config)
+    # Gemma scales embeddings up and ties the last layer to them: unless they are small, each token repeats itself.
+    windows.model.embed_tokens.weight.data.mul_(0.02)
+    for layer in windows.model.layers:
+        # Its keys and queries are normalized: sharper attention, or no single token matters.
+        layer.self_attn.q_norm.weight.data.fill_(SHARPER)
+    for name, model in (("full", full), ("windows", windows)):
         model.to(torch.float32).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 

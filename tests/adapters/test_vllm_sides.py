@@ -288,3 +288,21 @@ def test_copies_come_before_what_overwrites_their_blocks(stages: list[Stage], mo
     orders = stage.scheduler.step((), new_blocks=[3, 10])
     worker.before_forward(orders)
     assert held_back == [1]
+
+
+def test_without_host_memory_nothing_is_saved_and_the_engine_goes_on(
+    stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(layout())
+    stages.append(stage)
+    tier = tier_of(stage)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory to pin")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.workers[0]._copies, "stage", fails)
+        stage.compute(FakeRequest("a", TOKENS), tables(stage, 1))
+    assert not tier.rows and not tier.tickets
+    stage.compute(FakeRequest("b", TOKENS), tables(stage, 13))
+    assert len(tier.rows) == 5
