@@ -81,10 +81,10 @@ class Engine:
         """Empties the engine's own cache; the tier keeps what it has."""
         self._post(self.reset, {})
 
-    def tier_tokens(self) -> int:
-        """By the engine's own metric, since its start."""
+    def counter(self, name: str) -> int:
+        """Of the engine's own metrics, since its start; 0 for one that it does not have."""
         lines = self._get("/metrics").decode().splitlines()
-        return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(self.metric)))
+        return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))
 
     def _get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_S) as reply:

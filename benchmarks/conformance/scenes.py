@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from benchmarks.conformance.engine import Answer, Engine
@@ -14,6 +15,11 @@ PROMPT_CHARS = 397
 ANSWER_TOKENS = 16
 SETTLE_S = 60.0
 MOST_ATTEMPTS = 60
+PAUSE_S = 0.5
+CROWD = 4
+LONG_ANSWER_TOKENS = 96
+# An engine that does not have it counts none.
+PREEMPTIONS = "vllm:num_preemptions_total"
 TENANT, OTHER_TENANT = "tenant-one", "tenant-two"
 
 
@@ -77,10 +83,27 @@ class Run:
         self._settle()
         yield self._scene("another tenant, from the tier", salt=OTHER_TENANT)
         yield self._scene("the first tenant again")
+        yield from self._crowd()
         yield from self._damaged("a page is missing", self._services.drop, lambda counted: counted.missing_pages)
         yield from self._damaged("a page is torn", self._services.damage, lambda counted: counted.corrupt_pages)
         yield from self._away("Redis", self._services.redis.kill, self._services.redis.start)
         yield from self._away("the cache service", self._services.cache.kill, self._services.cache.start)
+
+    def _crowd(self) -> Iterator[Row]:
+        """Several long answers at once; where they find no room together, some are preempted and resume."""
+        prompts = [prompt(number) for number in range(1, CROWD + 1)]
+        alone = [self._engine.ask(each, "alone", LONG_ANSWER_TOKENS).tokens for each in prompts]
+        for scene in ("four at once", "four at once, from the tier"):
+            self._engine.forget()
+            before, tokens_before = self._services.counted(), self._engine.counter(self._engine.metric)
+            preempted = self._engine.counter(PREEMPTIONS)
+            with ThreadPoolExecutor(CROWD) as pool:
+                answers = list(pool.map(lambda each: self._engine.ask(each, TENANT, LONG_ANSWER_TOKENS), prompts))
+            self._settle()
+            same = [answer.tokens for answer in answers] == alone
+            from_tier = self._engine.counter(self._engine.metric) - tokens_before
+            note = f"{self._engine.counter(PREEMPTIONS) - preempted} preemptions"
+            yield Row(scene, same, None, from_tier, self._services.counted().since(before), note)
 
     def _damaged(self, scene: str, damage: Callable[[bytes], bytes], count: Callable[[Counted], int]) -> Iterator[Row]:
         """One page at a time, until the engine met one: it does not read those that a window has left."""
@@ -110,7 +133,7 @@ class Run:
             row = self._scene(scene, expected=expected, alive=alive)
             if row.passed or not row.same_tokens or attempt == MOST_ATTEMPTS:
                 break
-            time.sleep(0.5)
+            time.sleep(PAUSE_S)
         return row._replace(note=f"at request {attempt}")
 
     def _scene(
@@ -120,9 +143,9 @@ class Run:
         if forget:
             self._engine.forget()
         before = self._services.counted() if alive else Counted()
-        tokens_before = self._engine.tier_tokens()
+        tokens_before = self._engine.counter(self._engine.metric)
         answer = self._engine.ask(prompt(), salt, ANSWER_TOKENS)
-        from_tier = self._engine.tier_tokens() - tokens_before
+        from_tier = self._engine.counter(self._engine.metric) - tokens_before
         if alive:
             self._settle()
         counted = self._services.counted().since(before) if alive else Counted()
@@ -141,6 +164,6 @@ class Run:
             time.sleep(0.05)
 
 
-def prompt() -> str:
+def prompt(number: int = 0) -> str:
     """One token for each character where the tokenizer is of bytes."""
-    return "".join(chr(97 + (place * 7 + place // 26) % 26) for place in range(PROMPT_CHARS))
+    return "".join(chr(97 + (place * 7 + place // 26 + number) % 26) for place in range(PROMPT_CHARS))

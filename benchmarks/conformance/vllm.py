@@ -20,6 +20,7 @@ from benchmarks.conformance.__main__ import main as run_scenes
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks/results/conformance-vllm.json"
 MODELS = ("full", "windows")
+NUM_BLOCKS = 48
 PAGE_TOKENS = 32  # the CPU engine takes multiples of 32
 METRIC = "vllm:external_prefix_cache_hits_total"
 # Two cores: one thread, a small cache, no compiling. The reset of vLLM's own cache is an endpoint for developers.
@@ -32,6 +33,8 @@ ENVIRONMENT = {
 }
 OPTIONS = (
     "--dtype float32 --max-model-len 1024 --enforce-eager --max-num-seqs 4 --max-num-batched-tokens 256 --seed 0"
+    # Four long answers find no room together.
+    f" --num-gpu-blocks-override {NUM_BLOCKS}"
     f" --block-size {PAGE_TOKENS} --host 127.0.0.1 --port {{port}} --served-model-name tiny"
 )
 _CONFIG = re.compile(r"--kv-transfer-config '(\{.*?\})'$", re.DOTALL | re.MULTILINE)
