@@ -109,6 +109,21 @@ def check_disjoint(written: str, target: torch.Tensor, read: str, source: torch.
         raise KernelArgumentError(f"{written}: shares memory with {read}")
 
 
+def check_out(
+    out: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    **inputs: torch.Tensor | None,
+) -> None:
+    """Refuses an output of another shape or dtype, with gaps, or in the memory of an input."""
+    check_tensor("out", out, shape, (dtype,), device)
+    check_contiguous("out", out)
+    for name, tensor in inputs.items():
+        if tensor is not None:
+            check_disjoint("out", out, name, tensor)
+
+
 def check_page_pair(
     pages: torch.Tensor, others: torch.Tensor, name: str = "k_pages", other_name: str = "v_pages"
 ) -> None:

@@ -5,7 +5,7 @@
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_disjoint, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_out, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.gated_activation import reference
@@ -60,9 +60,7 @@ def _gated(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor | None, backend:
     if out is None:
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     else:
-        check_tensor("out", out, (rows, width // 2), (gate_up.dtype,), gate_up.device)
-        check_contiguous("out", out)
-        check_disjoint("out", out, "gate_up", gate_up)
+        check_out(out, (rows, width // 2), gate_up.dtype, gate_up.device, gate_up=gate_up)
     if out.numel() and uses_triton(backend, gate_up):
         from kernels.gated_activation.triton import launch
 

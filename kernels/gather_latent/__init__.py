@@ -8,10 +8,9 @@ import torch
 from kernels._checks import (
     KV_DTYPES,
     check_block_tables,
-    check_contiguous,
     check_dense_pages,
-    check_disjoint,
     check_lengths,
+    check_out,
     check_rows,
     check_tensor,
     num_sequences,
@@ -55,11 +54,8 @@ def gather_latent(
     if first_positions is not None:
         check_lengths("first_positions", first_positions, num_seqs, pages.device)
     if out is not None:
-        check_tensor("out", out, (total_tokens, pages.shape[2]), (pages.dtype,), pages.device)
-        check_contiguous("out", out)
-        check_disjoint("out", out, "pages", pages)
-        if new_latents is not None:
-            check_disjoint("out", out, "new_latents", new_latents)
+        size = (total_tokens, pages.shape[2])
+        check_out(out, size, pages.dtype, pages.device, pages=pages, new_latents=new_latents)
     if new_latents is not None and new_latents.shape[0] == total_tokens:
         return new_latents if out is None else out.copy_(new_latents)
     if out is None:

@@ -7,10 +7,9 @@ import torch
 
 from kernels._checks import (
     KV_DTYPES,
-    check_contiguous,
     check_dense_pages,
-    check_disjoint,
     check_head_rows,
+    check_out,
     check_rows,
     check_tensor,
 )
@@ -55,9 +54,7 @@ def index_logits(
     if out is None:
         out = torch.empty(size, dtype=torch.float32, device=q.device)
     else:
-        check_tensor("out", out, size, (torch.float32,), q.device)
-        check_contiguous("out", out)
-        check_disjoint("out", out, "q", q)
+        check_out(out, size, torch.float32, q.device, q=q)
     if out.numel() == 0 or max_keys <= least_keys:
         return out
     if uses_triton(backend, q):

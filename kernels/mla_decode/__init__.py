@@ -12,8 +12,8 @@ from kernels._checks import (
     check_block_tables,
     check_contiguous,
     check_dense_pages,
-    check_disjoint,
     check_lengths,
+    check_out,
     check_tensor,
 )
 from kernels.attention import check_lse, check_tensor_core_dtype
@@ -67,10 +67,7 @@ def mla_decode(
     if out is None:
         out = q.new_zeros((tokens, heads, latent))
     else:
-        check_tensor("out", out, (tokens, heads, latent), (q.dtype,), q.device)
-        check_contiguous("out", out)
-        check_disjoint("out", out, "q", q)
-        check_disjoint("out", out, "pages", pages)
+        check_out(out, (tokens, heads, latent), q.dtype, q.device, q=q, pages=pages)
     if lse is not None:
         lse.fill_(float("-inf"))  # rows of no sequence
     if tokens and heads and call.num_seqs:

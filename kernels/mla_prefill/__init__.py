@@ -11,8 +11,8 @@ import torch
 from kernels._checks import (
     KV_DTYPES,
     check_contiguous,
-    check_disjoint,
     check_lengths,
+    check_out,
     check_rows,
     check_tensor,
     num_sequences,
@@ -71,10 +71,7 @@ def mla_prefill(
     if out is None:
         out = q.new_zeros((tokens, heads, v.shape[2]))
     else:
-        check_tensor("out", out, (tokens, heads, v.shape[2]), (q.dtype,), q.device)
-        check_contiguous("out", out)
-        for name, source in (("q", q), ("k_nope", k_nope), ("k_rope", k_rope), ("v", v)):
-            check_disjoint("out", out, name, source)
+        check_out(out, (tokens, heads, v.shape[2]), q.dtype, q.device, q=q, k_nope=k_nope, k_rope=k_rope, v=v)
     if lse is not None:
         lse.fill_(float("-inf"))  # rows of no sequence
     _compute(call, backend, plan, out, lse)

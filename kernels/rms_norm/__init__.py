@@ -7,7 +7,7 @@ from typing import overload
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_disjoint, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_contiguous, check_out, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.rms_norm import reference
 
@@ -65,7 +65,7 @@ def rms_norm(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
-        _check_out(out, x, weight, residual)
+        check_out(out, x.shape, x.dtype, x.device, x=x, weight=weight, residual=residual)
     total = None if residual is None else torch.empty_like(out)
     if x.numel() and uses_triton(backend, x):
         from kernels.rms_norm.triton import launch
@@ -74,11 +74,3 @@ def rms_norm(
     else:
         reference.rms_norm(x, weight, eps, residual, out, total)
     return out if total is None else (out, total)
-
-
-def _check_out(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
-    check_tensor("out", out, x.shape, (x.dtype,), x.device)
-    check_contiguous("out", out)
-    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
-        if tensor is not None:
-            check_disjoint("out", out, name, tensor)

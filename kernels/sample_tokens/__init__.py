@@ -6,7 +6,7 @@ seed draws the same tokens in any batch.
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_disjoint, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_contiguous, check_out, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.sample_tokens import reference
@@ -44,9 +44,7 @@ def sample_tokens(
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     else:
-        check_tensor("out", out, (num_rows,), (torch.int32,), logits.device)
-        check_contiguous("out", out)
-        check_disjoint("out", out, "logits", logits)
+        check_out(out, (num_rows,), torch.int32, logits.device, logits=logits)
     if num_rows and uses_triton(backend, logits):
         from kernels.sample_tokens.triton import launch
 

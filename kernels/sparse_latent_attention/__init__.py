@@ -10,7 +10,7 @@ from kernels._checks import (
     KV_DTYPES,
     check_contiguous,
     check_dense_pages,
-    check_disjoint,
+    check_out,
     check_tensor,
 )
 from kernels.attention import check_tensor_core_dtype
@@ -48,10 +48,7 @@ def sparse_latent_attention(
     if out is None:
         out = q.new_empty((tokens, heads, latent))
     else:
-        check_tensor("out", out, (tokens, heads, latent), (q.dtype,), q.device)
-        check_contiguous("out", out)
-        check_disjoint("out", out, "q", q)
-        check_disjoint("out", out, "pages", pages)
+        check_out(out, (tokens, heads, latent), q.dtype, q.device, q=q, pages=pages)
     if tokens == 0 or heads == 0:
         return out
     if uses_triton(backend, q):

@@ -5,7 +5,7 @@ No row is sorted and nothing is added up atomically: a row's choice is a functio
 
 import torch
 
-from kernels._checks import check_contiguous, check_lengths, check_rows, check_tensor
+from kernels._checks import check_lengths, check_out, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.top_k import reference
@@ -40,8 +40,7 @@ def top_k(
     if out is None:
         out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
     else:
-        check_tensor("out", out, (num_rows, k), (torch.int32,), logits.device)
-        check_contiguous("out", out)
+        check_out(out, (num_rows, k), torch.int32, logits.device)
     if num_rows and uses_triton(backend, logits):
         from kernels.top_k.triton import launch
 
