@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from itertools import islice
 
 import pytest
 import torch
@@ -161,6 +162,19 @@ async def test_a_store_that_fails_between_parts_makes_nothing_findable(seed: int
             assert page(there, 0, IDS[0][at]) == page(here, 0, IDS[0][at])
             if (1, at) not in HOLES:
                 assert page(there, 1, IDS[1][at]) == page(here, 1, IDS[1][at])
+
+
+async def test_a_store_that_ends_early_has_no_such_page() -> None:
+    class Hasty(MemoryTier):
+        """Breaks its contract: it says nothing of a part that it does not yield."""
+
+        def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
+            yield from islice(super().get_parts(key, num_parts, max_bytes), num_parts - 1)
+
+    tier = Hasty(1 << 20)
+    await spilled(tier)
+    ack = await MoverHarness(make_pages(2), tier, LIMITS).fetch(transfer(2, IDS, HOLES))
+    assert ack[:3] == (2, 1, TransferStatus.MISSING)
 
 
 async def test_a_full_store_takes_no_half_of_a_snapshot() -> None:

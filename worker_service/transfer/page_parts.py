@@ -52,7 +52,8 @@ class PageParts:
         cut, write_id = self._cut(item), b""
         kind = self._frame.kind(item.group)
         with closing(tier.get_parts(item.key, len(cut), self._part_bytes + PART_HEADER_BYTES)) as values:
-            for part, value in zip(cut, values, strict=False):
+            for part in cut:
+                value = next(values, None)
                 if value is None:
                     return TransferStatus.MISSING
                 try:
