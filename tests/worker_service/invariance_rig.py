@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.worker_service.model_kit import NUM_WORKING, Bench, PagedTokens, Part, num_pages_of
+from tests.worker_service.model_kit import MEMORY, NUM_WORKING, Bench, PagedTokens, Part, num_pages_of, page_of
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder, expected_tensors
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
+from worker_service.model.spec import STATE_PAGE_TOKENS
 from worker_service.model.tensors import LoadedTensors
 
 MAX_MATES = 6
@@ -49,6 +50,8 @@ class World(Bench):
         self.config = parse_model_spec(fields)
         self.scale = scale
         self.page = page_tokens
+        # Scans promise bits for cuts at multiples of their grid, which is a page of such a model.
+        self.grid = page_tokens if page_of(self.config) == STATE_PAGE_TOKENS else 1
         self.num_pages = scale.pool_tokens // page_tokens
         layouts = page_layouts(self.config, dtype, page_tokens, kv_dtype)
         self.pages = PagePools(layouts, num_pages_of(layouts, self.num_pages), page_tokens, device)
@@ -64,6 +67,8 @@ class World(Bench):
         for name, (shape, wide) in expected_tensors(self.config).items():
             values = torch.randn(shape, generator=generator, device=device)
             made = values * 1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 1 + values / 8
+            if name.endswith("A_log"):
+                made -= MEMORY
             tensors[name] = made.to(torch.float32 if wide else dtype)
         tensors["model.embed_tokens.weight"] *= 20
         return tensors
@@ -93,10 +98,10 @@ def drawn_tokens(source: random.Random, count: int) -> list[int]:
     return [source.randrange(VOCAB) for _ in range(count)]
 
 
-def drawn_cuts(source: random.Random, first: int, end: int) -> list[int]:
-    """Where chunks begin and end; a lone token cannot be a chunk here, as it would decode."""
-    cuts = sorted({first, end, *(source.randint(first, end) for _ in range(source.randint(0, 4)))})
-    return [cut for cut in cuts if cut in (first, end) or (cut - first > 1 and end - cut > 1)]
+def drawn_cuts(source: random.Random, first: int, end: int, grid: int = 1) -> list[int]:
+    """Where chunks begin and end, at multiples of the grid; a lone token cannot be a chunk here, as it would decode."""
+    drawn = (source.randint(first, end) // grid * grid for _ in range(source.randint(0, 4)))
+    return [first, *sorted({cut for cut in drawn if cut - first > 1 and end - cut > 1}), end]
 
 
 class Case:
@@ -145,7 +150,7 @@ class Case:
                 self.world.pages.write_pages(group, ids, self.world.pages.read_pages(group, cached))
             return ids
         sequence = self.world.sequence(self.prompt[: num_pages * self.world.page], ids)
-        for first, end in pairwise(drawn_cuts(self.source, 0, len(sequence.tokens))):
+        for first, end in pairwise(drawn_cuts(self.source, 0, len(sequence.tokens), self.world.grid)):
             self.in_company(Part(sequence, first, end))
         return ids
 
@@ -157,7 +162,7 @@ def check_prefill(world: World, seed: int) -> None:
     num_pages = case.source.randint(0, (length - 2) // world.page)
     table = case.prefix_pages(num_pages)
     warm = world.sequence(case.prompt, [*table, *world.deal(length - num_pages * world.page)])
-    for first, end in pairwise(drawn_cuts(case.source, num_pages * world.page, length)):
+    for first, end in pairwise(drawn_cuts(case.source, num_pages * world.page, length, world.grid)):
         got = case.in_company(Part(warm, first, end))
         assert torch.equal(got, case.wanted[first:end]), f"tokens {first} to {end}, prefix of {num_pages} pages"
 
@@ -170,7 +175,7 @@ def check_decoding(world: World, seed: int) -> None:
     ways: list[list[torch.Tensor]] = []
     for way in range(3):
         sequence = world.new_sequence(tokens)
-        for first, end in pairwise(drawn_cuts(case.source, 0, prefix_len)):
+        for first, end in pairwise(drawn_cuts(case.source, 0, prefix_len, world.grid)):
             case.in_company(Part(sequence, first, end))
         logits = []
         for first in range(prefix_len, len(tokens)):

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill
+from tests.worker_service.model_kit import page_of
+from worker_service.model.config import parse_model_spec
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 
@@ -20,7 +22,8 @@ if torch.cuda.is_available():
     # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
     prepare_process(CUDA, 0)
 
-PAGE = 16
+# Kinds whose pages are four times as long, so that as many prompts need more of the pool.
+SCANS = ("gated-delta", "mamba2")
 GPU_CASES = 6
 CPU_CASES = 2
 SIZES: dict[str, Any] = {
@@ -59,6 +62,22 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "conv", "full_attention", "conv"]},
         {"block_ff_dim": 1536, "conv_L_cache": 3},
         {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    ),
+    # Scans go in blocks of 64 positions: their pages and their cuts lie on that grid.
+    "gated-delta": (
+        {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    "mamba2": (
+        {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1]},
+        {"mamba_n_heads": 32, "mamba_n_groups": 1, "mamba_d_state": 128},
+        {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16},
     ),
     "latents": (
         {
@@ -108,15 +127,20 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=list(KINDS))
 def gpu_world(request: pytest.FixtureRequest) -> Iterator[World]:
     shared, large, _ = KINDS[request.param]
-    yield World({**SIZES, **LARGE, **shared, **large}, PAGE, Invariance.BATCH, CUDA, torch.bfloat16, Scale())
+    fields = {**SIZES, **LARGE, **shared, **large}
+    scale = Scale(pool_tokens=32_768) if request.param in SCANS else Scale()
+    yield World(fields, page_of(parse_model_spec(fields)), Invariance.BATCH, CUDA, torch.bfloat16, scale)
     torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def cpu_world(request: pytest.FixtureRequest) -> World:
     shared, _, small = KINDS[request.param]
+    fields = {**SIZES, **SMALL, **shared, **small}
     scale = Scale(pool_tokens=4096, lengths=(17, 75, 100))
-    return World({**SIZES, **SMALL, **shared, **small}, PAGE, Invariance.BATCH, CPU, torch.float32, scale)
+    if request.param in SCANS:
+        scale = Scale(pool_tokens=16_384, lengths=(75, 150, 200))
+    return World(fields, page_of(parse_model_spec(fields)), Invariance.BATCH, CPU, torch.float32, scale)
 
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -47,7 +47,7 @@ class LargeBench(Bench):
     """Random weights in the shape of an 8B model with fewer layers, made on the device."""
 
     def __init__(self) -> None:
-        self.config = parse_model_spec(LLAMA_8B)
+        self.config, self.page = parse_model_spec(LLAMA_8B), PAGE
         generator = torch.Generator(CUDA).manual_seed(0)
         tensors = {}
         for name, shape in expected_shapes(self.config).items():
