@@ -15,7 +15,7 @@ import torch
 from kernels._checks import check_lengths, check_tensor, num_sequences
 from kernels.backend import Backend, uses_triton
 from kernels.block_scan import reference
-from kernels.block_scan.layers import GatedDeltaLayer, Mamba2Layer, check_gated_delta, check_mamba2
+from kernels.block_scan.layers import MAX_DIM, GatedDeltaLayer, Mamba2Layer, check_gated_delta, check_mamba2
 from kernels.block_scan.plan import GRID_TOKENS, ScanPlan, max_blocks
 from kernels.block_scan.steps import Mamba2Steps
 from kernels.errors import KernelArgumentError
@@ -23,6 +23,7 @@ from kernels.state_slots import StateSlots, check_slots
 
 __all__ = [
     "GRID_TOKENS",
+    "MAX_DIM",
     "GatedDeltaLayer",
     "Mamba2Layer",
     "Mamba2Steps",

@@ -39,6 +39,14 @@ from worker_service.model.config import parse_model_spec
         ("zai-org/GLM-5", {"indexer_types": ["full"] * 77}, "indexer_types"),
         ("zai-org/GLM-5", {"indexer_types": ["shared"] + ["full"] * 77}, "indexer_types"),
         ("zai-org/GLM-5", {"index_topk_pattern": "FX"}, "indexer_types"),
+        ("LiquidAI/LFM2-1.2B", {"conv_L_cache": 9}, "conv_L_cache"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"attn_output_gate": False}, "attn_output_gate"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": 0}, "full_attention_interval"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["mamba"] * 48}, "layer_types"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"linear_key_head_dim": 512}, "linear_key_head_dim"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"linear_num_key_heads": 12}, "linear_num_key_heads"),
         ("XiaomiMiMo/MiMo-V2-Flash", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
         ("XiaomiMiMo/MiMo-V2-Flash", {"mlp_layer_types": [["dense"]] * 48}, "mlp_layer_types"),
     ],
@@ -102,6 +110,27 @@ def test_lfm2_reads_as_transformers_does(changes: Fields) -> None:
 def test_glm_5_reads_as_transformers_does(changes: Fields) -> None:
     fields = {**PUBLISHED["zai-org/GLM-5"], **changes}
     assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"full_attention_interval": 2},
+        {"layer_types": ["full_attention"] + ["linear_attention"] * 47},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [0, 5]},
+        {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}},
+        {"norm_topk_prob": False},
+        {"attention_bias": True},
+    ],
+    ids=str,
+)
+def test_qwen3_next_reads_as_transformers_does(changes: Fields) -> None:
+    fields = {**PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"], **changes}
+    ours, theirs = facts_of_spec(parse_model_spec(fields)), facts_of_transformers(fields)
+    # Cards add a factor and leave max_position_embeddings as it was trained; how far that reaches is our reading.
+    assert ours._replace(max_model_len=theirs.max_model_len) == theirs
 
 
 def test_lfm2_without_a_size_of_its_own_has_the_usual_one() -> None:

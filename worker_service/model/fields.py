@@ -33,12 +33,14 @@ def merged(fields: Fields) -> Fields:
     return {**nested, **said}
 
 
-def whole(fields: Fields, name: str, default: int | None = None, least: int = 1) -> int:
+def whole(fields: Fields, name: str, default: int | None = None, least: int = 1, most: int | None = None) -> int:
     value = fields.get(name)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ModelError(name, f"must be a whole number of at least {least}, not {value!r}")
+    if most is not None and value > most:
+        raise ModelError(name, f"{value} is not supported; {least} to {most} are")
     return value
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.block_scan import MAX_DIM
+from kernels.causal_conv import MAX_D_CONV
 from kernels.route_experts import RoutingRule
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
@@ -142,9 +144,9 @@ def _gated_delta(fields: Fields) -> GatedDeltaSpec:
     spec = GatedDeltaSpec(
         num_heads=whole(fields, "linear_num_value_heads"),
         num_k_heads=whole(fields, "linear_num_key_heads"),
-        key_dim=whole(fields, "linear_key_head_dim"),
-        value_dim=whole(fields, "linear_value_head_dim"),
-        width=whole(fields, "linear_conv_kernel_dim", least=2),
+        key_dim=whole(fields, "linear_key_head_dim", most=MAX_DIM),
+        value_dim=whole(fields, "linear_value_head_dim", most=MAX_DIM),
+        width=whole(fields, "linear_conv_kernel_dim", least=2, most=MAX_D_CONV),
     )
     if spec.num_heads % spec.num_k_heads:
         raise ModelError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from kernels.causal_conv import MAX_D_CONV
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_heads, read_positions, require_whole_rope
@@ -46,7 +47,7 @@ def read_spec(fields: Fields) -> ModelSpec:
     require_whole_rope(fields)
     heads, positions = read_heads(fields), read_positions(fields)
     attention = AttentionSpec(*heads, rope=positions.rope, rotary_dim=heads.head_dim, qk_norm=True)
-    convolution = ShortConvSpec(whole(fields, "conv_L_cache", 3, least=2), flag(fields, "conv_bias"))
+    convolution = ShortConvSpec(whole(fields, "conv_L_cache", 3, least=2, most=MAX_D_CONV), flag(fields, "conv_bias"))
     mlp = DenseSpec(_intermediate_size(fields))
     return model_spec(
         fields,

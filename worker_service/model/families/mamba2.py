@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from kernels.causal_conv import MAX_D_CONV
 from worker_service.core.errors import ModelError
 from worker_service.model.fields import Fields, flag, whole
 from worker_service.model.layer_weights import Mamba2Weights
@@ -37,7 +38,7 @@ def read_mamba2(fields: Fields, inner_size: int | None = None) -> Mamba2Spec:
         head_dim=head_dim,
         num_groups=num_groups,
         d_state=whole(fields, "mamba_d_state", 256),
-        width=whole(fields, "mamba_d_conv", 4, least=2),
+        width=whole(fields, "mamba_d_conv", 4, least=2, most=MAX_D_CONV),
         conv_bias=flag(fields, "mamba_conv_bias", True),
         inner_bias=bias,
         output_bias=bias,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from kernels.causal_conv import MAX_D_CONV
 from kernels.route_experts import RoutingRule, Scoring
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
@@ -110,7 +111,7 @@ def _read_mamba2(fields: Fields) -> Mamba2Spec:
         head_dim=whole(fields, "mamba_head_dim", 64),
         num_groups=num_groups,
         d_state=whole(fields, "ssm_state_size", 128),
-        width=whole(fields, first_of(fields, "mamba_d_conv", "conv_kernel"), 4, least=2),
+        width=whole(fields, first_of(fields, "mamba_d_conv", "conv_kernel"), 4, least=2, most=MAX_D_CONV),
         conv_bias=flag(fields, first_of(fields, "mamba_conv_bias", "use_conv_bias"), True),
         inner_bias=bias,
         output_bias=bias,
