@@ -18,6 +18,7 @@ from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
 from session.words import HASH_BYTES, MissReason, TransferStatus
 from tier_client.breaker import Breaker
 from tier_client.values import (
+    NOT_ATTACHED,
     Attachment,
     Hit,
     KeyedPages,
@@ -28,7 +29,9 @@ from tier_client.values import (
 )
 
 PROTOCOL_VERSION = 1
-# A Lookup of 16,384 pages names up to as many keys in each group.
+# Of one path, until the service has told its limit.
+MAX_PAGES = 16_384
+# A Lookup of as many pages names up to as many keys in each group.
 MAX_MESSAGE_BYTES = 64 << 20
 # The caller's mistake, not the service's: it is logged, and others may go on asking.
 REFUSALS = (
@@ -55,6 +58,7 @@ class HostTierCalls:
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._tier_id = ""
+        self._max_pages = MAX_PAGES
         self._is_suspect = False
 
     def close(self) -> None:
@@ -100,12 +104,15 @@ class HostTierCalls:
         answer: host_tier_pb2.AttachResponse | None = self._ask(self._stub.Attach, request)
         if answer is None:
             return None
-        return Attachment(answer.epoch, answer.attachment, answer.limits.ttl_ms, answer.limits.max_pages)
+        self._max_pages = answer.limits.max_pages
+        return Attachment(answer.epoch, answer.attachment)
 
     def lookup(self, path: PagePath, local_pages: int) -> Hit | None:
         """Where the engine can resume, under a lease."""
-        asked = _encode_path(path)
-        answer: host_tier_pb2.LookupResponse | None = self._call(
+        asked = self._leading(path)
+        if asked is None:
+            return None
+        attachment, answer = self._call(
             self._stub.Lookup,
             lambda id_: host_tier_pb2.LookupRequest(**id_, path=asked, local_pages=local_pages, lease=True),
         )
@@ -113,20 +120,22 @@ class HostTierCalls:
             return None
         reason = _REASONS.get(answer.miss_reason, "")
         pages = _keyed(answer.pages)
-        return Hit(answer.usable_pages, local_pages, answer.lease, pages, reason, answer.limiting_group)
+        return Hit(answer.usable_pages, local_pages, answer.lease, pages, reason, answer.limiting_group, attachment)
 
     def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
         """Which of these pages are to be written."""
-        asked = _encode_path(path)
+        asked = self._leading(path)
+        if asked is None:
+            return None
         parts = [
             host_tier_pb2.TierPageRange(group=one.group, first_page=one.first_page, num_pages=count)
             for one in ranges
-            if (count := one.end_page - one.first_page) > 0
+            if (count := min(one.end_page, self._max_pages) - one.first_page) > 0
         ]
-        answer: host_tier_pb2.ReserveResponse | None = self._call(
+        attachment, answer = self._call(
             self._stub.Reserve, lambda id_: host_tier_pb2.ReserveRequest(**id_, path=asked, ranges=parts)
         )
-        return None if answer is None else Ticket(answer.ticket, _keyed(answer.pages))
+        return None if answer is None else Ticket(answer.ticket, _keyed(answer.pages), attachment)
 
     def commit(
         self, ticket: Ticket, rank: int, written: Sequence[tuple[int, int]], status: TransferStatus
@@ -137,37 +146,47 @@ class HostTierCalls:
             host_tier_pb2.WrittenPages(group=group, num_pages=count, num_bytes=count * groups[group].page_bytes)
             for group, count in written
         ]
-        said = cache_pb2.TransferStatus.ValueType(status)
-        answer: host_tier_pb2.CommitResponse | None = self._call(
-            self._stub.Commit,
-            lambda id_: host_tier_pb2.CommitRequest(**id_, ticket=ticket.number, rank=rank, status=said, written=told),
-            again=False,
+        request = host_tier_pb2.CommitRequest(
+            **_id(ticket.attachment),
+            ticket=ticket.number,
+            rank=rank,
+            status=cache_pb2.TransferStatus.ValueType(status),
+            written=told,
         )
+        answer: host_tier_pb2.CommitResponse | None = self._ask(self._stub.Commit, request)
         return None if answer is None else answer.num_findable
 
-    def release(self, lease: int, num_pages: int, status: TransferStatus) -> bool:
+    def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> bool:
         """`num_pages` were read, from the lookup's `local_pages` on. Returns whether the service was told."""
         end = host_tier_pb2.LeaseEnd(
-            lease=lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
+            lease=hit.lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
         )
-        answer: host_tier_pb2.ReleaseResponse | None = self._call(
-            self._stub.Release, lambda id_: host_tier_pb2.ReleaseRequest(**id_, ends=[end]), again=False
-        )
-        return answer is not None
+        request = host_tier_pb2.ReleaseRequest(**_id(hit.attachment), ends=[end])
+        return self._ask(self._stub.Release, request) is not None
 
-    def _call(
-        self, method: Callable[..., _Response], make: Callable[[dict[str, Any]], Any], again: bool = True
-    ) -> _Response | None:
-        """Asks under the present attachment; once more under a new one where that has ended. Leases and tickets end
-        with it: what names one is not asked `again`."""
-        for _ in range(2 if again else 1):
-            attachment = self.attached()
-            if attachment is None:
-                return None
-            answer = self._ask(method, make({"epoch": attachment.epoch, "attachment": attachment.number}))
+    def _leading(self, path: PagePath) -> host_tier_pb2.TierPath | None:
+        """The first pages of a path, as many as the service takes; None for tokens that are none."""
+        ids = path.page_ids[: self._max_pages * HASH_BYTES]
+        try:
+            tokens = array("i", path.tokens[: self._max_pages * self._config.page_tokens + 1]).tobytes()
+        except (OverflowError, TypeError) as error:
+            _log.warning("path.tokens: %s", error)
+            return None
+        return host_tier_pb2.TierPath(adapter=path.adapter, salt=path.salt, page_ids=ids, tokens=tokens)
+
+    def _call(self, method: Any, make: Callable[[dict[str, Any]], Any]) -> tuple[Attachment, Any]:
+        """Asks under the present attachment, once more under a new one where that has ended. Returns which it was, and
+        the answer, None for none."""
+        attachment = NOT_ATTACHED
+        for _ in range(2):
+            now = self.attached()
+            if now is None:
+                break
+            attachment = now
+            answer = self._ask(method, make(_id(attachment)))
             if answer is not None or not self._ended(attachment):
-                return answer
-        return None
+                return attachment, answer
+        return attachment, None
 
     def _ended(self, attachment: Attachment) -> bool:
         with self._lock:
@@ -197,9 +216,8 @@ class HostTierCalls:
             _log.warning("the host tier's service does not answer: %s", details)
 
 
-def _encode_path(path: PagePath) -> host_tier_pb2.TierPath:
-    tokens = array("i", path.tokens).tobytes()
-    return host_tier_pb2.TierPath(adapter=path.adapter, salt=path.salt, page_ids=path.page_ids, tokens=tokens)
+def _id(attachment: Attachment) -> dict[str, Any]:
+    return {"epoch": attachment.epoch, "attachment": attachment.number}
 
 
 def _keyed(pages: Iterable[host_tier_pb2.TierPages]) -> tuple[KeyedPages, ...]:

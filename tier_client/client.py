@@ -6,6 +6,7 @@ miss and a save writes nothing. Calls block, so an engine that must not wait cal
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from session.words import TransferStatus
@@ -14,6 +15,8 @@ from tier_client.calls import HostTierCalls
 from tier_client.page_store import Buffer, PageStore
 from tier_client.redis_tier import RedisTier, RedisTierConfig
 from tier_client.values import Hit, KeyedPages, Loaded, PagePath, PageRange, TierClientConfig
+
+_log = logging.getLogger(__name__)
 
 # A page that is not there shortens the next lookup; after so many the engine computes.
 MAX_LOOKUPS = 3
@@ -29,7 +32,7 @@ class TierClient:
         self.config = config
         tier_config = RedisTierConfig(config.num_connections, config.store_timeout_s)
         self._tier = RedisTier(config.redis_url, tier_config)
-        self.store = PageStore(self._tier, config.rank, Breaker(config.pause_s))
+        self.store = PageStore(self._tier, config.rank, Breaker(config.pause_s), config.transfer_timeout_s)
         self.calls = HostTierCalls(config, self.store.identity, Breaker(config.pause_s))
 
     def __enter__(self) -> TierClient:
@@ -64,33 +67,41 @@ class TierClient:
         for one in hit.pages:
             read = self.store.read(one.group, one.keys(self.config.rank), self.config.groups[one.group].page_bytes)
             if len(read.values) < len(one.pages):
-                self.calls.release(hit.lease, one.pages[len(read.values)] - hit.local_pages, read.status)
+                self.calls.release(hit, one.pages[len(read.values)] - hit.local_pages, read.status)
                 if read.status is not TransferStatus.CORRUPT:
                     self.calls.suspect_store()
                 return None, read.status
             values[one.group] = dict(zip(one.pages, read.values, strict=True))
-        self.calls.release(hit.lease, hit.usable_pages - hit.local_pages, TransferStatus.DONE)
+        self.calls.release(hit, hit.usable_pages - hit.local_pages, TransferStatus.DONE)
         return Loaded(hit.usable_pages, values), TransferStatus.DONE
 
     def save(self, path: PagePath, ranges: Iterable[PageRange], payload: Callable[[int, int], Buffer]) -> int:
         """Writes those pages of the ranges that the tier lacks. Returns how many became findable.
 
-        `payload(group, page)` gives a page's bytes; nobody may write to them until this returns.
+        `payload(group, page)` gives a page's bytes; nobody may write to them until this returns. What it raises comes
+        through, and pages of a wrong length are not written.
         """
         ticket = self.calls.reserve(path, ranges)
         if ticket is None or not ticket.number:
             return 0
         written: list[tuple[int, int]] = []
-        status = TransferStatus.DONE
-        for one in ticket.pages:
-            count, status = self._write(one, payload)
-            written.append((one.group, count))
-            if count < len(one.pages):
-                self.calls.suspect_store()
-            if status is TransferStatus.FAILED:
-                break
-        return self.calls.commit(ticket, self.config.rank, written, status) or 0
+        status, num_findable = TransferStatus.DONE, 0
+        try:
+            for one in ticket.pages:
+                count, status = self._write(one, payload)
+                written.append((one.group, count))
+                if status is TransferStatus.FAILED:
+                    self.calls.suspect_store()
+                    break
+        finally:  # also when `payload` raised: others may write what is left
+            num_findable = self.calls.commit(ticket, self.config.rank, written, status) or 0
+        return num_findable
 
     def _write(self, pages: KeyedPages, payload: Callable[[int, int], Buffer]) -> tuple[int, TransferStatus]:
         payloads = [payload(pages.group, page) for page in pages.pages]
+        page_bytes = self.config.groups[pages.group].page_bytes
+        for page, given in zip(pages.pages, payloads, strict=True):
+            if (num_bytes := memoryview(given).nbytes) != page_bytes:
+                _log.error("page %d of group %d has %d bytes, not %d", page, pages.group, num_bytes, page_bytes)
+                return 0, TransferStatus.DONE
         return self.store.write(pages.group, pages.keys(self.config.rank), payloads)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from tier_client.part_codec import (
 from tier_client.redis_tier import RedisTier
 
 PART_BYTES = 4 << 20
+# Between two looks at the clock.
+PAGES_AT_ONCE = 16
 # Of a page whose layout only its engine knows.
 NO_DTYPE = 0
 
@@ -43,10 +46,21 @@ class Read(NamedTuple):
 
 
 class PageStore:
-    """Any number of threads may call it. While the breaker is open nothing is asked, and everything has failed."""
+    """Any number of threads may call it. While the breaker is open nothing is asked, and everything has failed.
 
-    def __init__(self, tier: RedisTier, rank: int, breaker: Breaker) -> None:
+    `transfer_timeout_s` is for one call of `read` or `write`.
+    """
+
+    def __init__(
+        self,
+        tier: RedisTier,
+        rank: int,
+        breaker: Breaker,
+        transfer_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tier, self._rank, self._breaker = tier, rank, breaker
+        self._transfer_timeout_s, self._clock = transfer_timeout_s, clock
 
     def identity(self) -> str | None:
         """Returns the store's name, which changes when it was flushed; None where it does not answer."""
@@ -62,24 +76,32 @@ class PageStore:
         """Returns how many leading pages were stored, and FAILED where the store did not answer; DONE in a full one."""
         if self._breaker.is_open:
             return 0, TransferStatus.FAILED
-        kind = self._kind(group)
+        kind, done = self._kind(group), 0
+        until_s = self._clock() + self._transfer_timeout_s
         try:
-            if payloads and memoryview(payloads[0]).nbytes > PART_BYTES:
-                return self._write_parts(kind, keys, payloads), TransferStatus.DONE
-            values = [
-                (encode_header(kind, key, payload, xxhash.xxh3_128_digest), memoryview(payload).cast("B"))
-                for key, payload in zip(keys, payloads, strict=True)
-            ]
-            return self._tier.put(keys, values), TransferStatus.DONE
+            while done < len(keys):
+                self._check_time(until_s)
+                now = slice(done, done + PAGES_AT_ONCE)
+                stored = self._write_some(kind, keys[now], payloads[now])
+                done += stored
+                if stored < len(keys[now]):
+                    break
         except HostTierError as error:
             self._failed(error)
-            return 0, TransferStatus.FAILED
+            return done, TransferStatus.FAILED
+        return done, TransferStatus.DONE
 
-    def _write_parts(self, kind: PageKind, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> int:
-        for count, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
-            if not self._tier.put_parts(key, _framed(kind, key, memoryview(payload).cast("B"))):
-                return count
-        return len(keys)
+    def _write_some(self, kind: PageKind, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> int:
+        if memoryview(payloads[0]).nbytes > PART_BYTES:
+            for count, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
+                if not self._tier.put_parts(key, _framed(kind, key, memoryview(payload).cast("B"))):
+                    return count
+            return len(keys)
+        values = [
+            (encode_header(kind, key, payload, xxhash.xxh3_128_digest), memoryview(payload).cast("B"))
+            for key, payload in zip(keys, payloads, strict=True)
+        ]
+        return self._tier.put(keys, values)
 
     def read(self, group: int, keys: Sequence[bytes], page_bytes: int) -> Read:
         """Returns pages up to the first that is absent or not right."""
@@ -87,15 +109,11 @@ class PageStore:
             return Read([], TransferStatus.FAILED)
         kind = self._kind(group)
         found: list[memoryview] = []
+        until_s = self._clock() + self._transfer_timeout_s
         try:
-            if page_bytes > PART_BYTES:
-                for key in keys:
-                    found.append(self._read_parts(kind, key, page_bytes))
-            else:
-                for key, value in zip(keys, self._tier.get(keys, page_bytes + HEADER_BYTES), strict=True):
-                    if value is None:
-                        return Read(found, TransferStatus.MISSING)
-                    found.append(decode(value, kind, key, page_bytes, xxhash.xxh3_128_digest))
+            while len(found) < len(keys):
+                self._check_time(until_s)
+                self._read_some(kind, keys[len(found) : len(found) + PAGES_AT_ONCE], page_bytes, found)
         except _Missing:
             return Read(found, TransferStatus.MISSING)
         except PageRejected as error:
@@ -105,6 +123,22 @@ class PageStore:
             self._failed(error)
             return Read(found, TransferStatus.FAILED)
         return Read(found, TransferStatus.DONE)
+
+    def _read_some(self, kind: PageKind, keys: Sequence[bytes], page_bytes: int, found: list[memoryview]) -> None:
+        """Appends to `found`, page by page."""
+        if page_bytes > PART_BYTES:
+            for key in keys:
+                found.append(self._read_parts(kind, key, page_bytes))
+            return
+        for key, value in zip(keys, self._tier.get(keys, page_bytes + HEADER_BYTES), strict=True):
+            if value is None:
+                raise _Missing
+            found.append(decode(value, kind, key, page_bytes, xxhash.xxh3_128_digest))
+
+    def _check_time(self, until_s: float) -> None:
+        """A store that answers each command just in time would keep an engine waiting. Raises HostTierError."""
+        if self._clock() >= until_s:
+            raise HostTierError(f"a transfer took longer than {self._transfer_timeout_s:g} s")
 
     def _read_parts(self, kind: PageKind, key: bytes, page_bytes: int) -> memoryview:
         page, write_id = bytearray(page_bytes), b""

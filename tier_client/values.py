@@ -23,8 +23,9 @@ class PageGroup(NamedTuple):
 class TierClientConfig:
     """Who attaches, and to what. `fingerprint`: see `fingerprint_of`.
 
-    `call_timeout_s` is for one call of the service, `store_timeout_s` for one command of up to eight values. After a
-    failure nothing is asked for `pause_s`.
+    `call_timeout_s` is for one call of the service, `store_timeout_s` for one command of up to eight values,
+    `transfer_timeout_s` for all pages of one group in a fetch or a save. After a failure nothing is asked for
+    `pause_s`.
     """
 
     cache_address: str
@@ -38,6 +39,7 @@ class TierClientConfig:
     rank: int = 0
     call_timeout_s: float = 0.25
     store_timeout_s: float = 1.0
+    transfer_timeout_s: float = 5.0
     pause_s: float = 2.0
     num_connections: int = 4
 
@@ -46,7 +48,7 @@ class TierClientConfig:
             raise ValueError(f"fingerprint: {HASH_BYTES} bytes, not {len(self.fingerprint)}")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank: {self.rank} of {self.num_ranks}")
-        for name in ("call_timeout_s", "store_timeout_s", "pause_s"):
+        for name in ("call_timeout_s", "store_timeout_s", "transfer_timeout_s", "pause_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be positive")
 
@@ -81,12 +83,13 @@ class KeyedPages(NamedTuple):
 
 
 class Attachment(NamedTuple):
-    """Names the attachment in calls; may be handed to the processes of other ranks."""
+    """Names the attachment in calls: a lease or a ticket is one of it, and ends with it."""
 
     epoch: str
     number: int
-    ttl_ms: int
-    max_pages: int
+
+
+NOT_ATTACHED = Attachment("", 0)
 
 
 class Hit(NamedTuple):
@@ -98,13 +101,15 @@ class Hit(NamedTuple):
     pages: tuple[KeyedPages, ...] = ()
     miss_reason: str = ""
     limiting_group: str = ""
+    attachment: Attachment = NOT_ATTACHED
 
 
 class Ticket(NamedTuple):
-    """Pages to write; `number` is 0 when there are none."""
+    """Pages to write; `number` is 0 when there are none. May be handed to the processes of other ranks."""
 
     number: int = 0
     pages: tuple[KeyedPages, ...] = ()
+    attachment: Attachment = NOT_ATTACHED
 
 
 class Loaded(NamedTuple):

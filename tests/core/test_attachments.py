@@ -363,6 +363,24 @@ def test_attachments_and_fingerprints_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert stage.engine(fingerprint=b"a" * 32).lookup(PROMPT).usable_pages == 2
 
 
+def test_engines_that_ended_without_a_word_keep_nobody_out() -> None:
+    stage = Stage(max_attachments=2, host_lease_ms=100)
+    gone, busy = stage.engine(), stage.engine()
+    gone.save(PROMPT, 0, 2)
+    reserved = gone.reserve(path("ab"), GroupRange(0, 0, 2))
+    stage.now_ms += 99
+    busy.lookup(PROMPT)
+    with pytest.raises(TooMany, match=r"^attach: "):
+        stage.engine()
+    stage.now_ms += 1
+    assert stage.engine().lookup(PROMPT).usable_pages == 2
+    assert busy.lookup(PROMPT).usable_pages == 2
+    with pytest.raises(Detached):
+        gone.write(reserved)
+    with pytest.raises(TooMany, match=r"^attach: "):
+        stage.engine()
+
+
 @pytest.mark.parametrize(
     ("field", "ask"),
     [

@@ -93,7 +93,7 @@ def test_a_page_that_vanished_shortens_the_prefix(shared: Stage) -> None:
     hit = client.calls.lookup(PROMPT, 0)
     assert hit is not None
     key = hit.pages[0].keys(0)[3]
-    client.calls.release(hit.lease, 0, TransferStatus.DONE)
+    client.calls.release(hit, 0, TransferStatus.DONE)
     with shared.redis.client() as redis:
         redis.delete(key)
     check(client.fetch(PROMPT), 3)
@@ -130,6 +130,71 @@ def test_ranks_commit_each_for_itself(shared: Stage) -> None:
     assert hit is not None and hit.usable_pages == 6
     read = ranks[1].store.read(0, hit.pages[0].keys(1), FULL.page_bytes)
     assert [bytes(value) for value in read.values] == [payload(0, page) for page in range(6)]
+
+
+def test_of_a_path_that_is_too_long_the_first_pages_count(shared: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = shared.client()
+    assert client.calls.attached() is not None
+    monkeypatch.setattr(client.calls, "_max_pages", 4)
+    assert client.save(PROMPT, all_pages(6), payload) == 4
+    check(client.fetch(PROMPT), 4)
+    tokens = PagePath(tokens=list(range(6 * 16)))
+    assert client.save(tokens, all_pages(6), payload) == 4
+    check(client.fetch(tokens), 4)
+
+
+def test_tokens_that_are_none_find_nothing(shared: Stage) -> None:
+    client = shared.client()
+    for tokens in ([2**31] * 40, ["a"] * 40):
+        assert client.fetch(PagePath(tokens=tokens)) == Loaded(0, {})
+        assert client.save(PagePath(tokens=tokens), all_pages(2), payload) == 0
+    assert client.fetch(PagePath(page_ids=b"short")) == Loaded(0, {})
+    saved(shared, client)
+
+
+def test_pages_of_a_wrong_length_are_not_written(shared: Stage) -> None:
+    client = shared.client()
+    assert client.save(PROMPT, all_pages(6), lambda group, page: payload(group, page)[page // 5 :]) == 0
+    assert client.fetch(PROMPT).usable_pages == 0
+    saved(shared, client)
+
+
+def test_a_save_whose_engine_fails_keeps_nobody_from_writing(shared: Stage) -> None:
+    def fail(group: int, page: int) -> bytes:
+        raise KeyError(page)
+
+    client = shared.client()
+    with pytest.raises(KeyError):
+        client.save(PROMPT, all_pages(6), fail)
+    saved(shared, client)
+
+
+def test_tickets_and_leases_are_of_the_attachment_that_gave_them(shared: Stage) -> None:
+    """Numbers begin anew with each attachment: what one was told must not end another's."""
+    client = shared.client()
+    old = client.calls.reserve(PROMPT, all_pages(6))
+    with_old = client.calls.attached()
+    client.calls._attachment = None
+    new = client.calls.reserve(path("new"), all_pages(3))
+    assert old is not None and new is not None and old.number == new.number and with_old != client.calls.attached()
+    assert client.calls.commit(old, 0, [(0, 0)], TransferStatus.DONE) == 0
+    pages = new.pages[0]
+    client.store.write(0, pages.keys(0), [payload(0, page) for page in pages.pages])
+    assert client.calls.commit(new, 0, [(0, 3)], TransferStatus.DONE) == 3
+
+
+def test_a_transfer_that_goes_on_for_too_long_has_failed(shared: Stage) -> None:
+    """Each command is answered in time, and all of them together are not."""
+    client = shared.client()
+    many = path(range(40))
+    assert client.save(many, all_pages(40), payload) == 40
+    ticks = iter(range(1_000))
+    client.store._clock = lambda: float(next(ticks))
+    client.store._transfer_timeout_s = 2.5
+    hit = client.calls.lookup(many, 0)
+    assert hit is not None
+    read = client.store.read(0, hit.pages[0].keys(0), FULL.page_bytes)
+    assert (len(read.values), read.status) == (32, TransferStatus.FAILED)
 
 
 # What is away.
@@ -211,8 +276,8 @@ def test_after_a_failure_nobody_is_asked_for_a_while(stage: Stage) -> None:
     assert stage.stats().attachments.num_attachments == 0
 
 
-def test_a_closed_client_finds_nothing(stage: Stage) -> None:
-    client = stage.client()
-    saved(stage, client)
+def test_a_closed_client_finds_nothing(shared: Stage) -> None:
+    client = shared.client()
+    saved(shared, client)
     client.close()
     nothing(client)

@@ -64,7 +64,7 @@ class Attachments:
 
     def attach(self, attach: Attach, now_ms: int) -> Attached:
         """Raises TooMany."""
-        if len(self.all) >= self._config.max_attachments:
+        if len(self.all) >= self._config.max_attachments and not self._make_room(now_ms):
             raise TooMany("attach", f"there are {self._config.max_attachments} attachments already")
         fingerprint = layout_fingerprint(attach)
         index = self._tiers.shared_index(attach.host_tier_id)
@@ -79,6 +79,15 @@ class Attachments:
         self._fingerprints.add(fingerprint)
         self.all[self._last_number] = Attachment(self._last_number, attach, view, now_ms)
         return Attached(self._epoch, self._last_number, self.limits, scan_prefix(fingerprint).decode())
+
+    def _make_room(self, now_ms: int) -> bool:
+        """End the attachment that was silent for longest, and for longer than a lease: of an engine that has ended, or
+        of one that attaches again. Returns whether there was one."""
+        number = next(iter(self.all))
+        is_silent = now_ms - self.all[number].used_ms >= self.limits.lease_ms
+        if is_silent:
+            self._end(number)
+        return is_silent
 
     def _forget_fingerprints(self, index: HashIndex) -> None:
         """Of engines that are gone, and that left no row."""
