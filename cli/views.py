@@ -26,13 +26,15 @@ class Moment(NamedTuple):
 
 
 def stats_view(moment: Moment) -> RenderableType:
-    """The whole status as tables: workers, what happens per second, their tokens, misses and pools, the host tier."""
+    """The whole status as tables: workers, what happens per second, their tokens, misses and pools, the host tier
+    and the engines of others that use it."""
     stats, workers = moment.stats, _sorted(moment.stats)
+    tier = (_host_table(stats.host_tier), *_attached_table(stats.attachments))
     if not workers:
-        return stacked((_heading(moment), NO_WORKER, _host_table(stats.host_tier)))
+        return stacked((_heading(moment), NO_WORKER, *tier))
     views = [_heading(moment), _workers_table(workers), *_rates_table(workers, moment.rates), _tokens_table(workers)]
     views += [*_remarks(stats, workers), *_misses_table(workers), _pools_table(workers), *_snapshots_table(workers)]
-    return stacked((*views, _host_table(stats.host_tier)))
+    return stacked((*views, *tier))
 
 
 def live_view(moment: Moment, console: Console) -> RenderableType:
@@ -193,6 +195,22 @@ def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
     }
     title = f"host tier · spill {plain(tier.spill_policy)} · fetch {plain(tier.fetch_policy)}"
     return table(title, tuple(cells), [tuple(cells.values())])
+
+
+def _attached_table(stats: cache_pb2.AttachmentStats) -> list[RenderableType]:
+    """No table where no engine of others has ever looked anything up or written anything."""
+    if not (stats.num_attachments or stats.num_lookups or stats.reserved_pages):
+        return []
+    cells = {
+        "attached": f"{stats.num_attachments:,}",
+        "leases": f"{stats.num_leases:,}",
+        "lookups": f"{stats.num_lookups:,}",
+        "asked\npages": f"{stats.asked_pages:,}",
+        "usable\npages": f"{stats.usable_pages:,}",
+        "written\npages": f"{stats.committed_pages:,}",
+        "refused\npages": f"{stats.refused_pages:,}",
+    }
+    return [table("engines attached to the host tier", tuple(cells), [tuple(cells.values())])]
 
 
 def words(name: str, prefix: str) -> str:

@@ -103,6 +103,17 @@ def test_the_status_is_whole_and_gives_the_reasons_of_misses(width: int) -> None
     assert text.index("worker-1") < text.index("worker-2")
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_attached_engines_have_a_table_where_there_are_any(width: int) -> None:
+    seen = moment()
+    assert "attached" not in drawn(stats_view(seen), width)
+    stats = seen.stats.attachments
+    stats.num_attachments, stats.num_lookups, stats.asked_pages, stats.usable_pages = 3, 45, 6_789, 4_321
+    text = drawn(stats_view(seen), width)
+    assert "engines attached to the host tier" in text and "6,789" in text and "4,321" in text
+    assert "4,321" in drawn(stats_view(Moment(seen.stats)), width)
+
+
 def test_a_status_without_workers_says_so() -> None:
     assert "no worker is known" in drawn(stats_view(Moment(cache_pb2.StatsResponse(policy="lru"))), 80)
 
