@@ -123,7 +123,7 @@ class HostTierCalls:
         return Hit(answer.usable_pages, local_pages, answer.lease, pages, reason, answer.limiting_group, attachment)
 
     def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
-        """Which of these pages are to be written."""
+        """Which of these pages are to be written; None also while the service takes none."""
         asked = self._leading(path)
         if asked is None:
             return None
@@ -135,7 +135,9 @@ class HostTierCalls:
         attachment, answer = self._call(
             self._stub.Reserve, lambda id_: host_tier_pb2.ReserveRequest(**id_, path=asked, ranges=parts)
         )
-        return None if answer is None else Ticket(answer.ticket, _keyed(answer.pages), attachment)
+        if answer is None or answer.breaker_open:
+            return None
+        return Ticket(answer.ticket, _keyed(answer.pages), answer.num_refused, attachment)
 
     def commit(
         self, ticket: Ticket, rank: int, written: Sequence[tuple[int, int]], status: TransferStatus
@@ -147,7 +149,7 @@ class HostTierCalls:
             for group, count in written
         ]
         request = host_tier_pb2.CommitRequest(
-            **_id(ticket.attachment),
+            **self._id_of(ticket.attachment),
             ticket=ticket.number,
             rank=rank,
             status=cache_pb2.TransferStatus.ValueType(status),
@@ -156,13 +158,22 @@ class HostTierCalls:
         answer: host_tier_pb2.CommitResponse | None = self._ask(self._stub.Commit, request)
         return None if answer is None else answer.num_findable
 
-    def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> bool:
-        """`num_pages` were read, from the lookup's `local_pages` on. Returns whether the service was told."""
+    def release(
+        self, lease: int, num_pages: int, status: TransferStatus, attachment: Attachment = NOT_ATTACHED
+    ) -> bool:
+        """`num_pages` were read, from the lookup's `local_pages` on. Returns whether the service was told.
+
+        `attachment`: the hit's, in case that the present one is another by now.
+        """
         end = host_tier_pb2.LeaseEnd(
-            lease=hit.lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
+            lease=lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
         )
-        request = host_tier_pb2.ReleaseRequest(**_id(hit.attachment), ends=[end])
+        request = host_tier_pb2.ReleaseRequest(**self._id_of(attachment), ends=[end])
         return self._ask(self._stub.Release, request) is not None
+
+    def _id_of(self, attachment: Attachment) -> dict[str, Any]:
+        """Of an attachment that a lease or a ticket names; else of the present one."""
+        return _id(attachment if attachment != NOT_ATTACHED else self._attachment or NOT_ATTACHED)
 
     def _leading(self, path: PagePath) -> host_tier_pb2.TierPath | None:
         """The first pages of a path, as many as the service takes; None for tokens that are none."""

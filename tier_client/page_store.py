@@ -56,7 +56,7 @@ class PageStore:
         tier: RedisTier,
         rank: int,
         breaker: Breaker,
-        transfer_timeout_s: float,
+        transfer_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier, self._rank, self._breaker = tier, rank, breaker

@@ -105,10 +105,14 @@ class Hit(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """Pages to write; `number` is 0 when there are none. May be handed to the processes of other ranks."""
+    """Pages to write; `number` is 0 when there are none. `num_refused` pages found no room.
+
+    May be handed to the processes of other ranks.
+    """
 
     number: int = 0
     pages: tuple[KeyedPages, ...] = ()
+    num_refused: int = 0
     attachment: Attachment = NOT_ATTACHED
 
 
