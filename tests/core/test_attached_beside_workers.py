@@ -104,7 +104,7 @@ def test_a_spill_makes_no_room_among_held_rows() -> None:
     engine.release(lease)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_work_of_both(seed: int) -> None:
     """The audit comes after each call; at the end nothing is held."""
     dice = Random(seed)
@@ -124,12 +124,15 @@ def test_random_work_of_both(seed: int) -> None:
             engine.release(leases.pop(dice.randrange(len(leases))))
         elif act == 3:
             worker = dice.choice(workers)
+            spill(worker)
             worker.run([ord(name) for name in names for _ in range(PAGE_TOKENS)] + [1])
             spill(worker)
         elif act == 4:
             world.tick(dice.choice([1, 50]))
         else:
-            churn(dice.choice(workers))
+            worker = dice.choice(workers)
+            spill(worker)  # open spills hold pages
+            churn(worker)
     assert hits and world.manager.stats().host_tier.num_spilled_pages
     world.tick(1_000)
     index = world.manager.tiers.shared["redis"]
