@@ -69,12 +69,10 @@ class Run:
         """A model whose tokens do not depend on each page of its prompt would pass with wrong pages."""
         whole = prompt()
         of_itself = self._engine.ask(whole, "control", ANSWER_TOKENS).tokens
-        for place in range(self._page_tokens // 2, len(whole), self._page_tokens):
-            other = f"{whole[:place]}#{whole[place + 1 :]}"
+        for first in range(0, (len(whole) - 1) // self._page_tokens * self._page_tokens, self._page_tokens):
+            other = f"{whole[:first]}{'#' * self._page_tokens}{whole[first + self._page_tokens :]}"
             if self._engine.ask(other, "control", ANSWER_TOKENS).tokens == of_itself:
-                raise SystemExit(
-                    f"the model's tokens do not depend on the prompt's character {place}: take another model"
-                )
+                raise SystemExit(f"the model's tokens do not depend on the page at {first}: take another model")
         self._settle()
 
     def _second_process(self) -> Iterator[Row]:
