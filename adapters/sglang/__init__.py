@@ -1,0 +1,1 @@
+"""Stemcache as SGLang's external cache: adapters.sglang.linker.StemcacheLinker."""

@@ -1,0 +1,66 @@
+"""What must agree before two engines may exchange pages, and what the linker refuses to start with.
+
+SGLang's page hashes name tokens, salt, LoRA adapter and other extra keys. The fingerprint names all else that decides
+a page's bytes: weights, dtype, layout, parallelism and rank, and what computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from adapters.sglang.pool_pages import PoolPages
+from adapters.vllm.identity import files_digest
+from tier_client.values import fingerprint_of
+
+ENGINE = "sglang"
+PAGE_HASHES = "sha256 chain of storage_namespace_seed"
+
+
+class Refused(ValueError):
+    """The engine must not start with this linker; the text names the option."""
+
+
+def check_config(server_args: Any, components: Collection[str], is_draft: bool) -> None:
+    """Raises Refused for what the linker cannot serve. `components`: names of SGLang's tree components."""
+    others = sorted(set(components) - {"FULL"})
+    if others:
+        raise Refused(f"the model has {', '.join(others)} layers; the linker serves models of full attention alone")
+    if is_draft or getattr(server_args, "speculative_algorithm", None):
+        raise Refused("speculative_algorithm is set; a draft model's pages are in another pool, which is not saved")
+    for name in ("pp_size", "dp_size"):
+        if getattr(server_args, name, 1) != 1:
+            raise Refused(f"{name} is {getattr(server_args, name)}; must be 1")
+
+
+def fingerprint(server_args: Any, pages: PoolPages, rank: int, model_digest: str, platform: Iterable[str]) -> bytes:
+    """Returns 32 bytes. `platform`: versions and device that round. A rank's pages are its own.
+
+    Raises Refused where a name could mean other weights tomorrow.
+    """
+    return fingerprint_of(
+        {
+            "engine": ENGINE,
+            "page_hashes": PAGE_HASHES,
+            "weights": model_digest or _folder_digest(server_args.model_path),
+            "dtype": server_args.dtype,
+            "kv_cache_dtype": server_args.kv_cache_dtype,
+            "quantization": server_args.quantization,
+            "layout": pages.layout,
+            "page_bytes": pages.page_bytes,
+            "rank": f"{rank} of {server_args.tp_size}",
+            "platform": list(platform),
+        }
+    )
+
+
+def _folder_digest(model_path: str) -> str:
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise Refused(
+            f"model_path {model_path!r} is no folder, so its name may mean other weights later: set "
+            "linker_extra_config.model_digest to a hexadecimal name for these weights"
+        )
+    config = folder / "config.json"
+    return files_digest(folder).hex() + (config.read_text() if config.is_file() else "")
