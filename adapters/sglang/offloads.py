@@ -1,4 +1,4 @@
-"""Pages on their way to the host tier, in a thread of their own. SGLang keeps them on the device until they have ended."""
+"""Pages on their way to the host tier, in a thread of their own; SGLang keeps them on the device until they ended."""
 
 from __future__ import annotations
 
