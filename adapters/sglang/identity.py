@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from adapters.sglang.pool_pages import PoolPages
-from adapters.vllm.identity import files_digest
+from adapters.weights import Refused, files_digest
 from tier_client.values import fingerprint_of
 
 ENGINE = "sglang"
 PAGE_HASHES = "sha256 chain of storage_namespace_seed"
-
-
-class Refused(ValueError):
-    """The engine must not start with this linker; the text names the option."""
 
 
 def check_config(server_args: Any, components: Collection[str], is_draft: bool) -> None:

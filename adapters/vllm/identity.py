@@ -9,21 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from adapters.vllm.layout import Layout
+from adapters.weights import Refused, files_digest
 
 # Their digests have 32 bytes, as page ids have. vLLM's others have fewer, and are not safe against made collisions.
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-READ_BYTES = 4 << 20
 _TAG = b"stemcache vllm 1"
-
-
-class Refused(ValueError):
-    """The engine must not start with this connector; the text names the option."""
 
 
 def check_config(config: Any) -> None:
@@ -102,24 +96,3 @@ def weights_identity(model: Any, load_format: str, given: str) -> bytes:
             "kv_connector_extra_config.model_digest to a hexadecimal name for these weights"
         )
     return f"hub:{model.model}@{commit}".encode()
-
-
-def files_digest(folder: Path) -> bytes:
-    """Of names and contents of the weight files. Raises Refused where there is none."""
-    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
-    if not files:
-        raise Refused(f"no weights in the model's folder {folder.name!r}: set kv_connector_extra_config.model_digest")
-    with ThreadPoolExecutor(min(8, len(files))) as pool:
-        digests = list(pool.map(_file_digest, files))
-    whole = hashlib.sha256()
-    for path, digest in zip(files, digests, strict=True):
-        whole.update(len(path.name.encode()).to_bytes(4, "little") + path.name.encode() + digest)
-    return whole.digest()
-
-
-def _file_digest(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-    return digest.digest()

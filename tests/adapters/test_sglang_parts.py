@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.sglang.identity import Refused, check_config, fingerprint
+from adapters.sglang.identity import check_config, fingerprint
 from adapters.sglang.offloads import Offloads
 from adapters.sglang.pool_pages import PoolPages
 from adapters.sglang.reads import PageReads
 from adapters.sglang.settings import read_settings
+from adapters.weights import Refused
 from session.words import GroupKind
 from tests.tier_client.conftest import common_stage, shared
 from tests.tier_client.stage import Stage

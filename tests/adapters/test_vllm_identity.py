@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from adapters.vllm.identity import Refused, check_config, files_digest, fingerprint, weights_identity
+from adapters.vllm.identity import check_config, fingerprint, weights_identity
 from adapters.vllm.layout import GroupLayout, Layout, read_layout
 from adapters.vllm.settings import Settings, read_settings
+from adapters.weights import Refused, files_digest
 from session.words import GroupKind
 
 LAYOUT = Layout("LBHNC", 16, 100, (GroupLayout(GroupKind.FULL, 0, ("a", "b"), (64, 64)),))

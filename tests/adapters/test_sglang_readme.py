@@ -1,0 +1,25 @@
+"""The README's lines for SGLang name what is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+from pathlib import Path
+
+from adapters.sglang.settings import Settings, read_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_lines_for_sglang_name_the_linker_and_its_settings() -> None:
+    section = (ROOT / "README.md").read_text().split("## Under SGLang")[1].split("## ")[0]
+    (lines,) = section.split("```")[1::2]
+    words = shlex.split(lines.replace("\\\n", " "), comments=True)
+    assert "--enable-unified-cache-external-linker" in words
+    assert words[words.index("--unified-cache-external-linker-backend") + 1] == "dynamic"
+    given = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
+    module = ROOT.joinpath(*given["linker_module_path"].split(".")).with_suffix(".py")
+    classes = [node.name for node in ast.parse(module.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert given["linker"] in classes
+    assert read_settings(given["linker_extra_config"]) == Settings()
