@@ -1,6 +1,7 @@
 """config.json of repositories whose models attend to chosen tokens, as in published_configs.py.
 
-GLM-5's was put together from what others say of it; the second one of its kind lists layers that share a choice.
+Both were put together from what is said of them, and never compared with the files on the hub. The second one lists
+layers that share a choice.
 """
 
 from __future__ import annotations
