@@ -24,7 +24,7 @@ from adapters.sglang.identity import ENGINE, check_config, fingerprint
 from adapters.sglang.offloads import Offloads
 from adapters.sglang.pool_pages import PoolPages
 from adapters.sglang.reads import PageReads
-from adapters.sglang.settings import read_settings
+from adapters.sglang.settings import Settings
 from session.words import GroupKind
 from tier_client.client import TierClient
 from tier_client.values import PageGroup, TierClientConfig
@@ -36,7 +36,7 @@ class StemcacheLinker(UnifiedCacheLinker):
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None
     ) -> None:
-        settings = read_settings(extra_config or {})
+        settings = Settings.read(extra_config or {})
         check_config(server_args, [component.name for component in components], params.is_eagle)
         pool, page_tokens = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
         self._pages = PoolPages(pool, page_tokens)
@@ -52,6 +52,7 @@ class StemcacheLinker(UnifiedCacheLinker):
             groups=(PageGroup("full", GroupKind.FULL, self._pages.page_bytes),),
             call_timeout_s=settings.call_timeout_s,
             store_timeout_s=settings.store_timeout_s,
+            pause_s=settings.pause_s,
             num_connections=settings.read_threads,
         )
         self._client = TierClient(config)

@@ -32,7 +32,7 @@ from adapters.vllm.layout import read_layout
 from adapters.vllm.metadata import StepOrders, StepReports
 from adapters.vllm.page_copies import PageCopies
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
-from adapters.vllm.settings import read_settings
+from adapters.vllm.settings import Settings
 from adapters.vllm.tier_clients import Engine, make_index, make_store
 from adapters.vllm.worker_side import WorkerSide
 
@@ -60,7 +60,7 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_config(vllm_config)
-        self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         self._layout = read_layout(kv_cache_config, lambda spec: get_kv_cache_spec_kind(spec).value, iter_layer_specs)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = self._make_scheduler() if role is KVConnectorRole.SCHEDULER else None

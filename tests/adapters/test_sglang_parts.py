@@ -17,7 +17,7 @@ from adapters.sglang.identity import check_config, fingerprint
 from adapters.sglang.offloads import Offloads
 from adapters.sglang.pool_pages import PoolPages
 from adapters.sglang.reads import PageReads
-from adapters.sglang.settings import read_settings
+from adapters.sglang.settings import Settings
 from adapters.weights import Refused
 from session.words import GroupKind
 from tests.tier_client.conftest import common_stage, shared
@@ -241,4 +241,4 @@ def test_every_part_of_the_identity_tells_engines_apart(tmp_path: Any) -> None:
 )
 def test_bad_settings_are_named(given: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        read_settings(given)
+        Settings.read(given)

@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from adapters.sglang.settings import Settings, read_settings
+from adapters.sglang.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,4 +22,4 @@ def test_the_lines_for_sglang_name_the_linker_and_its_settings() -> None:
     module = ROOT.joinpath(*given["linker_module_path"].split(".")).with_suffix(".py")
     classes = [node.name for node in ast.parse(module.read_text()).body if isinstance(node, ast.ClassDef)]
     assert given["linker"] in classes
-    assert read_settings(given["linker_extra_config"]) == Settings()
+    assert Settings.read(given["linker_extra_config"]) == Settings()

@@ -11,7 +11,7 @@ import pytest
 
 from adapters.vllm.identity import check_config, fingerprint, weights_identity
 from adapters.vllm.layout import GroupLayout, Layout, read_layout
-from adapters.vllm.settings import Settings, read_settings
+from adapters.vllm.settings import Settings
 from adapters.weights import Refused, files_digest
 from session.words import GroupKind
 
@@ -182,8 +182,8 @@ def test_groups_without_a_rule_are_refused(given: Any, named: str) -> None:
 
 
 def test_settings_have_defaults() -> None:
-    assert read_settings({}) == Settings()
-    assert read_settings({"cache": "c:1", "call_timeout_s": 1}).call_timeout_s == 1
+    assert Settings.read({}) == Settings()
+    assert Settings.read({"cache": "c:1", "call_timeout_s": 1}).call_timeout_s == 1
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_settings_have_defaults() -> None:
 )
 def test_settings_that_are_wrong_are_named(given: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        read_settings(given)
+        Settings.read(given)

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from adapters.vllm.identity import check_config
-from adapters.vllm.settings import Settings, read_settings
+from adapters.vllm.settings import Settings
 from benchmarks.conformance.vllm import command, readme_config
 from cache_service.config import CacheConfig
 from tests.adapters.test_vllm_identity import config
@@ -35,7 +35,7 @@ def test_the_class_is_where_they_say() -> None:
 
 def test_the_connector_takes_their_options() -> None:
     given = readme_config()
-    assert read_settings(given["kv_connector_extra_config"]) == Settings()
+    assert Settings.read(given["kv_connector_extra_config"]) == Settings()
     check_config(config(kv_transfer__kv_load_failure_policy=given["kv_load_failure_policy"]))
 
 
