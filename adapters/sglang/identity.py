@@ -39,7 +39,7 @@ def fingerprint(server_args: Any, pages: PoolPages, rank: int, model_digest: str
         {
             "engine": ENGINE,
             "page_hashes": PAGE_HASHES,
-            "weights": model_digest or _folder_digest(server_args.model_path),
+            "weights": model_digest or folder_digest(server_args.model_path),
             "dtype": server_args.dtype,
             "kv_cache_dtype": server_args.kv_cache_dtype,
             "quantization": server_args.quantization,
@@ -51,12 +51,13 @@ def fingerprint(server_args: Any, pages: PoolPages, rank: int, model_digest: str
     )
 
 
-def _folder_digest(model_path: str) -> str:
+def folder_digest(model_path: str) -> str:
+    """Names the weights and the config in a folder. Raises Refused where it is none."""
     folder = Path(model_path)
     if not folder.is_dir():
         raise Refused(
             f"model_path {model_path!r} is no folder, so its name may mean other weights later: set "
-            "linker_extra_config.model_digest to a hexadecimal name for these weights"
+            "model_digest in our configuration to a hexadecimal name for these weights"
         )
     config = folder / "config.json"
     return files_digest(folder).hex() + (config.read_text() if config.is_file() else "")

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from adapters.sglang.pool_pages import PoolPages
+from adapters.sglang.saving import save_pages
 from tier_client.client import TierClient
-from tier_client.values import PagePath, PageRange
+from tier_client.page_store import Buffer
 
 # Pages that are in host memory at once take about this much of it.
 STAGED_BYTES = 64 << 20
@@ -92,21 +93,12 @@ class Offloads:
 
     def _write_some(self, ids: tuple[bytes, ...], indices: torch.Tensor) -> int:
         """Returns how many of the pages the tier has now."""
-        path, calls = PagePath(b"".join(ids)), self._client.calls
-        ticket = calls.reserve(path, [PageRange(0, 0, len(ids))])
-        if ticket is None:
-            return 0
-        if not ticket.number:
-            return len(ids) - ticket.num_refused
-        wanted = ticket.pages[0]
-        host = self._pages.read(self._tokens(indices, wanted.pages))
-        values = [memoryview(row.numpy()) for row in host]
-        rank = self._client.config.rank
-        count, status = self._client.store.write(0, wanted.keys(rank), values)
-        if count < len(values):
-            calls.suspect_store()
-        found = calls.commit(ticket, rank, [(0, count)], status) or 0
-        return len(ids) - ticket.num_refused - len(values) + found
+
+        def payloads(pages: tuple[int, ...]) -> list[Buffer]:
+            host = self._pages.read(self._tokens(indices, pages))
+            return [memoryview(row.numpy()) for row in host]
+
+        return save_pages(self._client, ids, payloads)
 
     def _tokens(self, indices: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
         whole = indices[: indices.numel() // self._page_tokens * self._page_tokens].view(-1, self._page_tokens)

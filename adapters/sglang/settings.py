@@ -1,4 +1,4 @@
-"""What `linker_extra_config` says to the linker."""
+"""What SGLang's configuration says to the linker and to the storage."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ class Settings(CommonSettings):
     max_waiting_offloads: int = 256
     """Offloads that wait to be written; what is beyond them is not saved."""
     read_threads: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSettings(CommonSettings):
+    option: ClassVar[str] = "hicache_storage_backend_extra_config"

@@ -17,7 +17,8 @@ from adapters.sglang.identity import check_config, fingerprint
 from adapters.sglang.offloads import Offloads
 from adapters.sglang.pool_pages import PoolPages
 from adapters.sglang.reads import PageReads
-from adapters.sglang.settings import Settings
+from adapters.sglang.settings import Settings, StorageSettings
+from adapters.sglang.stored_pages import StoredPages
 from adapters.weights import Refused
 from session.words import GroupKind
 from tests.tier_client.conftest import common_stage, shared
@@ -133,8 +134,7 @@ def test_what_was_saved_is_found_once_it_is_verified(rank: Rank, shared: Stage) 
         row.numpy().tobytes() for row in rank.pages.read(slots(1, 2, 3, 4, 5))
     ]
     assert rank.reads.take("warm", names) is None, "taken once"
-    stats = shared.stats().attachments
-    assert stats.num_leases == 0 and stats.usable_pages >= 5
+    assert shared.stats().attachments.usable_pages >= 5
 
 
 def test_a_shorter_load_takes_its_part_and_another_one_nothing(rank: Rank) -> None:
@@ -194,6 +194,44 @@ def test_a_drain_leaves_nothing_behind(rank: Rank) -> None:
     assert rank.save(ids(1, "c"), slots(3))
 
 
+@pytest.fixture
+def stored(rank: Rank) -> StoredPages:
+    return StoredPages(rank.client, rank.pages.page_bytes)
+
+
+def pages_of(count: int, rank: Rank) -> list[bytes]:
+    return [bytes([page]) * rank.pages.page_bytes for page in range(count)]
+
+
+def test_stored_pages_are_present_and_read_up_to_the_first_that_is_not(
+    stored: StoredPages, rank: Rank, shared: Stage
+) -> None:
+    before = shared.stats().attachments.num_leases
+    names, pages = ids(4, "stored"), pages_of(4, rank)
+    assert stored.num_present(names) == 0 and stored.read(names) == []
+    assert stored.write(names[:3], pages[:3])
+    assert stored.write(names[:2], pages[:2]), "they are there already"
+    assert stored.num_present(names) == 3
+    assert [bytes(page) for page in stored.read(names[:3])] == pages[:3]
+    assert [bytes(page) for page in stored.read(names)] == pages[:3], "asked for without a question before"
+    assert stored.num_present(names[1:]) == 2, "a chain may begin anywhere"
+    assert [bytes(page) for page in stored.read(names[1:2])] == pages[1:2]
+    assert shared.stats().attachments.num_leases == before
+
+
+def test_answers_that_nobody_uses_give_their_leases_back(
+    stored: StoredPages, rank: Rank, shared: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.sglang.stored_pages.MAX_HITS", 2)
+    before = shared.stats().attachments.num_leases
+    names = ids(4, "unused")
+    assert stored.write(names, pages_of(4, rank))
+    for first in range(4):
+        assert stored.num_present(names[first:]) == 4 - first
+    assert stored.num_present(names[3:]) == 1
+    assert shared.stats().attachments.num_leases == before + 2
+
+
 def arguments(folder: str, **changes: object) -> SimpleNamespace:
     usual = {
         "model_path": folder, "dtype": "bfloat16", "kv_cache_dtype": "auto", "quantization": None, "tp_size": 1,
@@ -242,3 +280,8 @@ def test_every_part_of_the_identity_tells_engines_apart(tmp_path: Any) -> None:
 def test_bad_settings_are_named(given: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Settings.read(given)
+
+
+def test_the_storage_has_no_setting_of_the_linker() -> None:
+    with pytest.raises(ValueError, match=r"backend_extra_config\.read_threads: unknown"):
+        StorageSettings.read({"read_threads": 2})
