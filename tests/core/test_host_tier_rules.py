@@ -124,6 +124,18 @@ def test_nothing_is_spilled_before_the_scan_has_found_what_the_store_has() -> No
     assert len(worker.store) == 6
 
 
+def test_what_was_split_while_it_waited_is_spilled_whole() -> None:
+    world = stage(scans_host_tiers=True)
+    worker = join(world, full(30))
+    worker.run(span(1, 8))
+    worker.run([*span(1, 4), *span(50, 53)])  # its node is cut in two, and both wait
+    world.tick()
+    assert not worker.spills
+    world.manager.host_scanned("redis", FINGERPRINT)
+    spill(worker)
+    assert len(worker.store) == 6
+
+
 def test_a_tier_that_nobody_scans_keeps_no_spill_waiting() -> None:
     world = stage(scans_host_tiers=True)
     private = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.PRIVATE)

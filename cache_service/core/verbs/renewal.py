@@ -107,10 +107,14 @@ def _refill(cache: DeviceCache, nodes: Iterator[Node]) -> None:
         _queue(cache, node)
 
 
-def _queue(cache: DeviceCache, node: Node) -> None:
-    """write_back looks for the cold end itself."""
+def is_wanted(cache: DeviceCache, node: Node) -> bool:
+    """Whether the tier is to have the node's pages; write_back looks for the cold end itself."""
     spill = cache.config.spill
-    if node.resident and (spill is SpillPolicy.WRITE_THROUGH or (spill is SpillPolicy.SELECTIVE and node.uses)):
+    return spill is SpillPolicy.WRITE_THROUGH or (spill is SpillPolicy.SELECTIVE and node.uses > 0)
+
+
+def _queue(cache: DeviceCache, node: Node) -> None:
+    if node.resident and is_wanted(cache, node):
         cache.spill_queue[node] = None
 
 

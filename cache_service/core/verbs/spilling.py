@@ -45,7 +45,7 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         if len(transfers.abandoned) >= cache.config.max_open_tickets:
             break
         node = next(iter(queue))
-        order = _order(cache, node)
+        order = _next_order(cache, node)
         if order is None:
             queue.pop(node, None)
         else:
@@ -60,6 +60,17 @@ def _holds_much(cache: DeviceCache) -> bool:
         sum(map(group.num_copied, transfers)) * SPILL_SHARE >= group.spec.num_pages
         for group in (cache.groups if transfers else ())
     )
+
+
+def _next_order(cache: DeviceCache, node: Node) -> Transfer | None:
+    """Of a queued node; first of those above it that wait too: of a node that was split, the lower half is queued."""
+    path, above = [node], node.parent
+    while above is not None and above.parent is not None:
+        if above.spilled < above.resident and renewal.is_wanted(cache, above):
+            path.append(above)
+        above = above.parent
+    orders = (_order(cache, step) for step in reversed(path))
+    return next((order for order in orders if order is not None), None)
 
 
 def _order(cache: DeviceCache, node: Node) -> Transfer | None:
