@@ -69,8 +69,11 @@ def _next_order(cache: DeviceCache, node: Node) -> Transfer | None:
         if above.spilled < above.resident and renewal.is_wanted(cache, above):
             path.append(above)
         above = above.parent
-    orders = (_order(cache, step) for step in reversed(path))
-    return next((order for order in orders if order is not None), None)
+    for step in reversed(path):
+        order = _order(cache, step)
+        if order is not None:
+            return order
+    return None
 
 
 def _order(cache: DeviceCache, node: Node) -> Transfer | None:
