@@ -35,7 +35,7 @@ RESULT = Path(__file__).parent / "results" / "state_share.json"
 
 
 def layouts(page_kib: int, snapshot_kib: int) -> tuple[GroupLayout, ...]:
-    """Groups of pages and states of so many bytes."""
+    """Returns one group of pages and one of states; sizes of a page and of a snapshot in KiB."""
     page = PageTensor(1, (page_kib, 1024), torch.uint8)
     state = PageTensor(1, (snapshot_kib, 1024), torch.uint8)
     return (
@@ -55,7 +55,7 @@ def make_manager(num_pages: int, num_slots: int) -> CacheManager:
 
 
 def hit_rate(manager: CacheManager, requests: Iterable[Request]) -> float:
-    """Returns cached tokens over prompt tokens. Answers are left out: no later prompt of the trace goes on from one."""
+    """Returns cached tokens over prompt tokens. Requests generate nothing: no prompt of the trace contains an answer."""
     cached = total = 0
     for number, request in enumerate(requests, 1):
         sequence, num_tokens = SequenceId(number), len(request.prompt) // TOKEN_BYTES
@@ -90,7 +90,9 @@ def measure(model: str, budget_gib: int, share: float, trace: Path, num_requests
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_state_share")
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, help="the first so many of the trace; all without it")
+    parser.add_argument(
+        "--requests", type=int, help="how many requests of the trace to replay, from its start; default: all"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
     rows = []

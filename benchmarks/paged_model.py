@@ -108,7 +108,10 @@ class PagedModel:
         self._next_page = self._next_slot = 1
 
     def sequence(self, length: int, snapshots: Sequence[int] = ()) -> PagedTokens:
-        """Random tokens with pages and states of their own; leaves snapshots behind so many tokens each."""
+        """Returns `length` random tokens with pages and a state of their own, and a slot for each snapshot.
+
+        `snapshots`: after how many tokens each one is taken.
+        """
         tokens = torch.randint(
             0, self.config.vocab_size, (length,), generator=self.generator, device=self.generator.device
         )

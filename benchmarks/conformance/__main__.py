@@ -27,7 +27,7 @@ from tests.redis_process import free_port
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
-    parser.add_argument("--name", required=True, help="what stands in the result: engine and model")
+    parser.add_argument("--name", required=True, help="key of this run in the result file: engine and model")
     parser.add_argument("--model", required=True, help="the name that requests give")
     parser.add_argument("--page-tokens", type=int, required=True)
     parser.add_argument("--reset", required=True, help="path that is posted to, to empty the engine's own cache")

@@ -88,7 +88,7 @@ class Run:
         yield from self._away("the cache service", self._services.cache.kill, self._services.cache.start)
 
     def _crowd(self) -> Iterator[Row]:
-        """Several long answers at once; where they find no room together, some are preempted and resume."""
+        """Several long answers at once. Where the device has too few pages for all, some are preempted and resume."""
         prompts = [prompt(number) for number in range(1, CROWD + 1)]
         alone = [self._engine.ask(each, "alone", LONG_ANSWER_TOKENS).tokens for each in prompts]
         for scene in ("four at once", "four at once, from the tier"):

@@ -196,7 +196,10 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
 
 
 def shrink(cache: DeviceCache, lease: Lease, num_tokens: int) -> None:
-    """Keep pages for so many tokens, which are not less than the lease has. Slots of snapshots stay reserved."""
+    """Keeps the pages of the first `num_tokens` tokens, at least those that the lease has; the others become free.
+
+    Slots that are reserved for snapshots stay.
+    """
     total = -(-num_tokens // cache.layout.page_tokens)
     if total < lease.full_end:
         for group in cache.groups:
