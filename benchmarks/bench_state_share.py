@@ -55,7 +55,7 @@ def make_manager(num_pages: int, num_slots: int) -> CacheManager:
 
 
 def hit_rate(manager: CacheManager, requests: Iterable[Request]) -> float:
-    """Returns cached tokens over prompt tokens. Requests generate nothing: no prompt of the trace contains an answer."""
+    """Returns cached tokens over prompt tokens. No prompt of the trace contains an answer, so none is generated."""
     cached = total = 0
     for number, request in enumerate(requests, 1):
         sequence, num_tokens = SequenceId(number), len(request.prompt) // TOKEN_BYTES
