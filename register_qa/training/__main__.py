@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    return Plan(
-        curriculum=options.curriculum,
-        steps=options.steps,
-        rate=options.rate,
-        seed=options.seed,
-        workers=options.workers,
-        seconds=options.seconds,
-        report_every=options.report_every,
-        compiled=options.compile,
-        muon=options.muon,
-    )
+    return Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
 
 
 def _final_figures(
@@ -134,7 +125,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--final-registers", type=int, default=25, help="held-out registers of the last evaluation")
     parser.add_argument("--final-holdings", type=int, default=115, help="what each holds; 115 are 3,000 tokens")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), dest="compiled"
+    )
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(arguments)
 

@@ -6,6 +6,7 @@ and a line in the table.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from register_qa.training.llama import LlamaArchitecture
@@ -28,38 +29,19 @@ class Architecture(Protocol):
         ...
 
 
+LLAMA_7M = LlamaArchitecture(
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=4096,
+    rope_theta=1e6,
+)
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama-7m": LlamaArchitecture(
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=768,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        max_positions=4096,
-        rope_theta=1e6,
-    ),
-    "llama-7m-wide": LlamaArchitecture(
-        vocab_size=2048,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_layers=4,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=64,
-        max_positions=4096,
-        rope_theta=1e6,
-    ),
-    "llama-tiny": LlamaArchitecture(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=3,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        max_positions=4096,
-        rope_theta=1e6,
-    ),
+    "llama-7m": LLAMA_7M,
+    "llama-7m-wide": replace(LLAMA_7M, hidden_size=384, intermediate_size=1024, num_layers=4, num_heads=6),
+    "llama-tiny": replace(LLAMA_7M, hidden_size=128, intermediate_size=256, num_layers=3, num_heads=2, num_kv_heads=1),
 }

@@ -19,7 +19,6 @@ from register_qa.training.curriculum import CURRICULA, Stage, rate_share
 from register_qa.training.data import NO_LABEL, TOKENS_PER_HOLDING, Batch, PackedBatches
 from register_qa.training.evaluate import Score, Trial, evaluate
 from register_qa.training.guidance import SubjectProbe, asking_places, pointing_loss
-from register_qa.training.muon import Muon
 from register_qa.training.tokenizer import Encoder
 from register_qa.training.trainable import Trainable
 
@@ -198,7 +197,11 @@ def _optimizers(model: Trainable, probe: nn.Module, plan: Plan, fused: bool) -> 
         {"params": [parameter for parameter in others if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=plan.rate, betas=BETAS, fused=fused)
-    return [adam, Muon(layers, plan.rate, weight_decay=WEIGHT_DECAY)] if layers else [adam]
+    if not layers:
+        return [adam]
+    # Steps are scaled to the size of AdamW's, so that both share one learning rate.
+    muon = torch.optim.Muon(layers, lr=plan.rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+    return [adam, muon]
 
 
 def _mean_losses(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
