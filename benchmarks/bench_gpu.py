@@ -67,7 +67,7 @@ class Row:
 def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | None = None) -> Row:
     """Checks, then times the op beside its peers. Raises RuntimeError if the op itself cannot be timed."""
     error = measurement.error()
-    row = Row(measurement.op, measurement.case, measurement.unit, error, measurement.tolerance)
+    row = Row(measurement.op, measurement.case, measurement.ceiling.unit, error, measurement.tolerance)
     row.target = target(row.op, row.case)
     if not error <= measurement.tolerance:
         return row
@@ -78,7 +78,7 @@ def measure(measurement: Measurement, clock: Clock, limits: dict[str, float] | N
     for peer, time in zip(measurement.peers, others, strict=True):
         row.peers[peer.name] = time if isinstance(time, str) else round(peer.amount / time * 1e6, 1)
     row.microseconds, row.figure = round(micros, 2), round(figure, 1)
-    ceiling = (limits or {}).get(measurement.ceiling)
+    ceiling = (limits or {}).get(measurement.ceiling.name)
     row.of_ceiling = round(figure / ceiling, 3) if ceiling else None
     best = max((speed for speed in row.peers.values() if isinstance(speed, float)), default=0.0)
     row.of_best_peer = round(figure / best, 3) if best else None

@@ -15,17 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_engine_peers import engine_peers
 from benchmarks.gpu_peers import flashinfer_decode, flashinfer_merge, flashinfer_prefill, flex_causal
-from benchmarks.measurement import (
-    GEMM,
-    OUT_TOLERANCE,
-    READ,
-    SHAPE,
-    TOKEN_BYTES,
-    Maker,
-    Measurement,
-    Peer,
-    row_error,
-)
+from benchmarks.measurement import COPY, GEMM, READ, SHAPE, TOKEN_BYTES, Maker, Measurement, Peer, against_reference
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.fp8 import E4M3
@@ -73,78 +63,43 @@ def attention_tflop(sequences: int, cached: int, new: int) -> float:
     return 4e-12 * sequences * pairs * SHAPE.q_heads * SHAPE.dim
 
 
-def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
+def made_case(lengths: list[tuple[int, int]], codes: bool) -> tuple[PagedCase, dict[str, torch.Tensor]]:
+    """Returns a batch, and with `codes` the scales of its fp8 pages; queries are bf16 always."""
+    if not codes:
+        return make_case(lengths, SHAPE), {}
+    case = make_case(lengths, replace(SHAPE, dtype=E4M3))
+    scales = {name: torch.ones(1, device="cuda") for name in ("k_scales", "v_scales")}
+    return replace(case, q=case.q.to(SHAPE.dtype)), scales
+
+
+def prefill(sequences: int, cached: int, new: int, codes: bool = False) -> list[Measurement]:
     """TFLOP/s. The peers compute the whole causal square of the same keys, with the work that this is."""
-    case = make_case([(cached, new)] * sequences, SHAPE)
+    case, scales = made_case([(cached, new)] * sequences, codes)
     plan = PrefillPlan(sequences, sequences * new, *HEADS, device="cuda")
     plan.prepare(case.cu_seqlens_q, case.cu_seqlens_k)
     grouped = case.q.view(-1, SHAPE.kv_heads, HEADS[0] // HEADS[1], SHAPE.dim).transpose(0, 1).contiguous()
     out = torch.full_like(case.q, float("nan"))
 
     def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
-        pages = (case.k_pages, case.v_pages, case.block_tables)
-        lengths = (case.cu_seqlens_q, case.cu_seqlens_k, new)
-        if backend is Backend.REFERENCE:
-            return prefill_attention(case.q, *pages, *lengths, backend=backend)
-        return prefill_attention(grouped, *pages, *lengths, plan=plan, out=out)
-
-    total, amount = cached + new, attention_tflop(sequences, cached, new)
-    dense = dense_peers(sequences, total, total, causal=True, amount=attention_tflop(sequences, 0, total))
-    return [
-        Measurement(
-            op="prefill_attention",
-            case=f"{sequences} x ({cached} + {new})",
-            unit="TFLOP/s",
-            amount=amount,
-            run=call,
-            error=lambda: row_error(call(), call(Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            peers=(*flashinfer_prefill(case, amount), *engine_peers(case, amount), *dense),
-            ceiling=GEMM,
-        )
-    ]
-
-
-def coded_case(lengths: list[tuple[int, int]]) -> tuple[PagedCase, dict[str, torch.Tensor]]:
-    """A batch whose pages hold codes and whose queries are bf16, and the scales of both."""
-    case = make_case(lengths, replace(SHAPE, dtype=E4M3))
-    scales = {name: torch.ones(1, device="cuda") for name in ("k_scales", "v_scales")}
-    return replace(case, q=case.q.to(SHAPE.dtype)), scales
-
-
-def prefill_codes(sequences: int, cached: int, new: int) -> list[Measurement]:
-    """TFLOP/s over fp8 pages, of the same work as over bf16 ones."""
-    case, scales = coded_case([(cached, new)] * sequences)
-    plan = PrefillPlan(sequences, sequences * new, *HEADS, device="cuda")
-    plan.prepare(case.cu_seqlens_q, case.cu_seqlens_k)
-    grouped = case.q.view(-1, SHAPE.kv_heads, HEADS[0] // HEADS[1], SHAPE.dim).transpose(0, 1).contiguous()
-
-    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
         where = (case.k_pages, case.v_pages, case.block_tables, case.cu_seqlens_q, case.cu_seqlens_k, new)
         if backend is Backend.REFERENCE:
             return prefill_attention(case.q, *where, backend=backend, **scales)
-        return prefill_attention(grouped, *where, plan=plan, **scales)
+        return prefill_attention(grouped, *where, plan=plan, out=out, **scales)
 
-    return [
-        Measurement(
-            op="prefill_attention",
-            case=f"{sequences} x ({cached} + {new}), fp8",
-            unit="TFLOP/s",
-            amount=attention_tflop(sequences, cached, new),
-            run=call,
-            error=lambda: row_error(call(), call(Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            ceiling=GEMM,
-        )
-    ]
+    name, amount = f"{sequences} x ({cached} + {new})", attention_tflop(sequences, cached, new)
+    if codes:
+        return against_reference("prefill_attention", f"{name}, fp8", amount, call, GEMM)
+    total = cached + new
+    dense = dense_peers(sequences, total, total, causal=True, amount=attention_tflop(sequences, 0, total))
+    peers = (*flashinfer_prefill(case, amount), *engine_peers(case, amount), *dense)
+    return against_reference("prefill_attention", name, amount, call, GEMM, peers)
 
 
 def decode(sequences: int, length: int) -> list[Measurement]:
     """GB/s of keys and values read, of sequences of one length."""
-    lengths = [length] * sequences
-    amount = 1e-9 * sum(lengths) * TOKEN_BYTES
+    amount = 1e-9 * sequences * length * TOKEN_BYTES
     dense = dense_peers(sequences, 1, length, causal=False, amount=amount)
-    return decode_lengths(f"B{sequences} L{length}", lengths, dense)
+    return decode_lengths(f"B{sequences} L{length}", [length] * sequences, dense)
 
 
 def decode_mixed(sequences: int) -> list[Measurement]:
@@ -158,31 +113,28 @@ def decode_long_among_short(short: int, length: int) -> list[Measurement]:
     return decode_lengths(f"B{short + 1} L1000, one {length}", [length, *[1000] * short])
 
 
-def decode_lengths(name: str, lengths: list[int], dense: tuple[Peer, ...] = ()) -> list[Measurement]:
-    case = make_case([(length - 1, 1) for length in lengths], SHAPE)
+def decode_codes(sequences: int, length: int) -> list[Measurement]:
+    """GB/s of fp8 keys and values read: half the bytes for as many keys."""
+    return decode_lengths(f"B{sequences} L{length}, fp8", [length] * sequences, codes=True)
+
+
+def decode_lengths(
+    name: str, lengths: list[int], dense: tuple[Peer, ...] = (), codes: bool = False
+) -> list[Measurement]:
+    case, scales = made_case([(length - 1, 1) for length in lengths], codes)
     seqlens, longest, amount = case.seqlens_k, max(lengths), 1e-9 * sum(lengths) * TOKEN_BYTES
     plan = DecodePlan(len(lengths), longest, *HEADS, device="cuda")
     plan.prepare(seqlens)
 
     def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
-        pages = (case.k_pages, case.v_pages, case.block_tables)
-        if backend is Backend.REFERENCE:
-            return decode_attention(case.q, *pages, seqlens, max_seqlen_k=longest, backend=backend)
-        return decode_attention(case.q, *pages, seqlens, max_seqlen_k=longest, plan=plan)
+        where = (case.q, case.k_pages, case.v_pages, case.block_tables, seqlens)
+        planned = None if backend is Backend.REFERENCE else plan
+        return decode_attention(*where, max_seqlen_k=longest, plan=planned, backend=backend, **scales)
 
-    return [
-        Measurement(
-            op="decode_attention",
-            case=name,
-            unit="GB/s",
-            amount=amount,
-            run=call,
-            error=lambda: row_error(call(), call(Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            peers=(*flashinfer_decode(case, amount), *engine_peers(case, amount), *dense),
-            ceiling=READ,
-        )
-    ]
+    if codes:
+        return against_reference("decode_attention", name, amount / SHAPE.dtype.itemsize, call, READ)
+    peers = (*flashinfer_decode(case, amount), *engine_peers(case, amount), *dense)
+    return against_reference("decode_attention", name, amount, call, READ, peers)
 
 
 def decode_window(q_heads: int, kv_heads: int, dim: int, window: int, sequences: int, length: int) -> list[Measurement]:
@@ -196,49 +148,15 @@ def decode_window(q_heads: int, kv_heads: int, dim: int, window: int, sequences:
     for plan in (own, shared):
         plan.prepare(seqlens)
 
-    def call(plan: DecodePlan | None, backend: Backend = Backend.AUTO) -> torch.Tensor:
-        options = {"max_seqlen_k": length, "window": window, "plan": plan, "backend": backend}
-        return decode_attention(case.q, *where, seqlens, **options)  # type: ignore[arg-type]
+    def call(backend: Backend = Backend.AUTO, plan: DecodePlan = own) -> torch.Tensor:
+        planned = None if backend is Backend.REFERENCE else plan
+        options = {"max_seqlen_k": length, "window": window, "plan": planned, "backend": backend}
+        return decode_attention(case.q, *where, seqlens, **options)
 
     amount = 2e-9 * sequences * min(window, length) * kv_heads * dim * SHAPE.dtype.itemsize
-    return [
-        Measurement(
-            op="decode_attention, window",
-            case=f"{q_heads}/{kv_heads} heads, dim {dim}, window {window}, B{sequences} L{length}",
-            unit="GB/s",
-            amount=amount,
-            run=partial(call, own),
-            error=lambda: row_error(call(own), call(None, Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            peers=(Peer("plan of all keys", partial(call, shared), amount),),
-            ceiling=READ,
-        )
-    ]
-
-
-def decode_codes(sequences: int, length: int) -> list[Measurement]:
-    """GB/s of fp8 keys and values read: half the bytes for as many keys. The queries are bf16."""
-    case, scales = coded_case([(length - 1, 1)] * sequences)
-    plan = DecodePlan(sequences, length, *HEADS, device="cuda")
-    plan.prepare(case.seqlens_k)
-
-    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
-        lengths = {"max_seqlen_k": length} if backend is Backend.REFERENCE else {"max_seqlen_k": length, "plan": plan}
-        pages = (case.k_pages, case.v_pages, case.block_tables)
-        return decode_attention(case.q, *pages, case.seqlens_k, backend=backend, **lengths, **scales)
-
-    return [
-        Measurement(
-            op="decode_attention",
-            case=f"B{sequences} L{length}, fp8",
-            unit="GB/s",
-            amount=1e-9 * sequences * length * TOKEN_BYTES / SHAPE.dtype.itemsize,
-            run=call,
-            error=lambda: row_error(call(), call(Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            ceiling=READ,
-        )
-    ]
+    name = f"{q_heads}/{kv_heads} heads, dim {dim}, window {window}, B{sequences} L{length}"
+    peers = (Peer("plan of all keys", partial(call, plan=shared), amount),)
+    return against_reference("decode_attention, window", name, amount, call, READ, peers)
 
 
 def merge() -> list[Measurement]:
@@ -246,27 +164,17 @@ def merge() -> list[Measurement]:
     tokens, heads, dim = 8192, 32, 128
     outs = [torch.randn(tokens, heads, dim, dtype=SHAPE.dtype, device="cuda") for _ in range(2)]
     lses = [torch.randn(heads, tokens, device="cuda") for _ in range(2)]
-    call = partial(merge_attention_states, outs[0], lses[0], outs[1], lses[1])
+
+    def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
+        return merge_attention_states(outs[0], lses[0], outs[1], lses[1], backend=backend)[0]
+
     amount = 3e-9 * heads * tokens * (2 * dim + 4)
-    return [
-        Measurement(
-            op="merge_attention_states",
-            case=f"{tokens} x {heads} x {dim}",
-            unit="GB/s",
-            amount=amount,
-            run=call,
-            error=lambda: row_error(call()[0], call(backend=Backend.REFERENCE)[0]),
-            tolerance=OUT_TOLERANCE,
-            peers=(
-                Peer("torch", partial(call, backend=Backend.REFERENCE), amount),
-                *flashinfer_merge(outs, lses, amount),
-            ),
-        )
-    ]
+    peers = (Peer("torch", partial(call, Backend.REFERENCE), amount), *flashinfer_merge(outs, lses, amount))
+    return against_reference("merge_attention_states", f"{tokens} x {heads} x {dim}", amount, call, COPY, peers)
 
 
 AREAS: dict[str, tuple[Maker, ...]] = {
-    "prefill": tuple(partial(maker, *sizes) for maker in (prefill, prefill_codes) for sizes in PREFILLS),
+    "prefill": tuple(partial(prefill, *sizes, codes) for codes in (False, True) for sizes in PREFILLS),
     "decode": (
         *(partial(decode, *sizes) for sizes in DECODES),
         *(partial(decode_mixed, sequences) for sequences in MIXED_DECODES),

@@ -13,7 +13,18 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from benchmarks.measurement import COPY, GEMM, LINK, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error, unequal
+from benchmarks.measurement import (
+    FP32,
+    GEMM,
+    OUT_TOLERANCE,
+    READ,
+    Maker,
+    Measurement,
+    Peer,
+    random,
+    row_error,
+    unequal,
+)
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
 from kernels.gated_activation import silu_mul
@@ -48,10 +59,6 @@ ROUTER_DEPTH, ROUTER_EXPERTS = DEEPSEEK.hidden, DEEPSEEK.experts
 ROUTER_ERROR = 1e-5
 
 
-def random(*size: int) -> torch.Tensor:
-    return torch.randn(size, dtype=torch.bfloat16, device="cuda")
-
-
 def drawn_ids(tokens: int, shape: ExpertShape) -> torch.Tensor:
     """Every token's experts, all choices equally likely."""
     logits = torch.randn(tokens, shape.experts, device="cuda")
@@ -79,7 +86,7 @@ def route(tokens: int, rule: RoutingRule) -> list[Measurement]:
     amount = 4e-9 * tokens * (EXPERTS + 2 * rule.top_k)
     name = f"{tokens} x {EXPERTS}, top {rule.top_k}{f' in {rule.num_groups} groups' if rule.adds_scores else ''}"
     peers = () if rule.adds_scores else (Peer("torch", peer, amount),)
-    return [Measurement("route_experts", name, "GB/s", amount, call, error, tolerance=WEIGHT_ERROR, peers=peers)]
+    return [Measurement("route_experts", name, amount, call, error, WEIGHT_ERROR, peers)]
 
 
 def router(tokens: int) -> list[Measurement]:
@@ -89,13 +96,12 @@ def router(tokens: int) -> list[Measurement]:
     call = partial(linear, x, weight, route=Route.TILED)
     amount = 2e-12 * tokens * weight.numel()
     peers = (Peer("torch", partial(functional.linear, x, weight), amount),)
-    return [
-        Measurement(
-            "linear", f"{tokens} x {ROUTER_DEPTH} to {ROUTER_EXPERTS}, fp32", "TFLOP/s", amount, call,
-            lambda: row_error(call(), linear(x, weight, backend=Backend.REFERENCE)),
-            tolerance=ROUTER_ERROR, peers=peers, ceiling=LINK,
-        ),
-    ]  # fmt: skip
+
+    def error() -> float:
+        return row_error(call(), linear(x, weight, backend=Backend.REFERENCE))
+
+    case = f"{tokens} x {ROUTER_DEPTH} to {ROUTER_EXPERTS}, fp32"
+    return [Measurement("linear", case, amount, call, error, ROUTER_ERROR, peers, FP32)]
 
 
 def plan(tokens: int, shape: ExpertShape) -> list[Measurement]:
@@ -110,9 +116,7 @@ def plan(tokens: int, shape: ExpertShape) -> list[Measurement]:
         return max(unequal(*pair) for pair in (*pairs, (got.num_tiles, wanted.num_tiles)))
 
     peer = Peer("torch.sort", partial(torch.sort, ids.flatten(), stable=True), amount := 8e-9 * ids.numel())
-    return [
-        Measurement("plan_experts", f"{tokens} tokens, {shape.name}", "GB/s", amount, call, error, peers=(peer,)),
-    ]
+    return [Measurement("plan_experts", f"{tokens} tokens, {shape.name}", amount, call, error, peers=(peer,))]
 
 
 def product(tokens: int, shape: ExpertShape) -> list[Measurement]:
@@ -123,17 +127,18 @@ def product(tokens: int, shape: ExpertShape) -> list[Measurement]:
     moved = used * weight[0].numel() + x.numel() + pairs * 2 * shape.inner
     is_large = tokens >= MANY_TOKENS
     amount = 2e-12 * pairs * weight[0].numel() if is_large else 2e-9 * moved
-    unit, ceiling = ("TFLOP/s", GEMM) if is_large else ("GB/s", READ)
 
     def measured(rows: int) -> Measurement:
         given = plan_experts(ids, shape.experts, tile_rows=rows)
         call = partial(grouped_linear, x, weight, given)
-        peers = (library_product(x, weight, given, amount),)
-        case = f"{tokens} tokens, {shape.name}, tiles of {rows}"
+
+        def error() -> float:
+            return row_error(call(), by_expert(x, weight, given))
+
+        peers, case = (library_product(x, weight, given, amount),), f"{tokens} tokens, {shape.name}, tiles of {rows}"
         return Measurement(
-            "grouped_linear", case, unit, amount, call, lambda: row_error(call(), by_expert(x, weight, given)),
-            tolerance=OUT_TOLERANCE, peers=peers, ceiling=ceiling,
-        )  # fmt: skip
+            "grouped_linear", case, amount, call, error, OUT_TOLERANCE, peers, GEMM if is_large else READ
+        )
 
     return [measured(rows) for rows in TILE_ROWS]
 
@@ -181,7 +186,7 @@ def combine(tokens: int, shape: ExpertShape) -> list[Measurement]:
 
     name = f"{tokens} tokens, {shape.name}"
     peers = (Peer("torch", peer, amount),)
-    return [Measurement("combine_experts", name, "GB/s", amount, call, error, peers=peers, ceiling=COPY)]
+    return [Measurement("combine_experts", name, amount, call, error, peers=peers)]
 
 
 def layer(tokens: int, shape: ExpertShape) -> list[Measurement]:
@@ -207,13 +212,10 @@ def layer(tokens: int, shape: ExpertShape) -> list[Measurement]:
     used, each = int(route_experts(logits, rule).expert_ids.unique().numel()), 3 * shape.hidden * shape.inner
     is_large = tokens >= MANY_TOKENS
     amount = 2e-12 * tokens * shape.top_k * each if is_large else 2e-9 * used * each
-    unit, ceiling = ("TFLOP/s", GEMM) if is_large else ("GB/s", READ)
+    case, ceiling = f"{tokens} tokens, {shape.name}", GEMM if is_large else READ
     return [
-        Measurement(
-            "expert layer", f"{tokens} tokens, {shape.name}", unit, amount, call, lambda: row_error(call(), wanted()),
-            tolerance=OUT_TOLERANCE, ceiling=ceiling,
-        ),
-    ]  # fmt: skip
+        Measurement("expert layer", case, amount, call, lambda: row_error(call(), wanted()), OUT_TOLERANCE, (), ceiling)
+    ]
 
 
 CASES = [(tokens, shape) for shape, counts in LAYER_TOKENS.items() for tokens in counts]

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 
-from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, difference, row_error, unequal
+from benchmarks.gpu_peers import made_by_flashinfer, workspace
+from benchmarks.measurement import (
+    GEMM,
+    OUT_TOLERANCE,
+    READ,
+    ROUNDING,
+    TOKENS,
+    Maker,
+    Measurement,
+    Peer,
+    against_reference,
+    difference,
+    random,
+    row_error,
+    unequal,
+)
 from kernels.backend import Backend
 from kernels.gather_latent import gather_latent
 from kernels.mla import MlaPath, mla_extend, plan_extend
@@ -26,8 +41,6 @@ WIDTH = LATENT + ROPE
 SCALE = (NOPE + ROPE) ** -0.5
 PAGE = 64
 BF16 = torch.bfloat16
-# bf16's step at 8: a norm may sum in another order, and the largest values are that large.
-ROUNDING = 2.0**-4
 
 PREFILLS = ((4, 4096, 512), (4, 0, 4096))
 DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
@@ -35,10 +48,6 @@ APPENDS = ((128, 16), (128, 4096), (16, 65536))
 PROJECTIONS = ((16384, 128),)
 # Where the two paths meet; kernels/mla/rule.py holds what follows from it.
 EXTENDS = tuple((heads, 4, 8192, new) for heads in (128, 16) for new in (32, 64, 96, 128, 192, 256))
-
-
-def random(*size: int) -> torch.Tensor:
-    return torch.randn(size, dtype=BF16, device="cuda")
 
 
 def paged(sequences: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,36 +75,24 @@ def prefill(sequences: int, cached: int, new: int) -> list[Measurement]:
 
     pairs = sequences * (new * cached + new * (new + 1) // 2)
     amount = 2e-12 * pairs * heads * (NOPE + ROPE + VALUE)
-    return [
-        Measurement(
-            op="mla_prefill",
-            case=f"{sequences} x ({cached} + {new})",
-            unit="TFLOP/s",
-            amount=amount,
-            run=call,
-            error=lambda: row_error(call(), call(Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            peers=ragged_peer(q, kv, k_rope, bounds, amount),
-            ceiling=GEMM,
-        )
-    ]
+    peers = ragged_peer(q, kv, k_rope, bounds, amount)
+    return against_reference("mla_prefill", f"{sequences} x ({cached} + {new})", amount, call, GEMM, peers)
 
 
+@made_by_flashinfer
 def ragged_peer(
+    flashinfer: Any,
     q: torch.Tensor,
     kv: torch.Tensor,
     k_rope: torch.Tensor,
     bounds: tuple[torch.Tensor, torch.Tensor],
     amount: float,
 ) -> tuple[Peer, ...]:
-    """FlashInfer's ragged prefill over keys of every head written out; none where it is not installed."""
-    if find_spec("flashinfer") is None:
-        return ()
+    """FlashInfer's ragged prefill over keys of every head written out."""
     heads = q.shape[1]
     k = torch.cat([kv[..., :NOPE], k_rope.unsqueeze(1).expand(-1, heads, -1)], dim=-1)
     v = kv[..., NOPE:].contiguous()
-    space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD")
     sizes = (heads, heads, NOPE + ROPE)
     wrapper.plan(*bounds, *sizes, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=BF16)
     return (Peer("flashinfer", partial(wrapper.run, q, k, v, out=torch.empty_like(v[: q.shape[0]])), amount),)
@@ -117,29 +114,16 @@ def decode(heads: int, sequences: int, length: int) -> list[Measurement]:
 
     many = heads > 16
     amount = 2e-12 * sequences * length * heads * (WIDTH + LATENT) if many else 2e-9 * sequences * length * WIDTH
-    return [
-        Measurement(
-            op="mla_decode",
-            case=f"{heads} heads B{sequences} L{length}",
-            unit="TFLOP/s" if many else "GB/s",
-            amount=amount,
-            run=call,
-            error=lambda: row_error(call(), call(Backend.REFERENCE)),
-            tolerance=OUT_TOLERANCE,
-            peers=absorbed_peer(q, pages, tables, lengths, amount),
-            ceiling=GEMM if many else READ,
-        )
-    ]
+    peers, name = absorbed_peer(q, pages, tables, lengths, amount), f"{heads} heads B{sequences} L{length}"
+    return against_reference("mla_decode", name, amount, call, GEMM if many else READ, peers)
 
 
+@made_by_flashinfer
 def absorbed_peer(
-    q: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, amount: float
+    _flashinfer: Any, q: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, amount: float
 ) -> tuple[Peer, ...]:
-    """FlashInfer's absorbed decode; none where it is not installed."""
-    if find_spec("flashinfer") is None:
-        return ()
-    space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(space, backend="fa3")
+    """FlashInfer's absorbed decode."""
+    wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(), backend="fa3")
     sequences, count = tables.shape
     starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda")
     sizes = (q.shape[1], LATENT, ROPE, PAGE)
@@ -180,7 +164,7 @@ def append(heads: int, tokens: int) -> list[Measurement]:
     amount = 4e-9 * tokens * (heads * ROPE + WIDTH)
     run = partial(call, q, kv, positions, cos_sin, pages, slots)
     case, peers = f"{heads} heads, {tokens} tokens", (Peer("torch", peer, amount),)
-    return [Measurement("rotate_append_latent", case, "GB/s", amount, run, error, ROUNDING, peers)]
+    return [Measurement("rotate_append_latent", case, amount, run, error, ROUNDING, peers)]
 
 
 def project(count: int, heads: int) -> list[Measurement]:
@@ -204,7 +188,7 @@ def project(count: int, heads: int) -> list[Measurement]:
     amount = 2e-12 * count * heads * (NOPE + VALUE) * LATENT
     peers = (Peer("index_select_matmul", peer, amount),)
     case = f"{count} latents, {heads} heads"
-    return [Measurement("project_latents", case, "TFLOP/s", amount, call, error, OUT_TOLERANCE, peers, GEMM)]
+    return [Measurement("project_latents", case, amount, call, error, OUT_TOLERANCE, peers, GEMM)]
 
 
 def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measurement]:
@@ -219,19 +203,13 @@ def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measuremen
 
     fixed = {path: work(path) for path in (MlaPath.ABSORBED, MlaPath.MATERIALISED)}
     amount = 1e-3 * sequences * new
-    return [
-        Measurement(
-            op="mla_extend",
-            case=f"{heads} heads, {sequences} x ({cached} + {new})",
-            unit="ktoken/s",
-            amount=amount,
-            run=work(MlaPath.AUTO),
-            error=lambda: row_error(*(run() for run in fixed.values())),
-            tolerance=OUT_TOLERANCE,
-            peers=tuple(Peer(path.value, run, amount) for path, run in fixed.items()),
-            ceiling="",
-        )
-    ]
+
+    def error() -> float:
+        return row_error(*(run() for run in fixed.values()))
+
+    peers = tuple(Peer(path.value, run, amount) for path, run in fixed.items())
+    case = f"{heads} heads, {sequences} x ({cached} + {new})"
+    return [Measurement("mla_extend", case, amount, work(MlaPath.AUTO), error, OUT_TOLERANCE, peers, TOKENS)]
 
 
 AREAS: dict[str, tuple[Maker, ...]] = {

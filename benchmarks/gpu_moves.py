@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from benchmarks.measurement import LINK, SHAPE, Maker, Measurement, Peer, difference, unequal
+from benchmarks.gpu_mla import LATENT, PAGE, WIDTH
+from benchmarks.measurement import LINK, ROUNDING, SHAPE, Maker, Measurement, Peer, difference, random, unequal
 from kernels.append_kv import rotate_append_kv
 from kernels.append_latent import append_latent
 from kernels.backend import Backend
@@ -27,12 +28,9 @@ FUSED_APPENDS = (16, 512 * 8, 4096 * 16)
 ROWS = (16, 4096)
 HIDDEN, INTERMEDIATE = 4096, 14336
 DELTA_HEADS, EPS = (32, 128), 1e-6
-LATENT, ROPE_KEY, LATENT_PAGE = 512, 64, 64
 LATENTS = ((64, 4096, 0), (16, 4096, 0), (8, 4096, 512))
 SPILLED_PAGES, LAYERS = 64, 32
-# bf16's step at 8: a norm may sum in another order, and the largest values are that large.
-ROUNDING = 2.0**-4
-# Its step at 32: activations reach 56.
+# bf16's step at 32: activations reach 56.
 LARGE_ROUNDING = 2.0**-2
 # Of gpt-oss and Gemma 2.
 LIMIT, ALPHA, CAP, VOCAB = 7.0, 1.702, 30.0, 256_000
@@ -41,8 +39,10 @@ LIMIT, ALPHA, CAP, VOCAB = 7.0, 1.702, 30.0, 256_000
 Rows = Callable[[], torch.Tensor]
 
 
-def random(*size: int) -> torch.Tensor:
-    return torch.randn(size, dtype=SHAPE.dtype, device="cuda")
+def beside_torch(op: str, case: str, amount: float, run: Rows, peer: Rows, wanted: Rows | None = None) -> Measurement:
+    """`wanted`: torch's result, where the peer's rounds more than once."""
+    peers, by_torch = (Peer("torch", peer, amount),), wanted or peer
+    return Measurement(op, case, amount, run, lambda: difference(run(), by_torch()), LARGE_ROUNDING, peers)
 
 
 def fused_append(tokens: int) -> list[Measurement]:
@@ -73,7 +73,7 @@ def fused_append(tokens: int) -> list[Measurement]:
 
     amount = 2e-9 * qkv.numel() * qkv.element_size()
     peers = (Peer("torch", peer, amount),)
-    return [Measurement("rotate_append_kv", f"{tokens} tokens", "GB/s", amount, call, error, peers=peers)]
+    return [Measurement("rotate_append_kv", f"{tokens} tokens", amount, call, error, peers=peers)]
 
 
 def norm(rows: int) -> list[Measurement]:
@@ -84,19 +84,11 @@ def norm(rows: int) -> list[Measurement]:
     def peer() -> torch.Tensor:
         return functional.rms_norm(x + residual, weight.shape, weight, 1e-5)
 
-    amount = 8e-9 * x.numel()
-    return [
-        Measurement(
-            op="rms_norm",
-            case=f"{rows} x {HIDDEN} and residual",
-            unit="GB/s",
-            amount=amount,
-            run=call,
-            error=lambda: difference(call()[0], peer()) + unequal(call()[1], x + residual),
-            tolerance=ROUNDING,
-            peers=(Peer("torch", peer, amount),),
-        )
-    ]
+    def error() -> float:
+        return difference(call()[0], peer()) + unequal(call()[1], x + residual)
+
+    amount, case = 8e-9 * x.numel(), f"{rows} x {HIDDEN} and residual"
+    return [Measurement("rms_norm", case, amount, call, error, ROUNDING, (Peer("torch", peer, amount),))]
 
 
 def swiglu_by_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -109,26 +101,20 @@ def activation(rows: int) -> list[Measurement]:
     gate_up = random(rows, 2 * INTERMEDIATE)
     gate, up = gate_up.chunk(2, dim=-1)
 
-    def measured(op: str, run: Rows, peer: Rows, wanted: Rows) -> Measurement:
-        amount, case = 3e-9 * gate_up.numel(), f"{rows} x {INTERMEDIATE}"
-        return Measurement(
-            op, case, "GB/s", amount, run, lambda: difference(run(), wanted()), LARGE_ROUNDING,
-            peers=(Peer("torch", peer, amount),),
-        )  # fmt: skip
+    size = (f"{rows} x {INTERMEDIATE}", 3e-9 * gate_up.numel())
 
-    by_torch = {
-        "silu_mul": lambda: functional.silu(gate) * up,
-        "gelu_mul": lambda: functional.gelu(gate, approximate="tanh") * up,
-    }
-    swiglu = partial(clamped_swiglu, gate_up, limit=LIMIT, alpha=ALPHA)
+    def gelu() -> torch.Tensor:
+        return functional.gelu(gate, approximate="tanh") * up
+
+    def wide_swiglu() -> torch.Tensor:
+        return swiglu_by_torch(gate.float(), up.float()).to(gate.dtype)
+
+    swiglu, by_torch = partial(clamped_swiglu, gate_up, limit=LIMIT, alpha=ALPHA), partial(swiglu_by_torch, gate, up)
     return [
-        measured("silu_mul", partial(silu_mul, gate_up), by_torch["silu_mul"], by_torch["silu_mul"]),
-        measured("gelu_mul", partial(gelu_mul, gate_up), by_torch["gelu_mul"], by_torch["gelu_mul"]),
-        measured(
-            "clamped_swiglu", swiglu, partial(swiglu_by_torch, gate, up),
-            lambda: swiglu_by_torch(gate.float(), up.float()).to(gate.dtype),
-        ),
-    ]  # fmt: skip
+        beside_torch("silu_mul", *size, partial(silu_mul, gate_up), lambda: functional.silu(gate) * up),
+        beside_torch("gelu_mul", *size, partial(gelu_mul, gate_up), gelu),
+        beside_torch("clamped_swiglu", *size, swiglu, by_torch, wide_swiglu),
+    ]
 
 
 def gates(rows: int) -> list[Measurement]:
@@ -143,22 +129,15 @@ def gates(rows: int) -> list[Measurement]:
         normed = functional.rms_norm(out.float(), (dim,), weight.float(), EPS).flatten(1)
         return (normed * functional.silu(gate.float())).to(out.dtype)
 
-    def measured(op: str, run: Rows, peer: Rows, amount: float) -> Measurement:
-        return Measurement(
-            op, f"{rows} x {heads} x {dim}", "GB/s", amount, run, lambda: difference(run(), peer()), LARGE_ROUNDING,
-            peers=(Peer("torch", peer, amount),),
-        )  # fmt: skip
+    def decay_by_torch() -> torch.Tensor:
+        return a * functional.softplus(decay.float() + bias)
 
-    amount = 6e-9 * x.numel()
+    amount, case = 6e-9 * x.numel(), f"{rows} x {heads} x {dim}"
+    gated_norm, of_decay = partial(gated_rms_norm, out, weight, EPS, gate), 12e-9 * decay.numel()
     return [
-        measured("times_sigmoid", partial(times_sigmoid, x, gate), lambda: x * torch.sigmoid(gate), amount),
-        measured("gated_rms_norm", partial(gated_rms_norm, out, weight, EPS, gate), norm_by_torch, amount),
-        measured(
-            "delta_gates",
-            lambda: delta_gates(decay, beta, bias, a)[0],
-            lambda: a * functional.softplus(decay.float() + bias),
-            12e-9 * decay.numel(),
-        ),
+        beside_torch("times_sigmoid", case, amount, partial(times_sigmoid, x, gate), lambda: x * torch.sigmoid(gate)),
+        beside_torch("gated_rms_norm", case, amount, gated_norm, norm_by_torch),
+        beside_torch("delta_gates", case, of_decay, lambda: delta_gates(decay, beta, bias, a)[0], decay_by_torch),
     ]
 
 
@@ -170,46 +149,39 @@ def cap(rows: int) -> list[Measurement]:
     def peer() -> torch.Tensor:
         return torch.tanh(logits / CAP) * CAP
 
-    def error() -> float:
-        return difference(softcap_logits(logits, CAP), (torch.tanh(logits.float() / CAP) * CAP).to(logits.dtype))
+    def wanted() -> torch.Tensor:
+        return (torch.tanh(logits.float() / CAP) * CAP).to(logits.dtype)
 
-    peers = (Peer("torch", peer, amount),)
-    name = f"{rows} x {VOCAB}"
-    return [Measurement("softcap_logits", name, "GB/s", amount, call, error, tolerance=LARGE_ROUNDING, peers=peers)]
+    return [beside_torch("softcap_logits", f"{rows} x {VOCAB}", amount, call, peer, wanted)]
 
 
 def latents(sequences: int, cached: int, new: int) -> list[Measurement]:
     """The peers move the same rows by a list of indices that is made beforehand."""
-    width, num_pages = LATENT + ROPE_KEY, sequences * cached // LATENT_PAGE
-    pages, fresh = random(num_pages, LATENT_PAGE, width), random(sequences * new, width)
+    num_pages = sequences * cached // PAGE
+    pages, fresh = random(num_pages, PAGE, WIDTH), random(sequences * new, WIDTH)
     tables = torch.randperm(num_pages, device="cuda").view(sequences, -1).int()
     sums = [running_sums([length] * sequences, "cuda") for length in (cached + new, new)]
     total = sequences * (cached + new)
     call = partial(gather_latent, pages, tables, sums[0], total, fresh, sums[1])
-    slots = (tables.long().unsqueeze(-1) * LATENT_PAGE + torch.arange(LATENT_PAGE, device="cuda")).flatten()
-    rows, flat = random(slots.numel(), width), pages.view(-1, width)
+    slots = (tables.long().unsqueeze(-1) * PAGE + torch.arange(PAGE, device="cuda")).flatten()
+    rows, flat = random(slots.numel(), WIDTH), pages.view(-1, WIDTH)
     put = partial(append_latent, rows[:, :LATENT], rows[:, LATENT:], pages, slots)
+
+    def error() -> float:
+        return unequal(call(), call(backend=Backend.REFERENCE))
 
     def put_error() -> float:
         wanted = flat.index_copy(0, slots, rows)
         put()
         return unequal(flat, wanted)
 
-    amount, put_amount = 4e-9 * total * width, 4e-9 * rows.numel()
+    amount, put_amount = 4e-9 * total * WIDTH, 4e-9 * rows.numel()
     select = Peer("index_select, cached rows alone", partial(torch.index_select, flat, 0, slots), put_amount)
     copied = Peer("index_copy_", partial(flat.index_copy_, 0, slots, rows), put_amount)
     name = f"{sequences} x ({cached} + {new})"
     return [
-        Measurement(
-            op="gather_latent",
-            case=name,
-            unit="GB/s",
-            amount=amount,
-            run=call,
-            error=lambda: unequal(call(), call(backend=Backend.REFERENCE)),
-            peers=(select,),
-        ),
-        Measurement("append_latent", f"{slots.numel()} rows", "GB/s", put_amount, put, put_error, peers=(copied,)),
+        Measurement("gather_latent", name, amount, call, error, peers=(select,)),
+        Measurement("append_latent", f"{slots.numel()} rows", put_amount, put, put_error, peers=(copied,)),
     ]
 
 
@@ -244,10 +216,8 @@ def spill() -> list[Measurement]:
     back = partial(unpack_pages, host, pages, ids, page_axis=2)
     staging = [Peer("staged on the device", partial(stage, out), amount) for out in (True, False)]
     return [
-        Measurement("pack_pages", name, "GB/s", amount, out, partial(error, False), peers=(staging[0],), ceiling=LINK),
-        Measurement(
-            "unpack_pages", name, "GB/s", amount, back, partial(error, True), peers=(staging[1],), ceiling=LINK
-        ),
+        Measurement("pack_pages", name, amount, out, partial(error, False), peers=(staging[0],), ceiling=LINK),
+        Measurement("unpack_pages", name, amount, back, partial(error, True), peers=(staging[1],), ceiling=LINK),
     ]
 
 

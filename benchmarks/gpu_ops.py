@@ -11,15 +11,13 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_peers import flashinfer_append
-from benchmarks.measurement import SHAPE, TOKEN_BYTES, Maker, Measurement, Peer, difference, unequal
+from benchmarks.measurement import SHAPE, TOKEN_BYTES, Maker, Measurement, Peer, unequal
 from kernels.append_kv import append_kv
 from kernels.backend import Backend
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.gather_pages import gather_pages, scatter_pages
 from kernels.layout import KvLayout
 from tests.kernels.inputs import PagedCase, make_case
-
-__all__ = ["AREAS", "SHAPE", "Maker", "Measurement", "Peer", "difference", "unequal"]
 
 COPIES = ((16384, 32 << 10), (4096, 128 << 10), (65536, 1152))
 APPENDS = (512 * 8, 4096 * 16)
@@ -49,8 +47,8 @@ def copy(count: int, width: int) -> list[Measurement]:
     select = Peer("index_select", partial(torch.index_select, words, 0, ids, out=packed_words), amount)
     put = Peer("index_copy_", partial(words.index_copy_, 0, ids, packed_words), amount)
     return [
-        Measurement("pack_pages", name, "GB/s", amount, pack, pack_error, peers=(select,)),
-        Measurement("unpack_pages", name, "GB/s", amount, unpack, unpack_error, peers=(put,)),
+        Measurement("pack_pages", name, amount, pack, pack_error, peers=(select,)),
+        Measurement("unpack_pages", name, amount, unpack, unpack_error, peers=(put,)),
     ]
 
 
@@ -73,7 +71,7 @@ def append(tokens: int) -> list[Measurement]:
 
     amount = 2e-9 * tokens * TOKEN_BYTES
     peers = (Peer("index_copy_", peer, amount), *flashinfer_append(case, amount))
-    return [Measurement("append_kv", f"{tokens} tokens", "GB/s", amount, call, error, peers=peers)]
+    return [Measurement("append_kv", f"{tokens} tokens", amount, call, error, peers=peers)]
 
 
 def gather(sequences: int, layout: KvLayout) -> list[Measurement]:
@@ -99,8 +97,8 @@ def gather(sequences: int, layout: KvLayout) -> list[Measurement]:
         partial(scatter_pages, *dense, *pages, *where, layout=layout),
     )
     return [
-        Measurement("gather_pages", name, "GB/s", amount, gather_call, gather_error),
-        Measurement("scatter_pages", name, "GB/s", amount, scatter_call, scatter_error),
+        Measurement("gather_pages", name, amount, gather_call, gather_error),
+        Measurement("scatter_pages", name, amount, scatter_call, scatter_error),
     ]
 
 

@@ -5,7 +5,8 @@ A kernel that is not installed is no peer.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +20,20 @@ from tests.kernels.inputs import PagedCase
 WORKSPACE_BYTES = 256 << 20
 BACKENDS = ("fa3", "fa2")
 
+Peers = tuple[Peer, ...]
+
+
+def made_by_flashinfer(make: Callable[..., Peers]) -> Callable[..., Peers]:
+    """`make` gets FlashInfer as its first argument; where that is not installed, there is no peer."""
+
+    @wraps(make)
+    def peers(*arguments: Any) -> Peers:
+        if find_spec("flashinfer") is None:
+            return ()
+        return make(import_module("flashinfer"), *arguments)
+
+    return peers
+
 
 def flex_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, amount: float) -> Peer:
     """FlexAttention over the whole causal square of contiguous [batch, heads, tokens, dim]."""
@@ -28,13 +43,12 @@ def flex_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, amount: float
     return Peer("flex_attention", partial(compiled, q, k, v, block_mask=mask, enable_gqa=True), amount)
 
 
-def flashinfer_prefill(case: PagedCase, amount: float) -> tuple[Peer, ...]:
-    """FlashInfer's two paged prefills, planned beforehand as once a step; none where it is not installed."""
-    if find_spec("flashinfer") is None:
-        return ()
-    make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+@made_by_flashinfer
+def flashinfer_prefill(flashinfer: Any, case: PagedCase, amount: float) -> Peers:
+    """FlashInfer's two paged prefills, planned beforehand as once a step."""
+    make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
     return tuple(
-        _prefill_peer(make(_workspace(), "NHD", backend=backend), backend, case, amount) for backend in BACKENDS
+        _prefill_peer(make(workspace(), "NHD", backend=backend), backend, case, amount) for backend in BACKENDS
     )
 
 
@@ -44,31 +58,24 @@ def _prefill_peer(wrapper: Any, backend: str, case: PagedCase, amount: float) ->
     return Peer(f"flashinfer_{backend}", _call(wrapper, case), amount)
 
 
-def flashinfer_decode(case: PagedCase, amount: float) -> tuple[Peer, ...]:
+@made_by_flashinfer
+def flashinfer_decode(flashinfer: Any, case: PagedCase, amount: float) -> Peers:
     """FlashInfer's paged decode on tensor cores, its faster way for several query heads to a KV head, likewise."""
-    if find_spec("flashinfer") is None:
-        return ()
-    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
     wrapper.plan(*_page_lists(case), *_heads(case), case.page_tokens, q_data_type=case.q.dtype)
     return (Peer("flashinfer", _call(wrapper, case), amount),)
 
 
-def flashinfer_merge(outs: list[torch.Tensor], lses: list[torch.Tensor], amount: float) -> tuple[Peer, ...]:
+@made_by_flashinfer
+def flashinfer_merge(flashinfer: Any, outs: list[torch.Tensor], lses: list[torch.Tensor], amount: float) -> Peers:
     """FlashInfer's merge of two states; it takes the sums as [tokens, heads]."""
-    if find_spec("flashinfer") is None:
-        return ()
     sums = [lse.T.contiguous() for lse in lses]
-    return (
-        Peer(
-            "flashinfer", partial(import_module("flashinfer").merge_state, outs[0], sums[0], outs[1], sums[1]), amount
-        ),
-    )
+    return (Peer("flashinfer", partial(flashinfer.merge_state, outs[0], sums[0], outs[1], sums[1]), amount),)
 
 
-def flashinfer_append(case: PagedCase, amount: float) -> tuple[Peer, ...]:
+@made_by_flashinfer
+def flashinfer_append(flashinfer: Any, case: PagedCase, amount: float) -> Peers:
     """FlashInfer's append of the first sequence's tokens to pages in random order."""
-    if find_spec("flashinfer") is None:
-        return ()
     k, v = case.keys[0], case.values[0]
     tokens = k.shape[0]
     pages = torch.randperm(case.k_pages.shape[0], device="cuda")[: -(-tokens // case.page_tokens)].int()
@@ -76,16 +83,17 @@ def flashinfer_append(case: PagedCase, amount: float) -> tuple[Peer, ...]:
     last = torch.tensor([(tokens - 1) % case.page_tokens + 1], dtype=torch.int32, device="cuda")
     positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
     where = (torch.zeros_like(positions), positions)
-    work = import_module("flashinfer").append_paged_kv_cache
     pools = (case.k_pages, case.v_pages)
-    return (Peer("flashinfer", partial(work, k, v, *where, pools, pages, bounds, last), amount),)
+    return (
+        Peer("flashinfer", partial(flashinfer.append_paged_kv_cache, k, v, *where, pools, pages, bounds, last), amount),
+    )
 
 
 def _heads(case: PagedCase) -> tuple[int, int, int]:
     return case.q.shape[1], case.k_pages.shape[2], case.q.shape[2]
 
 
-def _workspace() -> torch.Tensor:
+def workspace() -> torch.Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 

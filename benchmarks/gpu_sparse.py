@@ -12,7 +12,19 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.measurement import GEMM, OUT_TOLERANCE, READ, Maker, Measurement, Peer, row_error, unequal
+from benchmarks.gpu_mla import LATENT, NOPE, PAGE, ROPE, SCALE, VALUE, WIDTH
+from benchmarks.measurement import (
+    GEMM,
+    OUT_TOLERANCE,
+    READ,
+    TOKENS,
+    Maker,
+    Measurement,
+    Peer,
+    random,
+    row_error,
+    unequal,
+)
 from kernels.backend import Backend
 from kernels.index_logits import index_logits
 from kernels.key_rows import KeyRows, key_rows
@@ -22,12 +34,7 @@ from kernels.sparse_latent_attention import sparse_latent_attention
 from kernels.top_k import top_k
 
 DEVICE = "cuda"
-BF16 = torch.bfloat16
-PAGE = 64
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
-LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-WIDTH = LATENT + ROPE
-SCALE = (NOPE + ROPE) ** -0.5
 # Of the rows that are compared with a reference, which takes one after the other.
 SOME_ROWS = 16
 # A logit is a sum of 64 products of 128, each rounded to 8 bits before.
@@ -61,10 +68,6 @@ class Case(NamedTuple):
         return KeyRows(*(part[rows] for part in self.rows))
 
 
-def random(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(size, dtype=dtype, device=DEVICE)
-
-
 def decoding(sequences: int, length: int) -> Case:
     lengths = torch.full((sequences,), length, dtype=torch.int32, device=DEVICE)
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -85,10 +88,8 @@ def tables(sequences: int, length: int) -> torch.Tensor:
 def logits(make: partial[Case]) -> list[Measurement]:
     """TFLOP/s of the products."""
     case = make()
-    q, weights = (
-        random(case.num_tokens, INDEX_HEADS, INDEX_DIM),
-        random(case.num_tokens, INDEX_HEADS, dtype=torch.float32),
-    )
+    q = random(case.num_tokens, INDEX_HEADS, INDEX_DIM)
+    weights = random(case.num_tokens, INDEX_HEADS, dtype=torch.float32)
     pages = case.pages(INDEX_DIM)
     out = torch.full((case.num_tokens, case.length), float("nan"), device=DEVICE)
     call = partial(index_logits, q, weights, pages, case.tables, case.rows, case.length, out=out)
@@ -103,7 +104,7 @@ def logits(make: partial[Case]) -> list[Measurement]:
         return row_error(torch.where(seen, out[rows], blank), torch.where(seen, wanted, blank))
 
     amount = 2e-12 * int(case.rows.num_keys.sum()) * INDEX_HEADS * INDEX_DIM
-    return [Measurement("index_logits", case.name, "TFLOP/s", amount, call, error, LOGITS_TOLERANCE, ceiling=GEMM)]
+    return [Measurement("index_logits", case.name, amount, call, error, LOGITS_TOLERANCE, ceiling=GEMM)]
 
 
 def choice(make: partial[Case]) -> list[Measurement]:
@@ -119,7 +120,7 @@ def choice(make: partial[Case]) -> list[Measurement]:
 
     amount = 4e-9 * int(case.rows.num_keys.sum())
     peer = Peer("torch_topk", partial(torch.topk, given, min(TOP_K, case.length), sorted=False), amount)
-    return [Measurement("top_k", case.name, "GB/s", amount, call, error, peers=(peer,), ceiling=READ)]
+    return [Measurement("top_k", case.name, amount, call, error, peers=(peer,), ceiling=READ)]
 
 
 def attention(heads: int, make: partial[Case]) -> list[Measurement]:
@@ -139,7 +140,7 @@ def attention(heads: int, make: partial[Case]) -> list[Measurement]:
     pairs = int(case.rows.num_keys.clamp(max=TOP_K).sum())
     amount = 2e-12 * pairs * heads * (WIDTH + LATENT)
     name = f"{heads} heads {case.name}"
-    return [Measurement("sparse_latent_attention", name, "TFLOP/s", amount, call, error, OUT_TOLERANCE, ceiling=GEMM)]
+    return [Measurement("sparse_latent_attention", name, amount, call, error, OUT_TOLERANCE, ceiling=GEMM)]
 
 
 def layer(heads: int, make: partial[Case]) -> list[Measurement]:
@@ -160,19 +161,12 @@ def layer(heads: int, make: partial[Case]) -> list[Measurement]:
         return mla_sparse(q, pages, kv_b, *where, top_k(made, case.rows.num_keys, k))
 
     amount = 1e-3 * case.num_tokens
-    return [
-        Measurement(
-            op="sparse_latent_layer",
-            case=f"{heads} heads {case.name}",
-            unit="ktoken/s",
-            amount=amount,
-            run=call,
-            error=lambda: row_error(call(case.length), dense()),
-            tolerance=OUT_TOLERANCE,
-            peers=(Peer("dense", dense, amount),),
-            ceiling="",
-        )
-    ]
+
+    def error() -> float:
+        return row_error(call(case.length), dense())
+
+    name, peers = f"{heads} heads {case.name}", (Peer("dense", dense, amount),)
+    return [Measurement("sparse_latent_layer", name, amount, call, error, OUT_TOLERANCE, peers, TOKENS)]
 
 
 def dense_layer(case: Case, q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> partial[torch.Tensor]:

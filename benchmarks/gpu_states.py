@@ -12,7 +12,7 @@ from importlib import import_module
 
 import torch
 
-from benchmarks.measurement import COPY, GEMM, OUT_TOLERANCE, Maker, Measurement, Peer, row_error, unequal
+from benchmarks.measurement import GEMM, OUT_TOLERANCE, Maker, Measurement, Peer, random, row_error, unequal
 from kernels.backend import Backend
 from kernels.block_scan import GRID_TOKENS, ScanPlan, plan_scan
 from kernels.causal_conv import causal_conv
@@ -37,10 +37,6 @@ Delta = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 Op = Callable[[Backend, torch.Tensor], torch.Tensor]
 
 
-def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(size, dtype=dtype, device=DEVICE)
-
-
 def indices(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
@@ -50,15 +46,8 @@ def slots_for(rows: int, left: tuple[int, ...] = (), *, rolling: bool = False) -
     working = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
     leave_slot = indices(*(2 * rows + 1 + entry for entry in range(len(left))))
     none = torch.zeros_like(working)
-    return StateSlots(
-        working,
-        none,
-        none,
-        working + rows if rolling else none,
-        indices(*(0 for _ in left)),
-        indices(*left),
-        leave_slot,
-    )
+    at_roll, leave_row = working + rows if rolling else none, indices(*(0 for _ in left))
+    return StateSlots(working, none, none, at_roll, leave_row, indices(*left), leave_slot)
 
 
 def pool_for(slots: StateSlots, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,24 +66,16 @@ def state_error(op: Op, pool: torch.Tensor) -> float:
 
 
 def convolve(rows: int, tokens: int) -> list[Measurement]:
-    x, weight, cu, slots = (
-        random(rows * tokens, CHANNELS),
-        random(CHANNELS, D_CONV),
-        begins(rows, tokens),
-        slots_for(rows),
-    )
+    x, weight = random(rows * tokens, CHANNELS), random(CHANNELS, D_CONV)
+    cu, slots = begins(rows, tokens), slots_for(rows)
     pool = pool_for(slots, D_CONV - 1, CHANNELS, dtype=x.dtype)
 
     def op(backend: Backend, states: torch.Tensor) -> torch.Tensor:
         return causal_conv(x, weight, None, cu, states, slots, silu=True, backend=backend)
 
     amount = 4e-9 * (x.numel() + rows * pool[0].numel())
-    return [
-        Measurement(
-            "causal_conv", f"{rows} x {tokens} tokens, {CHANNELS} channels", "GB/s", amount,
-            partial(op, Backend.AUTO, pool), lambda: state_error(op, pool), tolerance=OUT_TOLERANCE, ceiling=COPY,
-        )
-    ]  # fmt: skip
+    case, run = f"{rows} x {tokens} tokens, {CHANNELS} channels", partial(op, Backend.AUTO, pool)
+    return [Measurement("causal_conv", case, amount, run, partial(state_error, op, pool), OUT_TOLERANCE)]
 
 
 def copy(pairs: int) -> list[Measurement]:
@@ -111,9 +92,7 @@ def copy(pairs: int) -> list[Measurement]:
     amount = 8e-9 * pairs * pool[0].numel()
     chosen = pool[sources.long()]
     peer = Peer("index_copy_", partial(pool.index_copy_, 0, targets.long(), chosen), amount)
-    return [
-        Measurement("copy_states", f"{pairs} of {pool[0].nbytes} B", "GB/s", amount, call, error, peers=(peer,)),
-    ]
+    return [Measurement("copy_states", f"{pairs} of {pool[0].nbytes} B", amount, call, error, peers=(peer,))]
 
 
 def delta_inputs(tokens: int) -> Delta:
@@ -142,8 +121,7 @@ def update(name: str, rolling: bool) -> list[Measurement]:
     amount = 4e-9 * DECODES * pool[0].numel() * (3 if rolling else 2)
     case = f"B{DECODES}{', rolling' if rolling else ''}"
     run = partial(op, Backend.AUTO, pool)
-    error = partial(state_error, op, pool)
-    return [Measurement(name, case, "GB/s", amount, run, error, tolerance=OUT_TOLERANCE, ceiling=COPY)]
+    return [Measurement(name, case, amount, run, partial(state_error, op, pool), OUT_TOLERANCE)]
 
 
 def scan(name: str, tokens: int, left: tuple[int, ...]) -> list[Measurement]:
@@ -158,12 +136,10 @@ def scan(name: str, tokens: int, left: tuple[int, ...]) -> list[Measurement]:
     amount = 1e-12 * tokens * heads * (states + 2 * GRID_TOKENS * within)
     pool = pool_for(slots, *shape)
     case = f"{tokens} tokens{f', {len(left)} snapshots' if left else ''}"
+    run, error = partial(op, Backend.AUTO, pool), partial(state_error, op, pool)
     return [
-        Measurement(
-            name, case, "TFLOP/s", amount, partial(op, Backend.AUTO, pool), partial(state_error, op, pool),
-            tolerance=OUT_TOLERANCE, peers=tuple(Peer(*peer, amount) for peer in peers), ceiling=GEMM,
-        )
-    ]  # fmt: skip
+        Measurement(name, case, amount, run, error, OUT_TOLERANCE, tuple(Peer(*peer, amount) for peer in peers), GEMM)
+    ]
 
 
 # An op, its states' shape, and its peers by name.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from kernels.backend import Backend
 from tests.kernels.inputs import CaseShape
 
 # The heads of an 8B model, whose cases most ops are measured with.
@@ -14,8 +16,21 @@ SHAPE = CaseShape(page_tokens=16, q_heads=32, kv_heads=8, dim=128, dtype=torch.b
 TOKEN_BYTES = 2 * SHAPE.kv_heads * SHAPE.dim * SHAPE.dtype.itemsize
 # Of an attention's rows; bf16 gives 0.3 to 0.6 %, and an answer of zeros 100 %, however long the context.
 OUT_TOLERANCE = 2e-2
+# bf16's step at 8: a norm may sum in another order, and the largest values are that large.
+ROUNDING = 2.0**-4
 
-COPY, READ, GEMM, LINK = "copy_gb_per_s", "read_gb_per_s", "gemm_bf16_tflops", ""
+
+class Ceiling(NamedTuple):
+    """The figure of the card that an op cannot pass, empty where none of them bounds it; and the unit of both."""
+
+    name: str
+    unit: str
+
+
+COPY, READ = Ceiling("copy_gb_per_s", "GB/s"), Ceiling("read_gb_per_s", "GB/s")
+GEMM = Ceiling("gemm_bf16_tflops", "TFLOP/s")
+LINK, FP32 = Ceiling("", "GB/s"), Ceiling("", "TFLOP/s")
+TOKENS = Ceiling("", "ktoken/s")
 
 Work = Callable[[], object]
 
@@ -31,20 +46,39 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One op on one input. `error` runs the op and compares; `amount` over seconds gives `unit`."""
+    """One op on one input. `error` runs the op and compares; `amount` over seconds gives the ceiling's unit."""
 
     op: str
     case: str
-    unit: str
     amount: float
     run: Work
     error: Callable[[], float]
     tolerance: float = 0.0
     peers: tuple[Peer, ...] = ()
-    ceiling: str = COPY  # which figure of the card it cannot pass
+    ceiling: Ceiling = COPY
 
 
 Maker = Callable[[], list[Measurement]]
+
+
+def against_reference(
+    op: str,
+    case: str,
+    amount: float,
+    call: Callable[..., torch.Tensor],
+    ceiling: Ceiling,
+    peers: tuple[Peer, ...] = (),
+) -> list[Measurement]:
+    """Returns the measurement of `call`, which takes a Backend; its rows are held against the reference's."""
+
+    def error() -> float:
+        return row_error(call(), call(Backend.REFERENCE))
+
+    return [Measurement(op, case, amount, call, error, OUT_TOLERANCE, peers, ceiling)]
+
+
+def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(size, dtype=dtype, device="cuda")
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

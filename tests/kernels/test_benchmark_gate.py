@@ -19,14 +19,14 @@ def fails() -> None:
 
 @pytest.mark.parametrize("error", [0.5, float("inf"), float("nan")])
 def test_a_wrong_result_gets_no_figure(error: float) -> None:
-    wrong = Measurement("op", "case", "GB/s", 1.0, fails, lambda: error, tolerance=0.4)
+    wrong = Measurement("op", "case", 1.0, fails, lambda: error, tolerance=0.4)
     row = measure(wrong, lambda works: pytest.fail("timed"))
     assert row.figure is None and row.microseconds is None and row.peers == {}
 
 
 def test_figures_are_amount_over_time() -> None:
     peers = (Peer("half", dict, 1.0), Peer("broken", fails, 1.0))
-    right = Measurement("op", "case", "GB/s", 2.0, list, lambda: 0.0, peers=peers)
+    right = Measurement("op", "case", 2.0, list, lambda: 0.0, peers=peers)
 
     def captured(work: Work) -> float:
         if work is fails:
