@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.paged_model import PAGE, PagedModel, PagedTokens
+from tests.worker_service.published_configs import PUBLISHED
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.runner import RunnerLimits
@@ -38,32 +39,17 @@ COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "vocab_size": 32_768,
 }
+
+
+def published(name: str, num_layers: int, **others: int) -> dict[str, Any]:
+    """Returns the config.json of a repository, with its first layers only."""
+    fields = {**PUBLISHED[name], "num_hidden_layers": num_layers, **others}
+    return {field: value for field, value in fields.items() if field != "layer_types"}
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
-    "experts": {  # Qwen3-30B-A3B
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
-    "windows-sinks": {  # gpt-oss-20b
-        "architectures": ["GptOssForCausalLM"],
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-    },
+    "experts": published("Qwen/Qwen3-30B-A3B", 8),
+    "windows-sinks": published("openai/gpt-oss-20b", 8),
     "two-ropes": {  # Gemma-3-12b
         "architectures": ["Gemma3ForCausalLM"],
         "hidden_size": 3840,
@@ -74,19 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "sliding_window": 1024,
     },
-    "latents": {  # DeepSeek-V3
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "hidden_size": 7168,
-        "intermediate_size": 18_432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-    },
+    "latents": published("deepseek-ai/DeepSeek-V3", 3, first_k_dense_replace=1),
     "short-convs": {  # LFM2-1.2B
         "architectures": ["Lfm2ForCausalLM"],
         "hidden_size": 2048,
@@ -115,29 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_n_heads": 128,
     },
-    "gated-delta": {  # Qwen3-Next-80B-A3B
-        "architectures": ["Qwen3NextForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 8,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    "gated-delta": published("Qwen/Qwen3-Next-80B-A3B-Instruct", 8),
 }
 QUICK: dict[str, Any] = {
     "hidden_size": 64,
@@ -205,7 +157,7 @@ class Bench:
     def __init__(self, name: str, device: torch.device, *, quick: bool) -> None:
         self._name = name
         self._device = device
-        fields = {**COMMON, **FAMILIES[name], **(QUICK | QUICK_OF.get(name, {}) if quick else {})}
+        fields = {**FAMILIES[name], **COMMON, **(QUICK | QUICK_OF.get(name, {}) if quick else {})}
         budget = 64 if quick else TOKEN_BUDGET
         limits = RunnerLimits(8, budget, Invariance.BATCH, graphs=True)
         num_tokens = max(QUICK_SHARED if quick else SHARED) + NEW[0]
