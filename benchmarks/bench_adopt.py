@@ -9,16 +9,13 @@ are those of this thread's CPU.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import time
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks.bench_core import machine
+from benchmarks.host import on_this_machine
+from benchmarks.report import RESULTS, parser, save
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2, types_pb2
@@ -30,7 +27,6 @@ from session.words import GroupKind, GroupSpec, WorkerId
 
 PAGE_TOKENS = 16
 MODEL = "bench"
-RESULT = Path(__file__).parent / "results" / "adopt.json"
 
 
 def hello(name: WorkerId, num_pages: int) -> Hello:
@@ -103,12 +99,7 @@ def measure(num_workers: int, num_sequences: int, num_pages: int, pool: int, wat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--pages", type=int, default=128)
-    parser.add_argument("--pool", type=int, default=1_000_000)
-    told = parser.parse_args()
+    told = parser(__doc__, workers=64, sequences=64, pages=128, pool=1_000_000).parse_args()
     shape = (told.workers, told.sequences, told.pages, told.pool)
     with seldom_collected(LONG_LIVED):
         measured = {"watch_on": measure(*shape, watch=True), "watch_off": measure(*shape, watch=False)}
@@ -119,11 +110,9 @@ def main() -> None:
         "pool_pages": told.pool,
         "max_adopt_pages": ManagerConfig().max_adopt_pages,
         **measured,
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": machine(),
+        **on_this_machine(),
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    save(result, RESULTS / "adopt.json")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,7 @@ not comparable.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import platform
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +16,8 @@ from statistics import median
 from time import perf_counter, process_time
 
 from benchmarks.baseline_manager import BaselineManager
+from benchmarks.host import on_this_machine
+from benchmarks.report import RESULTS, parser, save
 from cache_service.compiled import CORE_FORM, IS_COMPILED
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager
@@ -33,7 +31,6 @@ PAGE_TOKENS = 16
 RUNS = 5
 LONG_TOKENS = 100_000
 TURN_REQUESTS = 100
-RESULTS = Path(__file__).parent / "results"
 
 
 def load(trace: Path | None) -> list[replay.Request]:
@@ -168,17 +165,6 @@ def evict_one() -> tuple[float, int]:
     return median(times) * 1e6, freed[0]
 
 
-def machine() -> dict[str, object]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
-
-
 def measure(trace: Path | None) -> dict[str, object]:
     requests = load(trace)
     at_200k = [run_trace(requests, 200_000, "lru") for _ in range(RUNS)]
@@ -200,24 +186,22 @@ def measure(trace: Path | None) -> dict[str, object]:
         "publish_195_chunks_ms": round(publish_195_chunks_ms(), 3),
         "evict_one_us": round(evict_us, 2),
         "evict_one_pages": evict_pages,
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": machine(),
+        **on_this_machine(),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format")
-    trace = parser.parse_args().trace
+    options = parser(__doc__)
+    options.add_argument("--trace", type=Path, help="a trace in Mooncake's format")
+    trace = options.parse_args().trace
     try:
         figures = measure(trace)
     except OSError as error:
-        parser.error(f"--trace: {trace}: {error.strerror}")
+        options.error(f"--trace: {trace}: {error.strerror}")
     except replay.TraceError as error:
-        parser.error(f"--trace: {trace}: {error}")
+        options.error(f"--trace: {trace}: {error}")
     name = "core-compiled.json" if IS_COMPILED else "core.json"
-    (RESULTS / name).write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
+    save(figures, RESULTS / name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -27,6 +26,8 @@ import torch
 import transformers
 
 from benchmarks.host import about_host, commit, versions
+from benchmarks.processes import cpu_s
+from benchmarks.report import RESULTS, parser, rounded, save
 from benchmarks.serving.services import Services, serving
 from cli.client import StemcacheClient, greedy
 from cli.output import Output
@@ -34,7 +35,6 @@ from register_qa import MODEL_FOLDER, Split, draw_register
 from rpc.lifecycle import run
 from worker_service.model.tokenizer import TOKENIZER, Tokenizer
 
-RESULTS = Path(__file__).parent / "results" / "cpu-worker.json"
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS, NEW_TOKENS = 330, 64
 HOLDINGS = 16  # of a register: some 450 tokens
@@ -83,10 +83,10 @@ class Peer:
     def generate(self, prompts: Sequence[Sequence[int]]) -> Run:
         ids = torch.tensor(prompts)
         limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-        start_s, cpu_s = time.perf_counter(), time.process_time()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         with torch.inference_mode():
             answers = self._model.generate(ids, attention_mask=torch.ones_like(ids), **limits)[:, ids.shape[1] :]
-        return Run(time.perf_counter() - start_s, time.process_time() - cpu_s, answers.tolist())
+        return Run(time.perf_counter() - start_s, time.process_time() - start_cpu_s, answers.tolist())
 
     def is_tie(self, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> bool:
         """Whether the first token in which the answers differ has all but the logit of transformers' choice."""
@@ -107,13 +107,13 @@ class Served:
     async def generate(self, prompts: Sequence[Sequence[int]]) -> Run:
         self._num_runs += 1
         worker, sampling = self._services.worker, greedy(NEW_TOKENS)
-        start_s, cpu_s = time.perf_counter(), self._cpu_s()
+        start_s, start_cpu_s = time.perf_counter(), self._cpu_s()
         asked = [
             self._client.generate(worker, prompt, sampling, salt=f"{self._num_runs}.{number}")
             for number, prompt in enumerate(prompts)
         ]
         answers = await asyncio.gather(*asked)
-        took_s, took_cpu_s = time.perf_counter() - start_s, self._cpu_s() - cpu_s
+        took_s, took_cpu_s = time.perf_counter() - start_s, self._cpu_s() - start_cpu_s
         if any(answer.usage.cached_tokens for answer in answers):
             raise SystemExit("a prompt was cached")
         return Run(took_s, took_cpu_s, [answer.token_ids for answer in answers])
@@ -121,13 +121,7 @@ class Served:
     def _cpu_s(self) -> float:
         """CPU seconds of the services and of this process, which is their client."""
         children = self._services.supervisor.children.values()
-        return time.process_time() + sum(_cpu_s(child.pid) for child in children if child.pid is not None)
-
-
-def _cpu_s(pid: int) -> float:
-    """Returns user and system seconds of a process that runs, from Linux' /proc."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return time.process_time() + sum(cpu_s(child.pid) for child in children if child.pid is not None)
 
 
 def prompts_for(batch: int, seed: int) -> list[list[int]]:
@@ -195,21 +189,17 @@ def report(rows: Sequence[Row], rounds: int) -> dict[str, Any]:
         "versions": {**versions(), "transformers": transformers.__version__},
         "threads": 1,
         "rounds": rounds,
-        "rows": [
-            {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(row).items()}
-            for row in rows
-        ],
+        "rows": [rounded(asdict(row)) for row in rows],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=BATCHES)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, rounds=ROUNDS)
+    options.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=BATCHES)
+    options.add_argument("--out", type=Path, default=RESULTS / "cpu-worker.json")
+    arguments = options.parse_args()
     rows = run(bench(arguments, Output(as_json=False)))
-    arguments.out.write_text(json.dumps(report(rows, arguments.rounds), indent=2) + "\n")
+    save(report(rows, arguments.rounds), arguments.out)
     sys.exit(1 if any(row.wrong_answers for row in rows) else 0)
 
 

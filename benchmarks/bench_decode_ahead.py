@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from benchmarks.report import parser, save
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cli.replay.replay import Request as TraceRequest
 from cli.replay.replay import read_trace
@@ -140,26 +141,18 @@ def measured(trace: Path, num_pages: int, ahead: tuple[int, int], options: argpa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="in Mooncake's format")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--pages", default="50000,100000,200000", help="sizes of the pool, with commas between")
-    parser.add_argument("--at-once", type=int, default=32, help="requests under way")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="of each request")
-    parser.add_argument("--token-budget", type=int, default=8192)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    told = parser(__doc__, requests=2000, at_once=32, max_tokens=4096, token_budget=8192)
+    told.add_argument("--trace", type=Path, required=True, help="in Mooncake's format")
+    told.add_argument("--pages", default="50000,100000,200000", help="sizes of the pool, with commas between")
+    told.add_argument("--out", type=Path)
+    options = told.parse_args()
     rows = []
     for num_pages in map(int, options.pages.split(",")):
         for name, ahead in SETTINGS.items():
             row = {"pages": num_pages, "ahead": name, **measured(options.trace, num_pages, ahead, options)}
             print(json.dumps(row), file=sys.stderr)
             rows.append(row)
-    text = json.dumps({"rows": rows, "at_once": options.at_once, "max_tokens": options.max_tokens}, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
-    else:
-        print(text)
+    save({"rows": rows, "at_once": options.at_once, "max_tokens": options.max_tokens}, options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is timed, the hit's logits are compared with the cold run's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.paged_model import PAGE, PagedModel, PagedTokens
+from benchmarks.report import parser, save
 from tests.worker_service.published_configs import PUBLISHED
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
@@ -224,21 +224,20 @@ def measure(names: Sequence[str], device: torch.device, *, quick: bool) -> list[
     return savings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_families")
-    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny layers: tries the code, times nothing of worth")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    told = parser(__doc__)
+    told.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    told.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    told.add_argument("--quick", action="store_true", help="tiny layers: tries the code, times nothing of worth")
+    told.add_argument("--out", type=Path, required=True)
+    options = told.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     prepare_process(device, 0)
     savings = measure(options.only, device, quick=options.quick)
     about = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
     report = {"about": about, "quick": options.quick, "rows": [saving.row() for saving in savings]}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    save(report, options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,16 +10,12 @@ are medians and the best turn. Writes benchmarks/results/fetch_grant.json; times
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import zlib
 from array import array
-from pathlib import Path
 from statistics import median
 from time import thread_time
 
-from benchmarks.bench_core import machine
+from benchmarks.host import on_this_machine
+from benchmarks.report import RESULTS, parser, save
 from cache_service.core import audit
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
@@ -27,7 +23,7 @@ from cache_service.core.host.host_key import HostKey, build_key
 from protos.v1 import cache_pb2, types_pb2
 from session.messages import Hello
 from session.wire.reply import encode_reply
-from session.wire.seal import open_request, seal_response
+from session.wire.seal import open_request, open_response, seal_request, seal_response
 from session.wire.step import decode_step
 from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 
@@ -38,7 +34,6 @@ MODEL, TIER = "bench", "bench-tier"
 FINGERPRINT = bytes(32)
 NAME = WorkerId("bench")
 NUM_GROUPS = 1
-RESULT = Path(__file__).parent / "results" / "fetch_grant.json"
 
 
 class FetchBench:
@@ -67,14 +62,13 @@ class FetchBench:
         """The reply, and the seconds from the request's bytes to the reply's."""
         self.step_id += 1
         step.step_id = self.step_id
-        body = cache_pb2.WorkerMessage(step=step).SerializeToString()
-        request = cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body)).SerializeToString()
+        request = seal_request(cache_pb2.WorkerMessage(step=step)).SerializeToString()
         started = thread_time()
         message = open_request(cache_pb2.SessionRequest.FromString(request)).step
         reply = self.manager.step(NAME, decode_step(message, self.manager.limits), self.step_id)
         response = seal_response(encode_reply(reply, NUM_GROUPS)).SerializeToString()
         seconds = thread_time() - started
-        answer = cache_pb2.ManagerMessage.FromString(cache_pb2.SessionResponse.FromString(response).body)
+        answer = open_response(cache_pb2.SessionResponse.FromString(response))
         assert not answer.step_reply.refusals, answer.step_reply.refusals
         return answer.step_reply, seconds
 
@@ -119,10 +113,7 @@ def spread(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=int, default=8_191)
-    parser.add_argument("--rounds", type=int, default=25)
-    told = parser.parse_args()
+    told = parser(__doc__, pages=8_191, rounds=25).parse_args()
     default = ManagerConfig()
     num_tickets = -(-told.pages // default.transfer_pages)
     default_pages = min(told.pages, default.max_open_tickets // 2 * default.transfer_pages)
@@ -140,11 +131,9 @@ def main() -> None:
         "default_limits_num_pages": default_pages,
         **spread("grant_default_limits", default_grants),
         **spread("hashing", hashing),
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": machine(),
+        **on_this_machine(),
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    save(result, RESULTS / "fetch_grant.json")
 
 
 if __name__ == "__main__":

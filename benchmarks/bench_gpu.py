@@ -29,8 +29,8 @@ from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
 from benchmarks.host import commit, gpu, short_name
 from benchmarks.measurement import Measurement, Work
+from benchmarks.report import RESULTS, save
 
-RESULTS = Path(__file__).parent / "results"
 AREAS = {
     **gpu_attention.AREAS,
     **gpu_mla.AREAS,
@@ -159,11 +159,8 @@ def main() -> None:
     if MODEL in arguments.only:
         torch.cuda.empty_cache()
         report["model"] = model_figures()
-    out = arguments.out or result_path()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=2) + "\n")
+    save(report, arguments.out or result_path())
     Console(width=180).print(shown(rows))
-    print(json.dumps(report["ceilings"]))
     sys.exit(0 if all(row.figure is not None for row in rows) else 1)
 
 

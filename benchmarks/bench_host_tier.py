@@ -7,20 +7,18 @@ Refuses to print a figure unless every page came back bit for bit, and unless a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import xxhash
 
+from benchmarks.host import about_host
+from benchmarks.report import RESULTS, parser, save
 from tests.redis_process import RedisProcess, find_redis_binary
 from tier_client.errors import PageRejected
 from tier_client.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
@@ -31,7 +29,6 @@ PAGE_BYTES = 2 << 20
 NUM_PAGES = 64
 LIMIT = PAGE_BYTES + HEADER_BYTES
 KIND = PageKind(CODEC_RAW, dtype=1, group=0, rank=0)
-RESULT = Path(__file__).parent / "results" / "host_tier.json"
 
 
 class Pages:
@@ -139,19 +136,13 @@ def run(rounds: int, num_threads: int) -> dict[str, object]:
         "threads": num_threads,
         "freed_blocks_kept": kept,
         "redis": f"{info['redis_version']}, {info['mem_allocator']}",
-        "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "python": platform.python_version()},
+        "machine": about_host(),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2, help="as the mover has")
-    arguments = parser.parse_args()
-    result = run(arguments.rounds, arguments.threads)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    told = parser(__doc__, rounds=9, threads=2).parse_args()  # the mover has two threads
+    save(run(told.rounds, told.threads), RESULTS / "host_tier.json")
 
 
 if __name__ == "__main__":

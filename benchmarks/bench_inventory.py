@@ -11,8 +11,6 @@ CPU. Writes benchmarks/results/inventory.json.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 import tracemalloc
@@ -20,7 +18,8 @@ from array import array
 from pathlib import Path
 from statistics import median
 
-from benchmarks.bench_core import machine
+from benchmarks.host import on_this_machine
+from benchmarks.report import RESULTS, parser, save
 from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2
@@ -42,7 +41,6 @@ PAGE_TOKENS = 16
 TRUNK_PAGES = 32
 NAMESPACE = Namespace("bench")
 WORKER = WorkerId("bench")
-RESULT = Path(__file__).parent / "results" / "inventory.json"
 CHUNK_PAGES = 128
 
 
@@ -191,15 +189,13 @@ def restore(inventory: Inventory, prompts: list[array[int]], num_pages: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=int, default=100_000)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
+    told = parser(__doc__, pages=100_000, streams=64)
+    told.add_argument("--out", type=Path, default=RESULTS / "inventory.json")
+    options = told.parse_args()
     with seldom_collected(LONG_LIVED):
         inventory, prompts = filled(options.pages)
         result = {
-            "machine": machine(),
+            **on_this_machine(),
             "pages": options.pages,
             "page_tokens": PAGE_TOKENS,
             "streams": options.streams,
@@ -208,8 +204,7 @@ def main() -> None:
             "launch_us": round(decode_us(inventory, options.streams, 2_000), 1),
             "chunk_us": round(chunk_us(inventory), 1),
         }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    save(result, options.out)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timer import CEILING_BYTES, Timer, read_microseconds
+from benchmarks.gpu_timer import CEILING_BYTES, Timer, between_events_us, read_microseconds
 from benchmarks.llama_8b import Llama8B
+from benchmarks.report import rounded, save
 from kernels.fp8 import E4M3
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.config import KV_DTYPES
@@ -83,20 +84,7 @@ class Bench:
             work()
             with torch.cuda.graph(graph):
                 work()
-        return self.between_events_us(graph.replay, times)
-
-    def between_events_us(self, work: Callable[[], object], times: int = STEPS) -> float:
-        """Median on the device of work that is one graph, or waits for nothing."""
-        work()
-        samples = []
-        for _ in range(times):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            stop.record()
-            torch.cuda.synchronize()
-            samples.append(float(start.elapsed_time(stop)) * 1e3)
-        return statistics.median(samples)
+        return between_events_us(graph.replay, times)
 
     def decode(self, size: int) -> Figures:
         """One step of `size` sequences; share: the time that their bytes need at the read ceiling, over the time."""
@@ -107,7 +95,7 @@ class Bench:
         graphs = self.runner._graphs
         bucket = graphs.bucket_for(batch) if graphs else None
         assert graphs and bucket
-        device = self.between_events_us(graphs.graph(bucket).replay)
+        device = between_events_us(graphs.graph(bucket).replay, STEPS)
         limit = (self.llama.weight_bytes() + self.llama.kv_bytes(size * (CONTEXT + 1))) / self.read_bytes_per_us
         wall = self.wall_us(lambda: self.runner.run(batch))
         return {"device_us": device, "run_us": wall, "limit_us": limit, "share": limit / device}
@@ -227,12 +215,6 @@ def cost(batch: dict[str, Any], fast: dict[str, Any]) -> Figures:
     return {name: batch[name][unit] / fast[name][unit] - 1 for name, unit in times.items()}
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    return round(value, 3) if isinstance(value, float) else value
-
-
 def in_own_process(invariance: str, kv_dtype: str, cases: Sequence[str]) -> dict[str, Any]:
     settings = ["--only", invariance, "--kv-dtype", kv_dtype]
     command = [sys.executable, "-m", "benchmarks.bench_llama_gpu", *settings, "--cases", *cases]
@@ -265,9 +247,7 @@ def main() -> None:
     }
     if {"batch", "fast"} <= set(report):
         report["cost_of_batch"] = rounded(cost(report["batch"], report["fast"]))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
+    save(report, arguments.out)
 
 
 if __name__ == "__main__":

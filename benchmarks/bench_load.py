@@ -8,8 +8,6 @@ both ways. The tensors of both ways must have the same bytes, or there are no fi
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.host import about_host, commit, gpu, versions
+from benchmarks.report import parser, save
 from worker_service.model.weight_copies import WeightCopies
 
 NUM_FILES = 4
@@ -87,22 +86,18 @@ def measured(folder: Path, device: torch.device, num_bytes: int, rounds: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--gigabytes", type=float, default=8.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="for the files; default: the temporary folder")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    told = parser(__doc__, rounds=3)
+    told.add_argument("--device", default="cuda")
+    told.add_argument("--gigabytes", type=float, default=8.0)
+    told.add_argument("--folder", type=Path, help="for the files; default: the temporary folder")
+    told.add_argument("--out", type=Path)
+    options = told.parse_args()
     device = torch.device(options.device)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         num_bytes = write_files(Path(name), int(options.gigabytes * 1e9))
         rows = measured(Path(name), device, num_bytes, options.rounds)
     machine = {**about_host(), **(gpu() if device.type == "cuda" else {}), **versions(), "commit": commit()}
-    text = json.dumps({"machine": machine, "bytes": num_bytes, "rows": rows}, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    save({"machine": machine, "bytes": num_bytes, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

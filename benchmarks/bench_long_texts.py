@@ -8,23 +8,18 @@ processes, so that the client does not wait for itself. Writes benchmarks/result
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from benchmarks.host import on_this_machine
+from benchmarks.processes import LISTEN, served
+from benchmarks.report import RESULTS, parser, save
 from protos.v1 import worker_pb2, worker_pb2_grpc
 from register_qa import MODEL_FOLDER
 from rpc.client import open_channel
@@ -32,20 +27,6 @@ from session.limits import MAX_MESSAGE_BYTES
 
 TEXT_CHARS = 520_000
 NUM_ALONE = 30
-RESULTS = Path(__file__).parent / "results" / "long_texts.json"
-
-
-@contextmanager
-def service(module: str, *arguments: str) -> Iterator[str]:
-    """The address of a service that runs while inside."""
-    command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--admin-listen", "", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        yield str(json.loads(process.stdout.readline())["address"])
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def ask(stub: Any, text: str, number: int) -> float:
@@ -90,8 +71,7 @@ async def measure(address: str, num_texts: int) -> dict[str, object]:
         **{f"alone_{name}_ms": value for name, value in _spread(alone).items()},
         **{f"beside_{name}_ms": value for name, value in _spread(beside).items()},
         "flood_s": round(flood_s, 2),
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        **on_this_machine(),
     }
 
 
@@ -101,22 +81,19 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=30)
-    parser.add_argument("--flood", default="", help="only send the texts, to this address")
-    arguments = parser.parse_args()
+    options = parser(__doc__, texts=30)
+    options.add_argument("--flood", default="", help="only send the texts, to this address")
+    arguments = options.parse_args()
     if arguments.flood:
         asyncio.run(flood(arguments.flood, arguments.texts))
         return
+    model = ("--model", str(MODEL_FOLDER), "--device", "cpu", "--threads", "1")
     with (
-        service("cache_service") as cache,
-        service(
-            "worker_service", "--model", str(MODEL_FOLDER), "--cache", cache, "--device", "cpu", "--threads", "1"
-        ) as worker,
+        served("cache_service", *LISTEN) as cache,
+        served("worker_service", *LISTEN, "--cache", cache.address, *model) as worker,
     ):
-        result = asyncio.run(measure(worker, arguments.texts))
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+        result = asyncio.run(measure(worker.address, arguments.texts))
+    save(result, RESULTS / "long_texts.json")
 
 
 if __name__ == "__main__":

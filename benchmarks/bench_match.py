@@ -10,17 +10,15 @@ the machine may be shared. Writes benchmarks/results/match.json.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import time
 from array import array
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.bench_core import machine
-from benchmarks.bench_step import cache_service, cpu_s, say
+from benchmarks.host import on_this_machine
+from benchmarks.processes import MODEL, cache_service, cpu_s, hello, say
+from benchmarks.processes import PAGE_TOKENS as PAGE
+from benchmarks.report import RESULTS, parser, save
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from rpc.client import open_channel
 from rpc.lifecycle import run
@@ -28,11 +26,9 @@ from session.limits import MAX_MESSAGE_BYTES
 
 NUM_WORKERS = 64
 NUM_TOKENS = 8_192
-PAGE = 16
 WARM_CALLS = 50
 TURN_CALLS = 50
-RESULTS = Path(__file__).parent / "results" / "match.json"
-NAMESPACE = types_pb2.Namespace(model="bench")
+NAMESPACE = types_pb2.Namespace(model=MODEL)
 TOKENS = array("i", range(NUM_TOKENS)).tobytes()
 
 
@@ -43,20 +39,7 @@ def cached_tokens(number: int) -> int:
 async def connect(stub: Any, number: int) -> Any:
     """A worker's stream, which has published its part of the prompt and released it."""
     stream = stub.Session()
-    group = types_pb2.GroupSpec(name="full", kind=types_pb2.GROUP_KIND_FULL, num_pages=2 * NUM_TOKENS // PAGE)
-    hello = cache_pb2.Hello(
-        protocol_version=2,
-        worker_id=f"worker-{number}",
-        endpoint=f"10.0.0.{number}:50052",
-        incarnation="bench",
-        fingerprint=bytes(32),
-        page_tokens=PAGE,
-        groups=[group],
-        host_tier=cache_pb2.HOST_TIER_KIND_NONE,
-        num_ranks=1,
-        model=NAMESPACE.model,
-    )
-    await say(stream, cache_pb2.WorkerMessage(hello=hello))
+    await say(stream, hello(f"worker-{number}", 2 * NUM_TOKENS // PAGE, endpoint=f"10.0.0.{number}:50052"))
     acquire = cache_pb2.Acquire(sequence_id=1, namespace=NAMESPACE, tokens=TOKENS)
     publish = cache_pb2.Publish(sequence_id=1, computed_tokens=cached_tokens(number))
     release = cache_pb2.Release(sequence_id=1, reason=cache_pb2.RELEASE_REASON_FINISHED)
@@ -106,9 +89,7 @@ async def measure(address: str, num_turns: int, pid: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=25)
-    num_turns = parser.parse_args().turns
+    num_turns = parser(__doc__, turns=25).parse_args().turns
     with cache_service() as service:
         measured = run(measure(service.address, num_turns, service.pid))
     result = {
@@ -116,11 +97,9 @@ def main() -> None:
         "num_tokens": NUM_TOKENS,
         "num_calls": num_turns * TURN_CALLS,
         **measured,
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": machine(),
+        **on_this_machine(),
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    save(result, RESULTS / "match.json")
 
 
 if __name__ == "__main__":

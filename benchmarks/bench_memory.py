@@ -6,14 +6,13 @@ push each other out. The bytes are those of the resident set.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 from array import array
 from pathlib import Path
 from time import process_time
 
+from benchmarks.report import RESULTS, parser, save
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cli.replay import replay
 from session.messages import Acquire, Grant, Hello, Publish, Release
@@ -21,7 +20,6 @@ from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
 
 PAGE_TOKENS = 16
 RUN_PAGES = 16
-RESULT = Path(__file__).parent / "results" / "memory.json"
 
 
 def make_manager(num_pages: int) -> CacheManager:
@@ -76,12 +74,7 @@ def measure(num_pages: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pages", type=int, default=1_000_000)
-    figures = measure(parser.parse_args().pages)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
+    save(measure(parser(__doc__, pages=1_000_000).parse_args().pages), RESULTS / "memory.json")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ Device time is that of the captured launch, and of what follows it for log-proba
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.bench_gpu import about_device
+from benchmarks.gpu_timer import between_events_us
 from benchmarks.llama_8b import Llama8B
+from benchmarks.report import parser, save
 from worker_service.core.batch import Batch, CountedRow, SampledRow
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.model.device import prepare_process
@@ -78,7 +77,7 @@ class Bench:
             joined(output.tokens, output.logits, num_logprobs, self.llama.model.backend)
 
         with torch.inference_mode():
-            device = device_us(launch)
+            device = between_events_us(launch, STEPS)
         return {"device_us": device, "submit_us": self.submit_us(batch)}
 
     def submit_us(self, batch: Batch) -> float:
@@ -95,19 +94,6 @@ class Bench:
         return self.submit_us(self.batch("penalties", array("i", range(HISTORY))))
 
 
-def device_us(work: Callable[[], object]) -> float:
-    work()
-    samples = []
-    for _ in range(STEPS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        stop.record()
-        torch.cuda.synchronize()
-        samples.append(float(start.elapsed_time(stop)) * 1e3)
-    return statistics.median(samples)
-
-
 def measure(num_layers: int) -> dict[str, Any]:
     prepare_process(DEVICE, 0, stable_gemms=True)
     bench = Bench(num_layers)
@@ -121,15 +107,12 @@ def measure(num_layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--out", type=Path, required=True)
-    told = parser.parse_args()
+    options = parser(__doc__, layers=32)
+    options.add_argument("--out", type=Path, required=True)
+    told = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_sampling needs a CUDA device")
-    report = {**about_device(), "layers": told.layers, **measure(told.layers)}
-    told.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
+    save({**about_device(), "layers": told.layers, **measure(told.layers)}, told.out)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.host import about_host, commit, gpu, short_name, versions
+from benchmarks.report import RESULTS
 from benchmarks.serving.answers import Answers
 from benchmarks.serving.cases import Bench
 from benchmarks.serving.figures import Row
@@ -41,7 +42,6 @@ from benchmarks.serving.streams import Clients
 from cli.output import Output
 from rpc.lifecycle import run
 
-RESULTS = Path(__file__).parent / "results"
 ALONE = 4
 DEFAULT_SEQS = 64
 CPUS_PER_CLIENT, MAX_CLIENTS = 2, 8

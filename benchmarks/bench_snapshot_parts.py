@@ -10,7 +10,6 @@ process of its own; `in_parts_over_one_value` are ratios of medians of one run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -27,6 +26,7 @@ import torch
 import xxhash
 
 from benchmarks.host import about_host
+from benchmarks.report import RESULTS, parser, save
 from session.messages import Ack
 from session.words import GroupKind, TicketId, Transfer, TransferPages, TransferStatus
 from tests.redis_process import RedisProcess, find_redis_binary
@@ -46,7 +46,6 @@ DEFAULT_WAY = "parts of 4 MiB"
 SMALL_KEY = b"small"
 PAUSE_S = 0.0002
 SOURCE, TARGET = 1, 2
-RESULT = Path(__file__).parent / "results" / "snapshot_parts.json"
 
 
 class Case(NamedTuple):
@@ -221,20 +220,18 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_snapshot_parts")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    told = parser(__doc__, rounds=5)
+    told.add_argument("--out", type=Path, default=RESULTS / "snapshot_parts.json")
+    options = told.parse_args()
     rows = []
     for snapshot in SNAPSHOTS:
         for way in WAYS:
             rows.append(measure(snapshot, way, options.rounds))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     report = {"rows": rows, "in_parts_over_one_value": ratios(rows), "rounds": options.rounds, "machine": about_host()}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    save(report, options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,15 +9,15 @@ make of the memory, in bf16, with the default settings.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.report import RESULTS, parser, save
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cli.replay.replay import NAMESPACE, WORKER, Request, read_trace
 from session.messages import Acquire, Hello, Publish, Refusal, Release
@@ -31,7 +31,6 @@ INTERVAL_TOKENS = 512
 SHARES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 # KiB of a page of 64 tokens and of a snapshot, and the pools' sizes in GiB.
 MODELS = {"Qwen3-Next 80B-A3B": (1536, 75_456, (20, 60)), "Bamba 9B": (768, 239_047, (30, 100))}
-RESULT = Path(__file__).parent / "results" / "state_share.json"
 
 
 def layouts(page_kib: int, snapshot_kib: int) -> tuple[GroupLayout, ...]:
@@ -87,24 +86,20 @@ def measure(model: str, budget_gib: int, share: float, trace: Path, num_requests
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_state_share")
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument(
-        "--requests", type=int, help="how many requests of the trace to replay, from its start; default: all"
-    )
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    told = parser(__doc__)
+    told.add_argument("--trace", type=Path, required=True)
+    told.add_argument("--requests", type=int, help="how many requests of the trace to replay; default: all")
+    told.add_argument("--out", type=Path, default=RESULTS / "state_share.json")
+    options = told.parse_args()
     rows = []
     for model, (_, _, budgets) in MODELS.items():
         for budget_gib in budgets:
             for share in SHARES:
                 rows.append(measure(model, budget_gib, share, options.trace, options.requests))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    report = {"trace": options.trace.name, "requests": options.requests, "rows": rows}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    save({"trace": options.trace.name, "requests": options.requests, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """Step round trip over gRPC on loopback: 64 decoding sequences against a `python -m cache_service`.
 
-    python -m benchmarks.bench_step [--steps N]
+    python -m benchmarks.bench_step [--turns N]
 
 `server_cpu_us` is what the service's process spends on each Step, transport and all; `echo_cpu_us` is that of a bare
 grpc.aio server that echoes messages of the same sizes, so nothing of ours could cost less. Both run at the same time
@@ -11,38 +11,31 @@ service counts 64 leases and the pages that we hold. Writes benchmarks/results/s
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import struct
-import subprocess
-import sys
 import time
-import zlib
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from statistics import median
 from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 
-from benchmarks.bench_core import machine
+from benchmarks.host import on_this_machine
+from benchmarks.processes import MODEL, Server, cache_service, cpu_s, hello, say, served
+from benchmarks.processes import PAGE_TOKENS as PAGE
+from benchmarks.report import RESULTS, parser, save
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from rpc.client import open_channel
 from rpc.lifecycle import run
-from rpc.listener import choose_listener
 from rpc.options import ServerLimits, server_options
 from session.limits import MAX_MESSAGE_BYTES
 
 NUM_SEQUENCES = 64
 PROMPT_TOKENS = 512
-PAGE = 16
 WARM_STEPS = 200
 TURN_STEPS = 200
-RESULTS = Path(__file__).parent / "results" / "step.json"
 
 
 class DecodingWorker:
@@ -58,21 +51,9 @@ class DecodingWorker:
         self._step_id = 0
 
     async def start(self) -> None:
-        group = types_pb2.GroupSpec(name="full", kind=types_pb2.GROUP_KIND_FULL, num_pages=self._num_pages)
-        hello = cache_pb2.Hello(
-            protocol_version=2,
-            worker_id="bench",
-            incarnation="bench",
-            fingerprint=bytes(32),
-            page_tokens=PAGE,
-            groups=[group],
-            host_tier=cache_pb2.HOST_TIER_KIND_NONE,
-            num_ranks=1,
-            model="bench",
-        )
-        welcome = await say(self._stream, cache_pb2.WorkerMessage(hello=hello))
+        welcome = await say(self._stream, hello("bench", self._num_pages))
         assert welcome.WhichOneof("message") == "welcome"
-        namespace = types_pb2.Namespace(model="bench")
+        namespace = types_pb2.Namespace(model=MODEL)
         for sequence, length in self._lengths.items():
             tokens = array("i", range(sequence * 10_000, sequence * 10_000 + length)).tobytes()
             acquire = cache_pb2.Acquire(sequence_id=sequence, namespace=namespace, tokens=tokens, chunk_tokens=length)
@@ -124,15 +105,6 @@ class DecodingWorker:
         assert worker.groups[0].num_free == self._num_pages - len(self._pages)
 
 
-async def say(stream: Any, message: cache_pb2.WorkerMessage) -> cache_pb2.ManagerMessage:
-    """The answer to one message of a session."""
-    body = message.SerializeToString()
-    await stream.write(cache_pb2.SessionRequest(body=body, crc32=zlib.crc32(body)))
-    envelope = await stream.read()
-    assert zlib.crc32(envelope.body) == envelope.crc32
-    return cache_pb2.ManagerMessage.FromString(envelope.body)
-
-
 class Echo(grpc.GenericRpcHandler):
     """A grpc.aio server's least: each message is answered with `REPLY`, and nothing is decoded."""
 
@@ -171,11 +143,6 @@ class EchoClient:
         return time.perf_counter() - started
 
 
-def cpu_s(pid: int) -> float:
-    """Time that all threads of a process ran."""
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
-
-
 class Turns(NamedTuple):
     """How long each message took, and the server's CPU seconds a message in each turn."""
 
@@ -206,35 +173,10 @@ async def measure(service: Server, echo_server: Server, num_turns: int) -> tuple
     return steps, echoes
 
 
-class Server(NamedTuple):
-    address: str
-    pid: int
-
-
-@contextmanager
-def served(module: str, *arguments: str) -> Iterator[Server]:
-    """A server in a process of its own that runs while inside, with the listener that ours choose."""
-    environ = dict(os.environ)
-    choose_listener(environ)
-    command = (sys.executable, "-m", module, *arguments)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-    try:
-        assert process.stdout is not None
-        yield Server(json.loads(process.stdout.readline())["address"], process.pid)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def cache_service() -> AbstractContextManager[Server]:
-    return served("cache_service", "--listen", "127.0.0.1:0", "--admin-listen", "", "--log-level", "warning")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--echo", action="store_true", help="be the echo server")
-    told = parser.parse_args()
+    options = parser(__doc__, turns=20)
+    options.add_argument("--echo", action="store_true", help="be the echo server")
+    told = options.parse_args()
     if told.echo:
         run(echo())
         return
@@ -249,12 +191,9 @@ def main() -> None:
         "server_cpu_us_best_turn": round(min(steps.cpu_s) * 1e6, 1),
         "echo_cpu_us": round(median(echoes.cpu_s) * 1e6, 1),
         "echo_cpu_us_best_turn": round(min(echoes.cpu_s) * 1e6, 1),
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": machine(),
+        **on_this_machine(),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    save(result, RESULTS / "step.json")
 
 
 if __name__ == "__main__":

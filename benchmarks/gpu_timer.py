@@ -87,6 +87,23 @@ def _captured(work: Work) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def between_events_us(work: Work, times: int) -> float:
+    """The median of `times` calls on the device, of work that is one graph or waits for nothing; no cache is flushed.
+
+    The first call, which may compile, does not count.
+    """
+    work()
+    samples = []
+    for _ in range(times):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        torch.cuda.synchronize()
+        samples.append(float(start.elapsed_time(stop)) * 1e3)
+    return statistics.median(samples)
+
+
 def _give_back() -> None:
     """Frees what no tensor holds, as a capture would, and waits until the device is done with it.
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 PACKAGES = ("grpcio", "protobuf", "torch", "triton", "uvloop")
 
@@ -35,6 +36,17 @@ def gpu() -> dict[str, str]:
 def short_name(gpu_name: str) -> str:
     """Returns h200 for "NVIDIA H200"."""
     return gpu_name.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def on_this_machine() -> dict[str, object]:
+    """Returns the processor that figures were taken on, and what else it had to do."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    found = {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
+    return {"load_average": round(os.getloadavg()[0], 1), "machine": found}
 
 
 def about_host() -> dict[str, object]:
