@@ -101,7 +101,7 @@ class HostTierCalls:
             num_ranks=config.num_ranks,
             host_tier_id=identity,
         )
-        answer: host_tier_pb2.AttachResponse | None = self._ask(self._stub.Attach, request)
+        answer: host_tier_pb2.AttachResponse | None = self._ask(self._stub.Attach, request, NOT_ATTACHED)
         if answer is None:
             return None
         self._max_pages = answer.limits.max_pages
@@ -149,31 +149,25 @@ class HostTierCalls:
             for group, count in written
         ]
         request = host_tier_pb2.CommitRequest(
-            **self._id_of(ticket.attachment),
+            **_id(ticket.attachment),
             ticket=ticket.number,
             rank=rank,
             status=cache_pb2.TransferStatus.ValueType(status),
             written=told,
         )
-        answer: host_tier_pb2.CommitResponse | None = self._ask(self._stub.Commit, request)
+        answer: host_tier_pb2.CommitResponse | None = self._ask(self._stub.Commit, request, ticket.attachment)
         return None if answer is None else answer.num_findable
 
-    def release(
-        self, lease: int, num_pages: int, status: TransferStatus, attachment: Attachment = NOT_ATTACHED
-    ) -> bool:
-        """`num_pages` were read, from the lookup's `local_pages` on. Returns whether the service was told.
+    def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> bool:
+        """`num_pages` were read, from the hit's `local_pages` on. Returns whether the service was told.
 
-        `attachment`: the hit's, in case that the present one is another by now.
+        Told under the hit's attachment: under a later one the lease's number is another's.
         """
         end = host_tier_pb2.LeaseEnd(
-            lease=lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
+            lease=hit.lease, num_pages=num_pages, status=cache_pb2.TransferStatus.ValueType(status)
         )
-        request = host_tier_pb2.ReleaseRequest(**self._id_of(attachment), ends=[end])
-        return self._ask(self._stub.Release, request) is not None
-
-    def _id_of(self, attachment: Attachment) -> dict[str, Any]:
-        """Of an attachment that a lease or a ticket names; else of the present one."""
-        return _id(attachment if attachment != NOT_ATTACHED else self._attachment or NOT_ATTACHED)
+        request = host_tier_pb2.ReleaseRequest(**_id(hit.attachment), ends=[end])
+        return self._ask(self._stub.Release, request, hit.attachment) is not None
 
     def _leading(self, path: PagePath) -> host_tier_pb2.TierPath | None:
         """The first pages of a path, as many as the service takes; None for tokens that are none."""
@@ -194,7 +188,7 @@ class HostTierCalls:
             if now is None:
                 break
             attachment = now
-            answer = self._ask(method, make(_id(attachment)))
+            answer = self._ask(method, make(_id(attachment)), attachment)
             if answer is not None or not self._ended(attachment):
                 return attachment, answer
         return attachment, None
@@ -203,22 +197,24 @@ class HostTierCalls:
         with self._lock:
             return self._attachment is not attachment
 
-    def _ask(self, method: Callable[..., _Response], request: Any) -> _Response | None:
+    def _ask(self, method: Callable[..., _Response], request: Any, named: Attachment) -> _Response | None:
+        """`named`: the attachment that the request names."""
         if self._breaker.is_open:
             return None
         try:
             return method(request, timeout=self._config.call_timeout_s)
         except grpc.RpcError as error:
-            self._failed(error)
+            self._failed(error, named)
         except ValueError as error:  # the channel was closed meanwhile
             _log.debug("the host tier's service was not asked: %s", error)
         return None
 
-    def _failed(self, error: Any) -> None:
+    def _failed(self, error: Any, named: Attachment) -> None:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.ABORTED:
             # Nobody holds the lock here but `attached`, whose Attach is never answered so.
-            self._attachment = None
+            if named == self._attachment:  # a lease of a former one says nothing of the present one
+                self._attachment = None
             _log.info("the attachment has ended: %s", details)
         elif code in REFUSALS:
             _log.warning("the host tier's service refused a call: %s", details)

@@ -67,14 +67,12 @@ class TierClient:
         for one in hit.pages:
             read = self.store.read(one.group, one.keys(self.config.rank), self.config.groups[one.group].page_bytes)
             if len(read.values) < len(one.pages):
-                self.calls.release(
-                    hit.lease, one.pages[len(read.values)] - hit.local_pages, read.status, hit.attachment
-                )
+                self.calls.release(hit, one.pages[len(read.values)] - hit.local_pages, read.status)
                 if read.status is not TransferStatus.CORRUPT:
                     self.calls.suspect_store()
                 return None, read.status
             values[one.group] = dict(zip(one.pages, read.values, strict=True))
-        self.calls.release(hit.lease, hit.usable_pages - hit.local_pages, TransferStatus.DONE, hit.attachment)
+        self.calls.release(hit, hit.usable_pages - hit.local_pages, TransferStatus.DONE)
         return Loaded(hit.usable_pages, values), TransferStatus.DONE
 
     def save(self, path: PagePath, ranges: Iterable[PageRange], payload: Callable[[int, int], Buffer]) -> int:

@@ -97,7 +97,7 @@ class PageReads:
             hit = None if read.is_over else self._client.calls.lookup(PagePath(b"".join(read.page_ids)), 0)
             if hit is not None and hit.lease:
                 status = self._read_pages(read, hit)
-                self._client.calls.release(hit.lease, len(read.pages), status, hit.attachment)
+                self._client.calls.release(hit, len(read.pages), status)
                 if status in (TransferStatus.MISSING, TransferStatus.FAILED):
                     self._client.calls.suspect_store()
         finally:

@@ -35,7 +35,7 @@ class StoredPages:
             if len(self._hits) > MAX_HITS:
                 left.append(self._hits.popitem(last=False)[1])
         for unused in left:
-            self._client.calls.release(unused.lease, 0, TransferStatus.DONE, unused.attachment)
+            self._client.calls.release(unused, 0, TransferStatus.DONE)
         return hit.usable_pages
 
     def read(self, ids: Sequence[bytes]) -> list[memoryview]:
@@ -44,13 +44,13 @@ class StoredPages:
             hit = self._hits.pop(ids[0], None)
         if hit is None or hit.usable_pages < len(ids):
             if hit is not None:
-                self._client.calls.release(hit.lease, 0, TransferStatus.DONE, hit.attachment)
+                self._client.calls.release(hit, 0, TransferStatus.DONE)
             hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0)
         if hit is None or not hit.lease:
             return []
         keys = hit.pages[0].keys(self._client.config.rank)[: len(ids)]
         got = self._client.store.read(0, keys, self._page_bytes)
-        self._client.calls.release(hit.lease, len(got.values), got.status, hit.attachment)
+        self._client.calls.release(hit, len(got.values), got.status)
         if got.status in (TransferStatus.MISSING, TransferStatus.FAILED):
             self._client.calls.suspect_store()
         return got.values

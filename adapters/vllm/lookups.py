@@ -106,9 +106,9 @@ class Lookups:
         if asked is not None:
             self._release_later(asked)
 
-    def release(self, lease: int, num_pages: int, status: TransferStatus) -> None:
-        if lease:
-            self._thread.submit(self._index.release, lease, num_pages, status)
+    def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> None:
+        if hit.lease:
+            self._thread.submit(self._index.release, hit, num_pages, status)
 
     def _still_holds(self, asked: Asked, local_pages: int, end: int) -> bool:
         return (asked.local_pages, asked.end) == (local_pages, end) and self._now_s() - asked.at_s < ANSWER_S
@@ -136,6 +136,6 @@ class Lookups:
 
         def release(answer: Future[Hit | None]) -> None:
             if not answer.cancelled() and answer.exception() is None:
-                self.release((answer.result() or NOTHING).lease, 0, TransferStatus.DONE)
+                self.release(answer.result() or NOTHING, 0, TransferStatus.DONE)
 
         asked.answer.add_done_callback(release)

@@ -37,7 +37,7 @@ class Scheduled(NamedTuple):
 @dataclass(slots=True)
 class Loading:
     request_id: str
-    lease: int
+    hit: Hit
     num_pages: int
     reports: list[LoadReport] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ class SchedulerSide:
         # Loads that vLLM changed have no pages here, which the workers report as failed.
         groups = tuple(self._load_group(pages, tables) for pages in found.pages) if is_as_offered else ()
         order = LoadOrder(self._last_number, request.request_id, local_pages, local_pages + num_pages, groups)
-        self._loading[order.number] = Loading(request.request_id, found.lease, num_pages)
+        self._loading[order.number] = Loading(request.request_id, found, num_pages)
         self._orders.loads.append(order)
         self._orders.overwritten.update(block for table in tables for block in table)
 
@@ -189,7 +189,7 @@ class SchedulerSide:
         worst = min(loading.reports, key=lambda each: (each.num_pages, each.status is TransferStatus.DONE))
         if worst.num_pages < loading.num_pages and loading.request_id in self._requests:
             self._failed.add(loading.request_id)
-        self._lookups.release(loading.lease, worst.num_pages, worst.status)
+        self._lookups.release(loading.hit, worst.num_pages, worst.status)
 
     def _write_reported(self, report: WriteReport) -> None:
         save = self._saving.get(report.number)

@@ -83,9 +83,9 @@ class DictTier:
             self.rows.update((pages.group, page_hash) for page_hash in pages.page_hashes[:num_written])
         return len(self.rows)
 
-    def release(self, lease: int, num_pages: int, status: TransferStatus) -> bool:
+    def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> bool:
         self.ends.append(LeaseEnd(status, num_pages))
-        hashes = self.held.pop(lease)
+        hashes = self.held.pop(hit.lease)
         if status in (TransferStatus.MISSING, TransferStatus.CORRUPT):
             self.rows -= {(group, hashes[num_pages]) for group in range(len(self.layout.groups))}
         return True

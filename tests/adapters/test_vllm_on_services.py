@@ -158,3 +158,22 @@ def test_while_the_cache_service_is_dead_nothing_is_hit_and_afterwards_all_again
     services.cache.start()
     recover(engine)
     assert services.stats().host_tier.num_fetched_pages == 5
+
+
+def test_a_hit_from_before_a_restart_ends_no_lease_of_after(services: Services, start_engine: StartEngine) -> None:
+    """Both are the first lease of their attachment."""
+    engine = start_engine()
+    engine.compute(FakeRequest("a", TOKENS), tables(engine))
+    assert engine.matched(FakeRequest("before", TOKENS)) == ALL
+    services.cache.kill()
+    services.cache.start()
+    after = next(name for name in map(str, itertools.count()) if engine.matched(FakeRequest(name, TOKENS)) == ALL)
+    assert services.stats().attachments.num_leases == 1
+    attaches = services.stats().attachments.num_attachments
+    engine.scheduler.finished("before")
+    engine.thread.run()
+    assert services.stats().attachments.num_leases == 1
+    engine.scheduler.finished(after)
+    engine.thread.run()
+    assert services.stats().attachments.num_leases == 0
+    assert services.stats().attachments.num_attachments == attaches, "the present attachment goes on"

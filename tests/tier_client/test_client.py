@@ -93,7 +93,7 @@ def test_a_page_that_vanished_shortens_the_prefix(shared: Stage) -> None:
     hit = client.calls.lookup(PROMPT, 0)
     assert hit is not None
     key = hit.pages[0].keys(0)[3]
-    client.calls.release(hit.lease, 0, TransferStatus.DONE)
+    client.calls.release(hit, 0, TransferStatus.DONE)
     with shared.redis.client() as redis:
         redis.delete(key)
     check(client.fetch(PROMPT), 3)

@@ -100,7 +100,7 @@ def keys(client: Any, prompt: list[int]) -> list[bytes]:
     """Of the prompt's pages."""
     hit = client.calls.lookup(PagePath(tokens=prompt), 0)
     assert hit is not None and hit.usable_pages == PAGES
-    client.calls.release(hit.lease, 0, TransferStatus.DONE)
+    client.calls.release(hit, 0, TransferStatus.DONE)
     return hit.pages[0].keys(0)
 
 
