@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
-from cache_service.core.base.stats import (
-    AttachmentStats,
-    ClearResult,
-    GroupStats,
-    HostTierStats,
-    ManagerStats,
-    WorkerStats,
-)
-from cache_service.core.base.types import Age, Connection, Event, Explanation, Removed, Segment, Stored, WorkerMatch
-from protos.v1 import cache_pb2, types_pb2
+from cache_service.core.base.stats import AttachmentStats, ClearResult, ManagerStats, WorkerStats
+from cache_service.core.base.types import Connection, Event, Explanation, Removed, Stored, WorkerMatch
+from protos.v1 import cache_pb2
 from rpc.version import package_version
 from session.limits import SessionLimits
 from session.wire import fields
-from session.wire.parts import decode_namespace, encode_match, encode_namespace, required_namespace
+from session.wire.parts import as_fields, decode_namespace, encode_match, encode_namespace, required_namespace
 from session.words import Match, Namespace, WorkerId
 
 # A length-delimited field, in front of each worker.
@@ -81,55 +75,18 @@ def _varint(number: int) -> bytes:
 
 
 def encode_explain_response(values: Iterable[Explanation]) -> cache_pb2.ExplainResponse:
-    return cache_pb2.ExplainResponse(workers=[_explanation(value) for value in values])
-
-
-def _explanation(value: Explanation) -> cache_pb2.WorkerExplanation:
-    return cache_pb2.WorkerExplanation(
-        worker_id=value.worker_id,
-        endpoint=value.endpoint,
-        match=encode_match(value.match),
-        segments=[_segment(segment) for segment in value.segments],
-        notes=value.notes,
-        pinned_tokens=value.pinned_tokens,
-        pin_left_ms=value.pin_left_ms,
-        holders=[cache_pb2.Holder(sequence_id=one.sequence_id, num_tokens=one.num_tokens) for one in value.holders],
-        num_holders=value.num_holders,
-        spilling_tokens=value.spilling_tokens,
-    )
-
-
-def _segment(value: Segment) -> cache_pb2.Segment:
-    return cache_pb2.Segment(
-        first_token=value.first_token,
-        num_tokens=value.num_tokens,
-        residence=cache_pb2.Residence.ValueType(value.residence),
-        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
-        last_used=_age(value.last_used),
-        gone=_age(value.gone),
-    )
-
-
-def _age(value: Age | None) -> cache_pb2.Age | None:
-    return None if value is None else cache_pb2.Age(least_ms=value.least_ms, most_ms=value.most_ms)
+    return cache_pb2.ExplainResponse(workers=[as_fields(value) for value in values])
 
 
 def encode_event(value: Event, epoch: str, seq: int) -> cache_pb2.WatchResponse:
     if isinstance(value, Stored):
         return cache_pb2.WatchResponse(epoch=epoch, seq=seq, stored=_stored(value))
     if isinstance(value, Removed):
-        removed = cache_pb2.PagesRemoved(worker_id=value.worker_id, group=value.group, page_hashes=value.page_hashes)
-        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, removed=removed)
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, removed=cache_pb2.PagesRemoved(**value._asdict()))
     if isinstance(value, Connection):
-        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, connection=_connection(value))
+        return cache_pb2.WatchResponse(epoch=epoch, seq=seq, connection=cache_pb2.WorkerConnection(**value._asdict()))
     cleared = cache_pb2.CacheCleared(worker_id=value.worker_id or "")
     return cache_pb2.WatchResponse(epoch=epoch, seq=seq, cleared=cleared)
-
-
-def _connection(value: Connection) -> cache_pb2.WorkerConnection:
-    return cache_pb2.WorkerConnection(
-        worker_id=value.worker_id, endpoint=value.endpoint, is_connected=value.is_connected
-    )
 
 
 def encode_present_state_end(num_pages: int, epoch: str, seq: int) -> cache_pb2.WatchResponse:
@@ -138,14 +95,7 @@ def encode_present_state_end(num_pages: int, epoch: str, seq: int) -> cache_pb2.
 
 
 def _stored(value: Stored) -> cache_pb2.PagesStored:
-    return cache_pb2.PagesStored(
-        worker_id=value.worker_id,
-        group=value.group,
-        parent_hash=value.parent_hash,
-        page_hashes=value.page_hashes,
-        tokens=value.tokens,
-        namespace=encode_namespace(value.namespace),
-    )
+    return cache_pb2.PagesStored(**{**value._asdict(), "namespace": encode_namespace(value.namespace)})
 
 
 def encode_events_lost(num_events: int, epoch: str, seq: int) -> cache_pb2.WatchResponse:
@@ -162,75 +112,11 @@ def encode_clear_response(value: ClearResult) -> cache_pb2.ClearResponse:
 
 
 def encode_stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
-    return cache_pb2.StatsResponse(
-        epoch=value.epoch,
-        workers=[_worker_stats(worker) for worker in value.workers],
-        host_tier=_host_tier_stats(value.host_tier),
-        policy=value.policy,
-        version=package_version(),
-        attachments=_attachment_stats(value.attachments),
-    )
+    told = as_fields(value)
+    told["workers"] = [_with_misses(worker) for worker in value.workers]
+    told["attachments"] = _with_misses(value.attachments)
+    return cache_pb2.StatsResponse(**told, version=package_version())
 
 
-def _worker_stats(value: WorkerStats) -> cache_pb2.WorkerStats:
-    return cache_pb2.WorkerStats(
-        worker_id=value.worker_id,
-        endpoint=value.endpoint,
-        incarnation=value.incarnation,
-        connected=value.connected,
-        groups=[_group_stats(group) for group in value.groups],
-        num_leases=value.num_leases,
-        num_tickets=value.num_tickets,
-        num_requests=value.num_requests,
-        prompt_tokens=value.prompt_tokens,
-        cached_tokens=value.cached_tokens,
-        fetched_tokens=value.fetched_tokens,
-        computed_tokens=value.computed_tokens,
-        num_refusals=value.num_refusals,
-        num_nodes=value.num_nodes,
-        num_ghost_pages=value.num_ghost_pages,
-        kept_bytes=value.kept_bytes,
-        model=value.model,
-        pinned_tokens=value.pinned_tokens,
-        matched_tokens=value.matched_tokens,
-        restored_pages=value.restored_pages,
-        restored_tokens=value.restored_tokens,
-        rates=cache_pb2.Rates(**value.rates._asdict()),
-        declined_tokens=value.declined_tokens,
-        misses={reason.name.lower(): count for reason, count in value.misses},
-    )
-
-
-def _group_stats(value: GroupStats) -> cache_pb2.GroupStats:
-    return cache_pb2.GroupStats(
-        name=value.name,
-        kind=types_pb2.GroupKind.ValueType(value.kind),
-        num_pages=value.num_pages,
-        num_free=value.num_free,
-        num_evictable=value.num_evictable,
-        num_evicted=value.num_evicted,
-        num_snapshots_taken=value.num_snapshots_taken,
-        num_snapshots_restored=value.num_snapshots_restored,
-        limited_tokens=value.limited_tokens,
-    )
-
-
-def _host_tier_stats(value: HostTierStats) -> cache_pb2.HostTierStats:
-    return cache_pb2.HostTierStats(
-        num_rows=value.num_rows,
-        num_bytes=value.num_bytes,
-        quota_bytes=value.quota_bytes,
-        num_spilled_pages=value.num_spilled_pages,
-        num_fetched_pages=value.num_fetched_pages,
-        num_missing_pages=value.num_missing_pages,
-        num_corrupt_pages=value.num_corrupt_pages,
-        breaker_open=value.breaker_open,
-        spill_policy=value.spill_policy.value,
-        fetch_policy=value.fetch_policy.value,
-    )
-
-
-def _attachment_stats(value: AttachmentStats) -> cache_pb2.AttachmentStats:
-    fields = value._asdict()
-    misses = {reason.name.lower(): count for reason, count in fields.pop("misses")}
-    return cache_pb2.AttachmentStats(**fields, misses=misses)
+def _with_misses(value: WorkerStats | AttachmentStats) -> dict[str, Any]:
+    return {**as_fields(value), "misses": {reason.name.lower(): count for reason, count in value.misses}}

@@ -22,11 +22,12 @@ from cache_service.core.attachments.messages import (
     TierPages,
     WrittenPages,
 )
-from protos.v1 import host_tier_pb2, types_pb2
+from protos.v1 import host_tier_pb2
 from session.errors import InvalidInput
 from session.hello_check import check_groups
 from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
 from session.wire import fields
+from session.wire.parts import as_fields
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, TransferStatus
 
 PROTOCOL_VERSION = 1
@@ -131,35 +132,19 @@ def decode_ends(message: host_tier_pb2.ReleaseRequest) -> list[LeaseEnd]:
 
 
 def encode_attached(value: Attached) -> host_tier_pb2.AttachResponse:
-    limits = host_tier_pb2.TierLimits(**value.limits._asdict())
-    return host_tier_pb2.AttachResponse(
-        epoch=value.epoch, attachment=value.attachment, limits=limits, key_prefix=value.key_prefix
-    )
+    return host_tier_pb2.AttachResponse(**as_fields(value))
 
 
 def encode_found(value: Found) -> host_tier_pb2.LookupResponse:
-    return host_tier_pb2.LookupResponse(
-        usable_pages=value.usable_pages,
-        matched_pages=value.matched_pages,
-        lease=value.lease,
-        pages=_pages(value.pages),
-        limiting_group=value.limiting_group,
-        miss_reason=types_pb2.MissReason.ValueType(value.miss_reason),
-        breaker_open=value.breaker_open,
-    )
+    return host_tier_pb2.LookupResponse(**{**value._asdict(), "pages": _pages(value.pages)})
 
 
 def encode_reserved(value: Reserved) -> host_tier_pb2.ReserveResponse:
-    return host_tier_pb2.ReserveResponse(
-        ticket=value.ticket,
-        pages=_pages(value.pages),
-        num_refused=value.num_refused,
-        breaker_open=value.breaker_open,
-    )
+    return host_tier_pb2.ReserveResponse(**{**value._asdict(), "pages": _pages(value.pages)})
 
 
 def encode_committed(value: Committed) -> host_tier_pb2.CommitResponse:
-    return host_tier_pb2.CommitResponse(is_open=value.is_open, num_findable=value.num_findable)
+    return host_tier_pb2.CommitResponse(**value._asdict())
 
 
 def _pages(values: Sequence[TierPages]) -> list[host_tier_pb2.TierPages]:

@@ -9,7 +9,7 @@ from session.limits import MAX_GROUPS, MAX_NAME_CHARS, SessionLimits
 from session.messages import Hello, Welcome
 from session.protocol import CAPABILITIES, PROTOCOL_VERSION
 from session.wire import fields
-from session.wire.parts import decode_forget, decode_group_spec, encode_forget, encode_group_spec
+from session.wire.parts import as_fields, decode_forget, decode_group_spec
 from session.words import HostTierKind, WorkerId
 
 FINGERPRINT_BYTES = 32
@@ -19,23 +19,7 @@ LIMITS_THAT_MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}
 
 
 def encode_hello(value: Hello) -> cache_pb2.WorkerMessage:
-    hello = cache_pb2.Hello(
-        protocol_version=PROTOCOL_VERSION,
-        worker_id=value.worker_id,
-        endpoint=value.endpoint,
-        incarnation=value.incarnation,
-        fingerprint=value.fingerprint,
-        page_tokens=value.page_tokens,
-        groups=[encode_group_spec(spec) for spec in value.groups],
-        host_tier=cache_pb2.HostTierKind.ValueType(value.host_tier),
-        host_tier_id=value.host_tier_id,
-        num_ranks=value.num_ranks,
-        model=value.model,
-        generation=value.generation,
-        capabilities=value.capabilities,
-        started_ns=value.started_ns,
-    )
-    return cache_pb2.WorkerMessage(hello=hello)
+    return cache_pb2.WorkerMessage(hello=cache_pb2.Hello(protocol_version=PROTOCOL_VERSION, **as_fields(value)))
 
 
 def decode_hello(message: cache_pb2.Hello) -> Hello:
@@ -71,15 +55,7 @@ def decode_hello(message: cache_pb2.Hello) -> Hello:
 
 
 def encode_welcome(value: Welcome) -> cache_pb2.ManagerMessage:
-    message = cache_pb2.Welcome(
-        epoch=value.epoch,
-        generation=value.generation,
-        last_step_id=value.last_step_id,
-        limits=cache_pb2.SessionLimits(**value.limits._asdict()),
-        capabilities=value.capabilities,
-        forget=encode_forget(value.forget) if value.forget is not None else None,
-    )
-    return cache_pb2.ManagerMessage(welcome=message)
+    return cache_pb2.ManagerMessage(welcome=cache_pb2.Welcome(**as_fields(value)))
 
 
 def decode_welcome(message: cache_pb2.Welcome) -> Welcome:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
+from typing import Any
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput
@@ -33,6 +35,17 @@ _Named = (
     | cache_pb2.PinRequest
 )
 _MISS_REASONS = {int(reason): reason for reason in MissReason}
+
+
+def as_fields(value: Any) -> Any:
+    """Returns a NamedTuple as the fields of the message that has the same names, and what lies in it likewise."""
+    if isinstance(value, Enum):
+        return value.value
+    if not isinstance(value, tuple):
+        return value
+    if not hasattr(value, "_fields"):
+        return [as_fields(item) for item in value]
+    return {name: as_fields(item) for name, item in zip(value._fields, value, strict=True) if item is not None}
 
 
 def encode_namespace(value: Namespace) -> types_pb2.Namespace:
@@ -66,14 +79,7 @@ def decode_forget(message: cache_pb2.Forget, field: str) -> Forget:
 
 
 def encode_group_spec(value: GroupSpec) -> types_pb2.GroupSpec:
-    return types_pb2.GroupSpec(
-        name=value.name,
-        kind=types_pb2.GroupKind.ValueType(value.kind),
-        window_tokens=value.window_tokens,
-        num_pages=value.num_pages,
-        page_bytes=value.page_bytes,
-        state_interval_tokens=value.state_interval_tokens,
-    )
+    return types_pb2.GroupSpec(**as_fields(value))
 
 
 def decode_group_spec(message: types_pb2.GroupSpec, field: str) -> GroupSpec:
