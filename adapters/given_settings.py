@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
+from tier_client.large_pages import PART_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class CommonSettings:
@@ -24,6 +26,8 @@ class CommonSettings:
     """For one call of the cache service."""
     store_timeout_s: float = 2.0
     """For one command of the store."""
+    host_part_kb: int = PART_BYTES >> 10
+    """Larger pages move in parts of this size; engines that share pages have the same."""
     pause_s: float = 2.0
     """After a failure nothing is asked for this long."""
 

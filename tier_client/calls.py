@@ -94,7 +94,7 @@ class HostTierCalls:
         request = host_tier_pb2.AttachRequest(
             protocol_version=PROTOCOL_VERSION,
             engine=config.engine,
-            fingerprint=config.fingerprint,
+            fingerprint=config.attached_fingerprint(),
             model=config.model,
             page_tokens=config.page_tokens,
             groups=groups,

@@ -32,7 +32,13 @@ class TierClient:
         self.config = config
         tier_config = RedisTierConfig(config.num_connections, config.store_timeout_s)
         self._tier = RedisTier(config.redis_url, tier_config)
-        self.store = PageStore(self._tier, config.rank, Breaker(config.pause_s), config.transfer_timeout_s)
+        self.store = PageStore(
+            self._tier,
+            config.rank,
+            Breaker(config.pause_s),
+            config.transfer_timeout_s,
+            part_bytes=config.part_bytes,
+        )
         self.calls = HostTierCalls(config, self.store.identity, Breaker(config.pause_s))
 
     def __enter__(self) -> TierClient:

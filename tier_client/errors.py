@@ -4,6 +4,7 @@ HostTierError                 a call to the host tier failed
 ├── ErrorReply                Redis replied with an error, which was read whole
 └── TooLongReply              a value is longer than its reader expects
 PageRejected                  bytes from the host tier are not the page that was asked for
+PageAbsent                    a page, or a part of it, is not there
 RedisUrlError                 the address of the host tier
 """
 
@@ -28,6 +29,10 @@ class TooLongReply(HostTierError):
 
 class PageRejected(Exception):
     """These bytes are not the page that was asked for; to the reader it is a miss."""
+
+
+class PageAbsent(Exception):
+    """The page is not there, or a part of it is not."""
 
 
 class RedisUrlError(Exception):

@@ -1,33 +1,24 @@
 """Reads and writes one rank's pages in the store, framed and verified. Raises nothing: what fails is an outcome.
 
-A page of more than PART_BYTES moves in parts, as one Redis hash.
+A page of more than `part_bytes` moves in parts, as one Redis hash.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import xxhash
 
 from session.words import TransferStatus
 from tier_client.breaker import Breaker
-from tier_client.errors import HostTierError, PageRejected
+from tier_client.errors import HostTierError, PageAbsent, PageRejected
+from tier_client.large_pages import PART_BYTES, LargePage
 from tier_client.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
-from tier_client.part_codec import (
-    PART_HEADER_BYTES,
-    WRITE_ID_BYTES,
-    cut_page,
-    decode_part,
-    encode_part_header,
-)
 from tier_client.redis_tier import RedisTier
 
-PART_BYTES = 4 << 20
 # Between two looks at the clock.
 PAGES_AT_ONCE = 16
 # Of a page whose layout only its engine knows.
@@ -58,9 +49,11 @@ class PageStore:
         breaker: Breaker,
         transfer_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._tier, self._rank, self._breaker = tier, rank, breaker
         self._transfer_timeout_s, self._clock = transfer_timeout_s, clock
+        self._part_bytes = part_bytes
 
     def identity(self) -> str | None:
         """Returns the store's name, which changes when it was flushed; None where it does not answer."""
@@ -92,9 +85,9 @@ class PageStore:
         return done, TransferStatus.DONE
 
     def _write_some(self, kind: PageKind, keys: Sequence[bytes], payloads: Sequence[Buffer]) -> int:
-        if memoryview(payloads[0]).nbytes > PART_BYTES:
+        if memoryview(payloads[0]).nbytes > self._part_bytes:
             for count, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
-                if not self._tier.put_parts(key, _framed(kind, key, memoryview(payload).cast("B"))):
+                if not self._write_parts(kind, key, memoryview(payload).cast("B")):
                     return count
             return len(keys)
         values = [
@@ -102,6 +95,11 @@ class PageStore:
             for key, payload in zip(keys, payloads, strict=True)
         ]
         return self._tier.put(keys, values)
+
+    def _write_parts(self, kind: PageKind, key: bytes, payload: memoryview) -> bool:
+        page = LargePage(kind, key, payload.nbytes, self._part_bytes)
+        cut = lambda part: payload[part.first_byte : part.first_byte + part.num_bytes]  # noqa: E731
+        return page.put(self._tier, cut, xxhash.xxh3_128_digest)
 
     def read(self, group: int, keys: Sequence[bytes], page_bytes: int) -> Read:
         """Returns pages up to the first that is absent or not right."""
@@ -114,7 +112,7 @@ class PageStore:
             while len(found) < len(keys):
                 self._check_time(until_s)
                 self._read_some(kind, keys[len(found) : len(found) + PAGES_AT_ONCE], page_bytes, found)
-        except _Missing:
+        except PageAbsent:
             return Read(found, TransferStatus.MISSING)
         except PageRejected as error:
             _log.warning("a page of group %d rejected: %s", group, error)
@@ -126,13 +124,13 @@ class PageStore:
 
     def _read_some(self, kind: PageKind, keys: Sequence[bytes], page_bytes: int, found: list[memoryview]) -> None:
         """Appends to `found`, page by page."""
-        if page_bytes > PART_BYTES:
+        if page_bytes > self._part_bytes:
             for key in keys:
                 found.append(self._read_parts(kind, key, page_bytes))
             return
         for key, value in zip(keys, self._tier.get(keys, page_bytes + HEADER_BYTES), strict=True):
             if value is None:
-                raise _Missing
+                raise PageAbsent
             found.append(decode(value, kind, key, page_bytes, xxhash.xxh3_128_digest))
 
     def _check_time(self, until_s: float) -> None:
@@ -141,14 +139,9 @@ class PageStore:
             raise HostTierError(f"a transfer took longer than {self._transfer_timeout_s:g} s")
 
     def _read_parts(self, kind: PageKind, key: bytes, page_bytes: int) -> memoryview:
-        page, write_id = bytearray(page_bytes), b""
-        cut = cut_page(page_bytes, PART_BYTES)
-        with closing(self._tier.get_parts(key, len(cut), PART_BYTES + PART_HEADER_BYTES)) as values:
-            for part, value in zip(cut, values, strict=False):
-                if value is None:
-                    raise _Missing
-                payload, write_id = decode_part(value, kind, key, part, write_id, xxhash.xxh3_128_digest)
-                page[part.first_byte : part.first_byte + part.num_bytes] = payload
+        page = bytearray(page_bytes)
+        for part, payload in LargePage(kind, key, page_bytes, self._part_bytes).get(self._tier, xxhash.xxh3_128_digest):
+            page[part.first_byte : part.first_byte + part.num_bytes] = payload
         return memoryview(page)
 
     def close(self) -> None:
@@ -160,14 +153,3 @@ class PageStore:
     def _failed(self, error: HostTierError) -> None:
         self._breaker.failed()
         _log.warning("the host tier does not answer: %s", error)
-
-
-class _Missing(Exception):
-    """A part is not there."""
-
-
-def _framed(kind: PageKind, key: bytes, payload: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    write_id = secrets.token_bytes(WRITE_ID_BYTES)
-    for part in cut_page(payload.nbytes, PART_BYTES):
-        cut = payload[part.first_byte : part.first_byte + part.num_bytes]
-        yield encode_part_header(kind, key, part, write_id, cut, xxhash.xxh3_128_digest), cut

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from session.words import HASH_BYTES, GroupKind
+from tier_client.large_pages import PART_BYTES, parts_text
 
 
 class PageGroup(NamedTuple):
@@ -25,7 +26,7 @@ class TierClientConfig:
 
     `call_timeout_s` is for one call of the service, `store_timeout_s` for one command of up to eight values,
     `transfer_timeout_s` for all pages of one group in a fetch or a save. After a failure nothing is asked for
-    `pause_s`.
+    `pause_s`. Pages of more than `part_bytes` move in parts; engines that cut them otherwise share none.
     """
 
     cache_address: str
@@ -42,15 +43,21 @@ class TierClientConfig:
     transfer_timeout_s: float = 5.0
     pause_s: float = 2.0
     num_connections: int = 4
+    part_bytes: int = PART_BYTES
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != HASH_BYTES:
             raise ValueError(f"fingerprint: {HASH_BYTES} bytes, not {len(self.fingerprint)}")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank: {self.rank} of {self.num_ranks}")
-        for name in ("call_timeout_s", "store_timeout_s", "transfer_timeout_s", "pause_s"):
+        for name in ("call_timeout_s", "store_timeout_s", "transfer_timeout_s", "pause_s", "part_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be positive")
+
+    def attached_fingerprint(self) -> bytes:
+        """`fingerprint`, and where some page is larger than a part, the size of parts."""
+        parts = parts_text(max(group.page_bytes for group in self.groups), self.part_bytes)
+        return fingerprint_of({"engine": self.fingerprint.hex(), "parts": parts}) if parts else self.fingerprint
 
 
 class PagePath(NamedTuple):

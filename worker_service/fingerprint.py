@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+from tier_client.large_pages import parts_text
 from worker_service.compute import Compute
 from worker_service.model.device import numerics
 
@@ -23,13 +24,8 @@ def fingerprint(compute: Compute) -> bytes:
         numerics(compute.device, compute.loaded.model.backend),
     )
     digest = hashlib.sha256(b"stemcache fingerprint 4")
-    for field in (*fields, *_parts_text(compute)):
+    largest = max(layout.page_bytes for layout in compute.pools.layouts)
+    for field in (*fields, *parts_text(largest, compute.part_bytes)):
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
-
-
-def _parts_text(compute: Compute) -> tuple[str, ...]:
-    """Returns the size of parts where some page is larger: workers that cut pages otherwise cannot read them."""
-    largest = max(layout.page_bytes for layout in compute.pools.layouts)
-    return (f"parts of {compute.part_bytes}",) if largest > compute.part_bytes else ()

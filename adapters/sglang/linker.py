@@ -53,6 +53,7 @@ class StemcacheLinker(UnifiedCacheLinker):
             call_timeout_s=settings.call_timeout_s,
             store_timeout_s=settings.store_timeout_s,
             pause_s=settings.pause_s,
+            part_bytes=settings.host_part_kb << 10,
             num_connections=settings.read_threads,
         )
         self._client = TierClient(config)

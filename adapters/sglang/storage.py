@@ -61,6 +61,7 @@ class StemcacheStorage(HiCacheStorage):
                 call_timeout_s=settings.call_timeout_s,
                 store_timeout_s=settings.store_timeout_s,
                 pause_s=settings.pause_s,
+                part_bytes=settings.host_part_kb << 10,
             )
         )
         self._pages = StoredPages(self._client, page_bytes)

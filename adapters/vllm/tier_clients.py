@@ -52,6 +52,7 @@ def make_index(settings: Settings, engine: Engine) -> ServiceIndex:
         call_timeout_s=settings.call_timeout_s,
         store_timeout_s=settings.store_timeout_s,
         pause_s=settings.pause_s,
+        part_bytes=settings.host_part_kb << 10,
     )
     return ServiceIndex(config, _store(settings, 0, 1))
 
@@ -62,7 +63,7 @@ def make_store(settings: Settings, rank: int) -> PageStore:
 
 def _store(settings: Settings, rank: int, num_connections: int) -> PageStore:
     tier = RedisTier(settings.redis, RedisTierConfig(num_connections, settings.store_timeout_s))
-    return PageStore(tier, rank, Breaker(settings.pause_s))
+    return PageStore(tier, rank, Breaker(settings.pause_s), part_bytes=settings.host_part_kb << 10)
 
 
 def _groups(layout: Layout) -> tuple[PageGroup, ...]:

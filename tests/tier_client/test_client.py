@@ -10,7 +10,7 @@ import pytest
 from session.words import TransferStatus
 from tests.tier_client.stage import FULL, STATE, Stage, all_pages, path, payload
 from tier_client.client import TierClient
-from tier_client.page_store import PART_BYTES
+from tier_client.large_pages import PART_BYTES
 from tier_client.values import Loaded, PageGroup, PagePath, PageRange
 
 PROMPT = path(range(6))
@@ -84,6 +84,18 @@ def test_a_large_page_moves_in_parts(shared: Stage) -> None:
         redis.hdel(key, b"1")
     assert client.fetch(PROMPT).usable_pages == 0
     assert shared.stats().host_tier.num_missing_pages == before + 1
+
+
+def test_engines_that_cut_pages_otherwise_share_none(shared: Stage) -> None:
+    """Pages of one part do not tell the size of parts; larger ones need it."""
+    in_parts = [shared.client(part_bytes=size) for size in (64, 128, 64)]
+    saved(shared, in_parts[0])
+    assert in_parts[1].fetch(PROMPT).usable_pages == 0
+    check(in_parts[2].fetch(PROMPT), 6)
+    whole = [shared.client(part_bytes=size) for size in (256, 512)]
+    assert [client.fetch(PROMPT).usable_pages for client in whole] == [0, 0]
+    saved(shared, whole[0])
+    check(whole[1].fetch(PROMPT), 6)
 
 
 def test_a_page_that_vanished_shortens_the_prefix(shared: Stage) -> None:

@@ -21,13 +21,13 @@ from session.messages import Ack
 from session.words import Transfer, TransferStatus
 from tier_client import page_codec
 from tier_client.errors import HostTierError, PageRejected
+from tier_client.large_pages import PART_BYTES
 from worker_service.core.ports import HostTier
 from worker_service.transfer.moved_pages import MovedPage, PageFrame, PageStore, moved_pages
 from worker_service.transfer.page_parts import PageParts
 
 PAGES_PER_COMMAND = 8
 # Redis serves nobody else while it copies a value: 7 ms for 4 MiB, 110 for 233 (benchmarks/bench_snapshot_parts.py).
-PART_BYTES = 4 << 20
 Barrier = Callable[[], None]
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Moves a page that is too large for one value, a recurrent state's snapshot for one: part by part.
+"""Moves a page that is too large for one value between a device and a host tier.
 
 Each thread stages one part at a time, in a buffer that it keeps: a snapshot of hundreds of megabytes takes no more on
 its way.
@@ -7,23 +7,16 @@ its way.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 
 import torch
 
 from session.words import TransferStatus
-from tier_client.errors import PageRejected
-from tier_client.part_codec import (
-    PART_HEADER_BYTES,
-    WRITE_ID_BYTES,
-    PagePart,
-    cut_page,
-    decode_part,
-    encode_part_header,
-)
+from tier_client.errors import PageAbsent, PageRejected
+from tier_client.large_pages import LargePage
+from tier_client.part_codec import PagePart
 from worker_service.core.ports import HostTier
 from worker_service.transfer.moved_pages import MovedPage, PageFrame, PageStore
 
@@ -45,37 +38,30 @@ class PageParts:
 
     def spill(self, tier: HostTier, item: MovedPage) -> bool:
         """Returns False where the store is full. Raises HostTierError."""
-        return tier.put_parts(item.key, self._framed(item))
+        return self._page(item).put(tier, lambda part: self._read(item, part), self._frame.digest)
 
     def fetch(self, tier: HostTier, item: MovedPage, barrier: Callable[[], None]) -> TransferStatus:
         """Returns DONE, MISSING or CORRUPT, and then some of the page may be written. Raises HostTierError."""
-        cut, write_id = self._cut(item), b""
-        kind = self._frame.kind(item.group)
-        with closing(tier.get_parts(item.key, len(cut), self._part_bytes + PART_HEADER_BYTES)) as values:
-            for part in cut:
-                value = next(values, None)
-                if value is None:
-                    return TransferStatus.MISSING
-                try:
-                    payload, write_id = decode_part(value, kind, item.key, part, write_id, self._frame.digest)
-                except PageRejected as error:
-                    _log.warning("part %d of a page of group %d rejected: %s", part.number, item.group, error)
-                    return TransferStatus.CORRUPT
-                barrier()
-                self._pages.write_part(item.group, item.page_id, part.first_byte, self._on_host(payload))
+        try:
+            with closing(self._page(item).get(tier, self._frame.digest)) as parts:
+                for part, payload in parts:
+                    barrier()
+                    self._pages.write_part(item.group, item.page_id, part.first_byte, self._on_host(payload))
+        except PageAbsent:
+            return TransferStatus.MISSING
+        except PageRejected as error:
+            _log.warning("a page of group %d rejected: %s", item.group, error)
+            return TransferStatus.CORRUPT
         return TransferStatus.DONE
 
-    def _cut(self, item: MovedPage) -> tuple[PagePart, ...]:
-        return cut_page(self._pages.page_bytes(item.group), self._part_bytes)
+    def _page(self, item: MovedPage) -> LargePage:
+        page_bytes = self._pages.page_bytes(item.group)
+        return LargePage(self._frame.kind(item.group), item.key, page_bytes, self._part_bytes)
 
-    def _framed(self, item: MovedPage) -> Iterator[tuple[bytes, memoryview]]:
-        kind, digest = self._frame.kind(item.group), self._frame.digest
-        write_id = secrets.token_bytes(WRITE_ID_BYTES)
-        for part in self._cut(item):
-            data = self._buffer()[: part.num_bytes]
-            self._pages.read_part(item.group, item.page_id, part.first_byte, data)
-            payload = memoryview(data.numpy().data)
-            yield encode_part_header(kind, item.key, part, write_id, payload, digest), payload
+    def _read(self, item: MovedPage, part: PagePart) -> memoryview:
+        data = self._buffer()[: part.num_bytes]
+        self._pages.read_part(item.group, item.page_id, part.first_byte, data)
+        return memoryview(data.numpy().data)
 
     def _on_host(self, payload: memoryview) -> torch.Tensor:
         """Returns the bytes as a tensor that a device can copy from: in pinned memory beside a CUDA device."""
