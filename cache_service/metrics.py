@@ -5,14 +5,14 @@ Collecting runs on the event loop, between two of the manager's verbs, so the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cache_service.compiled import CORE_FORM
-from cache_service.core.base.stats import AttachmentStats, GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import AttachmentStats, ManagerStats, WorkerStats
 from rpc.metrics import Durations
 from session.words import MissReason
 
@@ -41,7 +41,7 @@ WORKER_GAUGES = (
     ("ghost_pages", "Evicted and cleared pages that are remembered.", "num_ghost_pages"),
     ("kept_bytes", "Tokens of waiting prompts that are kept for their next acquire.", "kept_bytes"),
 )
-# Name and field, help.
+# Name and field, help: what a fetch is weighed by; 0 until it was measured.
 RATES = (
     ("prefill_tokens_per_s", "Prompt tokens that the worker's device computes in a second."),
     ("fetch_bytes_per_s", "Bytes of pages that a transfer brings from the host tier in a second."),
@@ -79,7 +79,8 @@ ATTACHMENT_GAUGES = (
 
 
 # Name, help, field of a group's stats; 0 for the kinds of groups to which it does not apply.
-RESUME_COUNTERS = (
+GROUP_COUNTERS = (
+    ("evicted_pages", "Pages evicted.", "num_evicted"),
     ("snapshots_taken", "Snapshots that became findable after a launch.", "num_snapshots_taken"),
     ("snapshots_restored", "Snapshots from which a launch went on.", "num_snapshots_restored"),
     ("limited_tokens", "Matched tokens that this group kept from being used.", "limited_tokens"),
@@ -105,39 +106,39 @@ class ManagerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
-        yield from _worker_metrics(stats.workers)
-        yield from _rates(stats.workers)
+        workers = [((worker.worker_id,), worker) for worker in stats.workers]
+        groups = [((worker.worker_id, group.name), group) for worker in stats.workers for group in worker.groups]
+        tier, attached = [((), stats.host_tier)], [((), stats.attachments)]
+        yield from _families(CounterMetricFamily, WORKER_COUNTERS, ["worker"], workers)
+        yield from _families(GaugeMetricFamily, WORKER_GAUGES, ["worker"], workers)
+        rates = [(labels, worker.rates) for labels, worker in workers]
+        yield from _families(GaugeMetricFamily, ((name, text, name) for name, text in RATES), ["worker"], rates)
         yield _hit_rate(stats.workers)
         yield _misses(stats.workers)
-        yield from _pool_metrics(stats.workers)
-        yield from _resume_metrics(stats.workers)
-        yield from _host_metrics(stats.host_tier)
-        yield from _attachment_metrics(stats.attachments)
+        yield _pages(stats.workers)
+        yield from _families(CounterMetricFamily, GROUP_COUNTERS, ["worker", "group"], groups)
+        yield from _families(CounterMetricFamily, HOST_COUNTERS, [], tier)
+        yield from _families(GaugeMetricFamily, HOST_GAUGES, [], tier)
+        yield from _families(CounterMetricFamily, ATTACHMENT_COUNTERS, [], attached)
+        yield from _families(GaugeMetricFamily, ATTACHMENT_GAUGES, [], attached)
+        yield _attached_misses(stats.attachments)
         info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy", "core"])
         info.add_metric([stats.epoch, stats.policy, CORE_FORM], 1)
         yield info
 
 
-def _worker_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
-    for name, text, field in WORKER_COUNTERS:
-        counter = CounterMetricFamily(PREFIX + name, text, labels=["worker"])
-        for worker in workers:
-            counter.add_metric([worker.worker_id], getattr(worker, field))
-        yield counter
-    for name, text, field in WORKER_GAUGES:
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
-        for worker in workers:
-            gauge.add_metric([worker.worker_id], getattr(worker, field))
-        yield gauge
-
-
-def _rates(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
-    """What a fetch is weighed by; 0 until it was measured."""
-    for name, text in RATES:
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
-        for worker in workers:
-            gauge.add_metric([worker.worker_id], getattr(worker.rates, name))
-        yield gauge
+def _families(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    rows: Iterable[tuple[str, str, str]],
+    names: Sequence[str],
+    values: Iterable[tuple[Sequence[str], object]],
+) -> Iterator[Metric]:
+    """Returns a family for each row, with a series for each pair of labels and stats."""
+    for name, text, field in rows:
+        family = kind(PREFIX + name, text, labels=names)
+        for labels, stats in values:
+            family.add_metric(labels, getattr(stats, field))
+        yield family
 
 
 def _hit_rate(workers: Iterable[WorkerStats]) -> Metric:
@@ -162,49 +163,22 @@ def _misses(workers: Iterable[WorkerStats]) -> Metric:
     return counter
 
 
-def _pool_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
+def _pages(workers: Iterable[WorkerStats]) -> Metric:
     pages = GaugeMetricFamily(PREFIX + "pages", "Pages of a pool by state.", labels=["worker", "group", "state"])
-    evicted = CounterMetricFamily(PREFIX + "evicted_pages", "Pages evicted.", labels=["worker", "group"])
     for worker in workers:
         for group in worker.groups:
-            for state, count in _page_states(group):
+            held = group.num_pages - group.num_free - group.num_evictable
+            for state, count in (("free", group.num_free), ("evictable", group.num_evictable), ("held", held)):
                 pages.add_metric([worker.worker_id, group.name, state], count)
-            evicted.add_metric([worker.worker_id, group.name], group.num_evicted)
-    yield pages
-    yield evicted
+    return pages
 
 
-def _resume_metrics(workers: Iterable[WorkerStats]) -> Iterator[Metric]:
-    for name, text, field in RESUME_COUNTERS:
-        counter = CounterMetricFamily(PREFIX + name, text, labels=["worker", "group"])
-        for worker in workers:
-            for group in worker.groups:
-                counter.add_metric([worker.worker_id, group.name], getattr(group, field))
-        yield counter
-
-
-def _page_states(group: GroupStats) -> tuple[tuple[str, int], ...]:
-    held = group.num_pages - group.num_free - group.num_evictable
-    return ("free", group.num_free), ("evictable", group.num_evictable), ("held", held)
-
-
-def _host_metrics(stats: HostTierStats) -> Iterator[Metric]:
-    for name, text, field in HOST_COUNTERS:
-        yield CounterMetricFamily(PREFIX + name, text, value=getattr(stats, field))
-    for name, text, field in HOST_GAUGES:
-        yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(stats, field)))
-
-
-def _attachment_metrics(stats: AttachmentStats) -> Iterator[Metric]:
-    for name, text, field in ATTACHMENT_COUNTERS:
-        yield CounterMetricFamily(PREFIX + name, text, value=getattr(stats, field))
-    for name, text, field in ATTACHMENT_GAUGES:
-        yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(stats, field)))
+def _attached_misses(stats: AttachmentStats) -> Metric:
     misses = CounterMetricFamily(PREFIX + "attached_misses", "Lookups by why no more could be used.", labels=["reason"])
     counts = dict(stats.misses)
     for reason in ATTACHED_MISS_REASONS:
         misses.add_metric([reason.name.lower()], counts.get(reason, 0))
-    yield misses
+    return misses
 
 
 class StepTimes(Collector):
