@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from cli import ask, doctor, drain, generate, inspect, models, serve, status
+# Importing a module registers its commands.
+from cli import ask, doctor, drain, generate, inspect, models, serve, status  # noqa: F401
 from cli.app import app
-from cli.evaluation import command as evaluation
-from cli.replay import command as replay
-
-__all__ = [
-    "ask",
-    "doctor",
-    "drain",
-    "evaluation",
-    "generate",
-    "inspect",
-    "main",
-    "models",
-    "replay",
-    "serve",
-    "status",
-]
+from cli.evaluation import command as evaluation  # noqa: F401
+from cli.replay import command as replay  # noqa: F401
 
 
 def main() -> None:
-    """Entry point; importing the modules above has registered their commands."""
+    """Entry point."""
     app()
 
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from cli.client import WrongService
-from cli.output import Output, plain, stderr
+from cli.output import plain, stderr
 
 T = TypeVar("T")
 
@@ -138,20 +138,3 @@ def run(command: Coroutine[Any, Any, T]) -> T:
         fail(f"{error.code().name}: {error.details()}{advice}")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-__all__ = [
-    "AdminOption",
-    "CacheOption",
-    "JsonOption",
-    "Output",
-    "PromptArgument",
-    "SaltOption",
-    "WorkerOption",
-    "app",
-    "check_choice",
-    "fail",
-    "number",
-    "run",
-    "utf8",
-]

@@ -70,7 +70,7 @@ def _verdict(best: cache_pb2.WorkerExplanation) -> str:
     return f"best on {plain(best.worker_id)}: {there}{fetched}"
 
 
-def _stretches(one: cache_pb2.WorkerExplanation) -> list[tuple[str, ...]]:
+def _stretches(one: cache_pb2.WorkerExplanation) -> list[tuple[object, ...]]:
     return [
         (
             plain(one.worker_id) if at == 0 else "",
@@ -78,7 +78,7 @@ def _stretches(one: cache_pb2.WorkerExplanation) -> list[tuple[str, ...]]:
             _residence(segment.residence),
             _reason(segment.miss_reason) if segment.residence == cache_pb2.RESIDENCE_MISSING else "",
             _when(segment),
-            f"{segment.num_tokens:,}",
+            segment.num_tokens,
         )
         for at, segment in enumerate(one.segments)
     ]

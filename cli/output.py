@@ -77,7 +77,7 @@ class Output:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> RenderableType:
     """A table whose first `left` columns are text and the others numbers, aligned right.
 
-    A cell's text may be rich markup; what comes from outside goes through `plain`.
+    Whole numbers get their commas here. A cell's text may be rich markup; what comes from outside goes through `plain`.
     """
     made = Table(
         header_style="bold",
@@ -90,7 +90,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
     for row in rows:
-        made.add_row(*(str(cell) for cell in row))
+        made.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
     # Not rich's own title, which is folded to the table's width.
     return Group(f"[italic]{title}[/italic]", made) if title else made
 

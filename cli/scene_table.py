@@ -29,10 +29,10 @@ def scene_table(results: Sequence[SceneResult], num_columns: int) -> RenderableT
     return stacked((numbers, *sentences, _remarks(results, titles=not titled)))
 
 
-def _numbers(result: SceneResult) -> tuple[str, ...]:
+def _numbers(result: SceneResult) -> tuple[object, ...]:
     if result.skipped:
         return ("[yellow]skipped[/yellow]", *[""] * (len(NUMBERS) - 1))
-    counts = (f"{n:,}" for n in (result.requests, result.prompt, result.cached, result.fetched, result.computed))
+    counts = (result.requests, result.prompt, result.cached, result.fetched, result.computed)
     same = ("ties" if result.ties else "yes") if result.same_answer else "[red]NO[/red]"
     # A scene that broke off has counted and timed nothing.
     times = ("", "") if not result.requests else (milliseconds(result.cold_s), milliseconds(result.warm_s))

@@ -74,15 +74,11 @@ def _heading(moment: Moment) -> str:
 
 
 def _workers_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
-    rows = [
-        (
-            plain(w.worker_id),
-            plain(w.endpoint),
-            "connected" if w.connected else "[red]gone[/red]",
-            *(f"{n:,}" for n in (w.num_leases, w.num_tickets, w.num_refusals, w.num_nodes)),
-        )
-        for w in workers
-    ]
+    rows = []
+    for w in workers:
+        session = "connected" if w.connected else "[red]gone[/red]"
+        counts = (w.num_leases, w.num_tickets, w.num_refusals, w.num_nodes)
+        rows.append((plain(w.worker_id), plain(w.endpoint), session, *counts))
     columns = ("worker", "endpoint", "session", "leases", "tickets", "refusals", "nodes")
     return table("sessions", columns, rows, left=3)
 
@@ -139,7 +135,7 @@ def _tokens_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
         saved = w.cached_tokens + w.fetched_tokens
         counts = (w.num_requests, w.prompt_tokens, w.cached_tokens, w.fetched_tokens, w.computed_tokens)
         rate = f"{saved / w.prompt_tokens:.1%}" if w.prompt_tokens else "-"
-        rows.append((plain(w.worker_id), *(f"{n:,}" for n in counts), rate))
+        rows.append((plain(w.worker_id), *counts, rate))
     columns = ("worker", "requests", "prompt", "cached", "fetched", "computed", "hit rate")
     return table("tokens of prompts", columns, rows)
 
@@ -149,18 +145,14 @@ def _misses_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
     reasons = sorted({reason for worker in workers for reason in worker.misses})
     if not reasons:
         return []
-    rows = [(plain(w.worker_id), *(f"{w.misses.get(reason, 0):,}" for reason in reasons)) for w in workers]
+    rows = [(plain(w.worker_id), *(w.misses.get(reason, 0) for reason in reasons)) for w in workers]
     columns = ("worker", *(reason.replace("_", "\n") for reason in reasons))
     return [table("requests, by why the rest of the prompt missed", columns, rows)]
 
 
 def _pools_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
     rows = [
-        (
-            plain(w.worker_id),
-            plain(g.name),
-            *(f"{n:,}" for n in (g.num_pages, g.num_free, g.num_evictable, g.num_evicted)),
-        )
+        (plain(w.worker_id), plain(g.name), g.num_pages, g.num_free, g.num_evictable, g.num_evicted)
         for w in workers
         for g in w.groups
     ]
@@ -169,16 +161,11 @@ def _pools_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
 
 def _snapshots_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
     """Of groups of states; no table without one."""
-    rows = [
-        (
-            plain(w.worker_id),
-            plain(g.name),
-            *(f"{n:,}" for n in (g.num_snapshots_taken, g.num_snapshots_restored, g.num_evicted, g.limited_tokens)),
-        )
-        for w in workers
-        for g in w.groups
-        if g.kind == types_pb2.GROUP_KIND_STATE
-    ]
+    rows = []
+    for w in workers:
+        for g in (group for group in w.groups if group.kind == types_pb2.GROUP_KIND_STATE):
+            counts = (g.num_snapshots_taken, g.num_snapshots_restored, g.num_evicted, g.limited_tokens)
+            rows.append((plain(w.worker_id), plain(g.name), *counts))
     columns = ("worker", "group", "taken", "restored", "evicted", "matched tokens\nnot used")
     return [table("snapshots", columns, rows, left=2)] if rows else []
 
@@ -186,12 +173,12 @@ def _snapshots_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableTyp
 def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
     cells = {
         "breaker": "[red]open[/red]" if tier.breaker_open else "closed",
-        "rows": f"{tier.num_rows:,}",
+        "rows": tier.num_rows,
         "size": binary_size(tier.num_bytes),
         "quota": binary_size(tier.quota_bytes),
-        "spilled\npages": f"{tier.num_spilled_pages:,}",
-        "fetched\npages": f"{tier.num_fetched_pages:,}",
-        "missing\npages": f"{tier.num_missing_pages:,}",
+        "spilled\npages": tier.num_spilled_pages,
+        "fetched\npages": tier.num_fetched_pages,
+        "missing\npages": tier.num_missing_pages,
     }
     title = f"host tier · spill {plain(tier.spill_policy)} · fetch {plain(tier.fetch_policy)}"
     return table(title, tuple(cells), [tuple(cells.values())])
@@ -202,13 +189,13 @@ def _attached_table(stats: cache_pb2.AttachmentStats) -> list[RenderableType]:
     if not (stats.num_attachments or stats.num_lookups or stats.reserved_pages):
         return []
     cells = {
-        "attached": f"{stats.num_attachments:,}",
-        "leases": f"{stats.num_leases:,}",
-        "lookups": f"{stats.num_lookups:,}",
-        "asked\npages": f"{stats.asked_pages:,}",
-        "usable\npages": f"{stats.usable_pages:,}",
-        "written\npages": f"{stats.committed_pages:,}",
-        "refused\npages": f"{stats.refused_pages:,}",
+        "attached": stats.num_attachments,
+        "leases": stats.num_leases,
+        "lookups": stats.num_lookups,
+        "asked\npages": stats.asked_pages,
+        "usable\npages": stats.usable_pages,
+        "written\npages": stats.committed_pages,
+        "refused\npages": stats.refused_pages,
     }
     return [table("engines attached to the host tier", tuple(cells), [tuple(cells.values())])]
 

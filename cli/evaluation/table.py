@@ -30,11 +30,11 @@ def eval_table(results: Sequence[WayResult], num_columns: int) -> RenderableType
     return stacked((numbers, _remarks(results, titles=not titled)))
 
 
-def _numbers(result: WayResult) -> tuple[str, ...]:
+def _numbers(result: WayResult) -> tuple[object, ...]:
     """A row's cells behind its title."""
     if not result.questions:
         return ("[red]failed[/red]", *[""] * (len(COLUMNS) - 1))
-    counts = (f"{n:,}" for n in (result.prompt, result.cached, result.fetched, result.computed))
+    counts = (result.prompt, result.cached, result.fetched, result.computed)
     hits = f"{result.hit_share:.1%}" if result.warm else "-"
     same = "yes" if result.same_text == result.questions else f"[red]{result.same_text}[/red]"
     return (_share(result.one_fact), _share(result.two_facts), *counts, hits, milliseconds(result.first_token_s), same)

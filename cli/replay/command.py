@@ -112,12 +112,12 @@ def _counted(requests: Iterator[Request], advance: Callable[[], None]) -> Iterat
 
 def _figures_table(figures: Replay) -> RenderableType:
     rows = [
-        ("requests", f"{figures.requests:,}"),
+        ("requests", figures.requests),
         ("requests/s", f"{figures.requests_per_s:,.0f}"),
         ("hit rate", f"{figures.hit_rate:.2%}"),
         ("p50", f"{figures.p50_ms:.3f} ms"),
         ("p99", f"{figures.p99_ms:.3f} ms"),
-        ("evicted pages", f"{figures.evicted_pages:,}"),
+        ("evicted pages", figures.evicted_pages),
         ("peak memory", f"{figures.peak_rss_mb:,.0f} MiB"),
     ]
     return table("", ("figure", "value"), rows)
@@ -125,18 +125,10 @@ def _figures_table(figures: Replay) -> RenderableType:
 
 def _runs_table(runs: list[Run]) -> RenderableType:
     """Without the peak memory, which is that of the whole process, all runs so far together."""
-    rows = [
-        (
-            setup.policy,
-            _size(setup.num_pages),
-            f"{figures.hit_rate:.2%}",
-            f"{figures.requests_per_s:,.0f}",
-            f"{figures.p50_ms:.3f} ms",
-            f"{figures.p99_ms:.3f} ms",
-            f"{figures.evicted_pages:,}",
-        )
-        for setup, figures in runs
-    ]
+    rows = []
+    for (policy, num_pages), figures in runs:
+        times = (f"{figures.requests_per_s:,.0f}", f"{figures.p50_ms:.3f} ms", f"{figures.p99_ms:.3f} ms")
+        rows.append((policy, _size(num_pages), f"{figures.hit_rate:.2%}", *times, figures.evicted_pages))
     columns = ("policy", "pages", "hit rate", "requests/s", "p50", "p99", "evicted pages")
     return table(f"{runs[0].figures.requests:,} requests", columns, rows)
 
