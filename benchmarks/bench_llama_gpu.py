@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timer import CEILING_BYTES, Timer, between_events_us, read_microseconds
-from benchmarks.llama_8b import Llama8B
+from benchmarks.paged_model import PagedModel
 from benchmarks.report import rounded, save
+from benchmarks.serving.checkpoint import LLAMA_8B
 from kernels.fp8 import E4M3
 from kernels.rotate_append_kv import RotatedQueries
 from worker_service.config import KV_DTYPES
@@ -43,6 +44,7 @@ SIBLINGS, SIBLING_TOKENS = 8, 512
 MIXED_DECODE = 16
 LONG_PREFIX, SHORT_PROMPT = 32_768, 64
 NUM_PAGES = 64 * (CONTEXT // 16 + 2) + 2_100
+FIELDS = {**LLAMA_8B, "max_position_embeddings": LONG_PREFIX + CONTEXT}
 STEPS = 15
 
 Figures = dict[str, float]
@@ -59,7 +61,7 @@ class Bench:
         del source
         limits = RunnerLimits(64, SIBLINGS * SIBLING_TOKENS, invariance, graphs=True)
         started = time.perf_counter()
-        self.llama = Llama8B(NUM_PAGES, limits, DEVICE, kv_dtype=kv_dtype)
+        self.llama = PagedModel(FIELDS, NUM_PAGES, limits, DEVICE, kv_dtype=kv_dtype)
         one = torch.ones(1, device=DEVICE)
         self.scales = KvScales(one, one) if kv_dtype is E4M3 else NO_SCALES
         torch.cuda.synchronize()

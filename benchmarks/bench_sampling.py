@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.bench_gpu import about_device
 from benchmarks.gpu_timer import between_events_us
-from benchmarks.llama_8b import Llama8B
+from benchmarks.paged_model import PagedModel
 from benchmarks.report import parser, save
+from benchmarks.serving.checkpoint import LLAMA_8B
 from worker_service.core.batch import Batch, CountedRow, SampledRow
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.model.device import prepare_process
@@ -50,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 class Bench:
     def __init__(self, num_layers: int) -> None:
         limits = RunnerLimits(SEQS, SEQS, Invariance.BATCH, graphs=True)
-        self.llama = Llama8B(NUM_PAGES, limits, DEVICE, num_layers)
+        self.llama = PagedModel({**LLAMA_8B, "num_hidden_layers": num_layers}, NUM_PAGES, limits, DEVICE)
         self.runner = self.llama.runner
         self.greedy = self.llama.batch([self.llama.sequence(CONTEXT + 1) for _ in range(SEQS)], CONTEXT)
         graphs = self.runner._graphs

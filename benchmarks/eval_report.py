@@ -9,7 +9,7 @@ and one sentence on a run with `--device cuda`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ HEAD = ("the prefix is", "one fact", "two facts", "cached", "fetched", "computed
 
 def readme_block(report: Mapping[str, Any], on_h200: Mapping[str, Any]) -> str:
     """Markdown, markers included."""
-    lines = [_what(report), "", _line(HEAD), _line(["---"] * len(HEAD))]
-    lines += [_line(_cells(way)) for way in report["ways"]]
+    lines = [_what(report), "", *table_lines(HEAD, [_cells(way) for way in report["ways"]])]
     plot = f"![Accuracy and time to the first token, by the way the prefix was obtained]({PLOT.relative_to(ROOT)})"
     return BEGIN + "\n".join([*lines, "", _proof(report), "", _elsewhere("an H200", on_h200), "", plot]) + "\n" + END
 
@@ -43,8 +42,9 @@ def _what(report: Mapping[str, Any]) -> str:
     )
 
 
-def _line(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a table in Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def _cells(way: Mapping[str, Any]) -> list[str]:

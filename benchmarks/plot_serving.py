@@ -7,11 +7,11 @@ python -m benchmarks.plot_serving
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.eval_report import README, ROOT, inserted
+from benchmarks.eval_report import README, ROOT, inserted, table_lines
 from benchmarks.serving.plot import serving_plot
 
 REPORT = ROOT / "benchmarks/results/serving-h200.json"
@@ -36,8 +36,7 @@ def readme_block(report: Mapping[str, Any] | None) -> str:
     """Markdown, markers included; without a report a sentence that says so."""
     if report is None:
         return BEGIN + NOT_YET + END
-    lines = [_what(report), "", _line(HEAD), _line(["---"] * len(HEAD))]
-    lines += [_line(_cells(row)) for row in _rows(report, "streams")]
+    lines = [_what(report), "", *table_lines(HEAD, [_cells(row) for row in _rows(report, "streams")])]
     sentences = [*_alone(report), *_burst(report), *_arrivals(report), *_stopped(report)]
     plot = f"![First token by the cached share, tokens a second by streams]({PLOT.relative_to(ROOT)})"
     return BEGIN + "\n".join([*lines, "", *(f"- {sentence}" for sentence in sentences), "", plot]) + "\n" + END
@@ -55,10 +54,6 @@ def _what(report: Mapping[str, Any]) -> str:
         f"{report.get('gpu', report['device'])}, random prompts, {clients} client process{'es' * (clients > 1)} over "
         "loopback gRPC; every row's tokens were checked):"
     )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _cells(row: Row) -> list[str]:

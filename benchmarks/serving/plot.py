@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from cli.evaluation.plot import FONT, INK, TIME, TWO_FACTS, Panel, bar
+from cli.evaluation.plot import TIME, TWO_FACTS, WIDTH, Panel, bar, drawing
 
-WIDTH, TOP, ROW, FOOT = 860, 64, 26, 12
+TOP, ROW, FOOT = 64, 26, 12
 # Of each of the two panels: room for what stands left of the bars, the bars, and room for the figures behind them.
 NAMES, BARS, FIGURES = 120, 220, 80
 MIDDLE = WIDTH - NAMES - BARS - FIGURES
@@ -30,14 +30,10 @@ def serving_plot(report: Mapping[str, Any]) -> str:
     title = f"{report['model']}, {report['dtype']}, {report.get('gpu', report['device'])}, over gRPC"
     length = next((row["context"] for row in share_rows(report["rows"])), 0)
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' "
-        f"{FONT} fill='{INK}'>",
-        f"<title>{escape(title)}</title>",
-        f"<text x='0' y='16' font-weight='bold'>{escape(title)}</text>",
         *_panel(0, f"first token of {length:,} tokens, by what is cached, median", shares, TIME),
         *_panel(MIDDLE, "tokens a second while all decode, streams × prompt tokens", streams, TWO_FACTS),
     ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return drawing(title, height, parts)
 
 
 def share_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

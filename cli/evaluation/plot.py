@@ -5,7 +5,7 @@ Needs a report's JSON only, and no drawing library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -39,17 +39,23 @@ def eval_plot(report: Mapping[str, Any]) -> str:
     accuracy = Panel(LEFT, half, 1.0)
     times = Panel(LEFT + half + RIGHT + GAP, half, max((way["first_token_s"] for way in ways), default=0.0))
     height = TOP + ROW * len(ways) + FOOT
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' "
-        f"{FONT} fill='{INK}'>",
-        f"<title>{escape(_title(report))}</title>",
-        *_heads(report, accuracy, times),
-    ]
+    parts = [*_heads(accuracy, times)]
     for number, way in enumerate(ways):
         parts += _row(way, TOP + ROW * number, accuracy, times)
     if any(_waits(way) for way in ways):
         parts.append(f"<text x='{WIDTH}' y='{height - 12}' text-anchor='end' fill='{FAINT}'>{WAITS}</text>")
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return drawing(_title(report), height, parts)
+
+
+def drawing(title: str, height: int, parts: Iterable[str]) -> str:
+    """Returns the text of an SVG of the usual width, with its title at the top."""
+    head = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' "
+        f"{FONT} fill='{INK}'>",
+        f"<title>{escape(title)}</title>",
+        f"<text x='0' y='16' font-weight='bold'>{escape(title)}</text>",
+    )
+    return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
 def _waits(way: Mapping[str, Any]) -> bool:
@@ -62,8 +68,7 @@ def _title(report: Mapping[str, Any]) -> str:
     )
 
 
-def _heads(report: Mapping[str, Any], accuracy: Panel, times: Panel) -> Iterator[str]:
-    yield f"<text x='0' y='16' font-weight='bold'>{escape(_title(report))}</text>"
+def _heads(accuracy: Panel, times: Panel) -> Iterator[str]:
     yield (
         f"<text x='{accuracy.left}' y='42'>exact matches: <tspan fill='{ONE_FACT}'>one fact</tspan>, "
         f"<tspan fill='{TWO_FACTS}'>two facts</tspan></text>"
