@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 from benchmarks.host import on_this_machine
 from benchmarks.report import RESULTS, parser, save
-from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2, types_pb2
 from rpc.collector import LONG_LIVED, seldom_collected
@@ -24,6 +23,7 @@ from session.messages import Hello
 from session.wire.reply import encode_reply
 from session.wire.step import decode_step
 from session.words import GroupKind, GroupSpec, WorkerId
+from tests.core import audit
 
 PAGE_TOKENS = 16
 MODEL = "bench"

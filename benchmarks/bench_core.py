@@ -19,12 +19,12 @@ from benchmarks.baseline_manager import BaselineManager
 from benchmarks.host import on_this_machine
 from benchmarks.report import RESULTS, parser, save
 from cache_service.compiled import CORE_FORM, IS_COMPILED
-from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager
 from cli.replay import replay
 from cli.replay.traffic import token_requests
 from session.messages import Acquire, Grant, Publish, Release
 from session.words import ReleaseReason, SequenceId
+from tests.core import audit
 
 NUM_REQUESTS = 5_000
 PAGE_TOKENS = 16

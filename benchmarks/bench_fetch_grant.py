@@ -16,7 +16,6 @@ from time import thread_time
 
 from benchmarks.host import on_this_machine
 from benchmarks.report import RESULTS, parser, save
-from cache_service.core import audit
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.host.host_key import HostKey, build_key
@@ -26,6 +25,7 @@ from session.wire.reply import encode_reply
 from session.wire.seal import open_request, open_response, seal_request, seal_response
 from session.wire.step import decode_step
 from session.words import GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
+from tests.core import audit
 
 PAGE_TOKENS = 16
 PAGE_BYTES = 4 * PAGE_TOKENS

@@ -20,7 +20,6 @@ from statistics import median
 
 from benchmarks.host import on_this_machine
 from benchmarks.report import RESULTS, parser, save
-from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from protos.v1 import cache_pb2
 from rpc.collector import LONG_LIVED, seldom_collected
@@ -30,6 +29,7 @@ from session.protocol import CAPABILITIES
 from session.wire.reply import encode_reply
 from session.wire.step import decode_step, encode_step
 from session.words import GroupKind, GroupPages, GroupSpec, Match, MissReason, Namespace, SequenceId, WorkerId
+from tests.core import audit
 from worker_service.core.inventory import Inventory, Written
 from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.limits import MessageRoom

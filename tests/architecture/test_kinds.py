@@ -12,8 +12,8 @@ from session.words import GroupKind
 from tests.architecture.sources import ROOT, modules, parse, relative
 
 KINDS = ROOT / "cache_service/core/kinds"
-# These pair the two ways in which pages are held: with their node, or one by one.
-PAIRS = {"cache_service/core/device_cache.py", "cache_service/core/audit.py"}
+# Pairs the two ways in which pages are held: with their node, or one by one.
+PAIRS = {"cache_service/core/device_cache.py"}
 # Of a cache: its groups of the one way or of the other. To go over them is fine, to decide by them is not.
 WAYS = {"sparse", "pools", "full_pools"}
 SHARED = {"__init__", "group", "layout"}

@@ -9,12 +9,12 @@ import grpc
 import pytest
 from redis import Redis
 
-from cache_service.core import audit
 from protos.v1 import cache_pb2, host_tier_pb2, types_pb2
 from session.protocol import SENTINEL_KEY
 from tests.cache_service.engine import FULL, MISSING, PAGE_BYTES, STATE, TIER, WINDOW, Engine, keys, numbers, path
 from tests.cache_service.peer import Client, Clock, started, until
 from tests.cache_service.test_host_keys import redis, server
+from tests.core import audit
 from tests.redis_process import RedisProcess
 from tests.rpc.echo import code_of
 

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.peer import Client, Peer, started
+from tests.core import audit
 from tests.core.snapshot import snapshot
 from tests.rpc.echo import call, code_of
 from tests.session.messages import PAGE, acquire, full_adopt, full_step, hello, publish, release, tokens, u32, u64

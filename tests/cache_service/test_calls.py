@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from cache_service.core import audit
 from protos.v1 import cache_pb2, types_pb2
 from tests.cache_service.peer import Client, Clock, Peer, started, until
+from tests.core import audit
 from tests.core.snapshot import snapshot
 from tests.rpc.echo import code_of
 from tests.session.messages import (

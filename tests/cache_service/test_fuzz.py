@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core import audit
 from protos.v1 import cache_pb2, host_tier_pb2, types_pb2
 from tests.cache_service import engine
 from tests.cache_service.peer import Client, Peer, started
 from tests.cache_service.test_bad_input import METHODS, raw_call
+from tests.core import audit
 from tests.core.snapshot import snapshot
 from tests.examples import examples
 from tests.session.messages import MODEL, PAGE, acquire, hello, hybrid_hello, publish, release, tokens, u32, u64

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 import pytest
 from redis import Redis
 
-from cache_service.core import audit
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from cache_service.core.cache_manager import CacheManager
@@ -18,6 +17,7 @@ from cache_service.host_keys import RedisHostKeys, open_client
 from session.messages import Hello
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, redis, server, until
+from tests.core import audit
 from tests.redis_process import RedisProcess
 
 __all__ = ["redis", "server"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core import audit
 from cli.replay import replay
+from tests.core import audit
 
 
 @pytest.fixture

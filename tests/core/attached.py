@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from cache_service.core import audit
 from cache_service.core.attachments.attachment import Attachment
 from cache_service.core.attachments.messages import (
     Attach,
@@ -26,6 +25,7 @@ from cache_service.core.attachments.messages import (
 )
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from session.words import GroupKind, GroupSpec, TransferStatus
+from tests.core import audit
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 64

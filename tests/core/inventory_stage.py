@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache_service.core import audit
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from session.messages import Acquire, BadRun, CachedRun, Grant, Hello, Inventory, RunRefusal, Step, StepReply
 from session.protocol import CAPABILITIES
 from session.words import GroupSpec, Namespace, SequenceId, WorkerId
+from tests.core import audit
 from tests.core.world import NS, full, pack
 
 WORKER = WorkerId("w")

@@ -5,12 +5,12 @@ Counters and the session's step id are left out, and hashes: these are a pure fu
 
 from __future__ import annotations
 
-from cache_service.core.audit import nodes_of
 from cache_service.core.cache_manager import CacheManager
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device_cache import DeviceCache
 from session.words import TOKEN_BYTES
+from tests.core.audit import nodes_of
 
 
 def snapshot(manager: CacheManager) -> tuple[object, ...]:

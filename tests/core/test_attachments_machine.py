@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_service.core import audit
 from cache_service.core.attachments.messages import Commit, Found, GroupRange, LeaseEnd, Path, Reserved, WrittenPages
 from cache_service.core.base.errors import Detached, LeasesInScope
 from session.errors import TooMany
 from session.words import Namespace, TransferStatus
+from tests.core import audit
 from tests.core.attached import (
     DONE,
     FAILED,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import tracemalloc
 from array import array
 
-from cache_service.core import audit
 from cli.replay.replay import NAMESPACE, WORKER, make_manager
 from session.messages import Acquire, Grant, Publish, Release
 from session.words import ReleaseReason, SequenceId
+from tests.core import audit
 
 SHARED, UNIQUE, SEQUENCES, PAGE = 10_000, 100, 10_000, 16
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core import audit
 from session.messages import Acquire, Extend, Grant, Publish, Release
 from session.words import SequenceId, WorkerId
+from tests.core import audit
 from tests.core.driver import FakeWorker
 from tests.core.world import FINISHED, NS, World, full, state
 

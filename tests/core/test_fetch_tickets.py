@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cache_service.core import audit
 from session.words import HostTierKind
+from tests.core import audit
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, stage
 from tests.core.oracle import Oracle

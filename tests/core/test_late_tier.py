@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cache_service.core import audit
 from cache_service.core.base import page_hash
 from cache_service.core.base.types import SpillPolicy, Stored
 from cache_service.core.device.radix_node import Node
 from session.words import HASH_BYTES, HostTierKind
+from tests.core import audit
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage
 from tests.core.test_cases_pages import span

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from cache_service.core.audit import nodes_of
 from cache_service.core.base.types import Cleared, Connection, Event, Removed, Stored
 from cache_service.core.verbs import present_state
 from session.words import HASH_BYTES, Namespace
+from tests.core.audit import nodes_of
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import ABORTED, NS, Live, World, full, window

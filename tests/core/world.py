@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cache_service.core import audit
 from cache_service.core.base.types import Connection, Event
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from session.errors import FieldError
@@ -22,6 +21,7 @@ from session.words import (
     TransferStatus,
     WorkerId,
 )
+from tests.core import audit
 from tests.core.shadow import Value, extend_marks
 from tests.core.snapshot import snapshot
 

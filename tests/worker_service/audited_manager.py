@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from dataclasses import replace
 
-from cache_service.core import audit
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.core.device.lease_table import LeaseTable
@@ -15,6 +14,7 @@ from session.limits import SessionLimits
 from session.messages import Hello, RunRefusal, Step, StepReply, Welcome
 from session.protocol import WORKER_CAPABILITIES
 from session.words import GroupSpec, HostTierKind, Namespace, SequenceId, WorkerId
+from tests.core import audit
 
 WORKER = WorkerId("worker")
 LIMITS = SessionLimits(max_kept_bytes=1 << 20, grace_ms=1000)

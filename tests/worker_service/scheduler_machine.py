@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from cache_service.core import audit
 from session.limits import SessionLimits
 from session.messages import Forget, Step, StepReply
 from session.words import GroupKind, GroupSpec, Namespace, SequenceId
+from tests.core import audit
 from tests.worker_service.audited_manager import LIMITS, WORKER, AuditedManager
 from tests.worker_service.device_memory import DeviceMemory, marks_of
 from tests.worker_service.host_mover import HostMover
