@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from register_qa.questions import Kind
-from register_qa.training.architectures import ARCHITECTURES, Architecture
+from register_qa.training.architectures import ARCHITECTURES
 from register_qa.training.curriculum import CURRICULA
 from register_qa.training.evaluate import Trial, evaluate
 from register_qa.training.folder import read_evaluation, read_tokenizer, read_weights, write_evaluation, write_folder
+from register_qa.training.llama import LlamaArchitecture
 from register_qa.training.tokenizer import Encoder, train_tokenizer
 from register_qa.training.train import Plan, Progress, Trainer
 
@@ -60,7 +61,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _final_figures(
-    options: argparse.Namespace, architecture: Architecture, tokenizer: Tokenizer, device: torch.device
+    options: argparse.Namespace, architecture: LlamaArchitecture, tokenizer: Tokenizer, device: torch.device
 ) -> dict[str, Any]:
     """Of the weights as they were written: in bf16 throughout."""
     started = time.monotonic()

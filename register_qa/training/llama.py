@@ -6,20 +6,18 @@ Serving the same weights is the worker's job, which reads them by the same names
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-from register_qa.training.trainable import Inside, Trainable
 
 INIT_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaArchitecture:
-    """Sizes of a Llama with tied embeddings; `config` says them as Hugging Face's config.json does."""
+    """Sizes of a Llama with tied embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -33,9 +31,11 @@ class LlamaArchitecture:
     norm_eps: float = 1e-5
 
     def build(self) -> Llama:
+        """Fresh weights by torch's present seed."""
         return Llama(self)
 
     def config(self, begin: int, end: int) -> dict[str, Any]:
+        """Returns config.json's fields, with the tokenizer's begin and end token."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -59,14 +59,27 @@ class LlamaArchitecture:
         }
 
 
-class Llama(Trainable):
-    """Token ids to logits. `state_dict` has a Hugging Face Llama's names."""
+class Inside(NamedTuple):
+    """What guidance looks at.
+
+    `middle` is the hidden states half-way up, [batch, length, hidden_size]; `pointing` the scores of one head above,
+    from the places asked for to every place of the sequence: [batch, places, length], float32, later places -inf.
+    """
+
+    logits: torch.Tensor
+    middle: torch.Tensor
+    pointing: torch.Tensor
+
+
+class Llama(nn.Module):
+    """Token ids [batch, length] to logits [batch, length, vocab_size]; its `state_dict` has Hugging Face's names."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def __init__(self, shape: LlamaArchitecture) -> None:
-        super().__init__(shape.vocab_size, shape.hidden_size)
+        super().__init__()
+        self.shape = shape
         self.model = _Body(shape)
         cos, sin = _rotary_table(shape)
         self.register_buffer("cos", cos, persistent=False)
@@ -79,12 +92,14 @@ class Llama(Trainable):
 
     @property
     def blocks(self) -> nn.ModuleList:
+        """The layers: compiled one by one, and their matrices learn by Muon."""
         return self.model.layers
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._logits_and_middle(token_ids)[0]
 
     def inside(self, token_ids: torch.Tensor, asking: torch.Tensor) -> Inside:
+        """The forward pass, and what guidance needs of it; `asking` is places in the sequences, [batch, places]."""
         logits, middle = self._logits_and_middle(token_ids)
         block = self.model.layers[self._num_lower()]
         assert isinstance(block, _Block)

@@ -19,8 +19,8 @@ from register_qa.training.curriculum import CURRICULA, Stage, rate_share
 from register_qa.training.data import NO_LABEL, TOKENS_PER_HOLDING, Batch, PackedBatches
 from register_qa.training.evaluate import Score, Trial, evaluate
 from register_qa.training.guidance import SubjectProbe, asking_places, pointing_loss
+from register_qa.training.llama import Llama
 from register_qa.training.tokenizer import Encoder
-from register_qa.training.trainable import Trainable
 
 # Most of a register cannot be foretold: it teaches what words there are, and should drown nothing else.
 REGISTER_WEIGHT = 0.03
@@ -74,7 +74,7 @@ class Report(Protocol):
 class Trainer:
     """One model, its optimizers, and the step and the stage of the curriculum that they are at."""
 
-    def __init__(self, model: Trainable, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
+    def __init__(self, model: Llama, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
         self.model = model.to(device)
         self.step = 0
         self._stage_number = 0
@@ -83,7 +83,7 @@ class Trainer:
         self._plan = plan
         self._device = device
         self._stages = CURRICULA[plan.curriculum]
-        self._probe = SubjectProbe(model.hidden_size, model.vocab_size).to(device)
+        self._probe = SubjectProbe(model.shape.hidden_size, model.shape.vocab_size).to(device)
         self._optimizers = _optimizers(model, self._probe, plan, fused=device.type == "cuda")
         if plan.compiled:
             for block in model.blocks:
@@ -187,7 +187,7 @@ class Trainer:
             return evaluate(self.model, self._encoder, Trial(4, holdings, 4), self._device)
 
 
-def _optimizers(model: Trainable, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Llama, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, if the plan wants it; AdamW for all else."""
     layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() > 1 and plan.muon]
     others = [parameter for parameter in model.parameters() if not any(parameter is layer for layer in layers)]
