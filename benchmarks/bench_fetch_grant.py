@@ -52,7 +52,7 @@ class FetchBench:
         digest = namespace_digest(Namespace(MODEL))
         self.hashes = page_hashes(digest, b"", self.tokens[: num_pages * PAGE_BYTES], PAGE_BYTES)
         keys = [build_key(HostKey(FINGERPRINT, 0, 0, PageHash(one))) for one in self._each()]
-        assert self.manager.host_adopted(TIER, FINGERPRINT, keys) == num_pages
+        assert self.manager.tiers.adopt(TIER, FINGERPRINT, keys) == num_pages
         self.step_id = 0
 
     def _each(self) -> list[bytes]:
@@ -84,7 +84,7 @@ class FetchBench:
         acks = [cache_pb2.Ack(ticket=fetch.ticket, num_done=fetch.num_pages, status=done) for fetch in grant.fetches]
         self.ask(cache_pb2.Step(acks=acks))
         audit.check(self.manager)
-        self.manager.take_host_touches()
+        self.manager.tiers.take_touches()
         return seconds
 
     def _check(self, grant: types_pb2.Grant, expected_pages: int) -> None:

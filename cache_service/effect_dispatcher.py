@@ -6,34 +6,15 @@ handled here: each session takes its own when its peer can read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from cache_service.core.cache_manager import CacheManager
+from cache_service.host_keys import RedisHostKeys
 from cache_service.watchers import Watchers
-
-
-class HostKeys(Protocol):
-    """Deletes and touches keys of the host tier in the background; neither call waits."""
-
-    def delete(self, keys: Sequence[bytes]) -> None: ...
-
-    def touch(self, keys: Sequence[bytes]) -> None: ...
-
-    async def clear_begins(self) -> None: ...
-
-    def clear_ends(self, *, keep_marks: bool) -> None: ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it takes more keys now; until then they wait with the manager."""
-        ...
 
 
 class EffectDispatcher:
     """Called after every verb that may have left something to do."""
 
-    def __init__(self, manager: CacheManager, watchers: Watchers, host_keys: HostKeys | None) -> None:
+    def __init__(self, manager: CacheManager, watchers: Watchers, host_keys: RedisHostKeys | None) -> None:
         self._manager = manager
         self._watchers = watchers
         self._host_keys = host_keys
@@ -56,10 +37,10 @@ class EffectDispatcher:
         if events:
             self._watchers.tell(events)
         if self._host_keys is None:  # taken even so, or they would pile up
-            self._manager.take_host_deletes()
-            self._manager.take_host_touches()
+            self._manager.tiers.take_deletes()
+            self._manager.tiers.take_touches()
         elif self._host_keys.has_room:
-            if deletes := self._manager.take_host_deletes():
+            if deletes := self._manager.tiers.take_deletes():
                 self._host_keys.delete(deletes)
-            if touches := self._manager.take_host_touches():
+            if touches := self._manager.tiers.take_touches():
                 self._host_keys.touch(touches)

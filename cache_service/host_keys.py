@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cache_service.clear_marks import ClearMarks
+from cache_service.core.cache_manager import CacheManager
 from cache_service.core.host.host_key import scan_prefix
 from session.protocol import SENTINEL_KEY
 
@@ -32,24 +33,6 @@ BATCH_GAP_MS = 100
 FAILURES = (RedisError, OSError, TimeoutError)
 
 log = logging.getLogger(__name__)
-
-
-class HostRows(Protocol):
-    """What is told about the store behind the keys; the manager is one."""
-
-    def host_tiers(self) -> tuple[tuple[str, bytes], ...]: ...
-
-    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int: ...
-
-    def host_scanned(self, host_tier_id: str, fingerprint: bytes) -> None: ...
-
-    def host_lost(self, host_tier_id: str) -> None: ...
-
-    def report_host_failure(self, host_tier_id: str, now_ms: int) -> None: ...
-
-    def report_host_ok(self, host_tier_id: str) -> None: ...
-
-    def num_host_deletes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +71,12 @@ class RedisHostKeys:
     def __init__(
         self,
         client: Redis,
-        rows: HostRows,
+        manager: CacheManager,
         config: HostKeysConfig | None = None,
         clock: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
     ) -> None:
         self._client: Any = client  # redis-py's reply types differ between its releases
-        self._rows = rows
+        self._manager = manager
         self._config = config or HostKeysConfig()
         self._clock = clock
         self._deletes: deque[bytes] = deque()
@@ -140,7 +123,7 @@ class RedisHostKeys:
 
     async def clear_begins(self) -> None:
         """Rows are about to be forgotten; until their keys are deleted a service that is started anew adopts none."""
-        await self._marks.begin(fingerprint for _, fingerprint in self._rows.host_tiers())
+        await self._marks.begin(fingerprint for _, fingerprint in self._manager.tiers.named())
 
     def clear_ends(self, *, keep_marks: bool) -> None:
         self._marks.end(keep=keep_marks)
@@ -217,11 +200,11 @@ class RedisHostKeys:
                 # Connected workers go on naming the store as they did in their Hello; so the name goes back.
                 await self._client.set(SENTINEL_KEY, self._seen, nx=True)
         self._seen = found or self._seen
-        self._warn_of_foreign({tier for tier, _ in self._rows.host_tiers()} - {self._seen})
+        self._warn_of_foreign({tier for tier, _ in self._manager.tiers.named()} - {self._seen})
 
     def _lose(self, host_tier_id: str) -> None:
         log.warning("the host tier was flushed or replaced; its index is dropped", extra={"host_tier": host_tier_id})
-        self._rows.host_lost(host_tier_id)
+        self._manager.host_lost(host_tier_id)
         self._scanned = {scan for scan in self._scanned if scan[0] != host_tier_id}
 
     def _warn_of_foreign(self, tiers: set[str]) -> None:
@@ -240,11 +223,11 @@ class RedisHostKeys:
                 extra={"reason": reason},
             )
         self._failing = not ok
-        for tier in sorted({tier for tier, _ in self._rows.host_tiers()} - self._foreign):
+        for tier in sorted({tier for tier, _ in self._manager.tiers.named()} - self._foreign):
             if ok:
-                self._rows.report_host_ok(tier)
+                self._manager.tiers.report_ok(tier)
             else:
-                self._rows.report_host_failure(tier, self._clock())
+                self._manager.tiers.report_failure(tier, self._clock())
 
     # The scan
 
@@ -254,12 +237,12 @@ class RedisHostKeys:
         Those first that have most time to live: they were used last, and of one prompt heads were touched after tails.
         In the random order of SCAN the quota would cut prefixes in the middle.
         """
-        for tier, fingerprint in self._rows.host_tiers():
+        for tier, fingerprint in self._manager.tiers.named():
             if tier == self._seen and (tier, fingerprint) not in self._scanned:
                 await self._adopt_rows(tier, fingerprint)
             elif tier in self._foreign:
-                self._rows.host_scanned(tier, fingerprint)
-        if not self._deletes and not self._rows.num_host_deletes():
+                self._manager.tiers.end_scan(tier, fingerprint)
+        if not self._deletes and not self._manager.tiers.num_deletes():
             await self._marks.remove()
         await asyncio.sleep(self._config.watch_interval_s)
 
@@ -269,7 +252,7 @@ class RedisHostKeys:
         try:
             if await self._marks.is_left(fingerprint):
                 await self._delete_rows(fingerprint)
-                self._rows.host_scanned(tier, fingerprint)
+                self._manager.tiers.end_scan(tier, fingerprint)
                 return
             async for keys in self._find(scan_prefix(fingerprint)):
                 found += await self._with_ends_ms(keys)
@@ -282,9 +265,9 @@ class RedisHostKeys:
             if (tier, fingerprint) not in self._scanned:
                 return  # lost meanwhile: these keys may be of before
             keys = [key for _, key in found[at : at + ADOPTED_AT_ONCE]]
-            num_adopted += self._rows.host_adopted(tier, fingerprint, keys)
+            num_adopted += self._manager.tiers.adopt(tier, fingerprint, keys)
             await asyncio.sleep(self._config.scan_pause_s)
-        self._rows.host_scanned(tier, fingerprint)
+        self._manager.tiers.end_scan(tier, fingerprint)
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
 
     async def _delete_rows(self, fingerprint: bytes) -> None:

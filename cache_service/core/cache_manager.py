@@ -6,7 +6,7 @@ Time comes in as `now_ms`; orders, events and host keys are taken out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 from cache_service.core.attachments.attachments import Attachments
 from cache_service.core.base.cleared_scopes import ClearedScopes
@@ -340,7 +340,7 @@ class CacheManager:
         return present_state(self.workers)
 
     def has_effects(self) -> bool:
-        """Whether any of the three below has something to take."""
+        """Whether there are events to take, or keys of the host tier (`tiers.take_deletes`, `tiers.take_touches`)."""
         return bool(self._events) or self.tiers.has_work()
 
     def take_events(self) -> tuple[Event, ...]:
@@ -349,32 +349,6 @@ class CacheManager:
     def take_num_lost_events(self) -> int:
         """Returns how many events were dropped since the last call; they came before those that still wait."""
         return self._events.take_num_lost()
-
-    def take_host_deletes(self) -> tuple[bytes, ...]:
-        """Keys to unlink."""
-        return self.tiers.take_deletes()
-
-    def num_host_deletes(self) -> int:
-        """Rows whose keys wait to be taken for deletion."""
-        return self.tiers.num_deletes()
-
-    def take_host_touches(self) -> tuple[bytes, ...]:
-        """Keys whose time to live is to be refreshed, tails before heads."""
-        return self.tiers.take_touches()
-
-    # The host tier. `host_tier_id` is Hello.host_tier_id of a SHARED tier.
-
-    def host_tiers(self) -> tuple[tuple[str, bytes], ...]:
-        """(host_tier_id, fingerprint) of every shared tier that anybody named: what to scan and to watch."""
-        return self.tiers.named()
-
-    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Rows that a scan found, those used last in front. Returns how many became findable."""
-        return self.tiers.adopt(host_tier_id, fingerprint, keys)
-
-    def host_scanned(self, host_tier_id: str, fingerprint: bytes) -> None:
-        """The scan has ended, or there will be none: spills begin."""
-        self.tiers.end_scan(host_tier_id, fingerprint)
 
     def host_lost(self, host_tier_id: str) -> None:
         """The store was flushed or replaced: drop its index at once."""
@@ -386,9 +360,3 @@ class CacheManager:
         for worker in self.workers.values():
             if worker.cache.host is not None and worker.cache.host.index is index:
                 renewal.start_refill(worker.cache)
-
-    def report_host_failure(self, host_tier_id: str, now_ms: int) -> None:
-        self.tiers.report_failure(host_tier_id, now_ms)
-
-    def report_host_ok(self, host_tier_id: str) -> None:
-        self.tiers.report_ok(host_tier_id)

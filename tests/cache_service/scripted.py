@@ -20,6 +20,7 @@ HOST = HostTierStats(0, 0, 0, 0, 0, 0, 0, False, SpillPolicy.SELECTIVE, FetchPol
 
 class ScriptedManager:
     def __init__(self, epoch: str = "scripted") -> None:
+        self.tiers = self  # it has no rows
         self.epoch = epoch
         self.limits = SessionLimits()
         self.calls: list[tuple[Any, ...]] = []
@@ -80,10 +81,10 @@ class ScriptedManager:
     def take_num_lost_events(self) -> int:
         return 0
 
-    def take_host_deletes(self) -> tuple[bytes, ...]:
+    def take_deletes(self) -> tuple[bytes, ...]:
         return ()
 
-    def take_host_touches(self) -> tuple[bytes, ...]:
+    def take_touches(self) -> tuple[bytes, ...]:
         return ()
 
 

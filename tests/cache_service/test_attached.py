@@ -192,7 +192,7 @@ async def test_a_bad_attach(field: str, fields: dict[str, Any]) -> None:
     async with started() as client:
         code, details = await code_of(Engine(client).attach(**fields))
         assert code in (grpc.StatusCode.INVALID_ARGUMENT,) and details.startswith(f"attach.{field}: "), details
-        assert not client.manager.attachments.all and not client.manager.host_tiers()
+        assert not client.manager.attachments.all and not client.manager.tiers.named()
 
 
 CALLS: list[tuple[str, str, dict[str, Any]]] = [

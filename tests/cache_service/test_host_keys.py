@@ -26,35 +26,36 @@ def key(number: int, fingerprint: bytes = FINGERPRINT) -> bytes:
 
 
 class Rows:
-    """Stands for the manager: writes down what it is told."""
+    """Stands for the manager and its host tiers: writes down what it is told."""
 
     def __init__(self, *tiers: tuple[str, bytes]) -> None:
-        self.tiers = tiers
+        self.tiers = self
+        self.known = tiers
         self.adopted: dict[tuple[str, bytes], list[bytes]] = {}
         self.scanned: set[tuple[str, bytes]] = set()
         self.lost: list[str] = []
         self.health: list[str] = []
 
-    def host_tiers(self) -> tuple[tuple[str, bytes], ...]:
-        return self.tiers
+    def named(self) -> tuple[tuple[str, bytes], ...]:
+        return self.known
 
-    def host_adopted(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+    def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         self.adopted.setdefault((host_tier_id, fingerprint), []).extend(keys)
         return len(keys)
 
-    def host_scanned(self, host_tier_id: str, fingerprint: bytes) -> None:
+    def end_scan(self, host_tier_id: str, fingerprint: bytes) -> None:
         self.scanned.add((host_tier_id, fingerprint))
 
     def host_lost(self, host_tier_id: str) -> None:
         self.lost.append(host_tier_id)
 
-    def num_host_deletes(self) -> int:
+    def num_deletes(self) -> int:
         return 0
 
-    def report_host_failure(self, host_tier_id: str, now_ms: int) -> None:
+    def report_failure(self, host_tier_id: str, now_ms: int) -> None:
         self.health.append("failure")
 
-    def report_host_ok(self, host_tier_id: str) -> None:
+    def report_ok(self, host_tier_id: str) -> None:
         self.health.append("ok")
 
 
@@ -140,7 +141,7 @@ async def test_the_scan_finds_the_keys_of_the_fingerprint_only(server: RedisProc
     keys.start()
     await until(lambda: len(set(rows.adopted.get(("tier-1", FINGERPRINT), []))) == 1500)
     # A fingerprint that says Hello later is scanned then; one in another store never.
-    rows.tiers = (*rows.tiers, ("tier-1", other))
+    rows.known = (*rows.known, ("tier-1", other))
     await until(lambda: len(set(rows.adopted.get(("tier-1", other), []))) == 30)
     await until(lambda: len(rows.scanned) == 3)
     await keys.close()

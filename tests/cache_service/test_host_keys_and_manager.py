@@ -93,5 +93,5 @@ async def test_what_the_manager_deletes_goes_from_redis(
     await until(lambda: host_tokens(manager))
     cleared = manager.clear(None, unused_only=False)
     assert cleared.num_host_rows == NUM_PAGES
-    host_keys.delete(manager.take_host_deletes())
+    host_keys.delete(manager.tiers.take_deletes())
     await until(lambda: redis.keys(b"stemcache:1:*:*") == [])

@@ -71,8 +71,8 @@ class Stage:
 
     def settle(self) -> None:
         """The store does as it was told, and the books balance."""
-        self.store.difference_update(self.manager.take_host_deletes())
-        self.manager.take_host_touches()
+        self.store.difference_update(self.manager.tiers.take_deletes())
+        self.manager.tiers.take_touches()
         audit.check(self.manager)
 
     def tick(self, passed_ms: int = 0) -> None:

@@ -297,8 +297,8 @@ def test_a_scan_after_a_restart_finds_the_rows_of_engines() -> None:
     stage.engine(FULL, STATE).save(PROMPT, 0, 5)
     after = Stage()
     engine = after.engine(FULL, STATE)
-    ((tier, fingerprint),) = after.manager.host_tiers()
-    assert after.manager.host_adopted(tier, fingerprint, sorted(stage.store)) == 10
+    ((tier, fingerprint),) = after.manager.tiers.named()
+    assert after.manager.tiers.adopt(tier, fingerprint, sorted(stage.store)) == 10
     assert engine.lookup(PROMPT).usable_pages == 5
 
 

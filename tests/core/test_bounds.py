@@ -91,5 +91,5 @@ def test_few_tiers_outlive_their_last_worker(leaves: str) -> None:
             worker.disconnect()
     world.manager.tick(world.now_ms + 10)
     assert not world.manager.workers
-    kept = [tier_id for tier_id, _ in world.manager.host_tiers()]
+    kept = [tier_id for tier_id, _ in world.manager.tiers.named()]
     assert kept == [*(f"redis {i}" for i in range(4, MAX_UNUSED_TIERS + 3)), "redis 0"]

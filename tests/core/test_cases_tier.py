@@ -132,9 +132,9 @@ def test_touches_name_tails_before_heads() -> None:
     assert live.fetch is not None
     names = keys(live.fetch.groups[0])
     worker.read_host(live.fetch)
-    world.manager.take_host_touches()
+    world.manager.tiers.take_touches()
     world.manager.step(worker.id, step_of(worker, live), world.now_ms)
-    touched = [key for key in world.manager.take_host_touches() if key in names]
+    touched = [key for key in world.manager.tiers.take_touches() if key in names]
     assert touched == names[::-1]
 
 

@@ -74,12 +74,12 @@ def test_breaker_stops_fetches_and_lets_them_again() -> None:
     world = stage(breaker_failures=2, breaker_ms=1000)
     worker = warm(world, full(6))
     for _ in range(2):
-        world.manager.report_host_failure("redis", world.now_ms)
+        world.manager.tiers.report_failure("redis", world.now_ms)
     world.settle()
     live = worker.start(span(1, 10))
     assert live.fetch is None
     worker.release(live, ABORTED)
-    world.manager.report_host_ok("redis")
+    world.manager.tiers.report_ok("redis")
     world.tick(2000)
     assert worker.start(span(1, 10)).fetch is not None
 
@@ -91,9 +91,9 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
     world.new_manager()
     worker.restart("i1")
     before = world.snapshot()
-    assert world.manager.host_adopted("redis", FINGERPRINT, (b"nonsense", b"")) == 0
+    assert world.manager.tiers.adopt("redis", FINGERPRINT, (b"nonsense", b"")) == 0
     assert world.snapshot() == before
-    assert world.manager.host_adopted("redis", FINGERPRINT, keys) == 4
+    assert world.manager.tiers.adopt("redis", FINGERPRINT, keys) == 4
     live = worker.start(span(1, 10))
     assert live.fetch is not None and live.fetch.num_pages == 4
     worker.fetch_all(live)
@@ -103,7 +103,7 @@ def test_rows_found_after_a_restart_are_adopted() -> None:
 def test_nothing_is_spilled_before_the_scan_has_found_what_the_store_has() -> None:
     world = stage(scans_host_tiers=True)
     worker = join(world, full(20))
-    world.manager.host_scanned("redis", FINGERPRINT)
+    world.manager.tiers.end_scan("redis", FINGERPRINT)
     worker.run(span(1, 8))
     spill(worker)
     keys = tuple(worker.store)
@@ -113,10 +113,10 @@ def test_nothing_is_spilled_before_the_scan_has_found_what_the_store_has() -> No
     worker.run(span(1, 12))
     world.tick()
     assert not worker.spills
-    assert world.manager.host_adopted("redis", FINGERPRINT, keys) == 4
+    assert world.manager.tiers.adopt("redis", FINGERPRINT, keys) == 4
     world.tick()
     assert not worker.spills, "only a part has been found"
-    world.manager.host_scanned("redis", FINGERPRINT)
+    world.manager.tiers.end_scan("redis", FINGERPRINT)
     world.tick()
     ((order, _),) = worker.spills
     assert (order.first_page, order.num_pages) == (4, 2)
@@ -131,7 +131,7 @@ def test_what_was_split_while_it_waited_is_spilled_whole() -> None:
     worker.run([*span(1, 4), *span(50, 53)])  # its node is cut in two, and both wait
     world.tick()
     assert not worker.spills
-    world.manager.host_scanned("redis", FINGERPRINT)
+    world.manager.tiers.end_scan("redis", FINGERPRINT)
     spill(worker)
     assert len(worker.store) == 6
 
@@ -176,7 +176,7 @@ def test_a_row_of_several_ranks_is_whole_or_absent() -> None:
     worker = FakeWorker(world, [full(8)], 2, host_tier=HostTierKind.SHARED, host_tier_id="redis", num_ranks=2)
     page_hash = page_hashes(namespace_digest(NS), b"", pack([1, 2]), 8)
     keys = [build_key(HostKey(FINGERPRINT, 0, rank, PageHash(page_hash))) for rank in (0, 1, 2)]
-    adopt = world.manager.host_adopted
+    adopt = world.manager.tiers.adopt
     assert adopt("redis", FINGERPRINT, keys[:1]) == 0
     assert worker.start([1, 2, 3]).fetch is None
     assert adopt("redis", FINGERPRINT, keys[:1]) == 0

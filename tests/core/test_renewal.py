@@ -37,7 +37,7 @@ def rows(world: World) -> int:
 
 def touched(world: World) -> list[bytes]:
     """What the world took away unseen is asked for before it does."""
-    return list(world.manager.take_host_touches())
+    return list(world.manager.tiers.take_touches())
 
 
 def test_device_hits_renew_their_rows_now_and_then() -> None:

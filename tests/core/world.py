@@ -132,10 +132,10 @@ class World:
         self.events += [event for event in events if not isinstance(event, Connection)]
         for listener in self.listeners:
             listener(events)
-        for key in self.manager.take_host_deletes():
+        for key in self.manager.tiers.take_deletes():
             for store in self.stores.values():
                 store.pop(key, None)
-        self.manager.take_host_touches()
+        self.manager.tiers.take_touches()
         for worker in self.workers.values():
             if worker.connected:
                 worker.take_orders()

@@ -149,7 +149,7 @@ class Simulation:
             self._hand_over(engine)
         if self.tier == HostTierKind.SHARED:
             keys = list(self.world.stores.get("redis", {}))
-            self.world.manager.host_adopted("redis", FINGERPRINT, keys)
+            self.world.manager.tiers.adopt("redis", FINGERPRINT, keys)
             self.world.settle()
 
     def _long_partition(self, engine: Engine) -> None:

@@ -153,7 +153,7 @@ class Machine:
         self.mover.fetches += [fetch.transfer for fetch in applied.fetches]
         self.barrier = len(self.launches) if applied.fetches else self.barrier
         self.give_up(applied.failed)
-        for key in self.manager.manager.take_host_deletes():
+        for key in self.manager.manager.tiers.take_deletes():
             self.mover.store.pop(key, None)
         self.take_orders()
 

@@ -23,7 +23,10 @@ MAX_TAKEN = 2_048
 
 
 class HostTiers:
-    """Shared tiers outlive their workers; a private one dies with its worker."""
+    """Shared tiers outlive their workers; a private one dies with its worker.
+
+    `host_tier_id` is Hello.host_tier_id of a SHARED tier.
+    """
 
     def __init__(self, config: ManagerConfig) -> None:
         self._config = config
@@ -118,9 +121,11 @@ class HostTiers:
         return any(index.queues for index in self.all())
 
     def take_deletes(self) -> tuple[bytes, ...]:
+        """Keys to unlink."""
         return tuple(name for index in self.all() for name in index.take_deletes(MAX_TAKEN))
 
     def take_touches(self) -> tuple[bytes, ...]:
+        """Keys whose time to live is to be refreshed, tails before heads."""
         return tuple(name for index in self.all() for name in index.take_touches(MAX_TAKEN))
 
     def stats(self) -> HostTierStats:
