@@ -6,11 +6,11 @@ a page's bytes: weights, dtype, layout, parallelism and rank, and what computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.sglang.pool_pages import PoolPages
+from adapters.sglang.device_pools import POOLS, DevicePool
 from adapters.weights import Refused, files_digest
 from tier_client.values import fingerprint_of
 
@@ -20,9 +20,10 @@ PAGE_HASHES = "sha256 chain of storage_namespace_seed"
 
 def check_config(server_args: Any, components: Collection[str], is_draft: bool) -> None:
     """Raises Refused for what the linker cannot serve. `components`: names of SGLang's tree components."""
-    others = sorted(set(components) - {"FULL"})
-    if others:
-        raise Refused(f"the model has {', '.join(others)} layers; the linker serves models of full attention alone")
+    if frozenset(components) not in POOLS:
+        raise Refused(
+            f"the model has {', '.join(sorted(components))} layers; of these the linker serves FULL, SWA, MAMBA"
+        )
     if is_draft or getattr(server_args, "speculative_algorithm", None):
         raise Refused("speculative_algorithm is set; a draft model's pages are in another pool, which is not saved")
     for name in ("pp_size", "dp_size"):
@@ -30,7 +31,9 @@ def check_config(server_args: Any, components: Collection[str], is_draft: bool) 
             raise Refused(f"{name} is {getattr(server_args, name)}; must be 1")
 
 
-def fingerprint(server_args: Any, pages: PoolPages, rank: int, model_digest: str, platform: Iterable[str]) -> bytes:
+def fingerprint(
+    server_args: Any, pools: Sequence[DevicePool], rank: int, model_digest: str, platform: Iterable[str]
+) -> bytes:
     """Returns 32 bytes. `platform`: versions and device that round. A rank's pages are its own.
 
     Raises Refused where a name could mean other weights tomorrow.
@@ -43,8 +46,8 @@ def fingerprint(server_args: Any, pages: PoolPages, rank: int, model_digest: str
             "dtype": server_args.dtype,
             "kv_cache_dtype": server_args.kv_cache_dtype,
             "quantization": server_args.quantization,
-            "layout": pages.layout,
-            "page_bytes": pages.page_bytes,
+            "layout": [[pool.name, sorted(pool.layers.items()), pool.pages.layout] for pool in pools],
+            "page_bytes": [pool.pages.page_bytes for pool in pools],
             "rank": f"{rank} of {server_args.tp_size}",
             "platform": list(platform),
         }

@@ -20,14 +20,14 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
+from adapters.sglang.device_pools import KV, MAMBA, DevicePool, device_pools
 from adapters.sglang.identity import ENGINE, check_config, fingerprint
-from adapters.sglang.offloads import Offloads
-from adapters.sglang.pool_pages import PoolPages
+from adapters.sglang.loads import Load, Loads
+from adapters.sglang.offloads import Offloads, Part
 from adapters.sglang.reads import PageReads
 from adapters.sglang.settings import Settings
-from session.words import GroupKind
 from tier_client.client import TierClient
-from tier_client.values import PageGroup, TierClientConfig
+from tier_client.values import TierClientConfig
 
 
 class StemcacheLinker(UnifiedCacheLinker):
@@ -36,72 +36,63 @@ class StemcacheLinker(UnifiedCacheLinker):
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None
     ) -> None:
-        settings = Settings.read(extra_config or {})
-        check_config(server_args, [component.name for component in components], params.is_eagle)
-        pool, page_tokens = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
-        self._pages = PoolPages(pool, page_tokens)
-        group = params.attn_tp_cache_group or params.tp_cache_group
-        rank = torch.distributed.get_rank(group) if group is not None else 0
-        config = TierClientConfig(
-            cache_address=settings.cache,
-            redis_url=settings.redis,
-            engine=f"{ENGINE} {version('sglang')}",
-            model=server_args.served_model_name or server_args.model_path,
-            fingerprint=fingerprint(server_args, self._pages, rank, settings.model_digest, _platform(self._pages)),
-            page_tokens=page_tokens,
-            groups=(PageGroup("full", GroupKind.FULL, self._pages.page_bytes),),
-            call_timeout_s=settings.call_timeout_s,
-            store_timeout_s=settings.store_timeout_s,
-            pause_s=settings.pause_s,
-            part_bytes=settings.host_part_kb << 10,
-            num_connections=settings.read_threads,
-        )
-        self._client = TierClient(config)
+        settings, names = Settings.read(extra_config or {}), [component.name for component in components]
+        check_config(server_args, names, params.is_eagle)
+        cache, requests = params.token_to_kv_pool_allocator.get_kvcache(), params.req_to_token_pool
+        self._pools = device_pools(cache, requests, names, params.page_size, params.swa_retain_window)
+        self._device = self._pools[0].pages.device
+        self._client = TierClient(_config(server_args, params, settings, self._pools))
         self._reads = PageReads(
-            self._client,
-            self._pages.page_bytes,
-            settings.max_staged_mb << 20,
-            settings.lookup_wait_s,
-            settings.read_threads,
+            self._client, settings.max_staged_mb << 20, settings.lookup_wait_s, settings.read_threads
         )
-        self._offloads = Offloads(self._client, self._pages, page_tokens, settings.max_waiting_offloads)
-        self.pools = {PoolName.KV: pool}
+        pages = [pool.pages for pool in self._pools]
+        self._offloads = Offloads(self._client, pages, settings.max_waiting_offloads)
+        self._loads = Loads(self._pools)
+        self.pools = {PoolName(pool.name): pool for pool in self._pools}
         self.forward_stream = forward_stream
-        self.layer_done_counter = LayerWiseLoadCounter(self._pages.num_layers)
-        self._queued: dict[str, tuple[list[memoryview], torch.Tensor]] = {}
+        self.layer_done_counter = LayerWiseLoadCounter(self._loads.num_layers)
+        if PoolName(MAMBA) in self.pools:
+            # SGLang itself registers it with the pool of tokens alone.
+            requests.register_layer_transfer_counter(self.layer_done_counter)
+        self._queued: dict[str, list[Load]] = {}
         self._loader = ThreadPoolExecutor(1, "stemcache-load")
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        return list(range(1, self._reads.verified(rid, _page_ids(transfers)) + 1))
+        return self._reads.lengths(rid, _page_ids(transfers))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        pages = self._reads.take(rid, _page_ids(transfers))
-        if pages is None:
+        values = self._reads.take(rid, _page_ids(transfers))
+        by_name = {str(transfer.name): transfer for transfer in transfers}
+        if values is None or set(by_name) != {pool.name for pool in self._pools}:
             return False
-        self._queued[rid] = pages, transfers[0].device_indices.clone()
+        loads = []
+        for group, pool in enumerate(self._pools):
+            count, indices = len(by_name[pool.name].keys), by_name[pool.name].device_indices
+            if len(values[group]) < count:
+                return False
+            # A window that begins within the prefix may be shorter than what was read for it.
+            loads.append(Load(group, values[group][-count:], indices.clone()))
+        self._queued[rid] = loads
         return True
 
     def start_layer_wise_loading(self) -> int:
         if not self._queued:
             return -1
-        counter, queued = self.layer_done_counter, list(self._queued.values())
+        counter, queued = self.layer_done_counter, [load for loads in self._queued.values() for load in loads]
         self._queued.clear()
         index = counter.update_producer()
         # Their slots may be another request's until what is launched now has ended.
-        ready = self.record_offload_ready() if self._pages.device.type == "cuda" else []
+        ready = self.record_offload_ready() if self._device.type == "cuda" else []
         self._loader.submit(self._load, index, queued, ready)
         return int(index)
 
-    def _load(self, index: int, queued: list[tuple[list[memoryview], torch.Tensor]], ready: list[Any]) -> None:
+    def _load(self, index: int, queued: list[Load], ready: list[Any]) -> None:
         try:
             for event in ready:
                 event.synchronize()
-            stack = self._pages.staged([page for pages, _ in queued for page in pages])
-            indices = torch.cat([slots for _, slots in queued])
-            for layer in range(self._pages.num_layers):
-                self._pages.write_layer(layer, indices, stack)
-                if self._pages.device.type == "cuda":
-                    torch.cuda.current_stream(self._pages.device).synchronize()
+            for layer in self._loads.layers(queued):
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
                 self.layer_done_counter.complete(index, layer)
         except BaseException as error:  # whatever it was, the forward waits for these layers
             self.layer_done_counter.fail(index, error)
@@ -114,13 +105,15 @@ class StemcacheLinker(UnifiedCacheLinker):
         return self._queued.pop(rid, None) is not None
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        events = self.record_offload_ready() if self._pages.device.type == "cuda" else []
+        events = self.record_offload_ready() if self._device.type == "cuda" else []
 
         def wait() -> None:
             for event in events:
                 event.synchronize()
 
-        self._offloads.add(_page_ids(transfers), transfers[0].device_indices.clone(), wait)
+        groups = {pool.name: group for group, pool in enumerate(self._pools)}
+        parts = [Part(groups[str(one.name)], len(one.keys), one.device_indices.clone()) for one in transfers]
+        self._offloads.add(_page_ids(transfers), parts, wait)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -149,11 +142,28 @@ class StemcacheLinker(UnifiedCacheLinker):
         ended.wait()
 
 
+def _config(server_args: Any, params: Any, settings: Settings, pools: tuple[DevicePool, ...]) -> TierClientConfig:
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    device = pools[0].pages.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    platform = [version("sglang"), torch.__version__, name]
+    return TierClientConfig(
+        cache_address=settings.cache,
+        redis_url=settings.redis,
+        engine=f"{ENGINE} {version('sglang')}",
+        model=server_args.served_model_name or server_args.model_path,
+        fingerprint=fingerprint(server_args, pools, rank, settings.model_digest, platform),
+        page_tokens=params.page_size,
+        groups=tuple(pool.group for pool in pools),
+        call_timeout_s=settings.call_timeout_s,
+        store_timeout_s=settings.store_timeout_s,
+        pause_s=settings.pause_s,
+        part_bytes=settings.host_part_kb << 10,
+        num_connections=settings.read_threads,
+    )
+
+
 def _page_ids(transfers: list[PoolTransfer]) -> list[bytes]:
-    (transfer,) = transfers
-    return [bytes.fromhex(key) for key in transfer.keys]
-
-
-def _platform(pages: PoolPages) -> list[str]:
-    device = torch.cuda.get_device_name(pages.device) if pages.device.type == "cuda" else pages.device.type
-    return [version("sglang"), torch.__version__, device]
+    (tokens,) = [transfer for transfer in transfers if str(transfer.name) == KV]
+    return [bytes.fromhex(key) for key in tokens.keys]

@@ -14,26 +14,38 @@ from adapters.sglang.pool_pages import PoolPages
 from adapters.sglang.saving import save_pages
 from tier_client.client import TierClient
 from tier_client.page_store import Buffer
+from tier_client.values import PageRange
 
 # Pages that are in host memory at once take about this much of it.
 STAGED_BYTES = 64 << 20
+
+
+class Part(NamedTuple):
+    """Pages of one group: the last ones of the offload's path, as many as `indices` are of."""
+
+    group: int
+    num_pages: int
+    indices: torch.Tensor
 
 
 class Offload(NamedTuple):
     """`ready` waits until the pages are written on the device."""
 
     page_ids: tuple[bytes, ...]
-    indices: torch.Tensor
+    parts: tuple[Part, ...]
     ready: Callable[[], None]
 
 
 class Offloads:
-    """Ends in the order in which they began, also those for which there was no room: every rank counts alike."""
+    """Ends in the order in which they began, also those for which there was no room: every rank counts alike.
 
-    def __init__(self, client: TierClient, pages: PoolPages, page_tokens: int, max_waiting: int) -> None:
-        self._client, self._pages, self._page_tokens = client, pages, page_tokens
+    `pages`: by the number of the group. The first is of all tokens.
+    """
+
+    def __init__(self, client: TierClient, pages: Sequence[PoolPages], max_waiting: int) -> None:
+        self._client, self._pages = client, pages
         self._max_waiting = max_waiting
-        self._at_once = max(1, STAGED_BYTES // pages.page_bytes)
+        self._at_once = max(1, STAGED_BYTES // pages[0].page_bytes)
         self._queue: queue.SimpleQueue[Offload | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting = 0  # of those that will be written
@@ -42,12 +54,12 @@ class Offloads:
         self._thread = threading.Thread(target=self._run, name="stemcache-offload", daemon=True)
         self._thread.start()
 
-    def add(self, page_ids: Sequence[bytes], indices: torch.Tensor, ready: Callable[[], None]) -> None:
+    def add(self, page_ids: Sequence[bytes], parts: Sequence[Part], ready: Callable[[], None]) -> None:
         with self._lock:
             has_room = self._num_waiting < self._max_waiting
             self._num_waiting += has_room
         # One without pages keeps the order.
-        self._queue.put(Offload(tuple(page_ids) if has_room else (), indices, ready))
+        self._queue.put(Offload(tuple(page_ids) if has_room else (), tuple(parts), ready))
 
     def num_ended(self) -> int:
         return len(self._ended)
@@ -60,7 +72,7 @@ class Offloads:
         """Returns when nothing reads the device's pages any more; what waits is not written, and nobody is told."""
         self._is_void.set()
         idle = threading.Event()
-        self._queue.put(Offload((), torch.empty(0), idle.set))
+        self._queue.put(Offload((), (), idle.set))
         idle.wait()
         self._is_void.clear()
         self._ended.clear()
@@ -83,23 +95,25 @@ class Offloads:
                 self._ended.append(is_done)
 
     def _write(self, offload: Offload) -> bool:
+        """Some pages after the other, each with what the other groups have for them."""
+        wanted = sum(part.num_pages for part in offload.parts)
         num_written = 0
         for first in range(0, len(offload.page_ids), self._at_once):
-            ids = offload.page_ids[first : first + self._at_once]
             if self._is_void.is_set():
                 return False
-            num_written += self._write_some(ids, offload.indices[first * self._page_tokens :])
-        return num_written == len(offload.page_ids)
+            num_written += self._write_some(offload, first)
+        return num_written == wanted
 
-    def _write_some(self, ids: tuple[bytes, ...], indices: torch.Tensor) -> int:
+    def _write_some(self, offload: Offload, first: int) -> int:
         """Returns how many of the pages the tier has now."""
+        ids = offload.page_ids[first : first + self._at_once]
+        starts = {part.group: len(offload.page_ids) - part.num_pages - first for part in offload.parts}
+        indices = {part.group: part.indices for part in offload.parts}
+        ranges = [PageRange(group, max(0, start), len(ids)) for group, start in starts.items() if start < len(ids)]
 
-        def payloads(pages: tuple[int, ...]) -> list[Buffer]:
-            host = self._pages.read(self._tokens(indices, pages))
+        def payloads(group: int, pages: tuple[int, ...]) -> list[Buffer]:
+            places = [page - starts[group] for page in pages]
+            host = self._pages[group].read(self._pages[group].rows(indices[group], places))
             return [memoryview(row.numpy()) for row in host]
 
-        return save_pages(self._client, ids, payloads)
-
-    def _tokens(self, indices: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
-        whole = indices[: indices.numel() // self._page_tokens * self._page_tokens].view(-1, self._page_tokens)
-        return whole[torch.tensor(pages, device=indices.device)].flatten()
+        return save_pages(self._client, ids, ranges, payloads)

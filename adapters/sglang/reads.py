@@ -11,60 +11,69 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from adapters.sglang.wait_credit import WaitCredit
 from session.words import TransferStatus
 from tier_client.client import TierClient
-from tier_client.values import Hit, PagePath
+from tier_client.values import Hit, PageGroup, PagePath
 
 # Pages of one read, after which those that came count.
 READ_PAGES = 32
 # What nobody asks for any more is dropped after this time.
 KEPT_S = 30.0
-# Lookups may wait for this share of the time.
-WAIT_SHARE = 0.1
 
 
 class PageReads:
-    """What the tier has of each request, by SGLang's request id. One thread calls; others read."""
+    """What the tier has of each request, by SGLang's request id. One thread calls; others read.
+
+    The client's first group is FULL. Where it is the only one, any of its pages from the first on count; with windows
+    or states all that is read for the boundary counts, or nothing.
+    """
 
     def __init__(
         self,
         client: TierClient,
-        page_bytes: int,
         max_bytes: int,
         wait_s: float,
         threads: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._page_bytes, self._clock = client, page_bytes, clock
-        self._most_pages = max(1, max_bytes // page_bytes)
-        self._credit = _WaitCredit(wait_s, clock)
+        self._client, self._clock, self._max_bytes = client, clock, max_bytes
+        self._page_bytes, *_ = [group.page_bytes for group in client.config.groups]
+        self._apart_bytes = sum(
+            group.page_bytes * _reach_pages(group, client.config.page_tokens) for group in client.config.groups[1:]
+        )
+        self._credit = WaitCredit(wait_s, clock)
         self._pool = ThreadPoolExecutor(threads, "stemcache-read")
         self._lock = threading.Lock()
-        self._num_pages = 0  # of all reads, those on their way included
+        self._num_bytes = 0  # of all reads, those on their way included
         self._reads: dict[str, _Read] = {}
 
-    def verified(self, request: str, page_ids: Sequence[bytes]) -> int:
-        """Returns how many of the first pages can be loaded now."""
+    def lengths(self, request: str, page_ids: Sequence[bytes]) -> list[int]:
+        """Returns numbers of leading pages that can be loaded now, rising; with windows or states one at most."""
         self._drop_old()
         read = self._reads.get(request)
         if read is None or read.page_ids != tuple(page_ids):
             self.drop(request)
-            read = self._reads[request] = _Read(tuple(page_ids))
+            read = self._reads[request] = _Read(tuple(page_ids), len(self._client.config.groups))
             self._pool.submit(self._run, read)
         read.asked_s = self._clock()
         with self._credit as most_s:
             read.ended.wait(most_s)
-        return len(read.pages)
+        return read.lengths()
 
-    def take(self, request: str, page_ids: Sequence[bytes]) -> list[memoryview] | None:
-        """Returns the bytes of these pages, the first of those that were asked for; None where they are not there."""
+    def take(self, request: str, page_ids: Sequence[bytes]) -> list[list[memoryview]] | None:
+        """Returns by group the bytes of its pages for a load that ends with `page_ids`, the first of those asked for.
+
+        None where they are not there.
+        """
         read = self._reads.pop(request, None)
         if read is None:
             return None
         count = len(page_ids)
-        pages = read.pages[:count]
+        is_there = count in read.lengths() and read.page_ids[:count] == tuple(page_ids)
+        values = [read.values[0][:count], *read.values[1:]] if is_there else None
         self._end(read)
-        return pages if len(pages) == count and read.page_ids[:count] == tuple(page_ids) else None
+        return values
 
     def drop(self, request: str) -> None:
         read = self._reads.pop(request, None)
@@ -87,69 +96,89 @@ class PageReads:
     def _end(self, read: _Read) -> None:
         with self._lock:
             read.is_over = True
-            self._num_pages -= read.reserved_pages
-            read.reserved_pages = 0
+            self._num_bytes -= read.reserved_bytes
+            read.reserved_bytes = 0
 
     # In a thread of the pool.
 
     def _run(self, read: _Read) -> None:
         try:
-            hit = None if read.is_over else self._client.calls.lookup(PagePath(b"".join(read.page_ids)), 0)
-            if hit is not None and hit.lease:
-                status = self._read_pages(read, hit)
-                self._client.calls.release(hit, len(read.pages), status)
-                if status in (TransferStatus.MISSING, TransferStatus.FAILED):
-                    self._client.calls.suspect_store()
+            if read.is_over:
+                pass
+            elif len(read.values) > 1:
+                self._read_whole(read)
+            else:
+                self._read_leading(read)
         finally:
             read.ended.set()
 
+    def _read_whole(self, read: _Read) -> None:
+        """All groups up to the last boundary that finds room; what is missing or torn moves it ahead."""
+        count = self._reserve(read, len(read.page_ids), self._apart_bytes)
+        if not count:
+            return
+        loaded = self._client.fetch(PagePath(b"".join(read.page_ids[:count])))
+        values = [[page for _, page in sorted(pages.items())] for _, pages in sorted(loaded.values.items())]
+        with self._lock:
+            if len(values) == len(read.values):
+                read.values, read.is_whole = values, True
+            if not read.is_over:  # what was reserved for pages that are not there
+                used_bytes = len(read.values[0]) * self._page_bytes + self._apart_bytes if read.is_whole else 0
+                self._num_bytes -= read.reserved_bytes - used_bytes
+                read.reserved_bytes = used_bytes
+
+    def _read_leading(self, read: _Read) -> None:
+        hit = self._client.calls.lookup(PagePath(b"".join(read.page_ids)), 0)
+        if hit is None or not hit.lease:
+            return
+        status = self._read_pages(read, hit)
+        self._client.calls.release(hit, len(read.values[0]), status)
+        if status in (TransferStatus.MISSING, TransferStatus.FAILED):
+            self._client.calls.suspect_store()
+
     def _read_pages(self, read: _Read, hit: Hit) -> TransferStatus:
-        keys = hit.pages[0].keys(self._client.config.rank)
-        while len(read.pages) < len(keys):
-            first = len(read.pages)
+        pages, keys = read.values[0], hit.pages[0].keys(self._client.config.rank)
+        while len(pages) < len(keys):
+            first = len(pages)
             count = self._reserve(read, min(READ_PAGES, len(keys) - first))
             if not count:
                 break
             got = self._client.store.read(0, keys[first : first + count], self._page_bytes)
-            read.pages.extend(got.values)
+            pages.extend(got.values)
             if len(got.values) < count:
                 return got.status
         return TransferStatus.DONE
 
-    def _reserve(self, read: _Read, most: int) -> int:
+    def _reserve(self, read: _Read, most: int, apart_bytes: int = 0) -> int:
+        """Returns how many pages of the first group have room beside `apart_bytes`."""
         with self._lock:
-            count = 0 if read.is_over else min(most, self._most_pages - self._num_pages)
-            read.reserved_pages += count
-            self._num_pages += count
+            room_bytes = self._max_bytes - self._num_bytes - apart_bytes
+            count = 0 if read.is_over else max(0, min(most, room_bytes // self._page_bytes))
+            num_bytes = count * self._page_bytes + (apart_bytes if count else 0)
+            read.reserved_bytes += num_bytes
+            self._num_bytes += num_bytes
             return count
 
 
 class _Read:
     """One request's pages, from the first that the device lacks."""
 
-    def __init__(self, page_ids: tuple[bytes, ...]) -> None:
+    def __init__(self, page_ids: tuple[bytes, ...], num_groups: int) -> None:
         self.page_ids = page_ids
-        self.pages: list[memoryview] = []  # grows by verified pages, in their order
-        self.reserved_pages = 0
+        self.values: list[list[memoryview]] = [[] for _ in range(num_groups)]  # the only one grows by verified pages
+        self.is_whole = False  # with several groups: there is something to load, and all of it is here
+        self.reserved_bytes = 0
         self.asked_s = 0.0
         self.ended = threading.Event()
         self.is_over = False
 
+    def lengths(self) -> list[int]:
+        count = len(self.values[0])
+        if len(self.values) == 1:
+            return list(range(1, count + 1))
+        return [count] if self.is_whole else []
 
-class _WaitCredit:
-    """How long the scheduler may be held: `most_s` at once, and WAIT_SHARE of the time in all."""
 
-    def __init__(self, most_s: float, clock: Callable[[], float]) -> None:
-        self._most_s, self._clock = most_s, clock
-        self._left_s, self._at_s = most_s, clock()
-
-    def __enter__(self) -> float:
-        now_s = self._clock()
-        self._left_s = min(self._most_s, self._left_s + WAIT_SHARE * (now_s - self._at_s))
-        self._at_s = now_s
-        return max(self._left_s, 0.0)
-
-    def __exit__(self, *_: object) -> None:
-        now_s = self._clock()
-        self._left_s -= now_s - self._at_s
-        self._at_s = now_s
+def _reach_pages(group: PageGroup, page_tokens: int) -> int:
+    """How many pages before a boundary resuming there reads of the group."""
+    return -(-(group.window_tokens - 1) // page_tokens) if group.window_tokens else 1

@@ -7,54 +7,82 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from adapters.sglang.saving import save_pages
-from session.words import TransferStatus
+from session.words import GroupKind, TransferStatus
 from tier_client.client import TierClient
 from tier_client.page_store import Buffer
-from tier_client.values import Hit, PagePath
+from tier_client.values import Hit, PagePath, PageRange
 
 # Answers whose pages nobody has asked for yet; the service's leases end by themselves too.
 MAX_HITS = 64
 
 
 class StoredPages:
-    """Any number of threads may call it."""
+    """One pool's pages: the client's only group, whose kind says which of them a prefix needs.
 
-    def __init__(self, client: TierClient, page_bytes: int) -> None:
-        self._client, self._page_bytes = client, page_bytes
+    Any number of threads may call it.
+    """
+
+    def __init__(self, client: TierClient) -> None:
+        self._client = client
+        (self.group,) = client.config.groups
+        # All pages are read from the first on; of a window or a state the last ones.
+        self._anchor = 0 if self.group.kind is GroupKind.FULL else -1
         self._lock = threading.Lock()
-        self._hits: OrderedDict[bytes, Hit] = OrderedDict()  # by the first page
+        self._hits: OrderedDict[bytes, Hit] = OrderedDict()  # by the first or the last page that is read
 
     def num_present(self, ids: Sequence[bytes]) -> int:
-        """Returns how many of the first pages are there; they stay for a while."""
-        hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0)
+        """Returns at which page a prefix of `ids` can end, the last one; its pages stay for a while."""
+        hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0) if ids else None
         if hit is None or not hit.lease:
             return 0
+        anchor = ids[: hit.usable_pages][self._anchor]
         with self._lock:
-            left = [self._hits.pop(ids[0])] if ids[0] in self._hits else []
-            self._hits[ids[0]] = hit
+            left = [self._hits.pop(anchor)] if anchor in self._hits else []
+            self._hits[anchor] = hit
             if len(self._hits) > MAX_HITS:
                 left.append(self._hits.popitem(last=False)[1])
         for unused in left:
-            self._client.calls.release(unused, 0, TransferStatus.DONE)
+            self._give_back(unused)
         return hit.usable_pages
 
     def read(self, ids: Sequence[bytes]) -> list[memoryview]:
-        """Returns the leading pages that are there and right."""
-        with self._lock:
-            hit = self._hits.pop(ids[0], None)
-        if hit is None or hit.usable_pages < len(ids):
-            if hit is not None:
-                self._client.calls.release(hit, 0, TransferStatus.DONE)
-            hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0)
-        if hit is None or not hit.lease:
+        """Returns the leading ones of these pages that are there and right."""
+        hit = self._hit_of(ids)
+        if hit is None:
             return []
-        keys = hit.pages[0].keys(self._client.config.rank)[: len(ids)]
-        got = self._client.store.read(0, keys, self._page_bytes)
-        self._client.calls.release(hit, len(got.values), got.status)
+        pages = hit.pages[0]
+        first = 0 if self._anchor == 0 else len(pages.pages) - len(ids)
+        keys = pages.keys(self._client.config.rank)[first : first + len(ids)]
+        got = self._client.store.read(0, keys, self.group.page_bytes)
+        is_whole = len(got.values) == len(keys)
+        end = hit.usable_pages if is_whole and self._anchor else pages.pages[first] + len(got.values)
+        self._client.calls.release(hit, end, got.status)
         if got.status in (TransferStatus.MISSING, TransferStatus.FAILED):
             self._client.calls.suspect_store()
         return got.values
 
+    def _hit_of(self, ids: Sequence[bytes]) -> Hit | None:
+        """What `num_present` has found, or finds now, if it has pages for the first of these."""
+        with self._lock:
+            hit = self._hits.pop(ids[self._anchor], None)
+        if hit is None or len(hit.pages[0].pages) < len(ids):
+            if hit is not None:
+                self._give_back(hit)
+            hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0)
+        if hit is None or not hit.lease:
+            return None
+        if self._anchor and hit.usable_pages < len(ids):  # the last ones are missing, so a window is of no use
+            self._give_back(hit)
+            return None
+        return hit
+
+    def _give_back(self, hit: Hit) -> None:
+        self._client.calls.release(hit, 0, TransferStatus.DONE)
+
     def write(self, ids: Sequence[bytes], pages: Sequence[Buffer]) -> bool:
         """Returns whether the tier has all of them now."""
-        return save_pages(self._client, ids, lambda wanted: [pages[page] for page in wanted]) == len(ids)
+        ranges = [PageRange(0, 0, len(ids))]
+        return save_pages(self._client, ids, ranges, lambda _, wanted: [pages[page] for page in wanted]) == len(ids)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,4 +1,5 @@
-"""Two small models with random weights for engines' proofs: all attention full, and every other layer with a window.
+"""Small models with random weights for engines' proofs: all attention full; every other layer with a window, or with a
+recurrent state.
 
     python -m benchmarks.conformance.tiny_models FOLDER
 
@@ -13,7 +14,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -49,9 +58,19 @@ def write_models(folder: Path) -> None:
     for layer in windows.model.layers:
         # Its keys and queries are normalized: sharper attention, or no single token matters.
         layer.self_attn.q_norm.weight.data.fill_(SHARPER)
-    for name, model in (("full", full), ("windows", windows)):
+    for name, model in (("full", full), ("windows", windows), ("states", _states(len(tokenizer), special))):
         model.to(torch.float32).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+
+
+def _states(num_tokens: int, special: dict[str, Any]) -> Lfm2ForCausalLM:
+    """Short convolutions, whose state is their last inputs."""
+    layers = ["conv", "full_attention"] * 2
+    sizes = {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}
+    model = Lfm2ForCausalLM(Lfm2Config(vocab_size=num_tokens, layer_types=layers, **sizes, **SIZES, **special))
+    for layer in model.model.layers[1::2]:
+        layer.self_attn.q_layernorm.weight.data.fill_(SHARPER)
+    return model
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

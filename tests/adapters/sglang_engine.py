@@ -1,6 +1,6 @@
 """Run by the interpreter that SGLang is installed in: an engine with the linker answers prompts, one JSON line each.
 
-    python -m tests.adapters.sglang_engine MODEL CACHE_ADDRESS REDIS_URL
+    python -m tests.adapters.sglang_engine MODEL CACHE_ADDRESS REDIS_URL [PAGE_TOKENS]
 
 A line of standard input is {"prompt": [ids], "salt": text} or {"flush": true}; a line of output that begins with
 ANSWER is the answer. End of input ends the engine.
@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 NEW_TOKENS = 12
 
 
-def engine(model: str, cache: str, redis: str) -> Any:
+def engine(model: str, cache: str, redis: str, page_tokens: str = "16") -> Any:
     linker = {
         "linker": "StemcacheLinker",
         "linker_module_path": "adapters.sglang.linker",
@@ -36,7 +36,7 @@ def engine(model: str, cache: str, redis: str) -> Any:
         max_total_tokens=4096,
         max_running_requests=4,
         mem_fraction_static=0.3,
-        page_size=16,
+        page_size=int(page_tokens),
         skip_tokenizer_init=True,
         log_level="error",
         enable_unified_cache_external_linker=True,
@@ -63,7 +63,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    llm = engine(*sys.argv[1:4])
+    llm = engine(*sys.argv[1:])
     print("ANSWER", json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print("ANSWER", json.dumps(answer(llm, json.loads(line))), flush=True)

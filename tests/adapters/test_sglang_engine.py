@@ -139,22 +139,6 @@ def test_what_one_engine_computed_another_one_finds(stage: Stage) -> None:
         assert harmed["host"] < PAGES * PAGE_TOKENS
 
 
-def test_its_host_pools_go_through_the_storage(stage: Stage) -> None:
-    command = [PYTHON, "-m", "tests.adapters.sglang_storage", MODEL, stage.cache.address, stage.redis.url]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("STEMCACHE_SGLANG_PATH", "")]))
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
-    said = [line.removeprefix("FOUND ") for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
-    assert said, ran.stderr[-2000:]
-    found = json.loads(said[0])
-    assert set(found) == {"page_first", "page_first_direct", "layer_first"}
-    for layout, ways in found.items():
-        assert ways == {
-            "before": 0, "written": [True] * 5, "present": 5, "read": [True] * 5, "same": True,
-            "older": [True, True], "other rank": 0,
-        }, layout  # fmt: skip
-    assert stage.attachments().committed_pages == 15
-
-
 def test_without_the_tier_it_computes(stage: Stage) -> None:
     engine = stage.engine()
     cold = engine.ask(prompt=PROMPT)
