@@ -36,7 +36,7 @@ TURN_REQUESTS = 100
 def load(trace: Path | None) -> list[replay.Request]:
     if trace is not None:
         return list(replay.read_trace(trace, NUM_REQUESTS))
-    return [replay.Request(*request) for request in token_requests(1, NUM_REQUESTS)]
+    return list(token_requests(1, NUM_REQUESTS))
 
 
 def run_trace(requests: Iterable[replay.Request], num_pages: int, policy: str) -> replay.Replay:

@@ -12,31 +12,17 @@ from array import array
 from pathlib import Path
 from time import process_time
 
+from benchmarks.bench_core import PAGE_TOKENS, publish_prompt
 from benchmarks.report import RESULTS, parser, save
-from cache_service.core.cache_manager import CacheManager, ManagerConfig
-from cli.replay import replay
-from session.messages import Acquire, Grant, Hello, Publish, Release
-from session.words import GroupKind, GroupSpec, ReleaseReason, SequenceId
+from cache_service.core.cache_manager import CacheManager
+from cli.replay.replay import make_manager
 
-PAGE_TOKENS = 16
 RUN_PAGES = 16
-
-
-def make_manager(num_pages: int) -> CacheManager:
-    """One worker with one FULL group, lru, events on."""
-    manager = CacheManager(ManagerConfig(policy="lru", watch=True), "memory")
-    group = GroupSpec("full", GroupKind.FULL, num_pages)
-    manager.hello(Hello(replay.WORKER, "127.0.0.1:0", "memory", bytes(32), PAGE_TOKENS, (group,)), 0)
-    return manager
 
 
 def one_run(manager: CacheManager, number: int) -> None:
     """Publish a prompt of 16 pages that no other shares."""
-    sequence, num_tokens = SequenceId(number), RUN_PAGES * PAGE_TOKENS
-    tokens = array("i", range(number, number + num_tokens)).tobytes()
-    assert isinstance(manager.acquire(replay.WORKER, Acquire(sequence, replay.NAMESPACE, tokens)), Grant)
-    manager.publish(replay.WORKER, Publish(sequence, b"", num_tokens))
-    manager.release(replay.WORKER, Release(sequence, ReleaseReason.FINISHED))
+    publish_prompt(manager, number, array("i", range(number, number + RUN_PAGES * PAGE_TOKENS)).tobytes())
     manager.take_events()
 
 
@@ -51,7 +37,7 @@ def current_rss() -> int:
 def measure(num_pages: int) -> dict[str, object]:
     gc.collect()
     blocks, before, start = sys.getallocatedblocks(), current_rss(), process_time()
-    manager = make_manager(num_pages)
+    manager = make_manager(num_pages, PAGE_TOKENS, "lru", watch=True)
     runs = num_pages // RUN_PAGES
     for number in range(1, runs + 1):
         one_run(manager, number)

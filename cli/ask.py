@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from cli.app import JsonOption, SaltOption, WorkerOption, app, run, utf8
-from cli.client import Answer, StemcacheClient, sentence, to_dict
+from cli.client import Answer, sentence, to_dict
 from cli.output import Output, plain
-from cli.places import cache_of_workers, find_workers
-from cli.routing import pick_worker
+from cli.routing import generate_where_cached
 from cli.stage import HOLDINGS, MAX_ANSWER_TOKENS, wording
 from cli.views import counts_line
 from register_qa import Question, Register, Split, draw_questions, draw_register, is_correct
@@ -40,7 +39,8 @@ def ask(
         return
     own = None if question else _any_question(drawn)
     asked = wording(own) if own else question
-    answer = run(_answered(worker, f"{drawn.text}\nQuestion: {asked}\nAnswer:", salt))
+    prompt = f"{drawn.text}\nQuestion: {asked}\nAnswer:"
+    answer = run(generate_where_cached(worker, prompt, sentence(MAX_ANSWER_TOKENS), salt))
     right = is_correct(own, answer.text) if own else None
     output.show(*_lines(asked, answer, right))
     output.emit(
@@ -56,12 +56,6 @@ def ask(
 
 def _any_question(register: Register) -> Question:
     return draw_questions(register, secrets.randbelow(1 << 31), 6)[secrets.randbelow(6)]
-
-
-async def _answered(worker: str, prompt: str, salt: str) -> Answer:
-    async with StemcacheClient(cache_of_workers(worker), find_workers(worker)) as client:
-        picked = await pick_worker(client, prompt, salt)
-        return await client.generate(picked, prompt, sentence(MAX_ANSWER_TOKENS), salt=salt)
 
 
 def _lines(asked: str, answer: Answer, right: bool | None) -> tuple[str, str, str]:

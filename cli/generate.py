@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from cli.app import JsonOption, PromptArgument, SaltOption, WorkerOption, app, number, run
-from cli.client import Answer, StemcacheClient, to_dict
+from cli.client import Answer, to_dict
 from cli.output import Output
-from cli.places import cache_of_workers, find_workers
-from cli.routing import pick_worker
+from cli.routing import generate_where_cached
 from cli.views import counts_line, words
 from protos.v1 import worker_pb2
 
@@ -47,12 +46,7 @@ def generate(
             sys.stdout.flush()
             shown = len(answer.text)
 
-    async def ask() -> Answer:
-        async with StemcacheClient(cache_of_workers(worker), find_workers(worker)) as client:
-            picked = await pick_worker(client, prompt, salt)
-            return await client.generate(picked, prompt, sampling, salt=salt, on_answer=stream)
-
-    answer = run(ask())
+    answer = run(generate_where_cached(worker, prompt, sampling, salt, stream))
     output.show("\n" + counts_line(answer))
     output.emit(
         {

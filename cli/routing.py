@@ -6,11 +6,13 @@ A rule of this client, made of calls that any client can make: Describe, Tokeniz
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 import grpc
 
-from cli.client import StemcacheClient
+from cli.client import Answer, StemcacheClient
+from cli.places import cache_of_workers, find_workers
 from protos.v1 import cache_pb2, types_pb2, worker_pb2
 
 # With these the worker computes what the host tier has.
@@ -54,6 +56,19 @@ async def pick_worker(client: StemcacheClient, prompt: str, salt: str) -> str:
         for worker_id, (address, one) in workers.items()
     ]
     return max(choices, key=lambda choice: choice.rank).address
+
+
+async def generate_where_cached(
+    worker: str,
+    prompt: str,
+    sampling: worker_pb2.SamplingParams,
+    salt: str,
+    on_answer: Callable[[Answer], None] = lambda _: None,
+) -> Answer:
+    """Asks the worker of the option `worker`, or the best one of all."""
+    async with StemcacheClient(cache_of_workers(worker), find_workers(worker)) as client:
+        picked = await pick_worker(client, prompt, salt)
+        return await client.generate(picked, prompt, sampling, salt=salt, on_answer=on_answer)
 
 
 async def _describe(client: StemcacheClient, worker: str) -> tuple[str, worker_pb2.DescribeResponse | None]:

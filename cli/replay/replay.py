@@ -30,7 +30,7 @@ NAMESPACE = Namespace("replay")
 
 
 class Request(NamedTuple):
-    """Packed tokens of one request."""
+    """Packed tokens of one request; `output` replaces what a model would generate."""
 
     prompt: bytes
     output: bytes
@@ -104,9 +104,9 @@ def _cycle(step: int) -> tuple[bytes, int]:
     return once * 2, pow(step, -1, VOCABULARY)
 
 
-def make_manager(num_pages: int, page_tokens: int, policy: str) -> CacheManager:
-    """One worker with one FULL group and no host tier; 0 pages: unlimited."""
-    manager = CacheManager(ManagerConfig(policy=policy), "replay")
+def make_manager(num_pages: int, page_tokens: int, policy: str, *, watch: bool = False) -> CacheManager:
+    """One worker with one FULL group and no host tier; 0 pages: unlimited. `watch`: events are made."""
+    manager = CacheManager(ManagerConfig(policy=policy, watch=watch), "replay")
     group = GroupSpec("full", GroupKind.FULL, num_pages or UNLIMITED_PAGES)
     hello = Hello(WORKER, "127.0.0.1:0", "replay", bytes(32), page_tokens, (group,))
     manager.hello(hello, 0)

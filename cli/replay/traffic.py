@@ -8,19 +8,13 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
-from typing import NamedTuple
 
-
-class TokenRequest(NamedTuple):
-    """A request as packed int32 token ids; `output` replaces what a model would generate."""
-
-    prompt: bytes
-    output: bytes
+from cli.replay.replay import VOCABULARY, Request
 
 
 def token_requests(
-    seed: int, num_requests: int, *, num_active: int = 64, vocab_size: int = 151_000
-) -> Iterator[TokenRequest]:
+    seed: int, num_requests: int, *, num_active: int = 64, vocab_size: int = VOCABULARY
+) -> Iterator[Request]:
     """Requests for driving the manager alone; a fifth of them starts a new conversation on one of eight system prompts.
 
     Lengths are log-normal around 400 tokens for a message and 250 for an answer.
@@ -35,7 +29,7 @@ def token_requests(
         history = histories[at]
         history.extend(_tokens(rng, _length(rng, 400), vocab_size))
         output = _tokens(rng, _length(rng, 250), vocab_size)
-        yield TokenRequest(history.tobytes(), output.tobytes())
+        yield Request(history.tobytes(), output.tobytes())
         history.extend(output)
 
 

@@ -42,9 +42,11 @@ class LeafOrder(ABC):
     def add(self, node: Node) -> None:
         """The node became a leaf that no lease holds, just used."""
 
-    @abstractmethod
     def remove(self, node: Node) -> None:
         """The node is no such leaf any more."""
+        assert node.queue is not None
+        del node.queue[node]
+        node.queue = None
 
     def shrunk(self, node: Node, num_pages: int) -> None:
         """A node in the order lost pages; it keeps its place."""
@@ -101,11 +103,6 @@ class Lru(LeafOrder):
         queue[node] = None
         node.queue = queue
 
-    def remove(self, node: Node) -> None:
-        assert node.queue is not None
-        del node.queue[node]
-        node.queue = None
-
     def victim(self) -> Node:
         return _unheld(self._queue, self._soft)
 
@@ -146,11 +143,9 @@ class SegmentedLru(LeafOrder):
         self._probation[node] = None
 
     def remove(self, node: Node) -> None:
-        assert node.queue is not None
         if node.queue is self._protected:
             self._pages -= node.resident
-        del node.queue[node]
-        node.queue = None
+        super().remove(node)
 
     def shrunk(self, node: Node, num_pages: int) -> None:
         if node.queue is self._protected:
@@ -181,11 +176,6 @@ class Adaptive(LeafOrder):
         node.queue = self._soft if node.soft_until_ms else self._again if node.uses else self._once
         node.queue[node] = None
         node.queued_at = self.lifetimes.clock
-
-    def remove(self, node: Node) -> None:
-        assert node.queue is not None
-        del node.queue[node]
-        node.queue = None
 
     def victim(self) -> Node:
         once, again = _first_unheld(self._once), _first_unheld(self._again)
