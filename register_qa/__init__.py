@@ -5,7 +5,6 @@ A register is a text, a question is a suffix, and the model is a folder.
 
 from pathlib import Path
 
-from register_qa.conversation import Turn, prompt_of, written_turn
 from register_qa.facts import Attribute, Fact, Split, split_of
 from register_qa.marking import is_correct
 from register_qa.questions import ONE_FACT_KINDS, AskedFact, Kind, Question, draw_questions
@@ -38,11 +37,8 @@ __all__ = [
     "RoomKey",
     "Span",
     "Split",
-    "Turn",
     "draw_questions",
     "draw_register",
     "is_correct",
-    "prompt_of",
     "split_of",
-    "written_turn",
 ]

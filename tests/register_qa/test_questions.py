@@ -6,19 +6,8 @@ from collections import Counter
 
 import pytest
 
-from register_qa import (
-    ONE_FACT_KINDS,
-    Kind,
-    Question,
-    Register,
-    Split,
-    Turn,
-    draw_questions,
-    draw_register,
-    is_correct,
-    prompt_of,
-    written_turn,
-)
+from register_qa import ONE_FACT_KINDS, Kind, Question, Register, Split, draw_questions, draw_register, is_correct
+from tests.register_qa.conversation import Turn, prompt_of, written_turn
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from register_qa import Split, Turn, draw_questions, draw_register, prompt_of
+from register_qa import Split, draw_questions, draw_register
 from register_qa.training.tokenizer import BEGIN, END, VOCABULARY, Encoder, train_tokenizer
+from tests.register_qa.conversation import Turn, prompt_of
 from worker_service.model.tokenizer import Tokenizer as Served
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from register_qa.questions import Question
-from register_qa.register import Register
+from register_qa import Question, Register
 
 
 class Turn(NamedTuple):
