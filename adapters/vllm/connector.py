@@ -31,6 +31,7 @@ from adapters.vllm.identity import check_config, fingerprint, weights_identity
 from adapters.vllm.layout import read_layout
 from adapters.vllm.metadata import StepOrders, StepReports
 from adapters.vllm.page_copies import PageCopies
+from adapters.vllm.saving import BoundaryState
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
 from adapters.vllm.settings import Settings
 from adapters.vllm.tier_clients import Engine, make_index, make_store
@@ -206,7 +207,8 @@ def _scheduled(output: Any) -> Iterator[Scheduled]:
     computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     for request_id, first in computed:
         end = first + output.num_scheduled_tokens[request_id]
-        yield Scheduled(request_id, first, end, tables.get_block_ids(request_id))
+        states = [BoundaryState(*one) for one in tables.boundary_state_offloads.get(request_id, ())]
+        yield Scheduled(request_id, first, end, tables.get_block_ids(request_id), states)
 
 
 def _new_blocks(output: Any) -> Iterator[int]:

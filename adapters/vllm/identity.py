@@ -55,7 +55,9 @@ def fingerprint(config: Any, layout: Layout, hash_seed: str, weights: bytes, pla
         "layout": layout.name,
         "page_tokens": layout.page_tokens,
         "hash": [cache.prefix_caching_hash_algo, hash_seed],
-        "groups": [[str(group.kind), group.window_tokens, list(group.layers)] for group in layout.groups],
+        "groups": [
+            [str(group.kind), group.window_tokens, list(group.layers), group.content] for group in layout.groups
+        ],
         "ranks": config.parallel_config.tensor_parallel_size,
         "lookahead": 0 if speculative is None else speculative.num_speculative_tokens,
         "platform": list(platform),

@@ -9,12 +9,16 @@ from session.words import GroupKind
 
 
 class GroupLayout(NamedTuple):
-    """`layers` in the order in which a page has them; `layer_bytes`: what a page has of each."""
+    """`layers` in the order in which a page has them; `layer_bytes`: what a page has of each.
+
+    `content`: of recurrent states, their shapes and dtypes.
+    """
 
     kind: GroupKind
     window_tokens: int
     layers: tuple[str, ...]
     layer_bytes: tuple[int, ...]
+    content: str = ""
 
     @property
     def page_bytes(self) -> int:
@@ -58,10 +62,27 @@ def _group(number: int, group: Any, kind: str, specs: Any) -> GroupLayout:
     layers = tuple(sorted(group.layer_names))
     of_layer = group.kv_cache_spec.kv_cache_specs if hasattr(group.kv_cache_spec, "kv_cache_specs") else {}
     # Without what vLLM adds so that blocks of several kinds have one size.
-    sizes = tuple(int(of_layer.get(layer, group.kv_cache_spec).unpadded_page_size_bytes) for layer in layers)
+    sizes = tuple(int(of_layer.get(layer, group.kv_cache_spec).real_page_size_bytes) for layer in layers)
+    if kind == "mamba":
+        return GroupLayout(GroupKind.STATE, 0, layers, sizes, _states(number, specs))
     if kind in ("full_attention", "mla_attention"):
         return GroupLayout(GroupKind.FULL, 0, layers, sizes)
     windows = {int(getattr(spec, "sliding_window", None) or 0) for spec in specs}
     if kind == "sliding_window" and len(windows) == 1 and min(windows) > 0:
         return GroupLayout(GroupKind.WINDOW, windows.pop(), layers, sizes)
-    raise ValueError(f"KV cache group {number} is of kind {kind!r}; only full attention and a window are served")
+    raise ValueError(
+        f"KV cache group {number} is of kind {kind!r}; full attention, a window and recurrent states are served"
+    )
+
+
+def _states(number: int, specs: Any) -> str:
+    """What a group's states are. Raises ValueError where vLLM keeps none at the ends of blocks."""
+    for spec in specs:
+        if spec.mamba_cache_mode != "align":
+            raise ValueError(
+                f"KV cache group {number} has mamba_cache_mode {spec.mamba_cache_mode!r}; must be 'align': in "
+                "other modes vLLM keeps no state at the end of a block"
+            )
+        if spec.num_speculative_blocks:
+            raise ValueError(f"KV cache group {number}: recurrent states are not served with speculative_config")
+    return "; ".join(sorted({f"{spec.mamba_type} {spec.shapes} {spec.dtypes}" for spec in specs}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -35,15 +36,11 @@ class Event:
 class PageCopies:
     """Bytes are uint8 tensors of [pages, page_bytes]."""
 
-    def __init__(self, layout: Layout, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, layout: Layout, kv_caches: Mapping[str, Any]) -> None:
         """Raises ValueError where vLLM's tensors are not what its specs say."""
         self._layout = layout
-        self._layers = [
-            [_as_bytes(name, kv_caches, layout.num_blocks) for name in group.layers] for group in layout.groups
-        ]
-        for group, layers in zip(layout.groups, self._layers, strict=True):
-            _check(group, layers)
-        self.device = self._layers[0][0].device
+        self._tensors = [_tensors(group, kv_caches, layout.num_blocks) for group in layout.groups]
+        self.device = self._tensors[0][0].device
         self._save_stream, self._load_stream = _stream(self.device), _stream(self.device)
 
     def host_buffer(self, group: int, num_pages: int) -> torch.Tensor:
@@ -71,8 +68,8 @@ class PageCopies:
             for rows in self._slices(group, len(blocks)):
                 moved = pages[rows].to(self.device, non_blocking=True)
                 index = torch.tensor(blocks[rows], dtype=torch.int64, device=self.device)
-                for layer, part in self._parts(group, moved):
-                    layer.index_copy_(0, index, part.view(len(index), *layer.shape[1:]))
+                for tensor, part in self._parts(group, moved):
+                    tensor.index_copy_(0, index, part.view(len(index), *tensor.shape[1:]))
         Event(self._load_stream).wait()
 
     def hold_back_forward(self, copies: Sequence[Event]) -> None:
@@ -84,16 +81,16 @@ class PageCopies:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         size = (len(blocks), self._layout.groups[group].page_bytes)
         gathered = torch.empty(size, dtype=torch.uint8, device=self.device)
-        for layer, part in self._parts(group, gathered):
-            part.copy_(layer.index_select(0, index).reshape(len(blocks), -1))
+        for tensor, part in self._parts(group, gathered):
+            part.copy_(tensor.index_select(0, index).reshape(len(blocks), -1))
         return gathered
 
     def _parts(self, group: int, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer with its bytes of these pages."""
+        """Each tensor with its bytes of these pages."""
         first = 0
-        for layer, size in zip(self._layers[group], self._layout.groups[group].layer_bytes, strict=True):
-            part = pages[:, first : first + size]
-            yield layer, part
+        for tensor in self._tensors[group]:
+            size = tensor[0].numel()
+            yield tensor, pages[:, first : first + size]
             first += size
 
     def _slices(self, group: int, num_pages: int) -> Iterator[slice]:
@@ -102,22 +99,28 @@ class PageCopies:
             yield slice(first, first + step)
 
 
-def _as_bytes(name: str, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> torch.Tensor:
-    """A layer as [blocks, ..., bytes]; kernels may cut a block in several, which come one after the other."""
-    cache = kv_caches.get(name)
+def _tensors(group: GroupLayout, kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
+    """Bytes of a group's layers, layer by layer; recurrent states are several tensors in a layer."""
+    found = []
+    for name, size in zip(group.layers, group.layer_bytes, strict=True):
+        cache = kv_caches.get(name)
+        tensors = [_as_bytes(name, one, num_blocks) for one in (cache if isinstance(cache, list | tuple) else [cache])]
+        num_bytes = sum(tensor[0].numel() for tensor in tensors)
+        if num_bytes != size:
+            raise ValueError(f"layer {name}: a block has {num_bytes} bytes, its spec says {size}")
+        found += tensors
+    return found
+
+
+def _as_bytes(name: str, cache: Any, num_blocks: int) -> torch.Tensor:
+    """A tensor as [blocks, ..., bytes]; kernels may cut a block in several, which come one after the other."""
     if not isinstance(cache, torch.Tensor):
         raise ValueError(f"layer {name} has no KV cache of its own here")
     if cache.shape[0] % num_blocks or cache.stride(-1) != 1:
         raise ValueError(f"layer {name}: a KV cache of shape {tuple(cache.shape)} cannot be read block by block")
     if cache.shape[0] != num_blocks:
-        cache = cache.unflatten(0, (num_blocks, -1))  # type: ignore[no-untyped-call]
+        return cache.unflatten(0, (num_blocks, -1)).view(torch.uint8)  # type: ignore[no-untyped-call, no-any-return]
     return cache.view(torch.uint8)
-
-
-def _check(group: GroupLayout, layers: Sequence[torch.Tensor]) -> None:
-    for name, size, layer in zip(group.layers, group.layer_bytes, layers, strict=True):
-        if layer[0].numel() != size:
-            raise ValueError(f"layer {name}: a block has {layer[0].numel()} bytes, its spec says {size}")
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

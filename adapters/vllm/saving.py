@@ -27,6 +27,26 @@ class Completed(NamedTuple):
     blocks: tuple[int, ...]
 
 
+class BoundaryState(NamedTuple):
+    """After the step that names it, `block` has the recurrent state at the end of token `end` - 1."""
+
+    group: int
+    block: int
+    end: int
+
+
+def state_table(states: Iterable[BoundaryState], group: int, page_tokens: int) -> list[int]:
+    """A group's block table with nothing but the states at ends of pages that a step leaves.
+
+    vLLM's own has the running state too, whose block is of a page that is not complete.
+    """
+    found: dict[int, int] = {}
+    for state in states:
+        if state.group == group and state.end % page_tokens == 0:
+            found[state.end // page_tokens - 1] = state.block
+    return [found.get(page, NULL_BLOCK) for page in range(max(found, default=-1) + 1)]
+
+
 class Cursor:
     """How far the pages of one request are known to be saved, or saved by others."""
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from adapters.vllm.layout import Layout
 from adapters.vllm.lookups import MAX_PAGES, Lookups, Request, namespace
 from adapters.vllm.metadata import BlockPages, LoadOrder, LoadReport, StepOrders, StepReports, WriteReport
-from adapters.vllm.saving import NULL_BLOCK, Completed, Cursor, Save, make_batch
+from adapters.vllm.saving import NULL_BLOCK, BoundaryState, Completed, Cursor, Save, make_batch, state_table
 from adapters.vllm.tier import PageIndex
-from session.words import TransferStatus
+from session.words import GroupKind, TransferStatus
 from tier_client.values import Hit, KeyedPages
 
 # Saves that wait for the tier or for the store; more are not begun.
@@ -26,12 +26,16 @@ SAVE_S = 30.0
 
 
 class Scheduled(NamedTuple):
-    """One request of a step: it computes tokens `computed` .. `end` - 1 with these block tables, one for each group."""
+    """One request of a step: it computes tokens `computed` .. `end` - 1 with these block tables, one for each group.
+
+    `states`: the recurrent states that the step leaves for good.
+    """
 
     request_id: str
     computed: int
     end: int
     tables: Sequence[Sequence[int]]
+    states: Sequence[BoundaryState] = ()
 
 
 @dataclass(slots=True)
@@ -94,8 +98,10 @@ class SchedulerSide:
         num_pages = num_loaded_tokens // self._layout.page_tokens
         self._last_number += 1
         is_as_offered = found.usable_pages - local_pages == num_pages
-        # Loads that vLLM changed have no pages here, which the workers report as failed.
         groups = tuple(self._load_group(pages, tables) for pages in found.pages) if is_as_offered else ()
+        # Loads that vLLM changed have no pages here, which the workers report as failed. Each group reads the last one.
+        if not all(found.usable_pages - 1 in one.pages.pages for one in groups):
+            groups = ()
         order = LoadOrder(self._last_number, request.request_id, local_pages, local_pages + num_pages, groups)
         self._loading[order.number] = Loading(request.request_id, found, num_pages)
         self._orders.loads.append(order)
@@ -132,13 +138,19 @@ class SchedulerSide:
                 first_page = one.computed // self._layout.page_tokens
                 cursor = self._cursors.setdefault(one.request_id, Cursor(first_page))
                 ids = request.block_hashes
-                pages = cursor.advance(ids, one.tables, one.computed, one.end, self._layout.page_tokens)
+                pages = cursor.advance(ids, self._saved_tables(one), one.computed, one.end, self._layout.page_tokens)
                 if pages:
                     completed.setdefault(namespace(request), []).extend(pages)
         for (adapter, salt), found in completed.items():
             if len(self._saving) >= MAX_OPEN_SAVES or self._index.is_away() or self._now_s() < self._store_asked_from_s:
                 return
             self._begin(adapter, salt, found, orders)
+
+    def _saved_tables(self, one: Scheduled) -> list[Sequence[int]]:
+        return [
+            state_table(one.states, number, self._layout.page_tokens) if group.kind is GroupKind.STATE else table
+            for number, (group, table) in enumerate(zip(self._layout.groups, one.tables, strict=True))
+        ]
 
     def _begin(self, adapter: str, salt: str, completed: list[Completed], orders: StepOrders) -> None:
         batch = make_batch(adapter, salt, completed, len(self._layout.groups), MAX_PAGES)

@@ -67,6 +67,8 @@ def _states(num_tokens: int, special: dict[str, Any]) -> Lfm2ForCausalLM:
     """Short convolutions, whose state is their last inputs."""
     layers = ["conv", "full_attention"] * 2
     sizes = {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}
+    # Fields of published configs, which vLLM reads.
+    sizes.update(conv_dim=SIZES["hidden_size"], block_dim=SIZES["hidden_size"])
     model = Lfm2ForCausalLM(Lfm2Config(vocab_size=num_tokens, layer_types=layers, **sizes, **SIZES, **special))
     for layer in model.model.layers[1::2]:
         layer.self_attn.q_layernorm.weight.data.fill_(SHARPER)

@@ -1,4 +1,4 @@
-"""vLLM's CPU engine under the scenes, with a model of full attention and one with windows.
+"""vLLM's CPU engine under the scenes: full attention, windows, recurrent states, and full attention over two ranks.
 
     python -m benchmarks.conformance.vllm PYTHON FOLDER
 
@@ -12,14 +12,33 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.conformance.__main__ import main as run_scenes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks/results/conformance-vllm.json"
-MODELS = ("full", "windows")
+
+
+class Case(NamedTuple):
+    """A model of tiny_models, and what its engine is started with beside OPTIONS."""
+
+    model: str
+    options: str = ""
+    environment: Mapping[str, str] = {}
+
+
+CASES = {
+    "full": Case("full"),
+    "windows": Case("windows"),
+    # With several of this model's requests in a batch vLLM's CPU engine answers otherwise than with one, also without a
+    # connector.
+    "states": Case("states", "--max-num-seqs 1"),
+    # vLLM would give each rank the cores of a NUMA node of its own.
+    "full, two ranks": Case("full", "--tensor-parallel-size 2", {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}),
+}
 NUM_BLOCKS = 48
 PAGE_TOKENS = 32  # the CPU engine takes multiples of 32
 METRIC = "vllm:external_prefix_cache_hits_total"
@@ -48,14 +67,16 @@ def readme_config() -> dict[str, Any]:
     return config
 
 
-def command(python: str, model: Path) -> list[str]:
+def command(python: str, folder: Path, case: Case) -> list[str]:
     """An engine's command line, with placeholders for its port and the services."""
     config = readme_config()
     # A slow machine must not turn an answer into a miss.
-    config["kv_connector_extra_config"] = {"cache": "{cache}", "redis": "{redis}", "call_timeout_s": 10.0}
-    environment = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
-    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    return ["env", *environment, *server, *OPTIONS.split(), "--kv-transfer-config", json.dumps(config)]
+    patient = {"call_timeout_s": 20.0, "store_timeout_s": 20.0}
+    config["kv_connector_extra_config"] = {"cache": "{cache}", "redis": "{redis}", **patient}
+    environment = [f"{name}={value}" for name, value in {**ENVIRONMENT, **case.environment}.items()]
+    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / case.model)]
+    options = [*OPTIONS.split(), *case.options.split()]
+    return ["env", *environment, *server, *options, "--kv-transfer-config", json.dumps(config)]
 
 
 def main() -> int:
@@ -69,10 +90,10 @@ def main() -> int:
         text=True,
     ).stdout.strip()
     failed = 0
-    for model in MODELS:
-        scenes = ["--name", f"vllm-cpu {version}, {model}", "--model", "tiny", "--page-tokens", str(PAGE_TOKENS)]
+    for name, case in CASES.items():
+        scenes = ["--name", f"vllm-cpu {version}, {name}", "--model", "tiny", "--page-tokens", str(PAGE_TOKENS)]
         scenes += ["--reset", "/reset_prefix_cache", "--metric", METRIC, "--out", str(RESULT), "--"]
-        failed += run_scenes([*scenes, *command(python, folder / model)])
+        failed += run_scenes([*scenes, *command(python, folder, case)])
     return 1 if failed else 0
 
 

@@ -129,6 +129,8 @@ class DictTier:
         spec = self.layout.groups[group]
         if spec.kind is GroupKind.FULL or end == local:
             return local
+        if spec.kind is GroupKind.STATE:
+            return end - 1
         return max(local, max(0, end * self.layout.page_tokens - (spec.window_tokens - 1)) // self.layout.page_tokens)
 
     def _prefix(self, group: int) -> str:

@@ -13,6 +13,7 @@ import torch
 from adapters.vllm.layout import GroupLayout, Layout
 from adapters.vllm.metadata import StepOrders, StepReports
 from adapters.vllm.page_copies import PageCopies
+from adapters.vllm.saving import BoundaryState
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
 from adapters.vllm.tier import PageIndex, PageStore
 from adapters.vllm.worker_side import Results, WorkerSide
@@ -23,6 +24,7 @@ PAGE_TOKENS = 4
 NUM_BLOCKS = 32
 PAUSE_S = 2.0
 FULL = GroupLayout(GroupKind.FULL, 0, ("full.0", "full.1"), (32, 32))
+STATE = GroupLayout(GroupKind.STATE, 0, ("state.0",), (96,))
 WINDOW = GroupLayout(GroupKind.WINDOW, 2 * PAGE_TOKENS + 1, ("window.0",), (64,))
 
 
@@ -79,10 +81,21 @@ class ByHand(Executor):
                 future.set_exception(error)
 
 
-def caches(spec: Layout) -> dict[str, torch.Tensor]:
-    """Tensors of [blocks, heads, tokens, channels]; groups have blocks of their own here."""
+def caches(spec: Layout) -> dict[str, Any]:
+    """Tensors of [blocks, heads, tokens, channels], and two in a layer of states; groups have blocks of their own here.
+
+    What lies between the blocks of a state is nobody's.
+    """
     sizes = {name: size for group in spec.groups for name, size in zip(group.layers, group.layer_bytes, strict=True)}
-    return {name: torch.zeros((NUM_BLOCKS, 2, PAGE_TOKENS, size // 32)) for name, size in sizes.items()}
+    held: dict[str, Any] = {name: torch.zeros((NUM_BLOCKS, 2, PAGE_TOKENS, size // 32)) for name, size in sizes.items()}
+    padded = torch.zeros((NUM_BLOCKS, 40))
+    states = [padded[:, :8].unflatten(1, (2, 4)), padded[:, 8:24].unflatten(1, (2, 2, 4))]
+    return {**held, **{name: states for name in held if name.startswith("state")}}
+
+
+def tensors(cache: Any) -> list[torch.Tensor]:
+    """Of one layer."""
+    return cache if isinstance(cache, list) else [cache]
 
 
 @dataclass
@@ -135,14 +148,15 @@ class Stage:
             for group, table in zip(self.spec.groups, tables, strict=True):
                 for page in range(first, end):
                     if page < len(table) and table[page]:
-                        for name in group.layers:
-                            held[name][table[page]] = request.block_hashes[page][0] + rank
+                        for tensor in (one for name in group.layers for one in tensors(held[name])):
+                            tensor[table[page]] = request.block_hashes[page][0] + rank
 
     def contents(self, group: int, block: int, rank: int = 0) -> set[float]:
         return {
             value
             for name in self.spec.groups[group].layers
-            for value in self.caches[rank][name][block].flatten().tolist()
+            for tensor in tensors(self.caches[rank][name])
+            for value in tensor[block].flatten().tolist()
         }
 
     def step(
@@ -187,8 +201,13 @@ class Stage:
         self.scheduler.matched_tokens(request, computed)
         self.thread.run()
         self.scheduler.allocated(request, tables, 0)
-        whole = Scheduled(request.request_id, computed, request.num_tokens, tables)
         pages = len(request.block_hashes)
+        states = [
+            BoundaryState(number, tables[number][pages - 1], pages * PAGE_TOKENS)
+            for number, group in enumerate(self.spec.groups)
+            if group.kind is GroupKind.STATE
+        ]
+        whole = Scheduled(request.request_id, computed, request.num_tokens, tables, states)
         self.step([whole], forward=lambda: self.fill(request, tables, computed // PAGE_TOKENS, pages))
         self.step()
         self.step()

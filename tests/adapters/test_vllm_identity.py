@@ -132,7 +132,7 @@ def test_a_folder_without_weights_and_a_name_without_a_commit_are_refused(tmp_pa
 
 
 def spec(kind: str, block_size: int = 16, **more: object) -> Any:
-    return SimpleNamespace(kind=kind, block_size=block_size, unpadded_page_size_bytes=64, **more)
+    return SimpleNamespace(kind=kind, block_size=block_size, real_page_size_bytes=64, **more)
 
 
 def kv_cache(*specs: Any, hash_block_size: int | None = None, cacheable: int | None = None) -> Any:
@@ -151,6 +151,17 @@ def read(given: Any) -> Layout:
     return read_layout(given, lambda one: str(one.kind), lambda one: (one,))
 
 
+def state(**changes: object) -> Any:
+    fields = {"mamba_cache_mode": "align", "num_speculative_blocks": 0, "mamba_type": "m", "dtypes": ("fp32",)}
+    return spec("mamba", shapes=((2, 8),), **{**fields, **changes})
+
+
+def test_recurrent_states_are_read_with_what_they_are() -> None:
+    found = [read(kv_cache(spec("full_attention"), one)) for one in (state(), state(), state(dtypes=("bf16",)))]
+    assert [group.kind for group in found[0].groups] == [GroupKind.FULL, GroupKind.STATE]
+    assert digest(found[0]) == digest(found[1]) != digest(found[2]), "of one size, and still not the same"
+
+
 def test_full_and_window_groups_are_read() -> None:
     found = read(kv_cache(spec("sliding_window", sliding_window=64), spec("mla_attention")))
     assert [(group.kind, group.window_tokens) for group in found.groups] == [
@@ -165,7 +176,8 @@ def test_full_and_window_groups_are_read() -> None:
     ("given", "named"),
     [
         (kv_cache(), "no KV cache group"),
-        (kv_cache(spec("mamba")), "mamba"),
+        (kv_cache(state(mamba_cache_mode="all")), "mamba_cache_mode 'all'"),
+        (kv_cache(state(num_speculative_blocks=1)), "speculative_config"),
         (kv_cache(spec("chunked_local_attention")), "chunked_local_attention"),
         (kv_cache(spec("sliding_window")), "sliding_window"),
         (kv_cache(spec("full_attention"), spec("full_attention", 32)), "group 1 has blocks of 32 tokens"),

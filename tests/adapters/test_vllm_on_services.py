@@ -15,7 +15,7 @@ import pytest
 from adapters.vllm.layout import GroupLayout
 from adapters.vllm.settings import Settings
 from adapters.vllm.tier_clients import Engine, ServiceIndex, make_index, make_store
-from tests.adapters.stage import FULL, PAGE_TOKENS, PAUSE_S, WINDOW, FakeRequest, Stage, layout
+from tests.adapters.stage import FULL, PAGE_TOKENS, PAUSE_S, STATE, WINDOW, FakeRequest, Stage, layout
 from tests.tier_client.conftest import staged
 from tests.tier_client.stage import Stage as Services
 
@@ -70,7 +70,7 @@ def load(stage: Stage, request: FakeRequest) -> bool:
     if any(one.failed or one.bad_blocks for one in results):
         return False
     for group, table in zip(range(len(held)), held, strict=True):
-        for page in range(0 if stage.spec.groups[group] == FULL else 3, 5):
+        for page in range({FULL: 0, WINDOW: 3, STATE: 4}[stage.spec.groups[group]], 5):
             for rank in range(stage.num_ranks):
                 assert stage.contents(group, table[page], rank) == {request.block_hashes[page][0] + rank}
     return True
@@ -86,7 +86,7 @@ def recover(stage: Stage) -> None:
         stage.compute(request, tables(stage))
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,)])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE)])
 def test_a_second_engine_hits_what_the_first_one_stored(
     services: Services, start_engine: StartEngine, groups: tuple[GroupLayout, ...]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from adapters.vllm.identity import check_config
 from adapters.vllm.settings import Settings
-from benchmarks.conformance.vllm import command, readme_config
+from benchmarks.conformance.vllm import CASES, command, readme_config
 from cache_service.config import CacheConfig
 from tests.adapters.test_vllm_identity import config
 from tests.architecture.sources import ROOT
@@ -50,7 +50,7 @@ def test_the_services_command_and_the_extra_exist() -> None:
 
 
 def test_the_scenes_run_them() -> None:
-    made = command("python", ROOT / "model")
+    made = command("python", ROOT, CASES["states"])
     given = made[made.index("--kv-transfer-config") + 1]
     assert all(f'"{value}"' in given for value in readme_config().values() if isinstance(value, str))
     assert "{cache}" in given and "{redis}" in given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.vllm.saving import Completed, Cursor, make_batch
+from adapters.vllm.saving import BoundaryState, Completed, Cursor, make_batch, state_table
 from tier_client.values import PagePath, PageRange
 
 IDS = [bytes([page]) * 32 for page in range(8)]
@@ -31,6 +31,15 @@ def test_a_page_whose_tokens_are_not_known_waits() -> None:
     assert pages(cursor.advance(IDS[:1], [[1, 2, 3]], 0, 10, 4)) == [0]
     assert pages(cursor.advance(IDS[:1], [[1, 2, 3]], 10, 12, 4)) == []
     assert pages(cursor.advance(IDS[:3], [[1, 2, 3]], 12, 13, 4)) == [1, 2]
+
+
+def test_of_recurrent_states_those_at_ends_of_pages_are_saved() -> None:
+    """Not the running one, which a table has, too; nor one within a page."""
+    table = state_table([BoundaryState(1, 7, 12), BoundaryState(0, 9, 8), BoundaryState(1, 8, 14)], 1, 4)
+    assert table == [0, 0, 7]
+    assert state_table([], 1, 4) == []
+    found = Cursor(0).advance(IDS, [[1, 2, 3, 4], table], 0, 14, 4)
+    assert [one.blocks for one in found] == [(1, 0), (2, 0), (3, 7)]
 
 
 def test_a_page_that_a_window_has_left_is_saved_of_the_other_groups_only() -> None:

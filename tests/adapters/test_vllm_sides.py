@@ -9,10 +9,10 @@ import pytest
 from adapters.vllm.scheduler_side import MAX_OPEN_SAVES, SAVE_S, Scheduled
 from session.words import TransferStatus
 from tests.adapters.dict_tier import DictTier
-from tests.adapters.stage import FULL, PAGE_TOKENS, PAUSE_S, WINDOW, FakeRequest, Stage, layout
+from tests.adapters.stage import FULL, PAGE_TOKENS, PAUSE_S, STATE, WINDOW, FakeRequest, Stage, layout
 
 TOKENS = list(range(5 * PAGE_TOKENS + 2))
-LAYOUTS = ((FULL,), (FULL, WINDOW), (WINDOW,))
+LAYOUTS = ((FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tables(stage: Stage, first: int, pages: int = 6) -> list[list[int]]:
 def read_blocks(stage: Stage, held: Sequence[Sequence[int]], end: int) -> Iterator[tuple[int, int, int]]:
     """Group, page and block of what resuming at page `end` reads."""
     for number, (group, table) in enumerate(zip(stage.spec.groups, held, strict=True)):
-        reach = end if group is FULL else 2
+        reach = {FULL: end, WINDOW: 2, STATE: 1}[group]
         for page in range(end - reach, end):
             yield number, page, table[page]
 
@@ -49,7 +49,9 @@ def test_what_one_engine_saved_another_loads(stages: list[Stage], groups: tuple[
     stages += [first, second]
     request = FakeRequest("a", TOKENS)
     first.compute(request, tables(first, 1))
-    assert len(tier_of(first).rows) == 5 * len(groups) and not tier_of(first).tickets
+    assert (
+        len(tier_of(first).rows) == sum(1 if group is STATE else 5 for group in groups) and not tier_of(first).tickets
+    )
 
     again = FakeRequest("b", TOKENS)
     assert second.matched(again) == 5 * PAGE_TOKENS
@@ -269,6 +271,19 @@ def test_a_load_that_the_engine_cut_short_counts_as_failed(stages: list[Stage]) 
     assert (results.finished, results.failed) == ({"b"}, {"b"})
     assert [(end.status, end.num_pages) for end in tier.ends] == [(TransferStatus.DONE, 0)], "no row is dropped for it"
     assert len(tier.rows) == 10
+
+
+def test_a_state_that_has_no_block_is_no_hit(stages: list[Stage]) -> None:
+    stage = Stage(layout(FULL, STATE))
+    stages.append(stage)
+    stage.compute(FakeRequest("a", TOKENS), tables(stage, 1))
+    request = FakeRequest("b", TOKENS)
+    assert stage.matched(request) == 5 * PAGE_TOKENS
+    held = tables(stage, 13)
+    held[1][4] = 0
+    stage.scheduler.allocated(request, held, 5 * PAGE_TOKENS)
+    (results,) = stage.step()
+    assert (results.finished, results.failed) == ({"b"}, {"b"})
 
 
 def test_copies_come_before_what_overwrites_their_blocks(stages: list[Stage], monkeypatch: pytest.MonkeyPatch) -> None:
