@@ -22,6 +22,7 @@ from cache_service.core.attachments.messages import (
     TierPages,
     WrittenPages,
 )
+from cache_service.core.base.fetch_estimate import FetchRates
 from protos.v1 import host_tier_pb2
 from session.errors import InvalidInput
 from session.hello_check import check_groups
@@ -77,6 +78,7 @@ def _group(message: host_tier_pb2.TierGroup, field: str) -> GroupSpec:
         num_pages=MAX_PAGES,
         page_bytes=fields.in_range(message.page_bytes, f"{field}.page_bytes", 1, MAX_PAGE_BYTES),
         window_tokens=message.window_tokens,
+        replicated=message.replicated,
     )
 
 
@@ -101,7 +103,11 @@ def _path(message: host_tier_pb2.TierPath, call: str, page_tokens: int) -> Path:
 
 def decode_lookup(message: host_tier_pb2.LookupRequest, page_tokens: int) -> Lookup:
     """Raises InvalidInput, TooMany."""
-    return Lookup(_path(message.path, "lookup", page_tokens), message.local_pages, message.lease)
+    rates = FetchRates(
+        fields.amount(message.compute_tokens_per_s, "lookup.compute_tokens_per_s"),
+        fields.amount(message.fetch_bytes_per_s, "lookup.fetch_bytes_per_s"),
+    )
+    return Lookup(_path(message.path, "lookup", page_tokens), message.local_pages, message.lease, rates)
 
 
 def decode_reserve(message: host_tier_pb2.ReserveRequest, page_tokens: int) -> Reserve:

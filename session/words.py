@@ -85,7 +85,8 @@ class GroupSpec(NamedTuple):
 
     `num_pages` are usable ones, page 0 is reserved beyond them; `page_bytes` are those of a page's KV on one rank.
     `state_interval_tokens`, of a STATE group: how far apart the snapshots of a prompt are, beside those at the
-    boundaries where later prompts are likely to resume; 0: only those.
+    boundaries where later prompts are likely to resume; 0: only those. `replicated`: a page has the same bytes on each
+    rank, and one value for all of them in the host tier.
     """
 
     name: str
@@ -94,6 +95,7 @@ class GroupSpec(NamedTuple):
     page_bytes: int = 0
     window_tokens: int = 0
     state_interval_tokens: int = 0
+    replicated: bool = False
 
 
 class GroupPages(NamedTuple):

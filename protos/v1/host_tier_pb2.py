@@ -26,7 +26,7 @@ from protos.v1 import cache_pb2 as protos_dot_v1_dot_cache__pb2
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/v1/host_tier.proto\x12\x0cstemcache.v1\x1a\x15protos/v1/cache.proto\x1a\x15protos/v1/types.proto\"\xc4\x01\n\rAttachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.stemcache.v1.TierGroup\x12\x11\n\tnum_ranks\x18\x07 \x01(\r\x12\x14\n\x0chost_tier_id\x18\x08 \x01(\t\"k\n\tTierGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.stemcache.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\"q\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12(\n\x06limits\x18\x03 \x01(\x0b\x32\x18.stemcache.v1.TierLimits\x12\x12\n\nkey_prefix\x18\x04 \x01(\t\"\xa6\x01\n\nTierLimits\x12\x11\n\tmax_pages\x18\x01 \x01(\r\x12\x12\n\nmax_leases\x18\x02 \x01(\r\x12\x16\n\x0emax_held_pages\x18\x03 \x01(\r\x12\x13\n\x0bmax_tickets\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\x12\x11\n\tticket_ms\x18\x06 \x01(\x04\x12\x0f\n\x07idle_ms\x18\x07 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x08 \x01(\x04\"K\n\x08TierPath\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\t\x12\x10\n\x08page_ids\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\"R\n\tTierPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nkey_prefix\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\x0c\x12\x13\n\x0bpage_hashes\x18\x04 \x01(\x0c\"|\n\rLookupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x04path\x18\x03 \x01(\x0b\x32\x16.stemcache.v1.TierPath\x12\x13\n\x0blocal_pages\x18\x04 \x01(\r\x12\r\n\x05lease\x18\x05 \x01(\x08\"\xd1\x01\n\x0eLookupResponse\x12\x14\n\x0cusable_pages\x18\x01 \x01(\r\x12\x15\n\rmatched_pages\x18\x02 \x01(\r\x12\r\n\x05lease\x18\x03 \x01(\x04\x12&\n\x05pages\x18\x04 \x03(\x0b\x32\x17.stemcache.v1.TierPages\x12\x16\n\x0elimiting_group\x18\x05 \x01(\t\x12-\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x18.stemcache.v1.MissReason\x12\x14\n\x0c\x62reaker_open\x18\x07 \x01(\x08\"\x86\x01\n\x0eReserveRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x04path\x18\x03 \x01(\x0b\x32\x16.stemcache.v1.TierPath\x12+\n\x06ranges\x18\x04 \x03(\x0b\x32\x1b.stemcache.v1.TierPageRange\"E\n\rTierPageRange\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"t\n\x0fReserveResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12&\n\x05pages\x18\x02 \x03(\x0b\x32\x17.stemcache.v1.TierPages\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\x12\x14\n\x0c\x62reaker_open\x18\x04 \x01(\x08\"\xab\x01\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12\x0e\n\x06ticket\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12,\n\x06status\x18\x05 \x01(\x0e\x32\x1c.stemcache.v1.TransferStatus\x12+\n\x07written\x18\x06 \x03(\x0b\x32\x1a.stemcache.v1.WrittenPages\"C\n\x0cWrittenPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"7\n\x0e\x43ommitResponse\x12\x0f\n\x07is_open\x18\x01 \x01(\x08\x12\x14\n\x0cnum_findable\x18\x02 \x01(\r\"Y\n\x0eReleaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x16.stemcache.v1.LeaseEnd\"Z\n\x08LeaseEnd\x12\r\n\x05lease\x18\x01 \x01(\x04\x12,\n\x06status\x18\x02 \x01(\x0e\x32\x1c.stemcache.v1.TransferStatus\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"\'\n\x0fReleaseResponse\x12\x14\n\x0cnum_released\x18\x01 \x01(\r2\xe9\x02\n\x08HostTier\x12\x43\n\x06\x41ttach\x12\x1b.stemcache.v1.AttachRequest\x1a\x1c.stemcache.v1.AttachResponse\x12\x43\n\x06Lookup\x12\x1b.stemcache.v1.LookupRequest\x1a\x1c.stemcache.v1.LookupResponse\x12\x46\n\x07Reserve\x12\x1c.stemcache.v1.ReserveRequest\x1a\x1d.stemcache.v1.ReserveResponse\x12\x43\n\x06\x43ommit\x12\x1b.stemcache.v1.CommitRequest\x1a\x1c.stemcache.v1.CommitResponse\x12\x46\n\x07Release\x12\x1c.stemcache.v1.ReleaseRequest\x1a\x1d.stemcache.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/v1/host_tier.proto\x12\x0cstemcache.v1\x1a\x15protos/v1/cache.proto\x1a\x15protos/v1/types.proto\"\xc4\x01\n\rAttachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\'\n\x06groups\x18\x06 \x03(\x0b\x32\x17.stemcache.v1.TierGroup\x12\x11\n\tnum_ranks\x18\x07 \x01(\r\x12\x14\n\x0chost_tier_id\x18\x08 \x01(\t\"\x7f\n\tTierGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.stemcache.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x12\n\nreplicated\x18\x05 \x01(\x08\"q\n\x0e\x41ttachResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12(\n\x06limits\x18\x03 \x01(\x0b\x32\x18.stemcache.v1.TierLimits\x12\x12\n\nkey_prefix\x18\x04 \x01(\t\"\xa6\x01\n\nTierLimits\x12\x11\n\tmax_pages\x18\x01 \x01(\r\x12\x12\n\nmax_leases\x18\x02 \x01(\r\x12\x16\n\x0emax_held_pages\x18\x03 \x01(\r\x12\x13\n\x0bmax_tickets\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\x12\x11\n\tticket_ms\x18\x06 \x01(\x04\x12\x0f\n\x07idle_ms\x18\x07 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x08 \x01(\x04\"K\n\x08TierPath\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\t\x12\x10\n\x08page_ids\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\"R\n\tTierPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nkey_prefix\x18\x02 \x01(\t\x12\r\n\x05pages\x18\x03 \x01(\x0c\x12\x13\n\x0bpage_hashes\x18\x04 \x01(\x0c\"\xb5\x01\n\rLookupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x04path\x18\x03 \x01(\x0b\x32\x16.stemcache.v1.TierPath\x12\x13\n\x0blocal_pages\x18\x04 \x01(\r\x12\r\n\x05lease\x18\x05 \x01(\x08\x12\x1c\n\x14\x63ompute_tokens_per_s\x18\x06 \x01(\x01\x12\x19\n\x11\x66\x65tch_bytes_per_s\x18\x07 \x01(\x01\"\xe9\x01\n\x0eLookupResponse\x12\x14\n\x0cusable_pages\x18\x01 \x01(\r\x12\x15\n\rmatched_pages\x18\x02 \x01(\r\x12\r\n\x05lease\x18\x03 \x01(\x04\x12&\n\x05pages\x18\x04 \x03(\x0b\x32\x17.stemcache.v1.TierPages\x12\x16\n\x0elimiting_group\x18\x05 \x01(\t\x12-\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x18.stemcache.v1.MissReason\x12\x14\n\x0c\x62reaker_open\x18\x07 \x01(\x08\x12\x16\n\x0e\x64\x65\x63lined_pages\x18\x08 \x01(\r\"\x86\x01\n\x0eReserveRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x04path\x18\x03 \x01(\x0b\x32\x16.stemcache.v1.TierPath\x12+\n\x06ranges\x18\x04 \x03(\x0b\x32\x1b.stemcache.v1.TierPageRange\"E\n\rTierPageRange\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"t\n\x0fReserveResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12&\n\x05pages\x18\x02 \x03(\x0b\x32\x17.stemcache.v1.TierPages\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\x12\x14\n\x0c\x62reaker_open\x18\x04 \x01(\x08\"\xab\x01\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12\x0e\n\x06ticket\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12,\n\x06status\x18\x05 \x01(\x0e\x32\x1c.stemcache.v1.TransferStatus\x12+\n\x07written\x18\x06 \x03(\x0b\x32\x1a.stemcache.v1.WrittenPages\"C\n\x0cWrittenPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"7\n\x0e\x43ommitResponse\x12\x0f\n\x07is_open\x18\x01 \x01(\x08\x12\x14\n\x0cnum_findable\x18\x02 \x01(\r\"Y\n\x0eReleaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x16.stemcache.v1.LeaseEnd\"Z\n\x08LeaseEnd\x12\r\n\x05lease\x18\x01 \x01(\x04\x12,\n\x06status\x18\x02 \x01(\x0e\x32\x1c.stemcache.v1.TransferStatus\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"\'\n\x0fReleaseResponse\x12\x14\n\x0cnum_released\x18\x01 \x01(\r2\xe9\x02\n\x08HostTier\x12\x43\n\x06\x41ttach\x12\x1b.stemcache.v1.AttachRequest\x1a\x1c.stemcache.v1.AttachResponse\x12\x43\n\x06Lookup\x12\x1b.stemcache.v1.LookupRequest\x1a\x1c.stemcache.v1.LookupResponse\x12\x46\n\x07Reserve\x12\x1c.stemcache.v1.ReserveRequest\x1a\x1d.stemcache.v1.ReserveResponse\x12\x43\n\x06\x43ommit\x12\x1b.stemcache.v1.CommitRequest\x1a\x1c.stemcache.v1.CommitResponse\x12\x46\n\x07Release\x12\x1c.stemcache.v1.ReleaseRequest\x1a\x1d.stemcache.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,37 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREQUEST']._serialized_start=90
   _globals['_ATTACHREQUEST']._serialized_end=286
   _globals['_TIERGROUP']._serialized_start=288
-  _globals['_TIERGROUP']._serialized_end=395
-  _globals['_ATTACHRESPONSE']._serialized_start=397
-  _globals['_ATTACHRESPONSE']._serialized_end=510
-  _globals['_TIERLIMITS']._serialized_start=513
-  _globals['_TIERLIMITS']._serialized_end=679
-  _globals['_TIERPATH']._serialized_start=681
-  _globals['_TIERPATH']._serialized_end=756
-  _globals['_TIERPAGES']._serialized_start=758
-  _globals['_TIERPAGES']._serialized_end=840
-  _globals['_LOOKUPREQUEST']._serialized_start=842
-  _globals['_LOOKUPREQUEST']._serialized_end=966
-  _globals['_LOOKUPRESPONSE']._serialized_start=969
-  _globals['_LOOKUPRESPONSE']._serialized_end=1178
-  _globals['_RESERVEREQUEST']._serialized_start=1181
-  _globals['_RESERVEREQUEST']._serialized_end=1315
-  _globals['_TIERPAGERANGE']._serialized_start=1317
-  _globals['_TIERPAGERANGE']._serialized_end=1386
-  _globals['_RESERVERESPONSE']._serialized_start=1388
-  _globals['_RESERVERESPONSE']._serialized_end=1504
-  _globals['_COMMITREQUEST']._serialized_start=1507
-  _globals['_COMMITREQUEST']._serialized_end=1678
-  _globals['_WRITTENPAGES']._serialized_start=1680
-  _globals['_WRITTENPAGES']._serialized_end=1747
-  _globals['_COMMITRESPONSE']._serialized_start=1749
-  _globals['_COMMITRESPONSE']._serialized_end=1804
-  _globals['_RELEASEREQUEST']._serialized_start=1806
-  _globals['_RELEASEREQUEST']._serialized_end=1895
-  _globals['_LEASEEND']._serialized_start=1897
-  _globals['_LEASEEND']._serialized_end=1987
-  _globals['_RELEASERESPONSE']._serialized_start=1989
-  _globals['_RELEASERESPONSE']._serialized_end=2028
-  _globals['_HOSTTIER']._serialized_start=2031
-  _globals['_HOSTTIER']._serialized_end=2392
+  _globals['_TIERGROUP']._serialized_end=415
+  _globals['_ATTACHRESPONSE']._serialized_start=417
+  _globals['_ATTACHRESPONSE']._serialized_end=530
+  _globals['_TIERLIMITS']._serialized_start=533
+  _globals['_TIERLIMITS']._serialized_end=699
+  _globals['_TIERPATH']._serialized_start=701
+  _globals['_TIERPATH']._serialized_end=776
+  _globals['_TIERPAGES']._serialized_start=778
+  _globals['_TIERPAGES']._serialized_end=860
+  _globals['_LOOKUPREQUEST']._serialized_start=863
+  _globals['_LOOKUPREQUEST']._serialized_end=1044
+  _globals['_LOOKUPRESPONSE']._serialized_start=1047
+  _globals['_LOOKUPRESPONSE']._serialized_end=1280
+  _globals['_RESERVEREQUEST']._serialized_start=1283
+  _globals['_RESERVEREQUEST']._serialized_end=1417
+  _globals['_TIERPAGERANGE']._serialized_start=1419
+  _globals['_TIERPAGERANGE']._serialized_end=1488
+  _globals['_RESERVERESPONSE']._serialized_start=1490
+  _globals['_RESERVERESPONSE']._serialized_end=1606
+  _globals['_COMMITREQUEST']._serialized_start=1609
+  _globals['_COMMITREQUEST']._serialized_end=1780
+  _globals['_WRITTENPAGES']._serialized_start=1782
+  _globals['_WRITTENPAGES']._serialized_end=1849
+  _globals['_COMMITRESPONSE']._serialized_start=1851
+  _globals['_COMMITRESPONSE']._serialized_end=1906
+  _globals['_RELEASEREQUEST']._serialized_start=1908
+  _globals['_RELEASEREQUEST']._serialized_end=1997
+  _globals['_LEASEEND']._serialized_start=1999
+  _globals['_LEASEEND']._serialized_end=2089
+  _globals['_RELEASERESPONSE']._serialized_start=2091
+  _globals['_RELEASERESPONSE']._serialized_end=2130
+  _globals['_HOSTTIER']._serialized_start=2133
+  _globals['_HOSTTIER']._serialized_end=2494
 # @@protoc_insertion_point(module_scope)

@@ -44,7 +44,7 @@ class AttachRequest(_message.Message):
     """Namespace.model of every page of this engine: what a Clear call names."""
     page_tokens: _builtins.int
     num_ranks: _builtins.int
-    """Ranks that each write, and read, a value of their own for each page."""
+    """Ranks that each write, and read, a value of their own for each page of a group that is not replicated."""
     host_tier_id: _builtins.str
     """The sentinel's value in the store that the engine reads and writes."""
     @_builtins.property
@@ -76,12 +76,15 @@ class TierGroup(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    REPLICATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: _types_pb2.GroupKind.ValueType
     window_tokens: _builtins.int
     """WINDOW only: a token attends to itself and the window_tokens - 1 tokens before it."""
     page_bytes: _builtins.int
     """Bytes of one page on one rank, without the header of its value."""
+    replicated: _builtins.bool
+    """A page has the same bytes on every rank, as latents have: rank 0 writes one value, which all ranks read."""
     def __init__(
         self,
         *,
@@ -89,8 +92,9 @@ class TierGroup(_message.Message):
         kind: _types_pb2.GroupKind.ValueType = ...,
         window_tokens: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
+        replicated: _builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "page_bytes", b"page_bytes", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "page_bytes", b"page_bytes", "replicated", b"replicated", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TierGroup: _TypeAlias = TierGroup  # noqa: Y015
@@ -201,7 +205,9 @@ Global___TierPath: _TypeAlias = TierPath  # noqa: Y015
 
 @_typing.final
 class TierPages(_message.Message):
-    """Pages of one group. A page's key: `key_prefix`, the rank in decimal, ":", the page's hash in hex."""
+    """Pages of one group. A page's key: `key_prefix`, the rank in decimal (0 in a replicated group), ":", the page's hash in
+    hex.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,12 +243,19 @@ class LookupRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     LOCAL_PAGES_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    COMPUTE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    FETCH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     attachment: _builtins.int
     local_pages: _builtins.int
     """Leading pages at whose end the engine can resume by what it holds itself."""
     lease: _builtins.bool
     """Without a lease a Lookup is a question: it counts nowhere, and holds and renews nothing."""
+    compute_tokens_per_s: _builtins.float
+    """Rates that the engine measured: tokens that it computes, bytes that one rank reads. With both, the service grants
+    nothing where computing takes less time than reading; 0: not known.
+    """
+    fetch_bytes_per_s: _builtins.float
     @_builtins.property
     def path(self) -> Global___TierPath: ...
     def __init__(
@@ -253,10 +266,12 @@ class LookupRequest(_message.Message):
         path: Global___TierPath | None = ...,
         local_pages: _builtins.int = ...,
         lease: _builtins.bool = ...,
+        compute_tokens_per_s: _builtins.float = ...,
+        fetch_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "epoch", b"epoch", "lease", b"lease", "local_pages", b"local_pages", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "compute_tokens_per_s", b"compute_tokens_per_s", "epoch", b"epoch", "fetch_bytes_per_s", b"fetch_bytes_per_s", "lease", b"lease", "local_pages", b"local_pages", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
@@ -272,6 +287,7 @@ class LookupResponse(_message.Message):
     LIMITING_GROUP_FIELD_NUMBER: _builtins.int
     MISS_REASON_FIELD_NUMBER: _builtins.int
     BREAKER_OPEN_FIELD_NUMBER: _builtins.int
+    DECLINED_PAGES_FIELD_NUMBER: _builtins.int
     usable_pages: _builtins.int
     """Where the engine can resume when it has read `pages`; local_pages when there is nothing to read."""
     matched_pages: _builtins.int
@@ -283,6 +299,8 @@ class LookupResponse(_message.Message):
     miss_reason: _types_pb2.MissReason.ValueType
     breaker_open: _builtins.bool
     """The store fails: nothing is found or taken until it answers again."""
+    declined_pages: _builtins.int
+    """Pages beyond usable_pages that are there and are not granted: computing them takes less time (FETCH_SLOWER)."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierPages]: ...
     def __init__(
@@ -295,8 +313,9 @@ class LookupResponse(_message.Message):
         limiting_group: _builtins.str = ...,
         miss_reason: _types_pb2.MissReason.ValueType = ...,
         breaker_open: _builtins.bool = ...,
+        declined_pages: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker_open", b"breaker_open", "lease", b"lease", "limiting_group", b"limiting_group", "matched_pages", b"matched_pages", "miss_reason", b"miss_reason", "pages", b"pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker_open", b"breaker_open", "declined_pages", b"declined_pages", "lease", b"lease", "limiting_group", b"limiting_group", "matched_pages", b"matched_pages", "miss_reason", b"miss_reason", "pages", b"pages", "usable_pages", b"usable_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
@@ -384,7 +403,7 @@ Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
-    """One for each rank. A ticket that has ended, by its time or by its commits, takes no further one: `is_open` is false then."""
+    """One for each rank; rank 0 alone where all pages are of replicated groups. A ticket that has ended, by its time or by its commits, takes no further one: `is_open` is false then."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -27,7 +27,7 @@ def page(number: int) -> PageHash:
 
 def make_index(ranks: int) -> HashIndex:
     index = HashIndex(10_000, Breaker(2, 1000), True)
-    index.num_ranks[FINGERPRINT] = ranks
+    index.group_ranks[FINGERPRINT] = (ranks,)
     index.group_bytes[FINGERPRINT] = (10,)
     return index
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cache_service.core.base.fetch_estimate import DOUBLING_MS
 from cache_service.core.base.types import FetchPolicy
-from cache_service.core.verbs.fetch_policy import DOUBLING_MS
 from session.messages import Rates
 from session.words import MissReason
 from tests.core.driver import FakeWorker

@@ -22,7 +22,7 @@ def page(number: int) -> PageHash:
 
 def make(quota: int = 1000, *, ranks: int = 1, shared: bool = True) -> HashIndex:
     index = HashIndex(quota, Breaker(2, 1000), shared)
-    index.num_ranks[FINGERPRINT] = ranks
+    index.group_ranks[FINGERPRINT] = (ranks, ranks)
     index.group_bytes[FINGERPRINT] = (10, 5)
     return index
 

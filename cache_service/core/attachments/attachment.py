@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from cache_service.core.attachments.messages import Attach, Path
+from cache_service.core.attachments.messages import Attach, Found, Path
 from cache_service.core.attachments.path_hashes import PathHashes, hash_path
 from cache_service.core.device.eviction import Lru
 from cache_service.core.host.hash_index import HostRow, HostView
@@ -37,10 +37,17 @@ class Writing:
     def num_pages(self, group: int) -> int:
         return sum(groups >> group & 1 for _, groups in self.rows)
 
+    def groups(self) -> int:
+        """Of all its pages, as a bit mask."""
+        found = 0
+        for _, groups in self.rows:
+            found |= groups
+        return found
+
 
 @dataclass(slots=True)
 class AttachmentCounters:
-    """Of all attachments. Pages are counted once, whatever their groups."""
+    """Of all attachments, or what one of them looked up. Pages are counted once, whatever their groups."""
 
     lookups: int = 0
     asked_pages: int = 0
@@ -51,6 +58,12 @@ class AttachmentCounters:
     expired_leases: int = 0
     expired_tickets: int = 0
     misses: dict[MissReason, int] = field(default_factory=dict)
+
+    def looked_up(self, asked_pages: int, found: Found, local_pages: int) -> None:
+        self.lookups += 1
+        self.asked_pages += asked_pages
+        self.usable_pages += found.usable_pages - local_pages
+        self.misses[found.miss_reason] = self.misses.get(found.miss_reason, 0) + 1
 
 
 class Attachment:
@@ -65,6 +78,9 @@ class Attachment:
         self.tickets: OrderedDict[int, Writing] = OrderedDict()
         self.last_lease = self.last_ticket = 0
         self.held_pages = self.writing_pages = 0
+        self.counters = AttachmentCounters()
+        self.fetched_ms = now_ms  # when pages were read last
+        self.names_pages = False  # by ids of its own, and not by tokens
 
     def namespace(self, path: Path) -> Namespace:
         return Namespace(self.attach.model, path.adapter, path.salt)
@@ -74,8 +90,7 @@ class Attachment:
 
     def page_bytes(self, groups: int) -> int:
         """Bytes of one page of these groups (a bit mask) on all ranks."""
-        sizes = enumerate(self.attach.groups)
-        return sum(spec.page_bytes for group, spec in sizes if groups >> group & 1) * self.attach.num_ranks
+        return self.view.index.page_bytes(self.view.fingerprint, groups)
 
     # Leases.
 

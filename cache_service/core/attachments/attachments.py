@@ -32,6 +32,7 @@ from cache_service.core.attachments.path_hashes import layout_fingerprint
 from cache_service.core.base.errors import Detached
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import AttachmentStats
+from cache_service.core.base.types import FetchPolicy
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.core.host.host_tiers import HostTiers, make_view
@@ -47,6 +48,8 @@ class Attachments:
 
     def __init__(self, config: ManagerConfig, tiers: HostTiers, epoch: str) -> None:
         self._config, self._tiers, self._epoch = config, tiers, epoch
+        chooses_fetches = config.fetch is FetchPolicy.AUTO
+        self._lookups = looking.LookupLimits(config.max_live_sequences, config.host_lease_ms, chooses_fetches)
         self._last_number = 0
         self._fingerprints: set[bytes] = set()
         self.all: OrderedDict[int, Attachment] = OrderedDict()  # silent for longest first
@@ -95,7 +98,7 @@ class Attachments:
         used |= {attachment.view.fingerprint for attachment in self.all.values()}
         for fingerprint in self._fingerprints.intersection(index.group_bytes) - used:
             self._fingerprints.discard(fingerprint)
-            del index.group_bytes[fingerprint], index.num_ranks[fingerprint]
+            del index.group_bytes[fingerprint], index.group_ranks[fingerprint]
 
     def find(self, named: AttachmentId, call: str, now_ms: int) -> Attachment:
         """The attachment, which has just called. Raises Detached."""
@@ -110,8 +113,7 @@ class Attachments:
 
     def lookup(self, attachment: Attachment, lookup: Lookup, now_ms: int) -> Found:
         """Raises InvalidInput, TooMany; then nothing changed."""
-        until_ms = now_ms + self.limits.lease_ms
-        return looking.look_up(attachment, lookup, self.limits.max_leases, until_ms, self.counters)
+        return looking.look_up(attachment, lookup, self._lookups, now_ms, self.counters)
 
     def reserve(self, attachment: Attachment, reserve: Reserve, now_ms: int) -> Reserved:
         """Raises InvalidInput, TooMany; then nothing changed."""

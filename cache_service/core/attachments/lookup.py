@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cache_service.core.attachments.attachment import Attachment, AttachmentCounters, TierLease
 from cache_service.core.attachments.gone_rows import why_gone
 from cache_service.core.attachments.messages import MAX_HELD_PAGES, Found, Lookup, TierPages
 from cache_service.core.attachments.path_hashes import PathHashes
+from cache_service.core.base.fetch_estimate import estimate
 from cache_service.core.kinds.group import limiting_group, resume
 from session.errors import InvalidInput, TooMany
 from session.words import MissReason
@@ -14,26 +17,54 @@ from session.words import MissReason
 _MOST_AT_ONCE = 512
 
 
+class LookupLimits(NamedTuple):
+    """`chooses_fetches`: computes what takes longer to read, by the rates that the engine states."""
+
+    max_leases: int
+    lease_ms: int
+    chooses_fetches: bool
+
+
 def look_up(
-    attachment: Attachment, lookup: Lookup, max_leases: int, lease_until_ms: int, counters: AttachmentCounters
+    attachment: Attachment, lookup: Lookup, limits: LookupLimits, now_ms: int, counters: AttachmentCounters
 ) -> Found:
     """Raises InvalidInput, TooMany; then nothing changed."""
     hashes = attachment.hashes(lookup.path)
     if lookup.local_pages > hashes.num_pages:
         raise InvalidInput("lookup.local_pages", f"is {lookup.local_pages}; the path has {hashes.num_pages} pages")
-    found = _find(attachment, hashes, lookup.local_pages)
+    attachment.names_pages = bool(lookup.path.page_ids)
+    found = find(attachment, hashes, lookup.local_pages)
+    if limits.chooses_fetches and found.pages and not _pays(attachment, lookup, found, now_ms):
+        found = _declined(found, lookup.local_pages)
     if not lookup.lease:
         return found
     if found.pages:
-        found = found._replace(lease=_take_lease(attachment, lookup, hashes, found, max_leases, lease_until_ms))
-    counters.lookups += 1
-    counters.asked_pages += max(hashes.reusable_pages - lookup.local_pages, 0)
-    counters.usable_pages += found.usable_pages - lookup.local_pages
-    counters.misses[found.miss_reason] = counters.misses.get(found.miss_reason, 0) + 1
+        found = found._replace(lease=_take_lease(attachment, lookup, hashes, found, limits, now_ms))
+    for one in (counters, attachment.counters):
+        one.looked_up(max(hashes.reusable_pages - lookup.local_pages, 0), found, lookup.local_pages)
     return found
 
 
-def _find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
+def _pays(attachment: Attachment, lookup: Lookup, found: Found, now_ms: int) -> bool:
+    """Whether reading takes less time than computing, or nobody knows."""
+    num_tokens = (found.usable_pages - lookup.local_pages) * attachment.attach.page_tokens
+    num_bytes = sum([len(one.pages) * attachment.attach.groups[one.group].page_bytes for one in found.pages])
+    known = estimate(num_tokens, num_bytes, lookup.rates, now_ms - attachment.fetched_ms)
+    return known is None or known.pays
+
+
+def _declined(found: Found, local: int) -> Found:
+    return found._replace(
+        usable_pages=local,
+        pages=(),
+        limiting_group="",
+        miss_reason=MissReason.FETCH_SLOWER,
+        declined_pages=found.usable_pages - local,
+    )
+
+
+def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
+    """How far the rows reach; reads only."""
     index = attachment.view.index
     if index.breaker.is_open:
         return Found(local, local, breaker_open=True)
@@ -98,11 +129,11 @@ def _to_read(attachment: Attachment, hashes: PathHashes, local: int, usable: int
 
 
 def _take_lease(
-    attachment: Attachment, lookup: Lookup, hashes: PathHashes, found: Found, max_leases: int, until_ms: int
+    attachment: Attachment, lookup: Lookup, hashes: PathHashes, found: Found, limits: LookupLimits, now_ms: int
 ) -> int:
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
-    if len(attachment.leases) >= max_leases:
-        raise TooMany("lookup.lease", f"{max_leases} leases are held")
+    if len(attachment.leases) >= limits.max_leases:
+        raise TooMany("lookup.lease", f"{limits.max_leases} leases are held")
     page_hashes = tuple(hashes.run(lookup.local_pages, found.usable_pages))
     held = page_hashes[min(pages.pages[0] for pages in found.pages) - lookup.local_pages :]
     if attachment.held_pages + len(held) > MAX_HELD_PAGES:
@@ -112,4 +143,6 @@ def _take_lease(
     # Between the pages that two groups read there may be ones that nobody wrote.
     keys = [key for page_hash in held if (key := fingerprint + page_hash) in index.rows]
     rows = tuple([(key, index.hold(key)) for key in keys])
-    return attachment.add_lease(TierLease(attachment.namespace(lookup.path), page_hashes, rows, until_ms))
+    return attachment.add_lease(
+        TierLease(attachment.namespace(lookup.path), page_hashes, rows, now_ms + limits.lease_ms)
+    )

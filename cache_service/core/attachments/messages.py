@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cache_service.core.base.fetch_estimate import FetchRates
 from session.words import GroupSpec, MissReason, TransferStatus
 
 # Pages of one Lookup or Reserve: 16,384 hashes take about 20 ms.
@@ -79,10 +80,11 @@ class Lookup(NamedTuple):
     path: Path
     local_pages: int = 0
     lease: bool = True
+    rates: FetchRates = FetchRates()
 
 
 class Found(NamedTuple):
-    """`lease` is 0 where there is nothing to read, or none was asked for."""
+    """`lease` is 0 where there is nothing to read, or none was asked for; `declined_pages` are computed sooner."""
 
     usable_pages: int
     matched_pages: int
@@ -91,6 +93,7 @@ class Found(NamedTuple):
     limiting_group: str = ""
     miss_reason: MissReason = MissReason.UNSPECIFIED
     breaker_open: bool = False
+    declined_pages: int = 0
 
 
 class Reserve(NamedTuple):

@@ -77,5 +77,6 @@ def layout_fingerprint(attach: Attach) -> bytes:
     fields = [attach.fingerprint, attach.page_tokens.to_bytes(8, "little"), attach.num_ranks.to_bytes(8, "little")]
     for spec in attach.groups:
         fields.append(spec.name.encode())
-        fields += [value.to_bytes(8, "little") for value in (spec.kind, spec.window_tokens, spec.page_bytes)]
+        kind = spec.kind | spec.replicated << 32
+        fields += [value.to_bytes(8, "little") for value in (kind, spec.window_tokens, spec.page_bytes)]
     return sha256(frame(_LAYOUT_TAG) + b"".join(map(frame, fields))).digest()

@@ -114,13 +114,30 @@ def commit(attachment: Attachment, said: Commit, now_ms: int, counters: Attachme
         breaker.failed(now_ms)
     else:
         breaker.succeeded()
-    if len(writing.done) < attachment.attach.num_ranks:
+    writers = _writers(attachment, writing)
+    if not writers <= writing.done.keys():
         return Committed(is_open=True)
-    groups = range(len(attachment.groups))
-    on_all_ranks = {group: min(rank.get(group, 0) for rank in writing.done.values()) for group in groups}
-    num_findable = attachment.end_ticket(said.ticket, on_all_ranks)
+    num_findable = attachment.end_ticket(said.ticket, _on_all_ranks(attachment, writing))
     counters.committed_pages += num_findable
     return Committed(True, num_findable)
+
+
+def _writers(attachment: Attachment, writing: Writing) -> set[int]:
+    """The ranks that write something under the ticket: of replicated groups the first one alone."""
+    of_each_rank = writing.groups()
+    for group, spec in enumerate(attachment.attach.groups):
+        if spec.replicated:
+            of_each_rank &= ~(1 << group)
+    return set(range(attachment.attach.num_ranks if of_each_rank else 1))
+
+
+def _on_all_ranks(attachment: Attachment, writing: Writing) -> dict[int, int]:
+    """By group: how many of its first pages are written on each rank that writes them."""
+    found = {}
+    for group, spec in enumerate(attachment.attach.groups):
+        ranks = [writing.done[0]] if spec.replicated else list(writing.done.values())
+        found[group] = min([done.get(group, 0) for done in ranks])
+    return found
 
 
 def _done(attachment: Attachment, writing: Writing, said: Commit) -> dict[int, int]:
@@ -130,10 +147,13 @@ def _done(attachment: Attachment, writing: Writing, said: Commit) -> dict[int, i
         where = f"commit.written[{number}]"
         if written.group >= len(attachment.groups) or written.group in done:
             raise InvalidInput(f"{where}.group", f"is {written.group}; a group of this engine, and each once")
+        spec = attachment.attach.groups[written.group]
+        if spec.replicated and said.rank:
+            raise InvalidInput(f"{where}.group", f"is {written.group}, which is replicated: rank 0 writes it for all")
         most = writing.num_pages(written.group)
         if written.num_pages > most:
             raise InvalidInput(f"{where}.num_pages", f"is {written.num_pages}; the ticket has {most} of the group")
-        expected = written.num_pages * attachment.attach.groups[written.group].page_bytes
+        expected = written.num_pages * spec.page_bytes
         if written.num_bytes != expected:
             reason = f"is {written.num_bytes}; {written.num_pages} pages as attached have {expected}"
             raise InvalidInput(f"{where}.num_bytes", reason)
@@ -160,6 +180,7 @@ def release(attachment: Attachment, end: LeaseEnd, now_ms: int) -> bool:
         return False
     index = attachment.view.index
     index.counters.fetched += end.num_pages
+    attachment.fetched_ms = now_ms if end.num_pages else attachment.fetched_ms
     if end.status is TransferStatus.FAILED:
         index.breaker.failed(now_ms)
     elif end.num_pages or end.status is not TransferStatus.DONE:

@@ -66,7 +66,7 @@ class HashIndex:
         self.rows: OrderedDict[bytes, HostRow] = OrderedDict()
         self.num_bytes = 0
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
-        self.num_ranks: dict[bytes, int] = {}  # by fingerprint
+        self.group_ranks: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: values of one page of each group
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
         self.unscanned: set[bytes] = set()  # fingerprints whose rows a scan is yet to find
         self.queues = KeyQueues()  # empty unless the tier is shared
@@ -175,22 +175,28 @@ class HashIndex:
         if namespace is not None:  # written now; what a scan found may have been written before any Clear call
             self._stamp += 1
             row.stamp = self._stamp
-        ranks = self.num_ranks.get(fingerprint, 1)
-        for group, page_bytes in enumerate(self.group_bytes.get(fingerprint, ())):
-            if groups >> group & 1 and not row.groups >> group & 1:
-                row.groups |= 1 << group
-                row.num_bytes += page_bytes * ranks
-                self.num_bytes += page_bytes * ranks
-                self.held_bytes += page_bytes * ranks if row.holds else 0
+        added = groups & ~row.groups & (1 << len(self.group_bytes.get(fingerprint, ()))) - 1
+        num_bytes = self.page_bytes(fingerprint, added)
+        row.groups |= added
+        row.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        self.held_bytes += num_bytes if row.holds else 0
         row.namespace = row.namespace or namespace
         self._use(key, row)
+
+    def page_bytes(self, fingerprint: bytes, groups: int) -> int:
+        """Bytes of a page of these groups (a bit mask) on all ranks that have a value of their own."""
+        sizes, ranks = self.group_bytes.get(fingerprint, ()), self.group_ranks.get(fingerprint, ())
+        return sum([size * num for group, (size, num) in enumerate(zip(sizes, ranks)) if groups >> group & 1])  # noqa: B905
 
     def adopt(self, key: HostKey) -> bool:
         """A scan saw this key, after those that were used later: its row is the least recently used. Returns whether it
         becomes visible, which takes every rank."""
-        sizes = self.group_bytes.get(key.fingerprint, ())
-        ranks = self.num_ranks.get(key.fingerprint, 1)
-        if key.group >= len(sizes) or key.rank >= ranks or self.known(key.fingerprint, key.page_hash) >> key.group & 1:
+        group_ranks = self.group_ranks.get(key.fingerprint, ())
+        if key.group >= len(group_ranks) or self.known(key.fingerprint, key.page_hash) >> key.group & 1:
+            return False
+        ranks = group_ranks[key.group]
+        if key.rank >= ranks:
             return False
         seen_key = key.fingerprint + key.page_hash + key.group.to_bytes(4, "little")
         seen = self._seen_ranks.get(seen_key, 0) | 1 << key.rank
@@ -317,8 +323,7 @@ class HashIndex:
 
     def _names(self, key: bytes, groups: int) -> list[bytes]:
         fingerprint = key[:-HASH_BYTES]
-        num_groups = len(self.group_bytes.get(fingerprint, ()))
-        return self.queues.names(key, groups, num_groups, self.num_ranks.get(fingerprint, 1))
+        return self.queues.names(key, groups, self.group_ranks.get(fingerprint, ()))
 
 
 @dataclass(frozen=True, slots=True)

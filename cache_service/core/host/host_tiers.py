@@ -146,6 +146,6 @@ class HostTiers:
 
 def make_view(index: HashIndex, fingerprint: bytes, num_ranks: int, groups: Sequence[GroupSpec]) -> HostView:
     """The tier as those see it who read and write pages of this fingerprint."""
-    index.num_ranks[fingerprint] = num_ranks
+    index.group_ranks[fingerprint] = tuple([1 if spec.replicated else num_ranks for spec in groups])
     index.group_bytes[fingerprint] = tuple(spec.page_bytes for spec in groups)
     return HostView(index, fingerprint)

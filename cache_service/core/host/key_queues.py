@@ -6,6 +6,7 @@ A row is named by its fingerprint and page hash; it has one key in the store for
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 
 from cache_service.core.host.host_key import key_prefix
@@ -55,15 +56,17 @@ class KeyQueues:
             del self.touches[row]
         return taken
 
-    def names(self, row: bytes, groups: int, num_groups: int, num_ranks: int) -> list[bytes]:
-        """Returns the store's keys of these groups (a bit mask of `num_groups`) of a row."""
+    def names(self, row: bytes, groups: int, group_ranks: Sequence[int]) -> list[bytes]:
+        """Returns the store's keys of these groups (a bit mask) of a row; `group_ranks`: values of each group."""
         fingerprint, tail = row[:-HASH_BYTES], f":{row[-HASH_BYTES:].hex()}"
         prefixes = self._prefixes.get(fingerprint)
         if prefixes is None:
-            prefixes = self._prefixes[fingerprint] = [key_prefix(fingerprint, group) for group in range(num_groups)]
+            prefixes = self._prefixes[fingerprint] = [
+                key_prefix(fingerprint, group) for group in range(len(group_ranks))
+            ]
         return [
             f"{prefix}{rank}{tail}".encode()
             for group, prefix in enumerate(prefixes)
             if groups >> group & 1
-            for rank in range(num_ranks)
+            for rank in range(group_ranks[group])
         ]

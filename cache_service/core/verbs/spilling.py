@@ -121,8 +121,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
         page_hash = PageHash(bytes(node.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]))
         groups = layout.full_mask | sum(1 << group for group, ids in sparse.items() if ids[at])
         groups &= ~index.known(fingerprint, page_hash, floor)
-        num_bytes = sum(spec.page_bytes for group, spec in enumerate(layout.specs) if groups >> group & 1)
-        if groups and num_bytes * index.num_ranks.get(fingerprint, 1) <= index.quota_bytes:
+        if groups and index.page_bytes(fingerprint, groups) <= index.quota_bytes:
             rows[node.start + at] = SpillRow(page_hash, groups)
     return rows
 
