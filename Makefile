@@ -13,7 +13,7 @@ JOBS ?= 2
 COMPILED := build/compiled
 WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED):$(CURDIR) STEMCACHE_CORE=compiled
 
-.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-families bench-gpu bench-serving test-gpu conformance-vllm up down
+.PHONY: help setup run test check protos sim nightly compile test-compiled bench-core bench-cpu bench-families bench-gpu bench-serving test-gpu conformance-vllm conformance-sglang up down
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -84,6 +84,9 @@ bench-serving: setup ## time what clients of an 8B-shaped model on a CUDA device
 
 conformance-vllm: setup ## prove the host tier under vLLM's CPU engine, installed into build/engines (3.5 GB); VLLM_PYTHON takes another one
 	@benchmarks/conformance/vllm.sh
+
+conformance-sglang: setup ## the same under SGLang's server on a CPU, installed into build/engines (5.7 GB); SGLANG_PYTHON takes another one
+	@benchmarks/conformance/sglang.sh
 
 test-gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -32,6 +32,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--page-tokens", type=int, required=True)
     parser.add_argument("--reset", required=True, help="path that is posted to, to empty the engine's own cache")
     parser.add_argument("--metric", required=True, help="the counter of prompt tokens that came from the tier")
+    parser.add_argument("--tail", default="", help="what requests that are to hit have behind the first one's prompt")
     parser.add_argument("--out", type=Path, help="JSON file; the entry of this name is replaced")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args(given)
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             log = Path(folder) / "engine.log"
             engine = lambda: Engine(command, port, log, arguments.model, arguments.reset, arguments.metric)  # noqa: E731
             print(f"{arguments.name}: starting the engine, which may take minutes", flush=True)
-            for row in Run(services, engine, arguments.page_tokens).rows():
+            for row in Run(services, engine, arguments.page_tokens, arguments.tail).rows():
                 rows.append(row)
                 print(line(row, time.monotonic() - started_s), flush=True)
         finally:

@@ -28,6 +28,7 @@ class ScriptedServices:
     pages: dict[bytes, bytes] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Counted._fields, 0))
     alive: bool = True
+    dropped: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.redis = self.cache = SimpleNamespace(kill=self.die, start=self.rise)
@@ -50,6 +51,7 @@ class ScriptedServices:
         return set(self.pages)
 
     def drop(self, key: bytes) -> bytes:
+        self.dropped.add(key)
         return self.pages.pop(key)
 
     def damage(self, key: bytes) -> bytes:
@@ -106,12 +108,46 @@ class ScriptedEngine:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "PAUSE_S", 0.0)
+    monkeypatch.setattr(scenes, "QUIET_S", 0.0)
 
 
 def run(fault: str = "") -> list[Row]:
     services = ScriptedServices()
     made: Any = lambda: ScriptedEngine(services, fault)  # noqa: E731
     return list(Run(services, made, PAGE_TOKENS).rows())  # type: ignore[arg-type]
+
+
+class EndsEngine(ScriptedEngine):
+    """Resumes only where an earlier request has ended; a page is one token."""
+
+    def ask(self, prompt: str, salt: str, num_tokens: int) -> Answer:
+        whole = hashlib.sha256(f"{salt}/{prompt}".encode()).digest()
+        ends = [hashlib.sha256(f"{salt}/{prompt[:end]}".encode()).digest() for end in range(1, len(prompt))]
+        loaded = 0 if self.own & {whole, *ends} or not self.services.alive else self._load(ends)
+        self.tier_tokens += loaded
+        self.own.add(whole)
+        if self.services.alive:
+            self.services.pages[whole] = b"page"
+        return Answer(tuple(hashlib.sha256(prompt.encode()).digest()[:num_tokens]), len(prompt), 0)
+
+    def _load(self, keys: list[bytes]) -> int:
+        pages, counts = self.services.pages, self.services.counts
+        known = [count for count, key in enumerate(keys, 1) if key in pages]
+        torn = bool(known) and pages[keys[known[-1] - 1]] == b"torn"
+        counts["corrupt_pages"] += torn
+        counts["missing_pages"] += not known and bool(self.services.dropped & set(keys))
+        return known[-1] if known and not torn else 0
+
+
+def test_an_engine_that_resumes_at_ends_of_requests_passes_with_a_tail() -> None:
+    services = ScriptedServices()
+    made: Any = lambda: EndsEngine(services)  # noqa: E731
+    rows = list(Run(services, made, 1, tail="more").rows())  # type: ignore[arg-type]
+    assert not failed(rows)
+    by_scene = {row.scene: row for row in rows}
+    assert by_scene["another process"].from_tier == scenes.PROMPT_CHARS
+    assert by_scene["another tenant, its first time"].from_tier == 0
+    assert by_scene["Redis is back"].from_tier == scenes.PROMPT_CHARS
 
 
 def failed(rows: list[Row]) -> set[str]:
