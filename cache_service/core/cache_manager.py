@@ -12,8 +12,7 @@ from cache_service.core.attachments.attachments import Attachments
 from cache_service.core.base.cleared_scopes import ClearedScopes
 from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWorker
 from cache_service.core.base.manager_config import ManagerConfig
-from cache_service.core.base.slices import to_the_end
-from cache_service.core.base.stats import ClearResult, ManagerStats
+from cache_service.core.base.stats import ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.eviction import make_policy
@@ -226,12 +225,6 @@ class CacheManager:
         asked = [(worker.hello, worker.cache) for worker in self._asked(namespace, worker_id)]
         return tuple([WorkerMatch(hello.worker_id, hello.endpoint, prompt.match(cache)) for hello, cache in asked])
 
-    def explain(
-        self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None = None
-    ) -> tuple[Explanation, ...]:
-        """Runs `explaining` to its end; for tests."""
-        return to_the_end(self.explaining(namespace, tokens, worker_id, 0))
-
     def explaining(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None, now_ms: int
     ) -> Generator[None, None, tuple[Explanation, ...]]:
@@ -266,10 +259,6 @@ class CacheManager:
         if until_ms and lacks is not None:
             raise TooMany("tokens", lacks)
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
-
-    def clear(self, namespace: Namespace | None, unused_only: bool) -> ClearResult:
-        """Runs `clearing` to its end; for tests and replays. Raises LeasesInScope."""
-        return to_the_end(self.clearing(namespace, unused_only))
 
     def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
         """Drop what is cached, on devices and in the host tier; with leases in scope only what nobody holds.

@@ -18,6 +18,7 @@ from session.messages import Hello
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, PageHash, WorkerId
 from tests.cache_service.test_host_keys import CONFIG, FINGERPRINT, redis, server, until
 from tests.core import audit
+from tests.core.at_once import clear_at_once
 from tests.redis_process import RedisProcess
 
 __all__ = ["redis", "server"]
@@ -91,7 +92,7 @@ async def test_what_the_manager_deletes_goes_from_redis(
     host_keys: RedisHostKeys, manager: CacheManager, redis: Redis
 ) -> None:
     await until(lambda: host_tokens(manager))
-    cleared = manager.clear(None, unused_only=False)
+    cleared = clear_at_once(manager, None, unused_only=False)
     assert cleared.num_host_rows == NUM_PAGES
     host_keys.delete(manager.tiers.take_deletes())
     await until(lambda: redis.keys(b"stemcache:1:*:*") == [])

@@ -13,6 +13,7 @@ from cache_service.core.base.types import Age, Explanation, Residence
 from cache_service.core.device.unit_times import MOST_SAMPLES, UnitTimes
 from cache_service.core.verbs.ages import SAME_MS
 from session.words import HostTierKind, MissReason
+from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.world import NS, Live, World, full, pack
 from tests.examples import examples
@@ -173,7 +174,7 @@ def test_what_was_evicted_or_cleared_says_when() -> None:
     assert stage.explain((10, 10)).segments[-1].gone == Age(7_001, 7_002)
     assert stage.explain((30,)).segments[-1].gone is None
     stage.finish(0)
-    stage.world.manager.clear(None, unused_only=False)
+    clear_at_once(stage.world.manager, None, unused_only=False)
     stage.pass_time(500)
     (gone,) = [one.gone for one in stage.explain((20, 20, 20)).segments]
     assert gone is not None and gone.least_ms <= 500 <= gone.most_ms <= 501
@@ -185,7 +186,7 @@ def test_the_first_pages_to_go_are_told_to_the_tick_whatever_the_pool() -> None:
     stage.finish(0)
     stage.pass_time(100_001)
     stage.pass_time(50)
-    stage.world.manager.clear(None, unused_only=False)
+    clear_at_once(stage.world.manager, None, unused_only=False)
     stage.pass_time(51)
     stage.pass_time(9_000)
     assert [one.gone for one in stage.explain((10, 10)).segments] == [Age(9_000, 9_101)]

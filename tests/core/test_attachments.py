@@ -11,6 +11,7 @@ from cache_service.core.base.errors import Detached, LeasesInScope
 from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
 from session.messages import Hello
 from session.words import GroupKind, GroupSpec, HostTierKind, MissReason, Namespace, WorkerId
+from tests.core.at_once import clear_at_once
 from tests.core.attached import (
     CORRUPT,
     DONE,
@@ -271,10 +272,10 @@ def test_a_clear_call() -> None:
     engine.save(path(range(10), salt="a"), 0, 5)
     found = engine.lookup(PROMPT)
     with pytest.raises(LeasesInScope):
-        stage.manager.clear(Namespace("model"), unused_only=False)
-    assert stage.manager.clear(Namespace("model", "", "a"), unused_only=False).num_host_rows == 5
+        clear_at_once(stage.manager, Namespace("model"), unused_only=False)
+    assert clear_at_once(stage.manager, Namespace("model", "", "a"), unused_only=False).num_host_rows == 5
     engine.release(LeaseEnd(found.lease, DONE, 5))
-    assert stage.manager.clear(Namespace("model"), unused_only=False).num_host_rows == 5
+    assert clear_at_once(stage.manager, Namespace("model"), unused_only=False).num_host_rows == 5
     stage.settle()
     assert engine.lookup(PROMPT).miss_reason is MissReason.CLEARED and not stage.store
     assert [page.pages for page in engine.reserve(PROMPT, GroupRange(0, 0, 2)).pages] == [(0, 1)]
@@ -286,7 +287,7 @@ def test_a_clear_call_of_the_unused_takes_held_rows_too() -> None:
     engine = stage.engine()
     engine.save(PROMPT, 0, 5)
     lease = engine.lookup(PROMPT).lease
-    assert stage.manager.clear(None, unused_only=True).num_host_rows == 5
+    assert clear_at_once(stage.manager, None, unused_only=True).num_host_rows == 5
     stage.settle()
     engine.release(LeaseEnd(lease, MISSING, 0))
     assert not engine.lookup(PROMPT).usable_pages

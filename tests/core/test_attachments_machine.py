@@ -17,6 +17,7 @@ from cache_service.core.base.errors import Detached, LeasesInScope
 from session.errors import TooMany
 from session.words import Namespace, TransferStatus
 from tests.core import audit
+from tests.core.at_once import clear_at_once
 from tests.core.attached import (
     DONE,
     FAILED,
@@ -210,9 +211,9 @@ class Machine(RuleBasedStateMachine):
         is_held = self.stage.manager.attachments.is_in_scope(namespace)
         if is_held and not unused_only:
             with pytest.raises(LeasesInScope):
-                self.stage.manager.clear(namespace, unused_only)
+                clear_at_once(self.stage.manager, namespace, unused_only)
             return
-        self.stage.manager.clear(namespace, unused_only)
+        clear_at_once(self.stage.manager, namespace, unused_only)
         self.stage.settle()
         if unused_only:  # its readers find nothing from now on
             self.leases.clear()

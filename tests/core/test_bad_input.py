@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from cache_service.core.base.errors import UnknownTicket
+from cache_service.core.cache_manager import CacheManager
 from session.errors import InvalidInput
 from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Refusal, Release
 from session.words import GroupPages, GroupSpec, Namespace, RefusalReason, SequenceId, SnapshotSlot, TicketId, WorkerId
+from tests.core.at_once import explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
 from tests.core.world import DONE, FINGERPRINT, FINISHED, NS, World, full, pack, state, window
@@ -222,13 +224,13 @@ def test_full_groups_go_in_step_in_an_adopt_too() -> None:
     assert not isinstance(worker.adopt(live), Refusal)
 
 
-@pytest.mark.parametrize("call", ["match", "explain", "pin"])
-def test_unary_calls_check_their_tokens(call: str) -> None:
+@pytest.mark.parametrize("call", [CacheManager.match, explain_at_once, CacheManager.pin])
+def test_unary_calls_check_their_tokens(call: Callable[..., object]) -> None:
     world = busy().world
     for tokens in (b"abc", b""):
-        rest = (1000, world.now_ms) if call == "pin" else (WorkerId("w0"),)
-        assert isinstance(world.unchanged(getattr(world.manager, call), NS, tokens, *rest), InvalidInput)
-    if call == "pin":
+        rest = (1000, world.now_ms) if call is CacheManager.pin else (WorkerId("w0"),)
+        assert isinstance(world.unchanged(call, world.manager, NS, tokens, *rest), InvalidInput)
+    if call is CacheManager.pin:
         assert isinstance(world.unchanged(world.manager.pin, NS, pack([1, 2]), -1, world.now_ms), InvalidInput)
 
 
@@ -238,7 +240,7 @@ def test_namespaces_of_nobody_leave_nothing_behind() -> None:
     for i in range(50):
         stranger = Namespace("model", "", f"salt {i}")
         worker.world.manager.match(stranger, pack([1, 2, 3]), worker.id)
-        worker.world.manager.explain(stranger, pack([1, 2, 3]), worker.id)
+        explain_at_once(worker.world.manager, stranger, pack([1, 2, 3]), worker.id)
         worker.world.manager.pin(stranger, pack([1, 2, 3]), 5, worker.world.now_ms)
     worker.world.settle()
     assert worker.world.snapshot() == before

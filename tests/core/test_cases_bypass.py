@@ -6,6 +6,7 @@ import pytest
 
 from cache_service.core.base.types import FetchPolicy, SpillPolicy, Stored
 from session.words import GroupSpec, HostTierKind, MissReason
+from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span, spare
@@ -87,7 +88,7 @@ def test_what_it_bypasses_may_be_cleared_beside_it() -> None:
     worker.run(span(1, 8))
     worker.spill_all()
     live = worker.start(span(1, 8), bypass=True)
-    assert worker.world.manager.clear(NS, True).num_pages == 4
+    assert clear_at_once(worker.world.manager, NS, True).num_pages == 4
     worker.world.settle()
     worker.prefill(live)
     worker.release(live)

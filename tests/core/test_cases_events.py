@@ -8,6 +8,7 @@ from cache_service.core.base.page_hash import namespace_digest, page_hash, page_
 from cache_service.core.base.types import Cleared, Event, Removed, Residence, Stored
 from session.messages import Acquire, Publish, Release
 from session.words import MissReason, Namespace, PageHash, SequenceId, WorkerId
+from tests.core.at_once import clear_at_once, explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import make, span
 from tests.core.world import ABORTED, FINISHED, NS, World, full, pack, state, window
@@ -71,7 +72,7 @@ def test_e6_only_the_operator_hears_of_another_salt() -> None:
     other = Namespace("model", "", "salt2")
     (match,) = worker.world.manager.match(other, pack(span(1, 59)), worker.id)
     assert match.match.miss_reason == MissReason.NEVER_SEEN
-    (explained,) = worker.world.manager.explain(other, pack(span(1, 59)), worker.id)
+    (explained,) = explain_at_once(worker.world.manager, other, pack(span(1, 59)), worker.id)
     reasons = {segment.miss_reason for segment in explained.segments} | {explained.match.miss_reason}
     assert MissReason.OTHER_SALT in reasons
 
@@ -136,7 +137,7 @@ def test_e10_m2_clear_drops_everything_and_says_so_once() -> None:
     worker = FakeWorker(World(watch=True), [full(16), window(16, 8), state(8)], 4)
     worker.run(span(1, 13))
     told(worker)
-    cleared = worker.world.manager.clear(None, False)
+    cleared = clear_at_once(worker.world.manager, None, False)
     worker.world.settle()
     assert cleared.num_pages >= 3
     events = told(worker)
@@ -155,11 +156,11 @@ def test_clear_takes_one_namespace_or_only_what_nobody_holds() -> None:
     worker.run(span(1, 9), namespace=other)
     live = worker.start(span(1, 9))
     manager = worker.world.manager
-    assert manager.clear(other, False).num_pages == 2
+    assert clear_at_once(manager, other, False).num_pages == 2
     worker.world.settle()
     assert worker.world.tokens_cached(span(1, 9)) == 8
     worker.run(span(50, 58))
-    assert manager.clear(None, True).num_pages == 2
+    assert clear_at_once(manager, None, True).num_pages == 2
     worker.world.settle()
     assert worker.world.tokens_cached(span(1, 9)) == 8
     worker.prefill(live)
@@ -199,10 +200,10 @@ def test_the_last_word_about_a_page_is_its_reason() -> None:
         if time % 3:
             worker.run(span(100 * time + 50, 100 * time + 65))
         else:
-            manager.clear(None, False)
+            clear_at_once(manager, None, False)
         worker.world.settle()
         (match,) = manager.match(NS, pack(prompt), worker.id)
-        (explained,) = manager.explain(NS, pack(prompt), worker.id)
+        (explained,) = explain_at_once(manager, NS, pack(prompt), worker.id)
         live = worker.start(prompt)
         told = (match.match.miss_reason, explained.match.miss_reason, live.grant.match.miss_reason)
         assert told == (MissReason.EVICTED if time % 3 else MissReason.CLEARED,) * 3
@@ -215,7 +216,7 @@ def test_explain_accounts_for_every_token() -> None:
     worker.run([1, 2, 3, 4])
     tokens = [1, 2, 3, 4, 9, 9, 9]
     before = worker.world.snapshot()
-    (explained,) = worker.world.manager.explain(NS, pack(tokens), worker.id)
+    (explained,) = explain_at_once(worker.world.manager, NS, pack(tokens), worker.id)
     assert worker.world.snapshot() == before
     at = 0
     for segment in explained.segments:

@@ -9,6 +9,7 @@ import pytest
 from cache_service.core.base.errors import LeasesInScope, UnknownTicket
 from session.messages import Ack
 from session.words import HostTierKind, Namespace, TicketId
+from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
@@ -154,12 +155,12 @@ def test_case_36_clear_with_live_requests_is_refused() -> None:
     worker = join(world, full(8))
     live = worker.start(span(1, 8))
     worker.prefill(live)
-    error = world.unchanged(world.manager.clear, None, False)
+    error = world.unchanged(clear_at_once, world.manager, None, False)
     assert isinstance(error, LeasesInScope)
     assert world.tokens_cached(span(1, 9)) == 8
     worker.release(live)
     spill(worker)
-    cleared = world.manager.clear(None, False)
+    cleared = clear_at_once(world.manager, None, False)
     world.settle()
     assert (cleared.num_pages, cleared.num_host_rows) == (4, 4)
     assert worker.start(span(1, 9)).grant.usable_tokens == 0

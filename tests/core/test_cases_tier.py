@@ -10,6 +10,7 @@ from cache_service.core.base.types import FetchPolicy, Residence
 from session.errors import FieldError
 from session.messages import Ack, Acquire, Extend, Publish, Release, Step
 from session.words import HostTierKind, MissReason, SequenceId, TicketId
+from tests.core.at_once import explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.oracle import Oracle
@@ -189,7 +190,7 @@ def test_explain_calls_what_is_left_beyond_the_tiers_pages_a_page_tail(was_here:
     worker = warm(stage(), full(16))
     if not was_here:
         worker = join(worker.world, full(16), name="w1")
-    (told,) = worker.world.manager.explain(NS, pack(span(1, 9)), worker.id)
+    (told,) = explain_at_once(worker.world.manager, NS, pack(span(1, 9)), worker.id)
     assert [(segment.residence, segment.num_tokens) for segment in told.segments] == [
         (Residence.HOST, 8),
         (Residence.MISSING, 1),
@@ -197,7 +198,7 @@ def test_explain_calls_what_is_left_beyond_the_tiers_pages_a_page_tail(was_here:
     assert told.match.miss_reason == (MissReason.EVICTED if was_here else MissReason.NEVER_SEEN)
     assert (told.segments[1].miss_reason, told.segments[1].gone) == (MissReason.PAGE_TAIL, None)
     assert told.notes == ("Only whole pages are reused, and the last token is always computed.",)
-    (beyond,) = worker.world.manager.explain(NS, pack(span(1, 12)), worker.id)
+    (beyond,) = explain_at_once(worker.world.manager, NS, pack(span(1, 12)), worker.id)
     assert beyond.segments[1].miss_reason != MissReason.PAGE_TAIL
 
 

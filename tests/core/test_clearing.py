@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from cache_service.core.base.errors import LeasesInScope
 from cache_service.core.base.types import Cleared, Removed, Stored
 from cache_service.core.verbs import clearing, explaining
 from session.words import Namespace
+from tests.core.at_once import clear_at_once, to_the_end
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage
 from tests.core.test_cases_pages import span, spare
@@ -24,14 +24,6 @@ OTHER = Namespace("model", "", "other")
 def small_slices(monkeypatch: Any) -> None:
     monkeypatch.setattr(clearing, "SLICE", 1)
     monkeypatch.setattr(explaining, "ROOTS_IN_A_SLICE", 1)
-
-
-def to_the_end(slices: Generator[None, None, Any]) -> Any:
-    while True:
-        try:
-            next(slices)
-        except StopIteration as done:
-            return done.value
 
 
 def filled(**config: Any) -> FakeWorker:
@@ -128,7 +120,7 @@ def test_rows_of_unknown_namespace_stay_for_the_others() -> None:
     world.new_manager()
     worker.restart("i1")
     world.manager.tiers.adopt("redis", b"f" * 32, keys)
-    cleared = world.manager.clear(NS, False)
+    cleared = clear_at_once(world.manager, NS, False)
     assert cleared.num_host_rows == 0
     assert not worker.start(span(0, 8)).fetches
     live = worker.start(span(1, 9), OTHER)
@@ -176,7 +168,7 @@ def test_steps_between_the_slices(seed: int) -> None:
     for live in running:
         worker.release(live)
     worker.spill_all()
-    world.manager.clear(None, False)
+    clear_at_once(world.manager, None, False)
     world.settle()
     assert all(spare(worker, group) == spec.num_pages for group, spec in enumerate(groups))
 
@@ -188,7 +180,7 @@ def test_explain_goes_on_while_namespaces_come_and_go() -> None:
         worker.run(span(1, 5), namespace=Namespace("model", "", f"salt{number}"))
     slices = world.manager.explaining(NS, pack(span(1, 6)), None, world.now_ms)
     next(slices)
-    world.manager.clear(Namespace("model", "", "salt3"), True)
+    clear_at_once(world.manager, Namespace("model", "", "salt3"), True)
     worker.run(span(1, 5), namespace=Namespace("model", "", "salt9"))
     (explained,) = to_the_end(slices)
     assert explained.match.miss_reason.name == "OTHER_SALT"

@@ -8,6 +8,7 @@ from cache_service.core.base.fetch_estimate import DOUBLING_MS
 from cache_service.core.base.types import FetchPolicy
 from session.messages import Rates
 from session.words import MissReason
+from tests.core.at_once import explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import join, spill, stage, warm
 from tests.core.test_cases_pages import span
@@ -31,7 +32,7 @@ def asked(worker: FakeWorker, rates: Rates) -> Live:
 
 def told(world: World, worker: FakeWorker) -> tuple[MissReason, str]:
     """What Explain says of the prompt: the reason, and its last note."""
-    (explained,) = world.manager.explain(NS, pack(PROMPT), worker.id)
+    (explained,) = explain_at_once(world.manager, NS, pack(PROMPT), worker.id)
     return explained.match.miss_reason, explained.notes[-1]
 
 

@@ -7,6 +7,7 @@ from random import Random
 from cache_service.core.base.types import Explanation, Holder
 from cache_service.core.verbs.holders import MAX_HOLDERS
 from session.words import Namespace, SequenceId
+from tests.core.at_once import explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import join, stage
 from tests.core.test_cases_pages import span
@@ -16,7 +17,7 @@ PAGE = 2
 
 
 def explained(world: World, tokens: list[int], namespace: Namespace = NS) -> Explanation:
-    (told,) = world.manager.explain(namespace, pack(tokens))
+    (told,) = explain_at_once(world.manager, namespace, pack(tokens))
     return told
 
 

@@ -7,6 +7,7 @@ from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.host.host_key import HostKey, build_key
 from session.messages import Rates
 from session.words import HostTierKind, PageHash
+from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.test_cases_pages import span
@@ -35,7 +36,7 @@ def test_auto_fetch_weighs_measured_rates() -> None:
     assert unknown.fetch is not None, "until rates are known a fetch is granted"
     second.release(unknown, ABORTED)
     second.ack_orphan(next(iter(second.orphans)))
-    world.manager.clear(None, True)
+    clear_at_once(world.manager, None, True)
     world.settle()
     first.run([*span(1, 8), 1])
     spill(first)
@@ -56,7 +57,7 @@ def test_quota_drops_the_least_recent_rows_and_deletes_their_keys() -> None:
     tier = world.manager.stats().host_tier
     assert tier.num_bytes <= 64 * 6 and tier.num_rows == 6
     assert len(worker.store) == 6
-    world.manager.clear(None, True)
+    clear_at_once(world.manager, None, True)
     world.settle()
 
 

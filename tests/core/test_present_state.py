@@ -11,6 +11,7 @@ import pytest
 from cache_service.core.base.types import Cleared, Connection, Event, Removed, Stored
 from cache_service.core.verbs import present_state
 from session.words import HASH_BYTES, Namespace
+from tests.core.at_once import clear_at_once
 from tests.core.audit import nodes_of
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
@@ -139,7 +140,7 @@ def something(world: World, workers: list[FakeWorker], draw: Random) -> None:
                 worker.decode(live, [draw.randrange(1, 3) for _ in range(draw.randrange(5))])
             worker.release(live)
     elif chance < 0.7:
-        world.manager.clear(draw.choice([namespace, None]), True)
+        clear_at_once(world.manager, draw.choice([namespace, None]), True)
         world.settle()
     elif chance < 0.8:
         for live in list(worker.live.values()):

@@ -7,6 +7,7 @@ import pytest
 from cache_service.core.base.cleared_scopes import MAX_LEFT, MAX_SCOPES, ClearedScopes
 from session.messages import Adopt, Forget
 from session.words import GroupPages, Namespace, RefusalReason, SequenceId
+from tests.core.at_once import clear_at_once
 from tests.core.inventory_stage import LEFT, TENANT, TRUNK, WORKER, Stage, run
 from tests.core.world import NS, pack
 
@@ -14,13 +15,13 @@ from tests.core.world import NS, pack
 def test_a_clear_between_two_slices_keeps_the_rest_of_its_namespace_out() -> None:
     stage = Stage()
     stage.offer(TRUNK, run(2, [1, 2], [9], namespace=TENANT))
-    stage.manager.clear(TENANT, unused_only=False)
+    clear_at_once(stage.manager, TENANT, unused_only=False)
     refused = stage.offer(run(4, [3, 4], [10], parent=2), run(5, [7, 7], [13], namespace=TENANT), LEFT_LATER)
     details = {4: "the run before it was evicted", 5: "the namespace was cleared"}
     assert {refusal.run: refusal.detail for refusal in refused} == details
     assert stage.cached([1, 2], TENANT) == 0
     assert stage.cached([1, 2, 3, 4, 5, 6]) == 6
-    stage.manager.clear(None, unused_only=False)
+    clear_at_once(stage.manager, None, unused_only=False)
     (refused_run,) = stage.offer(run(9, [1, 2], [7]))
     assert refused_run.field == "step.inventory.runs[0].run"
 
@@ -32,7 +33,7 @@ def test_a_clear_of_what_nobody_holds_keeps_runs_out_behind_what_somebody_holds(
     stage = Stage()
     assert stage.offer(TRUNK) == ()
     assert stage.acquire(1, [1, 2, 3, 4, 7]).cached_tokens == 4
-    stage.manager.clear(NS, unused_only=True)
+    clear_at_once(stage.manager, NS, unused_only=True)
     (refused,) = stage.offer(LEFT)
     assert (refused.reason, refused.detail) == (RefusalReason.NO_ROOM, "the namespace was cleared")
     assert stage.cached([1, 2, 3, 4, 5, 6]) == 4
@@ -42,7 +43,7 @@ def test_a_clear_of_what_nobody_holds_keeps_runs_out_behind_what_somebody_holds(
 def test_a_clear_before_an_adopt_keeps_its_pages_out(cleared: Namespace | None) -> None:
     """The sequence queues again and is computed anew; one that leaves nothing for others goes on."""
     stage = Stage()
-    stage.manager.clear(cleared, unused_only=False)
+    clear_at_once(stage.manager, cleared, unused_only=False)
     (refusal,) = stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).refusals
     assert (refusal.reason, refusal.detail) == (RefusalReason.NO_ROOM, "the namespace was cleared")
     assert stage.cached([1, 2]) == 0
@@ -57,7 +58,7 @@ def test_a_clear_while_a_worker_is_away_keeps_out_what_is_older(cleared: Namespa
     stage = Stage(grace_ms=10)
     stage.acquire(1, [1, 2, 3])
     stage.go_away()
-    stage.manager.clear(cleared, unused_only=False)
+    clear_at_once(stage.manager, cleared, unused_only=False)
     stage.come_back()
     (refusal,) = stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).refusals
     assert (refusal.reason, refusal.detail) == (RefusalReason.NO_ROOM, "the namespace was cleared")
@@ -69,7 +70,7 @@ def test_a_clear_while_a_worker_is_away_keeps_out_what_is_older(cleared: Namespa
 def test_a_clear_that_was_missed_once_is_missed_until_everything_is_adopted() -> None:
     stage = Stage(grace_ms=10)
     stage.go_away()
-    stage.manager.clear(NS, unused_only=False)
+    clear_at_once(stage.manager, NS, unused_only=False)
     for _ in range(2):  # nothing was adopted yet
         stage.come_back()
         stage.go_away()
@@ -87,7 +88,7 @@ def test_a_sequence_that_a_clear_left_alone_is_adopted_later() -> None:
     stage = Stage(grace_ms=10)
     stage.offer(is_complete=True)
     stage.acquire(1, [1, 2, 3])
-    stage.manager.clear(None, unused_only=True)
+    clear_at_once(stage.manager, None, unused_only=True)
     stage.go_away()
     stage.come_back()
     assert stage.step(adopts=(_adopt(1, [1, 2, 3], [7, 5]),)).grants
@@ -108,7 +109,7 @@ def _adopt(number: int, tokens: list[int], page_ids: list[int]) -> Adopt:
 def test_cleared_namespaces_of_a_state_are_bounded() -> None:
     stage = Stage()
     for number in range(MAX_SCOPES + 1):
-        stage.manager.clear(Namespace("model", salt=str(number)), unused_only=True)
+        clear_at_once(stage.manager, Namespace("model", salt=str(number)), unused_only=True)
     restored = stage.manager.worker(WORKER).restored
     assert not restored.is_open
     assert restored.is_cleared(TENANT)
@@ -119,7 +120,7 @@ def test_cleared_namespaces_of_a_state_are_bounded() -> None:
 def test_workers_are_told_what_was_cleared_and_confirm_it() -> None:
     stage = Stage()
     assert stage.manager.take_orders(WORKER) == ()
-    stage.manager.clear(TENANT, unused_only=True)
+    clear_at_once(stage.manager, TENANT, unused_only=True)
     (forget,) = stage.manager.take_orders(WORKER)
     assert isinstance(forget, Forget)
     assert (forget.everything, forget.namespaces) == (False, (TENANT,))
@@ -133,7 +134,7 @@ def test_workers_are_told_what_was_cleared_and_confirm_it() -> None:
 
 def test_a_worker_that_comes_back_is_told_what_it_has_not_confirmed() -> None:
     stage = Stage()
-    stage.manager.clear(None, unused_only=True)
+    clear_at_once(stage.manager, None, unused_only=True)
     stage.manager.take_orders(WORKER)
     stage.manager.disconnect(WORKER, "first", 1)
     welcome = stage.manager.hello(stage.hello._replace(generation=1), 2)
@@ -149,7 +150,7 @@ def test_a_worker_that_comes_back_is_told_what_it_has_not_confirmed() -> None:
 def test_a_worker_without_an_inventory_is_told_nothing() -> None:
     stage = Stage()
     stage.manager.hello(stage.hello._replace(capabilities=()), 0)
-    stage.manager.clear(None, unused_only=True)
+    clear_at_once(stage.manager, None, unused_only=True)
     assert stage.manager.take_orders(WORKER) == ()
     assert stage.manager.unconfirmed() == ()
     assert stage.manager.hello(stage.hello._replace(capabilities=()), 1).forget is None

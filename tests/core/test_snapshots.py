@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from session.limits import MAX_LEAVE_AT
 from session.messages import Acquire, Extend
 from session.words import RefusalReason, SequenceId
+from tests.core.at_once import explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.test_cases_pages import span
@@ -201,7 +202,7 @@ def test_snapshots_are_counted_by_group() -> None:
 def test_explain_names_the_snapshots_of_a_prompt() -> None:
     worker = hybrid(16, 8)
     worker.run(span(1, 21))
-    (told,) = worker.world.manager.explain(NS, pack([*span(1, 15), 99]))
+    (told,) = explain_at_once(worker.world.manager, NS, pack([*span(1, 15), 99]))
     assert told.notes == (
         "The KV is cached, but group state has no snapshot at a later boundary.",
         "Snapshots of group state in the matched tokens: 1; the last at 8.",

@@ -12,6 +12,7 @@ from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from session.errors import TooMany
 from session.messages import Ack
 from session.words import TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, TicketId
+from tests.core.at_once import clear_at_once, explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
 from tests.core.world import ABORTED, CORRUPT, DONE, FAILED, MISSING, Live, World, full, pack, state, window
@@ -220,7 +221,7 @@ class Troubled(RuleBasedStateMachine):
         namespace = None if salt is None else Namespace("model", "", salt)
         before = self.world.snapshot()
         try:
-            self.world.manager.clear(namespace, unused)
+            clear_at_once(self.world.manager, namespace, unused)
         except LeasesInScope:
             assert not unused and any(w.live or w.spills or w.orphans for w in self.workers)
             assert self.world.snapshot() == before
@@ -235,7 +236,7 @@ class Troubled(RuleBasedStateMachine):
             assert found.match.usable_tokens == oracle.usable(namespace, tokens)
             if any(spec.kind == GroupKind.FULL for spec in oracle.specs):
                 assert found.match.matched_tokens == oracle.matched(namespace, tokens)
-        self.world.manager.explain(namespace, pack(tokens))
+        explain_at_once(self.world.manager, namespace, pack(tokens))
         assert self.world.snapshot() == before
 
     def broken_stream(self, at: int) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from session.messages import Rates, Refusal
 from session.words import GroupSpec, HostTierKind, Namespace
+from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.world import FINGERPRINT, World, full, state, window
 from tests.simulation.engine import Engine, Request
@@ -120,7 +121,7 @@ class Simulation:
                 if store:
                     del store[rng.choice(list(store))]
         elif dice < 0.09:
-            self.world.manager.clear(None, True)
+            clear_at_once(self.world.manager, None, True)
             self.world.settle()
         elif dice < 0.11:
             engine.worker.rates = Rates(rng.choice([0.0, 1.0, 1e6]), rng.choice([0.0, 1.0, 1e9]))

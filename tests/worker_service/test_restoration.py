@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from session.messages import CachedRun, Forget, Inventory, Step
 from session.words import GroupKind, GroupSpec, Namespace
+from tests.core.at_once import clear_at_once
 from tests.examples import examples
 from tests.worker_service.audited_manager import LIMITS, WORKER
 from tests.worker_service.inventory_truth import check_inventory
@@ -280,7 +281,7 @@ def test_what_was_cleared_does_not_come_back(everything: bool, unused_only: bool
     driven = machine("window")
     ask_all(driven, PROMPTS)
     ask_all(driven, PROMPTS, TENANT)
-    driven.manager.manager.clear(None if everything else TENANT, unused_only)
+    clear_at_once(driven.manager.manager, None if everything else TENANT, unused_only)
     assert driven.manager.manager.unconfirmed() == (WORKER,)
     driven.follow_clears()
     assert driven.manager.manager.unconfirmed() == ()
@@ -292,7 +293,7 @@ def test_what_was_cleared_does_not_come_back(everything: bool, unused_only: bool
 def test_what_was_published_after_a_clear_comes_back() -> None:
     driven = machine()
     ask_all(driven, PROMPTS, TENANT)
-    driven.manager.manager.clear(TENANT, unused_only=False)
+    clear_at_once(driven.manager.manager, TENANT, unused_only=False)
     driven.follow_clears()
     ask_all(driven, PROMPTS[:1], TENANT)
     restored(driven)
@@ -305,7 +306,7 @@ def test_a_worker_that_was_away_forgets_before_it_offers() -> None:
     ask_all(driven, PROMPTS, TENANT)
     driven.end_launches()
     driven.new_manager(LIMITS)
-    driven.manager.manager.clear(TENANT, unused_only=False)
+    clear_at_once(driven.manager.manager, TENANT, unused_only=False)
     driven.say_hello()
     driven.run()
     assert driven.manager.cached_tokens(TENANT, PROMPTS[2]) == 0
@@ -336,8 +337,10 @@ class RestartingWorkload(Workload):
         happened = super().turn()
         check_inventory(self.machine)
         if self.rng.random() < 0.05:
-            self.machine.manager.manager.clear(
-                self.rng.choice([None, Namespace("model"), Namespace("model", salt="other")]), unused_only=True
+            clear_at_once(
+                self.machine.manager.manager,
+                self.rng.choice([None, Namespace("model"), Namespace("model", salt="other")]),
+                unused_only=True,
             )
         if self.rng.random() < 0.8:
             happened |= self.machine.follow_clears()
