@@ -10,12 +10,15 @@ from kernels.block_scan.plan import ScanPlan
 class BlockScan(NamedTuple):
     """For each head and token S <- exp(g) S + weight k v, and the output scale q S.
 
-    q, k      [num_tokens, k_heads, dk], divided by their length where there is a `norm_eps`
-    v         [num_tokens, heads, dv]; with `readers` what is left of it when a block's state has been read is written
-              back: v - readers S
-    readers   [num_tokens, heads, dk], None: nothing is read
+    q, k      [num_tokens, k_heads, dk]
+    v         [num_tokens, heads, dv]; with `inverses` what counts is inverse (beta (v - exp(sum) weight k S)), of the
+              state before the block
+    inverses  [num_tokens, heads, GRID_TOKENS]: rows of each block's matrix; None: v counts as it is
+    beta      [num_tokens, heads], with `inverses` only
     sums      fp32 [num_tokens, heads]: running sums of g within each block
     weights   fp32 [num_tokens, heads], None: 1
+    scores    [num_tokens, heads, GRID_TOKENS]: q k of each token with those of its block, decayed and weighted
+    factors   fp32 [num_tokens, heads]: what an output is multiplied by, besides `scale`; None: 1
     states    fp32 [num_slots, heads, dk, dv], or [num_slots, heads, dv, dk] with `by_value`
     skip      [heads] of fp32: the output has skip v besides; None: it has not
     gate      [num_tokens, heads, dv]: the output is multiplied by silu(gate); None: it is not
@@ -24,13 +27,15 @@ class BlockScan(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    readers: torch.Tensor | None
+    inverses: torch.Tensor | None
+    beta: torch.Tensor | None
     sums: torch.Tensor
     weights: torch.Tensor | None
+    scores: torch.Tensor
+    factors: torch.Tensor | None
     states: torch.Tensor
     plan: ScanPlan
     scale: float
-    norm_eps: float | None
     by_value: bool
     skip: torch.Tensor | None
     gate: torch.Tensor | None

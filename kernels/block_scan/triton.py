@@ -1,25 +1,28 @@
-"""Scans in Triton: states pass from block to block in one launch, then all blocks compute their outputs in another.
+"""Scans in Triton: one program for a row, a head and some of its values takes the row's blocks one by one.
 
-    pass_states     a program for a row, a head and some of its values: the state goes through the row's blocks one by
-                    one; each block's first state is written down for the second launch
-    block_outputs   a program for a block, a head and some of its values
-
-Tiles have one size for each shape of heads, so that a row's bits are those that it has alone.
+The state stays in registers; what a block reads of it, and what its own tokens give, becomes the block's outputs before
+the next one is taken. Tiles have one size for each shape of heads, so that a row's bits are those that it has alone.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.addressing import search_levels
+from kernels.addressing.triton import sequence_of
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
 from kernels.block_scan.steps import SOFTPLUS_LIMIT
 from kernels.state_slots.triton import slots_of_row
 
-PASS_VALUES = 32
-OUTPUT_VALUES = 64
-PASS_WARPS = 4
-OUTPUT_WARPS = 4
+# Values of a program. With the delta rule's inverses half as many: two programs share a processor then, and each waits
+# for product after product (8,192 tokens on an H200: 537 us, with 32 values 566).
+VALUES, DELTA_VALUES = 32, 16
+WARPS = 4
+# Blocks on their way to shared memory, and the one that is worked on.
+STAGES = 3
+# Tokens of a program that looks for those without a row.
+CLEARED = 16
 
 _GRID = tl.constexpr(GRID_TOKENS)
 _SOFTPLUS_LIMIT = tl.constexpr(SOFTPLUS_LIMIT)
@@ -28,17 +31,18 @@ _SOFTPLUS_LIMIT = tl.constexpr(SOFTPLUS_LIMIT)
 @triton.jit
 def load_rows(ptr, first, count, stride, head, D: tl.constexpr, column, BLOCK: tl.constexpr):
     """Returns [GRID, BLOCK] elements from `column` on of one head of a block's tokens, zeros behind them."""
-    token = tl.arange(0, _GRID)
-    d = column + tl.arange(0, BLOCK)
-    at = (first + token).to(tl.int64)[:, None] * stride + head * D + d[None, :]
-    return tl.load(ptr + at, mask=(token < count)[:, None] & (d < D)[None, :], other=0.0)
+    token = tl.arange(0, _GRID)[:, None]
+    d = column + tl.arange(0, BLOCK)[None, :]
+    at = ptr + first.to(tl.int64) * stride + head * D  # elements of a block are near: 32 bits do from here on
+    return tl.load(at + (token * stride + d), mask=(token < count) & (d < D), other=0.0)
 
 
 @triton.jit
 def load_scalars(ptr, first, count, stride, head):
     """Returns fp32 [GRID] of one head, zeros behind a block's tokens."""
     token = tl.arange(0, _GRID)
-    return tl.load(ptr + (first + token).to(tl.int64) * stride + head, mask=token < count, other=0.0).to(tl.float32)
+    at = ptr + first.to(tl.int64) * stride + head
+    return tl.load(at + token * stride, mask=token < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -74,92 +78,83 @@ def state_places(head, column, DK: tl.constexpr, DV: tl.constexpr, BY_VALUE: tl.
 
 
 @triton.jit
-def pass_states(
-    k_ptr, v_ptr, readers_ptr, sums_ptr, weights_ptr, before_ptr, states_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr,
-    working_ptr, restore_ptr, fresh_ptr, rolling_ptr, norm_eps, stride_k, stride_v, stride_slot,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_READERS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, NORM: tl.constexpr, BY_VALUE: tl.constexpr, PRECISION: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+def scan_blocks(
+    q_ptr, k_ptr, v_ptr, inverses_ptr, beta_ptr, sums_ptr, weights_ptr, scores_ptr, factors_ptr, skip_ptr, gate_ptr,
+    states_ptr, out_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr, working_ptr, restore_ptr, fresh_ptr, rolling_ptr, scale,
+    stride_q, stride_k, stride_v, stride_beta, stride_gate, stride_slot,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_INVERSES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    BY_VALUE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     column = tl.program_id(1) * BV
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
     place, ok = state_places(head, column, DK, DV, BY_VALUE, BK, BV)
+    begin = tl.load(cu_blocks_ptr + row)
+    end = tl.load(cu_blocks_ptr + row + 1)
+    token, e = tl.arange(0, _GRID), column + tl.arange(0, BV)
     if working > 0:
         state = tl.load(states_ptr + source * stride_slot + place, mask=ok & (source > 0), other=0.0)
-        begin = tl.load(cu_blocks_ptr + row)
-        before = before_ptr + begin.to(tl.int64) * (HEADS * DK * DV) + place
-        for block in range(begin, tl.load(cu_blocks_ptr + row + 1)):
+        for block in tl.range(begin, end, num_stages=STAGES):
             first = tl.load(blocks_ptr + block * 2)
             count = tl.load(blocks_ptr + block * 2 + 1)
+            q = load_rows(q_ptr, first, count, stride_q, head // GROUP, DK, 0, BK)
             k = load_rows(k_ptr, first, count, stride_k, head // GROUP, DK, 0, BK)
             v = load_rows(v_ptr, first, count, stride_v, head, DV, column, BV)
             sums = load_scalars(sums_ptr, first, count, HEADS, head)
             narrow = state.to(k.dtype)
-            tl.store(before, narrow, mask=ok)
-            before += HEADS * DK * DV
             wide = v.to(tl.float32)
-            if HAS_READERS:
-                readers = load_rows(readers_ptr, first, count, HEADS * DK, head, DK, 0, BK)
-                wide -= tl.dot(readers, narrow, input_precision=PRECISION)
-                token, e = tl.arange(0, _GRID), column + tl.arange(0, BV)
-                at = (first + token).to(tl.int64)[:, None] * stride_v + head * DV + e[None, :]
-                tl.store(v_ptr + at, wide.to(v.dtype), mask=(token < count)[:, None] & (e < DV)[None, :])
-            end = last_sum(sums, count)
-            part = tl.exp(end - sums)
+            if HAS_INVERSES:
+                decay = tl.exp(sums)
+                if HAS_WEIGHTS:
+                    decay *= load_scalars(weights_ptr, first, count, HEADS, head)
+                wide -= tl.dot(k, narrow, input_precision=PRECISION) * decay[:, None]
+                wide *= load_scalars(beta_ptr, first, count, stride_beta, head)[:, None]
+                inverse = load_rows(inverses_ptr, first, count, HEADS * _GRID, head, _GRID, 0, _GRID)
+                wide = tl.dot(inverse, wide.to(k.dtype), input_precision=PRECISION)
+            total = last_sum(sums, count)
+            part = tl.exp(total - sums)
             if HAS_WEIGHTS:
                 part *= load_scalars(weights_ptr, first, count, HEADS, head)
-            if NORM:
-                part *= inverse_length(k, norm_eps)
+            out = tl.dot(q, narrow, input_precision=PRECISION) * tl.exp(sums)[:, None]
+            scores = load_rows(scores_ptr, first, count, HEADS * _GRID, head, _GRID, 0, _GRID)
             added = tl.dot(tl.trans(k), (wide * part[:, None]).to(k.dtype), input_precision=PRECISION)
-            state = state * tl.exp(end) + added
+            state = state * tl.exp(total) + added
             left = tl.load(leave_ptr + block).to(tl.int64)
             tl.store(states_ptr + left * stride_slot + place, state, mask=ok & (left > 0))
+            out = tl.dot(scores, wide.to(v.dtype), out, input_precision=PRECISION) * scale
+            if HAS_FACTORS:
+                out *= load_scalars(factors_ptr, first, count, HEADS, head)[:, None]
+            if HAS_SKIP:
+                out += wide * tl.load(skip_ptr + head).to(tl.float32)
+            if HAS_GATE:
+                gate = load_rows(gate_ptr, first, count, stride_gate, head, DV, column, BV).to(tl.float32)
+                out *= gate / (1.0 + tl.exp(-gate))
+            at = out_ptr + first.to(tl.int64) * (HEADS * DV) + head * DV
+            at += token[:, None] * (HEADS * DV) + e[None, :]
+            tl.store(at, out.to(v.dtype), mask=(token < count)[:, None] & (e < DV)[None, :])
         rolling = tl.load(rolling_ptr + row).to(tl.int64)
         tl.debug_barrier()  # a row without tokens reads and writes its state alike
         tl.store(states_ptr + rolling * stride_slot + place, state, mask=ok & (rolling > 0))
         tl.store(states_ptr + working * stride_slot + place, state, mask=ok)
 
 
-# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
-@triton.jit(do_not_specialize=["num_rows"])
-def block_outputs(
-    q_ptr, k_ptr, v_ptr, sums_ptr, weights_ptr, before_ptr, skip_ptr, gate_ptr, out_ptr, cu_blocks_ptr, blocks_ptr,
-    num_rows, scale, norm_eps, stride_q, stride_k, stride_v, stride_gate,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr, BY_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def clear_uncovered(
+    out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    column = tl.program_id(1) * BV
-    if block < tl.load(cu_blocks_ptr + num_rows):
-        first = tl.load(blocks_ptr + block * 2)
-        count = tl.load(blocks_ptr + block * 2 + 1)
-        q = load_rows(q_ptr, first, count, stride_q, head // GROUP, DK, 0, BK)
-        k = load_rows(k_ptr, first, count, stride_k, head // GROUP, DK, 0, BK)
-        v = load_rows(v_ptr, first, count, stride_v, head, DV, column, BV)
-        sums = load_scalars(sums_ptr, first, count, HEADS, head)
-        i, j = tl.arange(0, _GRID)[:, None], tl.arange(0, _GRID)[None, :]
-        decay = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-        if HAS_WEIGHTS:
-            scores *= load_scalars(weights_ptr, first, count, HEADS, head)[None, :]
-        if NORM:
-            scores *= inverse_length(k, norm_eps)[None, :]
-        place, ok = state_places(head, column, DK, DV, BY_VALUE, BK, BV)
-        before = tl.load(before_ptr + block.to(tl.int64) * (HEADS * DK * DV) + place, mask=ok, other=0.0)
-        out = tl.dot(q, before, input_precision=PRECISION) * tl.exp(sums)[:, None]
-        out = tl.dot(scores.to(v.dtype), v, out, input_precision=PRECISION) * scale
-        if NORM:
-            out *= inverse_length(q, norm_eps)[:, None]
-        if HAS_SKIP:
-            out += v.to(tl.float32) * tl.load(skip_ptr + head).to(tl.float32)
-        if HAS_GATE:
-            gate = load_rows(gate_ptr, first, count, stride_gate, head, DV, column, BV).to(tl.float32)
-            out *= gate / (1.0 + tl.exp(-gate))
-        token, e = tl.arange(0, _GRID), column + tl.arange(0, BV)
-        at = (first + token).to(tl.int64)[:, None] * (HEADS * DV) + head * DV + e[None, :]
-        tl.store(out_ptr + at, out.to(v.dtype), mask=(token < count)[:, None] & (e < DV)[None, :])
+    """Zeros for tokens of padding rows and for those behind the last row."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row, _ = sequence_of(token, cu_seqlens_ptr, num_rows, LEVELS)
+    is_bare = (token >= tl.load(cu_seqlens_ptr + num_rows)) | (tl.load(working_ptr + row) <= 0)
+    is_bare = is_bare & (token < num_tokens)
+    if tl.max(is_bare.to(tl.int32), 0) > 0:
+        for column in range(0, WIDTH, BLOCK):
+            place = column + tl.arange(0, BLOCK)
+            at = token.to(tl.int64)[:, None] * WIDTH + place[None, :]
+            zeros = tl.zeros((BLOCK_T, BLOCK), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at, zeros, mask=is_bare[:, None] & (place < WIDTH)[None, :])
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -179,27 +174,22 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     plan, slots, states = scan.plan, scan.plan.slots, scan.states
     heads, dim_v = scan.v.shape[1:]
     k_heads, dim_k = scan.k.shape[1:]
-    before = scan.v.new_empty((plan.max_blocks, heads, *states.shape[2:]))
     nothing = scan.sums
-    norm_eps, weights = scan.norm_eps or 0.0, nothing if scan.weights is None else scan.weights
-    shared = {
-        "HEADS": heads, "GROUP": heads // k_heads, "DK": dim_k, "DV": dim_v, "HAS_WEIGHTS": scan.weights is not None,
-        "NORM": scan.norm_eps is not None, "BY_VALUE": scan.by_value, "PRECISION": precision(scan.v.dtype),
-        "BK": padded(dim_k),
-    }  # fmt: skip
-    width = min(PASS_VALUES, padded(dim_v))
+    optional = (scan.inverses, scan.beta, scan.weights, scan.factors, scan.skip, scan.gate)
+    inverses, beta, weights, factors, skip, gate = (nothing if tensor is None else tensor for tensor in optional)
+    width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
     with torch.cuda.device_of(out):
-        pass_states[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
-            scan.k, scan.v, nothing if scan.readers is None else scan.readers, scan.sums, weights, before, states,
-            plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore, slots.fresh, slots.rolling,
-            norm_eps, scan.k.stride(0), scan.v.stride(0), states.stride(0),
-            HAS_READERS=scan.readers is not None, BV=width, num_warps=PASS_WARPS, **shared,
+        clear_uncovered[(triton.cdiv(out.shape[0], CLEARED),)](
+            out, plan.cu_seqlens_q, slots.working, plan.num_rows, out.shape[0],
+            WIDTH=heads * dim_v, LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256, num_warps=4,
         )  # fmt: skip
-        width = min(OUTPUT_VALUES, padded(dim_v))
-        gate = nothing if scan.gate is None else scan.gate
-        block_outputs[(plan.max_blocks * heads, triton.cdiv(dim_v, width))](
-            scan.q, scan.k, scan.v, scan.sums, weights, before, nothing if scan.skip is None else scan.skip, gate, out,
-            plan.cu_blocks, plan.blocks, plan.num_rows, scan.scale, norm_eps,
-            scan.q.stride(0), scan.k.stride(0), scan.v.stride(0), gate.stride(0),
-            HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, BV=width, num_warps=OUTPUT_WARPS, **shared,
+        scan_blocks[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
+            scan.q, scan.k, scan.v, inverses, beta, scan.sums, weights, scan.scores, factors, skip, gate, states, out,
+            plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore, slots.fresh, slots.rolling,
+            scan.scale, scan.q.stride(0), scan.k.stride(0), scan.v.stride(0), beta.stride(0), gate.stride(0),
+            states.stride(0),
+            HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, HAS_INVERSES=scan.inverses is not None,
+            HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
+            HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, BY_VALUE=scan.by_value,
+            PRECISION=precision(scan.v.dtype), BK=padded(dim_k), BV=width, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip

@@ -19,6 +19,8 @@ ROW_CHANNELS = 1024
 # Tokens and channels of a program that serves a tile.
 TILE_TOKENS = 16
 TILE_CHANNELS = 256
+# Tokens that are loaded at once where rows begin or end within a tile.
+MIXED_TOKENS = 4
 
 
 @triton.jit
@@ -128,23 +130,40 @@ def convolve_row(
 
 
 @triton.jit
-def convolve_tile(
-    first, block, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, stride_x,
-    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LEVELS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+def convolve_within_row(
+    first, x_ptr, weight_ptr, bias_ptr, out_ptr, c, ok, stride_x,
+    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of BLOCK_T tokens of any rows, but for each row's first ones; zeros behind the last row."""
-    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
-    ok = c < C
-    token = first + tl.arange(0, BLOCK_T)
-    row, begin = sequence_of(token, cu_seqlens_ptr, num_rows, LEVELS)
-    is_behind = token >= tl.load(cu_seqlens_ptr + num_rows)
-    has_state = (tl.load(working_ptr + row) > 0) & ~is_behind
-    written = (token < num_tokens) & (is_behind | (token - begin >= D_CONV - 1))
+    """Outputs of BLOCK_T tokens of one row, none of them its first ones: each column is loaded once."""
+    bias = load_bias(bias_ptr, c, ok, HAS_BIAS)
+    weights, window, loaded = (), (), ()
+    x_at = x_ptr + first.to(tl.int64) * stride_x + c
+    out_at = out_ptr + first.to(tl.int64) * C + c
+    for tap in tl.static_range(D_CONV):
+        weights += (tl.load(weight_ptr + c * D_CONV + tap, mask=ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    for tap in tl.static_range(D_CONV - 1):
+        window += (tl.load(x_at + (tap - D_CONV + 1) * stride_x, mask=ok, other=0.0).to(tl.float32),)  # type: ignore
+    # All on their way before the first is used: 3.7 TB/s on an H200, and 3.0 with eight at a time.
+    for j in tl.static_range(BLOCK_T):
+        loaded += (tl.load(x_at + j * stride_x, mask=ok, other=0.0),)  # type: ignore[assignment]
+    for j in tl.static_range(BLOCK_T):
+        window += (loaded[j].to(tl.float32),)  # type: ignore
+        total = bias
+        for tap in tl.static_range(D_CONV):
+            total = tl.fma(window[tap], weights[tap], total)
+        tl.store(out_at + j * C, activated(total, SILU).to(out_ptr.dtype.element_ty), mask=ok)
+        window = window[1:]
+
+
+@triton.jit
+def convolve_some(
+    token, written, has_state, x_ptr, weight_ptr, bias_ptr, out_ptr, c, ok, stride_x,
+    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Outputs of those tokens of any rows that are to be written; zeros where a row has no state."""
     read = (written & has_state)[:, None] & ok[None, :]
     at = token.to(tl.int64)[:, None] * stride_x + c[None, :]
-    bias = load_bias(bias_ptr, c, ok, HAS_BIAS)
-    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
+    total = tl.zeros(at.shape, tl.float32) + load_bias(bias_ptr, c, ok, HAS_BIAS)[None, :]
     for tap in tl.static_range(D_CONV):
         value = tl.load(x_ptr + at + (tap - D_CONV + 1) * stride_x, mask=read, other=0.0)
         weight = tl.load(weight_ptr + c * D_CONV + tap, mask=ok, other=0.0).to(tl.float32)
@@ -154,6 +173,38 @@ def convolve_tile(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=written[:, None] & ok[None, :])
 
 
+@triton.jit
+def convolve_tile(
+    first, block, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, stride_x,
+    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MIXED_T: tl.constexpr,
+):  # fmt: skip
+    """Outputs of BLOCK_T tokens of any rows, but for each row's first ones; zeros behind the last row."""
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = c < C
+    first_row, first_begin = sequence_of(first + tl.arange(0, 1), cu_seqlens_ptr, num_rows, LEVELS)
+    first_end = tl.load(cu_seqlens_ptr + first_row + 1)
+    is_within = (first - first_begin >= D_CONV - 1) & (first + BLOCK_T <= first_end)
+    is_within = is_within & (tl.load(working_ptr + first_row) > 0)
+    if tl.max(is_within.to(tl.int32), 0) > 0:
+        convolve_within_row(
+            first, x_ptr, weight_ptr, bias_ptr, out_ptr, c, ok, stride_x, C, D_CONV, HAS_BIAS, SILU, BLOCK_T
+        )
+    else:
+        for start in range(first, tl.minimum(first + BLOCK_T, num_tokens), MIXED_T):
+            token = start + tl.arange(0, MIXED_T)
+            row, begin = sequence_of(token, cu_seqlens_ptr, num_rows, LEVELS)
+            is_behind = token >= tl.load(cu_seqlens_ptr + num_rows)
+            written = (token < num_tokens) & (is_behind | (token - begin >= D_CONV - 1))
+            # A batch of decoding rows has nothing here.
+            if tl.max(written.to(tl.int32), 0) > 0:
+                has_state = (tl.load(working_ptr + row) > 0) & ~is_behind
+                convolve_some(
+                    token, written, has_state, x_ptr, weight_ptr, bias_ptr, out_ptr, c, ok, stride_x,
+                    C, D_CONV, HAS_BIAS, SILU,
+                )  # fmt: skip
+
+
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def convolve(
@@ -161,6 +212,7 @@ def convolve(
     working_ptr, restore_ptr, fresh_ptr, rolling_ptr, num_rows, num_tokens, stride_x, stride_slot,
     C: tl.constexpr, D_CONV: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     LEVELS: tl.constexpr, ROW_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    MIXED_T: tl.constexpr,
 ):  # fmt: skip
     """Programs of rows come first: what they do takes longest."""
     row_blocks: tl.constexpr = tl.cdiv(C, ROW_C)
@@ -178,6 +230,7 @@ def convolve(
         convolve_tile(
             tile // tile_blocks * BLOCK_T, tile % tile_blocks, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr,
             working_ptr, num_rows, num_tokens, stride_x, C, D_CONV, HAS_BIAS, SILU, LEVELS, BLOCK_T, BLOCK_C,
+            MIXED_T,
         )  # fmt: skip
 
 
@@ -202,5 +255,6 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
             x, call.weight, call.weight if call.bias is None else call.bias, out, states, *begins, slots.rolling,
             num_rows, num_tokens, *strides,
             C=channels, D_CONV=call.d_conv, PADDED=padded, HAS_BIAS=call.bias is not None, SILU=call.has_silu,
-            LEVELS=search_levels(num_rows), ROW_C=row_channels, BLOCK_T=TILE_TOKENS, BLOCK_C=tile_channels, num_warps=4,
+            LEVELS=search_levels(num_rows), ROW_C=row_channels, BLOCK_T=TILE_TOKENS, BLOCK_C=tile_channels,
+            MIXED_T=MIXED_TOKENS, num_warps=4,
         )  # fmt: skip

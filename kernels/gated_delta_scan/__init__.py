@@ -41,10 +41,13 @@ def gated_delta_scan(
     layer = GatedDeltaLayer(q, k, v, g, beta, states, k.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
     check_gated_delta(layer)
     check_plan(plan, v.shape[0], v.device)
-    out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    by_triton = uses_triton(backend, v)
+    # Triton clears what no row covers; the others write rows alone.
+    make = torch.empty if by_triton else torch.zeros
+    out = make(v.shape, dtype=v.dtype, device=v.device)
     if plan.num_rows == 0 or v.numel() == 0:
-        return out
-    if uses_triton(backend, v):
+        return out.zero_()
+    if by_triton:
         from kernels.gated_delta_scan.triton import launch
 
         launch(layer, plan, out)

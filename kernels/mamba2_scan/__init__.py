@@ -39,10 +39,13 @@ def mamba2_scan(
     layer = Mamba2Layer(x, b, c, steps, states, skip, gate)
     check_mamba2(layer)
     check_plan(plan, x.shape[0], x.device)
-    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    by_triton = uses_triton(backend, x)
+    # Triton clears what no row covers; the others write rows alone.
+    make = torch.empty if by_triton else torch.zeros
+    out = make(x.shape, dtype=x.dtype, device=x.device)
     if plan.num_rows == 0 or x.numel() == 0:
-        return out
-    if uses_triton(backend, x):
+        return out.zero_()
+    if by_triton:
         from kernels.mamba2_scan.triton import launch
 
         launch(layer, plan, out)

@@ -16,7 +16,10 @@ from kernels.sparse_latent_attention.call import SparseLatentCall
 LEAST_BLOCK = 16  # the least that a product's operand is wide
 # Heads of a program: with more, its sums no longer fit in registers.
 MOST_HEADS = 64
-BLOCK_N = 32
+BLOCK_N = 64
+WARPS = 8
+# A position leads to its page and that to the latent: one of each is loaded ahead.
+STAGES = 4
 # Tiles of wider latents or rotary keys do not fit in shared memory.
 MAX_LATENT, MAX_ROPE = 512, 64
 
@@ -43,6 +46,7 @@ def attend_chosen(
     ROPE: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     WIDTH: tl.constexpr = LATENT + ROPE
     TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
@@ -62,7 +66,7 @@ def attend_chosen(
     row_max = tl.full([ROWS], NO_KEYS, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
-    for start in tl.range(0, count, BLOCK_N):
+    for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         ok = start + column < count
         position = tl.load(chosen_ptr + token * K + start + column, mask=ok, other=0)
         page = tl.load(table_ptr + position // PAGE, mask=ok, other=0).to(tl.int64)
@@ -117,5 +121,6 @@ def launch(call: SparseLatentCall, out: torch.Tensor) -> None:
             ROPE=rope,
             BLOCK_LATENT=max(triton.next_power_of_2(latent), LEAST_BLOCK),
             BLOCK_ROPE=max(triton.next_power_of_2(rope), LEAST_BLOCK),
-            num_warps=8,
+            STAGES=STAGES,
+            num_warps=WARPS,
         )

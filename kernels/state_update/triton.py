@@ -12,9 +12,9 @@ from kernels.block_scan.triton import state_places, step_sizes
 from kernels.state_slots import StateSlots
 from kernels.state_slots.triton import slots_of_row
 
-# Values of a program: 16 KB of a state with 128 keys.
-VALUES = 32
-WARPS = 4
+# Values of a program: 32 KB of a state with 128 keys.
+VALUES = 64
+WARPS = 2
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from kernels.top_k import reference
 
 __all__ = ["MAX_COLUMNS", "top_k"]
 
-# What the kernel's counters of 8 bits hold: 255 keys in each of 4,096 lanes.
-MAX_COLUMNS = 255 * 4096
+# Twenty bits of a position, as many as the longest contexts of models with an indexer.
+MAX_COLUMNS = 1 << 20
 
 
 def top_k(

@@ -1,86 +1,108 @@
-"""top_k in Triton: one program for one row. First the k-th largest logit, three of its bits a pass; then one more pass
-that writes what is larger, and of its equals the first ones.
+"""top_k in Triton: one program for a row's next CHUNK logits keeps its k largest; what all of them keep is narrowed
+again, until one program has a whole row.
 
-A pass counts the logits that agree in all higher bits, by the three that follow. Each lane has its eight counts in one
-integer of 64 bits, and they are added up when the pass is over: no histogram, so no atomics.
+A program holds its logits in registers, as integers of the same order, and finds the k-th largest bit by bit: a count
+for each bit, and none once exactly k are left. No histogram, so no atomics. Equals are kept in the order of their
+positions, so that what is kept does not depend on the chunks.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.top_k import MAX_COLUMNS
+from kernels.errors import KernelArgumentError
 
-LANES = 4096
-assert 255 * LANES == MAX_COLUMNS
+CHUNK = 8192
+# More than a GPU runs at once.
+MANY_PROGRAMS = 256
+MAX_K = CHUNK // 2
 
 
 @triton.jit
 def ordered(logits):
-    """uint32 in the order of fp32 numbers."""
+    """uint32 in the order of fp32 numbers, none of them 0."""
     plain = tl.where(logits == logits, logits, float("-inf")) + 0.0
     bits = plain.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def counted(row_ptr, count, prefix, SHIFT: tl.constexpr, LANES: tl.constexpr):
-    """Of the keys that begin with `prefix` above bit SHIFT + 3: eight counts in each lane, by the three bits there."""
-    lane = tl.arange(0, LANES)
-    counts = tl.zeros([LANES], tl.int64)
-    for start in tl.range(0, count, LANES):
-        live = start + lane < count
-        key = ordered(tl.load(row_ptr + start + lane, mask=live, other=0.0))
-        if SHIFT < 29:
-            live = live & (key >> (SHIFT + 3) == prefix)
-        counts += tl.where(live, tl.full([LANES], 1, tl.int64) << (((key >> SHIFT) & 7) * 8).to(tl.int64), 0)
-    return counts
+def kth_largest(key, valid, K: tl.constexpr):
+    """Returns the largest number, of those with few bits first, that at least K of the keys reach; 1 where there is no
+    choice."""
+    threshold = tl.full([], 1, tl.uint32)
+    if valid > K:
+        threshold = tl.full([], 0, tl.uint32)
+        reached = valid
+        bit = tl.full([], 31, tl.int32)
+        while (bit >= 0) & (reached != K):
+            trial = threshold | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
+            count = tl.sum((key >= trial).to(tl.int32), 0)
+            is_reached = count >= K
+            threshold = tl.where(is_reached, trial, threshold)
+            reached = tl.where(is_reached, count, reached)
+            bit -= 1
+    return threshold
 
 
-@triton.jit(do_not_specialize=["stride_row"])
-def choose(logits_ptr, num_keys_ptr, out_ptr, stride_row, K: tl.constexpr, LANES: tl.constexpr):
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["width", "stride_row", "stride_out"])
+def narrow(
+    logits_ptr, keys_ptr, positions_ptr, num_keys_ptr, out_keys_ptr, out_ptr, width, stride_row, stride_out,
+    K: tl.constexpr, CHUNK: tl.constexpr, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_row
-    out_row = out_ptr + row * K
-    count = tl.load(num_keys_ptr + row)
-    lane = tl.arange(0, LANES)
-    has_choice = count > K
-    # Without a choice every key is at least the threshold.
-    threshold = tl.full([], 0, tl.uint32)
-    missing = count
-    if has_choice:
-        missing = tl.full([], K, tl.int32)
-        for step in tl.static_range(11):
-            counts = counted(row_ptr, count, threshold, 30 - 3 * step, LANES)
-            digit = tl.full([], 0, tl.int32)
-            larger = tl.full([], 0, tl.int32)
-            for place in tl.static_range(7):
-                # How many have more than 6 - place there: while they are too few, the digit is lower.
-                reached = tl.sum(((counts >> (8 * (7 - place))) & 255).to(tl.int32), 0)
-                is_open = (digit == 0) & (larger + reached < missing)
-                digit = tl.where((digit == 0) & (larger + reached >= missing), 7 - place, digit)
-                larger = tl.where(is_open, larger + reached, larger)
-            missing -= larger
-            threshold = (threshold << 3) + digit.to(tl.uint32)
-    taken = tl.full([], 0, tl.int32)
-    for start in tl.range(0, count, LANES):
-        position = start + lane
-        live = position < count
-        key = ordered(tl.load(row_ptr + position, mask=live & has_choice, other=0.0))
-        equal = (live & (key == threshold)).to(tl.int32)
-        is_first = tl.cumsum(equal, 0) <= missing
-        is_chosen = live & ((key > threshold) | ((equal == 1) & is_first))
-        place = taken + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-        tl.store(out_row + place, position, mask=is_chosen)
-        taken += tl.sum(is_chosen.to(tl.int32), 0)
-        missing -= tl.minimum(tl.sum(equal, 0), missing)
-    for start in tl.range(taken, K, LANES):
-        tl.store(out_row + start + lane, -1, mask=start + lane < K)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    if IS_FIRST:
+        live = at < tl.load(num_keys_ptr + row)
+        key = tl.where(live, ordered(tl.load(logits_ptr + row * stride_row + at, mask=live, other=0.0)), 0)
+        position = at
+    else:
+        live = at < width
+        key = tl.load(keys_ptr + row * stride_row + at, mask=live, other=0).to(tl.uint32, bitcast=True)
+        position = tl.load(positions_ptr + row * stride_row + at, mask=live, other=0)
+    valid = tl.sum((key > 0).to(tl.int32), 0)
+    threshold = kth_largest(key, valid, K)
+    larger = (key > threshold).to(tl.int32)
+    missing = K - tl.sum(larger, 0)
+    equal = (key == threshold).to(tl.int32)
+    # Both running counts in one sum: neither reaches 2^16.
+    counted = tl.cumsum(larger + (equal << 16), 0)
+    place = (counted & 65535) + tl.minimum(counted >> 16, missing) - 1
+    is_kept = (larger == 1) | ((equal == 1) & (counted >> 16 <= missing))
+    out = row * stride_out + tl.program_id(1) * K
+    tl.store(out_ptr + out + place, position, mask=is_kept)
+    lane = tl.arange(0, CHUNK)
+    is_empty = (lane >= valid) & (lane < K)
+    tl.store(out_ptr + out + lane, -1, mask=is_empty)
+    if not IS_LAST:
+        tl.store(out_keys_ptr + out + place, key.to(tl.int32, bitcast=True), mask=is_kept)
+        tl.store(out_keys_ptr + out + lane, 0, mask=is_empty)
+
+
+def warps_for(programs: int) -> int:
+    """Returns how many share a chunk: few where programs fill the processors, since warps wait for each other."""
+    return 4 if programs > MANY_PROGRAMS else 8
 
 
 def launch(logits: torch.Tensor, num_keys: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
+    (rows, width), k = logits.shape, out.shape[1]
+    if k > MAX_K:
+        raise KernelArgumentError(f"k: must be at most {MAX_K} on a GPU, got {k}")
+    keys = positions = out
+    stride = logits.stride(0)
+    is_first = True
     with torch.cuda.device_of(logits):
-        choose[(logits.shape[0],)](
-            logits, num_keys, out, logits.stride(0), K=out.shape[1], LANES=LANES, num_warps=16
-        )  # fmt: skip
+        while True:
+            is_last = width <= CHUNK
+            chunk = triton.next_power_of_2(max(width, k)) if is_last else CHUNK
+            chunks = triton.cdiv(max(width, 1), chunk)
+            kept = (out, out) if is_last else out.new_empty(2, rows, chunks * k)
+            narrow[(rows, chunks)](
+                logits, keys, positions, num_keys, *kept, width, stride, chunks * k,
+                K=k, CHUNK=chunk, IS_FIRST=is_first, IS_LAST=is_last, num_warps=warps_for(rows * chunks),
+            )  # fmt: skip
+            if is_last:
+                return
+            (keys, positions), width, stride, is_first = kept, chunks * k, chunks * k, False

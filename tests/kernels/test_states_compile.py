@@ -22,12 +22,20 @@ SLOTS = dict.fromkeys(("cu_", "working", "restore", "fresh", "rolling", "leave",
 @pytest.mark.parametrize("values", ["bf16", "fp32"])
 @pytest.mark.parametrize(("channels", "d_conv"), [(8192, 4), (2048, 3)])
 def test_convolutions(values: str, channels: int, d_conv: int) -> None:
-    from kernels.causal_conv.triton import ROW_CHANNELS, TILE_CHANNELS, TILE_TOKENS, convolve, leave_columns
+    from kernels.causal_conv.triton import (
+        MIXED_TOKENS,
+        ROW_CHANNELS,
+        TILE_CHANNELS,
+        TILE_TOKENS,
+        convolve,
+        leave_columns,
+    )
 
     shared: dict[str, object] = {"C": channels, "PADDED": 4 if d_conv == 4 else 2}
     constants = {
         **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2,
         "ROW_C": ROW_CHANNELS, "BLOCK_T": TILE_TOKENS, "BLOCK_C": TILE_CHANNELS,
+        "MIXED_T": MIXED_TOKENS,
     }  # fmt: skip
     built = compile_for_hopper(convolve, constants, 4, kinds(values, **SLOTS))
     assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
@@ -45,10 +53,15 @@ def test_copies() -> None:
 
 SCAN_KINDS = {
     **SLOTS, "blocks": "*i32", "sums": "*fp32", "weights": "*fp32", "states": "*fp32", "g_": "*fp32", "beta": "*fp32",
-    "skip": "*fp32",
+    "skip": "*fp32", "lengths": "*fp32", "factors": "*fp32", "sizes": "*fp32",
 }  # fmt: skip
 # Heads of Qwen3-Next: 16 of keys, 32 of values.
-QWEN: dict[str, object] = {"HEADS": 32, "GROUP": 2, "DK": 128, "DV": 128, "BK": 128, "NORM": True}
+QWEN: dict[str, object] = {"HEADS": 32, "GROUP": 2, "DK": 128, "BK": 128}
+
+
+# Bamba: one group of 128 heads.
+MAMBA2: dict[str, object] = {"HEADS": 128, "GROUP": 128, "DK": 128, "DV": 64, "BK": 128}
+SHARED_BYTES = 227 << 10
 
 
 def scan_kinds(values: str) -> Callable[[str], str]:
@@ -59,29 +72,25 @@ def scan_kinds(values: str) -> Callable[[str], str]:
 @pytest.mark.parametrize("values", ["bf16", "fp16"])
 def test_scans(values: str) -> None:
     """Products of 16 bits are wgmmas that nobody waits for one by one."""
-    from kernels.block_scan.triton import (
-        OUTPUT_VALUES,
-        OUTPUT_WARPS,
-        PASS_VALUES,
-        PASS_WARPS,
-        block_outputs,
-        pass_states,
-    )
+    from kernels.block_scan.triton import DELTA_VALUES, STAGES, VALUES, WARPS, scan_blocks
 
-    shared = {**QWEN, "HAS_WEIGHTS": False, "BY_VALUE": False, "PRECISION": "tf32"}
-    constants = {**shared, "HAS_READERS": True, "BV": PASS_VALUES}
-    built = compile_for_hopper(pass_states, constants, PASS_WARPS, scan_kinds(values))
+    options = {"PRECISION": "tf32", "HAS_WEIGHTS": True, "STAGES": STAGES}
+    delta = {"HAS_INVERSES": True, "HAS_FACTORS": True, "HAS_SKIP": False, "HAS_GATE": False, "BY_VALUE": False}
+    built = compile_for_hopper(
+        scan_blocks, {**QWEN, **options, **delta, "DV": 128, "BV": DELTA_VALUES}, WARPS, scan_kinds(values)
+    )
     assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
-    constants = {**shared, "HAS_SKIP": False, "HAS_GATE": True, "BV": OUTPUT_VALUES}
-    built = compile_for_hopper(block_outputs, constants, OUTPUT_WARPS, scan_kinds(values))
-    assert not built.spills and "wgmma" in built.ptx
+    assert built.shared_bytes <= SHARED_BYTES // 2, "two programs share a processor"
+    mamba2 = {"HAS_INVERSES": False, "HAS_FACTORS": False, "HAS_SKIP": True, "HAS_GATE": False, "BY_VALUE": True}
+    built = compile_for_hopper(scan_blocks, {**MAMBA2, **options, **mamba2, "BV": VALUES}, WARPS, scan_kinds(values))
+    assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
 
 
 @pytest.mark.parametrize("values", ["bf16", "fp16"])
 def test_blocks_of_the_delta_rule(values: str) -> None:
     from kernels.gated_delta_scan.triton import WARPS, solve_blocks
 
-    constants = {**QWEN, "PRECISION": "tf32", "BV": 128}
+    constants = {**QWEN, "NORM": True, "HALVES": True, "PRECISION": "tf32"}
     built = compile_for_hopper(solve_blocks, constants, WARPS, scan_kinds(values))
     assert not built.spills and "wgmma" in built.ptx
 
@@ -100,32 +109,26 @@ def test_updates(values: str) -> None:
 
     kinds_of = {**SCAN_KINDS, "raw": "*fp32", "bias": "*fp32", "a_": "*fp32"}
     pointer = kinds(values, **{name: kind for name, kind in kinds_of.items() if name != "g_"}, g_ptr="*fp32")
-    built = compile_for_hopper(update_delta, {**QWEN, "BV": VALUES}, WARPS, pointer)
+    built = compile_for_hopper(update_delta, {**QWEN, "DV": 128, "NORM": True, "BV": VALUES}, WARPS, pointer)
     assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
-    heads: dict[str, object] = {"HEADS": 128, "GROUP": 128, "DK": 128, "DV": 64, "BK": 128, "BV": VALUES}
-    options = {"HAS_BIAS": True, "HAS_SKIP": True, "HAS_GATE": True}
-    built = compile_for_hopper(update_ssd, {**heads, **options}, WARPS, pointer)
+    options = {"HAS_BIAS": True, "HAS_SKIP": True, "HAS_GATE": True, "BV": VALUES}
+    built = compile_for_hopper(update_ssd, {**MAMBA2, **options}, WARPS, pointer)
     assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
-def test_scans_of_mamba2() -> None:
-    from kernels.block_scan.triton import (
-        OUTPUT_VALUES,
-        OUTPUT_WARPS,
-        PASS_VALUES,
-        PASS_WARPS,
-        block_outputs,
-        pass_states,
-    )
-    from kernels.mamba2_scan.triton import HEADS, sum_steps
+def test_blocks_of_mamba2() -> None:
+    from kernels.mamba2_scan.triton import HEADS, SHARED_HEADS, score_blocks, sum_steps
 
-    shared: dict[str, object] = {
-        "HEADS": 128, "GROUP": 128, "DK": 128, "DV": 64, "BK": 128, "NORM": False, "HAS_WEIGHTS": True,
-        "BY_VALUE": True, "PRECISION": "tf32",
-    }  # fmt: skip
-    constants = {**shared, "HAS_READERS": False, "BV": PASS_VALUES}
-    assert not compile_for_hopper(pass_states, constants, PASS_WARPS, scan_kinds("bf16")).spills
-    constants = {**shared, "HAS_SKIP": True, "HAS_GATE": False, "BV": OUTPUT_VALUES}
-    assert not compile_for_hopper(block_outputs, constants, OUTPUT_WARPS, scan_kinds("bf16")).spills
     raw = kinds("fp32", raw="*bf16", **dict.fromkeys(("cu_", "blocks"), "*i32"))
     assert not compile_for_hopper(sum_steps, {"H": 128, "HAS_BIAS": True, "BLOCK_H": HEADS}, 4, raw).spills
+    constants = {"H": 128, "GROUP": 128, "DK": 128, "PRECISION": "tf32", "BK": 128, "SHARE": SHARED_HEADS}
+    built = compile_for_hopper(score_blocks, constants, 4, scan_kinds("bf16"))
+    assert not built.spills and "wgmma" in built.ptx
+
+
+def test_what_no_row_covers() -> None:
+    from kernels.block_scan.triton import CLEARED, clear_uncovered
+
+    constants = {"WIDTH": 4096, "LEVELS": 2, "BLOCK_T": CLEARED, "BLOCK": 256}
+    built = compile_for_hopper(clear_uncovered, constants, 4, kinds("bf16", **SLOTS))
+    assert not built.spills and "st.global.v4" in built.ptx

@@ -48,6 +48,12 @@ def test_rows_of_many_tiles_with_ties_across_them(target: Target) -> None:
     check(drawn(3, 9000, 1.0), [9000, 4097, 8192], 2048, target)
 
 
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_rows_that_are_narrowed_more_than_once(target: Target, step: float) -> None:
+    """Of 70,000 keys nine programs keep 2,048 each, of these three, and one of these."""
+    check(drawn(2, 70_000, step), [70_000, 24_577], 2048, target)
+
+
 def test_all_equal_takes_the_first(target: Target) -> None:
     got = check(torch.zeros(2, 5000), [5000, 4500], 100, target)
     assert got[0].tolist() == list(range(100))
