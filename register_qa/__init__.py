@@ -6,8 +6,7 @@ A register is a text, a question is a suffix, and the model is a folder.
 from pathlib import Path
 
 from register_qa.facts import Attribute, Fact, Split, split_of
-from register_qa.marking import is_correct
-from register_qa.questions import ONE_FACT_KINDS, AskedFact, Kind, Question, draw_questions
+from register_qa.questions import ONE_FACT_KINDS, AskedFact, Kind, Question, draw_questions, is_correct
 from register_qa.register import (
     MAX_HOLDINGS,
     MIN_HOLDINGS,

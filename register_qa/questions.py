@@ -69,6 +69,11 @@ class Question:
     holdings: tuple[Holding, ...]
 
 
+def is_correct(question: Question, text: str) -> bool:
+    """Whether the generated text is the answer, word for word: special tokens left out, white space around forgiven."""
+    return text.strip() == question.answer
+
+
 def draw_questions(
     register: Register, seed: int, count: int, kinds: Sequence[Kind] = tuple(Kind)
 ) -> tuple[Question, ...]:

@@ -9,7 +9,7 @@ from session.limits import MAX_GROUPS, MAX_NAME_CHARS, SessionLimits
 from session.messages import Hello, Welcome
 from session.protocol import CAPABILITIES, PROTOCOL_VERSION
 from session.wire import fields
-from session.wire.parts import as_fields, decode_forget, decode_group_spec
+from session.wire.parts import as_fields, decode_forget, decode_group_spec, encode_group_spec
 from session.words import HostTierKind, WorkerId
 
 FINGERPRINT_BYTES = 32
@@ -19,7 +19,8 @@ LIMITS_THAT_MAY_BE_ZERO = {"max_kept_bytes", "grace_ms"}
 
 
 def encode_hello(value: Hello) -> cache_pb2.WorkerMessage:
-    return cache_pb2.WorkerMessage(hello=cache_pb2.Hello(protocol_version=PROTOCOL_VERSION, **as_fields(value)))
+    told = {**as_fields(value), "groups": [encode_group_spec(spec) for spec in value.groups]}
+    return cache_pb2.WorkerMessage(hello=cache_pb2.Hello(protocol_version=PROTOCOL_VERSION, **told))
 
 
 def decode_hello(message: cache_pb2.Hello) -> Hello:

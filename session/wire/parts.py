@@ -79,7 +79,9 @@ def decode_forget(message: cache_pb2.Forget, field: str) -> Forget:
 
 
 def encode_group_spec(value: GroupSpec) -> types_pb2.GroupSpec:
-    return types_pb2.GroupSpec(**as_fields(value))
+    told = as_fields(value)
+    del told["replicated"]  # of attached engines alone
+    return types_pb2.GroupSpec(**told)
 
 
 def decode_group_spec(message: types_pb2.GroupSpec, field: str) -> GroupSpec:

@@ -7,6 +7,7 @@ checksum agrees.
 from __future__ import annotations
 
 import zlib
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -15,6 +16,8 @@ from session.errors import Damaged, InvalidInput
 
 # The field that a Damaged names.
 CHECKSUM_FIELD = "session.crc32"
+
+M = TypeVar("M", cache_pb2.WorkerMessage, cache_pb2.ManagerMessage)
 
 
 def seal_request(message: cache_pb2.WorkerMessage) -> cache_pb2.SessionRequest:
@@ -29,28 +32,18 @@ def seal_response(message: cache_pb2.ManagerMessage) -> cache_pb2.SessionRespons
 
 def open_request(envelope: cache_pb2.SessionRequest) -> cache_pb2.WorkerMessage:
     """Returns the message inside. Raises Damaged, or InvalidInput for a body that is no message."""
-    body = envelope.body
-    _check(body, envelope.crc32)
-    try:
-        return cache_pb2.WorkerMessage.FromString(body)
-    except DecodeError:
-        raise _no_message(body, "a worker") from None
+    return _opened(cache_pb2.WorkerMessage, envelope.body, envelope.crc32, "a worker")
 
 
 def open_response(envelope: cache_pb2.SessionResponse) -> cache_pb2.ManagerMessage:
     """Returns the message inside. Raises Damaged, or InvalidInput for a body that is no message."""
-    body = envelope.body
-    _check(body, envelope.crc32)
-    try:
-        return cache_pb2.ManagerMessage.FromString(body)
-    except DecodeError:
-        raise _no_message(body, "the cache service") from None
+    return _opened(cache_pb2.ManagerMessage, envelope.body, envelope.crc32, "the cache service")
 
 
-def _check(body: bytes, crc32: int) -> None:
+def _opened(kind: type[M], body: bytes, crc32: int, peer: str) -> M:
     if zlib.crc32(body) != crc32:
         raise Damaged(CHECKSUM_FIELD, f"is not that of the body's {len(body)} bytes")
-
-
-def _no_message(body: bytes, peer: str) -> InvalidInput:
-    return InvalidInput("session.body", f"{len(body)} bytes that are no message of {peer}")
+    try:
+        return kind.FromString(body)
+    except DecodeError:
+        raise InvalidInput("session.body", f"{len(body)} bytes that are no message of {peer}") from None
