@@ -17,6 +17,7 @@ import grpc
 from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
 from session.words import HASH_BYTES, MissReason, TransferStatus
 from tier_client.breaker import Breaker
+from tier_client.fetch_rate import FetchRate
 from tier_client.values import (
     NOT_ATTACHED,
     Attachment,
@@ -50,8 +51,10 @@ _log = logging.getLogger(__name__)
 class HostTierCalls:
     """One attachment, held by any number of threads. `identity` tells which store the engine reaches."""
 
-    def __init__(self, config: TierClientConfig, identity: Callable[[], str | None], breaker: Breaker) -> None:
-        self._config, self._identity, self._breaker = config, identity, breaker
+    def __init__(
+        self, config: TierClientConfig, identity: Callable[[], str | None], breaker: Breaker, rate: FetchRate
+    ) -> None:
+        self._config, self._identity, self._breaker, self._rate = config, identity, breaker, rate
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.insecure_channel(config.cache_address, options)
         self._stub: Any = host_tier_pb2_grpc.HostTierStub(self._channel)
@@ -88,6 +91,7 @@ class HostTierCalls:
                 kind=types_pb2.GroupKind.ValueType(one.kind),
                 window_tokens=one.window_tokens,
                 page_bytes=one.page_bytes,
+                replicated=one.replicated,
             )
             for one in config.groups
         ]
@@ -114,12 +118,19 @@ class HostTierCalls:
             return None
         attachment, answer = self._call(
             self._stub.Lookup,
-            lambda id_: host_tier_pb2.LookupRequest(**id_, path=asked, local_pages=local_pages, lease=True),
+            lambda id_: host_tier_pb2.LookupRequest(
+                **id_,
+                path=asked,
+                local_pages=local_pages,
+                lease=True,
+                compute_tokens_per_s=self._config.compute_tokens_per_s,
+                fetch_bytes_per_s=self._rate.bytes_per_s,
+            ),
         )
         if answer is None:
             return None
         reason = _REASONS.get(answer.miss_reason, "")
-        pages = _keyed(answer.pages)
+        pages = self._keyed(answer.pages)
         return Hit(answer.usable_pages, local_pages, answer.lease, pages, reason, answer.limiting_group, attachment)
 
     def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
@@ -137,7 +148,7 @@ class HostTierCalls:
         )
         if answer is None or answer.breaker_open:
             return None
-        return Ticket(answer.ticket, _keyed(answer.pages), answer.num_refused, attachment)
+        return Ticket(answer.ticket, self._keyed(answer.pages), answer.num_refused, attachment)
 
     def commit(
         self, ticket: Ticket, rank: int, written: Sequence[tuple[int, int]], status: TransferStatus
@@ -178,6 +189,18 @@ class HostTierCalls:
             _log.warning("path.tokens: %s", error)
             return None
         return host_tier_pb2.TierPath(adapter=path.adapter, salt=path.salt, page_ids=ids, tokens=tokens)
+
+    def _keyed(self, pages: Iterable[host_tier_pb2.TierPages]) -> tuple[KeyedPages, ...]:
+        return tuple(
+            KeyedPages(
+                one.group,
+                one.key_prefix,
+                struct.unpack(f"<{len(one.pages) // 4}I", one.pages),
+                tuple(one.page_hashes[at : at + HASH_BYTES] for at in range(0, len(one.page_hashes), HASH_BYTES)),
+                self._config.groups[one.group].replicated,
+            )
+            for one in pages
+        )
 
     def _call(self, method: Any, make: Callable[[dict[str, Any]], Any]) -> tuple[Attachment, Any]:
         """Asks under the present attachment, once more under a new one where that has ended. Returns which it was, and
@@ -225,15 +248,3 @@ class HostTierCalls:
 
 def _id(attachment: Attachment) -> dict[str, Any]:
     return {"epoch": attachment.epoch, "attachment": attachment.number}
-
-
-def _keyed(pages: Iterable[host_tier_pb2.TierPages]) -> tuple[KeyedPages, ...]:
-    return tuple(
-        KeyedPages(
-            one.group,
-            one.key_prefix,
-            struct.unpack(f"<{len(one.pages) // 4}I", one.pages),
-            tuple(one.page_hashes[at : at + HASH_BYTES] for at in range(0, len(one.page_hashes), HASH_BYTES)),
-        )
-        for one in pages
-    )

@@ -38,8 +38,9 @@ class TierClient:
             Breaker(config.pause_s),
             config.transfer_timeout_s,
             part_bytes=config.part_bytes,
+            replicated=[number for number, group in enumerate(config.groups) if group.replicated],
         )
-        self.calls = HostTierCalls(config, self.store.identity, Breaker(config.pause_s))
+        self.calls = HostTierCalls(config, self.store.identity, Breaker(config.pause_s), self.store.rate)
 
     def __enter__(self) -> TierClient:
         return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -15,6 +15,7 @@ import xxhash
 from session.words import TransferStatus
 from tier_client.breaker import Breaker
 from tier_client.errors import HostTierError, PageAbsent, PageRejected
+from tier_client.fetch_rate import FetchRate
 from tier_client.large_pages import PART_BYTES, LargePage
 from tier_client.page_codec import CODEC_RAW, HEADER_BYTES, PageKind, decode, encode_header
 from tier_client.redis_tier import RedisTier
@@ -39,7 +40,7 @@ class Read(NamedTuple):
 class PageStore:
     """Any number of threads may call it. While the breaker is open nothing is asked, and everything has failed.
 
-    `transfer_timeout_s` is for one call of `read` or `write`.
+    `transfer_timeout_s` is for one call of `read` or `write`; `replicated`: groups whose pages are of all ranks.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class PageStore:
         transfer_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         part_bytes: int = PART_BYTES,
+        replicated: Collection[int] = (),
     ) -> None:
         self._tier, self._rank, self._breaker = tier, rank, breaker
         self._transfer_timeout_s, self._clock = transfer_timeout_s, clock
-        self._part_bytes = part_bytes
+        self._part_bytes, self._replicated = part_bytes, replicated
+        self.rate = FetchRate()
 
     def identity(self) -> str | None:
         """Returns the store's name, which changes when it was flushed; None where it does not answer."""
@@ -107,7 +110,8 @@ class PageStore:
             return Read([], TransferStatus.FAILED)
         kind = self._kind(group)
         found: list[memoryview] = []
-        until_s = self._clock() + self._transfer_timeout_s
+        start_s = self._clock()
+        until_s = start_s + self._transfer_timeout_s
         try:
             while len(found) < len(keys):
                 self._check_time(until_s)
@@ -120,6 +124,7 @@ class PageStore:
         except HostTierError as error:
             self._failed(error)
             return Read(found, TransferStatus.FAILED)
+        self.rate.add(len(found) * page_bytes, self._clock() - start_s)
         return Read(found, TransferStatus.DONE)
 
     def _read_some(self, kind: PageKind, keys: Sequence[bytes], page_bytes: int, found: list[memoryview]) -> None:
@@ -148,7 +153,7 @@ class PageStore:
         self._tier.close()
 
     def _kind(self, group: int) -> PageKind:
-        return PageKind(CODEC_RAW, NO_DTYPE, group, self._rank)
+        return PageKind(CODEC_RAW, NO_DTYPE, group, 0 if group in self._replicated else self._rank)
 
     def _failed(self, error: HostTierError) -> None:
         self._breaker.failed()

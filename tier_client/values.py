@@ -12,12 +12,16 @@ from tier_client.large_pages import PART_BYTES, parts_text
 
 
 class PageGroup(NamedTuple):
-    """A family of pages with one resume rule; `page_bytes` of one page on one rank."""
+    """A family of pages with one resume rule; `page_bytes` of one page on one rank.
+
+    `replicated`: every rank has the same bytes; rank 0 writes them for all.
+    """
 
     name: str
     kind: GroupKind
     page_bytes: int
     window_tokens: int = 0
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class TierClientConfig:
     `call_timeout_s` is for one call of the service, `store_timeout_s` for one command of up to eight values,
     `transfer_timeout_s` for all pages of one group in a fetch or a save. After a failure nothing is asked for
     `pause_s`. Pages of more than `part_bytes` move in parts; engines that cut them otherwise share none.
+    `compute_tokens_per_s`: with it, what is computed sooner than read is not granted; 0: read whatever is there.
     """
 
     cache_address: str
@@ -44,6 +49,7 @@ class TierClientConfig:
     pause_s: float = 2.0
     num_connections: int = 4
     part_bytes: int = PART_BYTES
+    compute_tokens_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != HASH_BYTES:
@@ -53,6 +59,8 @@ class TierClientConfig:
         for name in ("call_timeout_s", "store_timeout_s", "transfer_timeout_s", "pause_s", "part_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be positive")
+        if self.compute_tokens_per_s < 0:
+            raise ValueError("compute_tokens_per_s: must not be negative")
 
     def attached_fingerprint(self) -> bytes:
         """`fingerprint`, and where some page is larger than a part, the size of parts."""
@@ -84,8 +92,10 @@ class KeyedPages(NamedTuple):
     key_prefix: str
     pages: tuple[int, ...]
     page_hashes: tuple[bytes, ...]
+    replicated: bool = False
 
     def keys(self, rank: int) -> list[bytes]:
+        rank = 0 if self.replicated else rank
         return [f"{self.key_prefix}{rank}:{page_hash.hex()}".encode() for page_hash in self.page_hashes]
 
 

@@ -144,7 +144,7 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
         settings, rank = self._settings, get_tensor_model_parallel_rank()
         self._worker = WorkerSide(
-            make_store(settings, rank),
+            make_store(settings, self._layout, rank),
             PageCopies(self._layout, kv_caches),
             self._layout,
             rank,

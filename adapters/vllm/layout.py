@@ -11,7 +11,7 @@ from session.words import GroupKind
 class GroupLayout(NamedTuple):
     """`layers` in the order in which a page has them; `layer_bytes`: what a page has of each.
 
-    `content`: of recurrent states, their shapes and dtypes.
+    `content`: of recurrent states, their shapes and dtypes. `replicated`: every rank has the same bytes.
     """
 
     kind: GroupKind
@@ -19,6 +19,7 @@ class GroupLayout(NamedTuple):
     layers: tuple[str, ...]
     layer_bytes: tuple[int, ...]
     content: str = ""
+    replicated: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -66,7 +67,8 @@ def _group(number: int, group: Any, kind: str, specs: Any) -> GroupLayout:
     if kind == "mamba":
         return GroupLayout(GroupKind.STATE, 0, layers, sizes, _states(number, specs))
     if kind in ("full_attention", "mla_attention"):
-        return GroupLayout(GroupKind.FULL, 0, layers, sizes)
+        # Every rank keeps the same latents.
+        return GroupLayout(GroupKind.FULL, 0, layers, sizes, replicated=kind == "mla_attention")
     windows = {int(getattr(spec, "sliding_window", None) or 0) for spec in specs}
     if kind == "sliding_window" and len(windows) == 1 and min(windows) > 0:
         return GroupLayout(GroupKind.WINDOW, windows.pop(), layers, sizes)

@@ -59,12 +59,17 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """`num_pages`: of the pages from the order's `first_page` on, how many of the first were read in every group."""
+    """`num_pages`: of the pages from the order's `first_page` on, how many of the first were read in every group.
+
+    A load that read everything tells its bytes on this rank, and how long it took.
+    """
 
     number: int
     rank: int
     status: TransferStatus
     num_pages: int
+    num_bytes: int = 0
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ class SchedulerSide:
         if loading is None:
             return
         loading.reports.append(report)
+        self._index.was_read(report.num_bytes, report.took_s)
         if len(loading.reports) < self._num_ranks:
             return
         del self._loading[report.number]

@@ -27,6 +27,10 @@ class PageIndex(Protocol):
 
     def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> bool: ...
 
+    def was_read(self, num_bytes: int, took_s: float) -> None:
+        """What a worker read, and how long that took."""
+        ...
+
     def is_away(self) -> bool:
         """Whether calls would find and take nothing at the moment. Does not wait."""
         ...

@@ -8,6 +8,7 @@ from adapters.vllm.layout import Layout
 from adapters.vllm.settings import Settings
 from tier_client.breaker import Breaker
 from tier_client.calls import HostTierCalls
+from tier_client.fetch_rate import FetchRate
 from tier_client.page_store import PageStore
 from tier_client.redis_tier import RedisTier, RedisTierConfig
 from tier_client.values import PageGroup, TierClientConfig
@@ -27,8 +28,12 @@ class ServiceIndex(HostTierCalls):
     """Calls of the service, and whether it is asked at the moment."""
 
     def __init__(self, config: TierClientConfig, store: PageStore) -> None:
-        self._store, self._answers = store, Breaker(config.pause_s)
-        super().__init__(config, store.identity, self._answers)
+        self._store, self._answers, self._read_rate = store, Breaker(config.pause_s), FetchRate()
+        super().__init__(config, store.identity, self._answers, self._read_rate)
+
+    def was_read(self, num_bytes: int, took_s: float) -> None:
+        """By a worker, whose store is another process's."""
+        self._read_rate.add(num_bytes, took_s)
 
     def is_away(self) -> bool:
         return self._answers.is_open
@@ -53,22 +58,27 @@ def make_index(settings: Settings, engine: Engine) -> ServiceIndex:
         store_timeout_s=settings.store_timeout_s,
         pause_s=settings.pause_s,
         part_bytes=settings.host_part_kb << 10,
+        compute_tokens_per_s=settings.compute_tokens_per_s,
     )
-    return ServiceIndex(config, _store(settings, 0, 1))
+    return ServiceIndex(config, _store(settings, engine.layout, 0, 1))
 
 
-def make_store(settings: Settings, rank: int) -> PageStore:
-    return _store(settings, rank, settings.load_threads + settings.save_threads)
+def make_store(settings: Settings, layout: Layout, rank: int) -> PageStore:
+    return _store(settings, layout, rank, settings.load_threads + settings.save_threads)
 
 
-def _store(settings: Settings, rank: int, num_connections: int) -> PageStore:
+def _store(settings: Settings, layout: Layout, rank: int, num_connections: int) -> PageStore:
     tier = RedisTier(settings.redis, RedisTierConfig(num_connections, settings.store_timeout_s))
-    return PageStore(tier, rank, Breaker(settings.pause_s), part_bytes=settings.host_part_kb << 10)
+    replicated = [number for number, group in enumerate(layout.groups) if group.replicated]
+    part_bytes = settings.host_part_kb << 10
+    return PageStore(tier, rank, Breaker(settings.pause_s), part_bytes=part_bytes, replicated=replicated)
 
 
 def _groups(layout: Layout) -> tuple[PageGroup, ...]:
     """Named by their numbers: which layers they have is in the fingerprint."""
     return tuple(
-        PageGroup(f"{group.kind.name.lower()}{number}", group.kind, group.page_bytes, group.window_tokens)
+        PageGroup(
+            f"{group.kind.name.lower()}{number}", group.kind, group.page_bytes, group.window_tokens, group.replicated
+        )
         for number, group in enumerate(layout.groups)
     )

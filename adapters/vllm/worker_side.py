@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -121,12 +122,15 @@ class WorkerSide:
 
     def _load(self, order: LoadOrder, after: Event) -> None:
         """Never raises: a load without a result would keep its request waiting for ever."""
+        start_s = time.monotonic()
         try:
             end, status = self._read(order, after)
         except Exception:
             _log.exception("a load failed")
             end, status = order.first_page, TransferStatus.FAILED
         is_failed = end < order.end_page
+        num_bytes = 0 if is_failed else sum(len(one.blocks) * self._page_bytes(one.pages.group) for one in order.groups)
+        took_s = time.monotonic() - start_s
         with self._lock:
             self._results.finished.add(order.request_id)
             if is_failed and self._layout.is_one_full_group and order.groups:
@@ -134,7 +138,8 @@ class WorkerSide:
                 self._results.bad_blocks.update(order.groups[0].blocks[first:])
             elif is_failed:
                 self._results.failed.add(order.request_id)
-            self._reports.loads.append(LoadReport(order.number, self._rank, status, end - order.first_page))
+            num_pages = end - order.first_page
+            self._reports.loads.append(LoadReport(order.number, self._rank, status, num_pages, num_bytes, took_s))
 
     def _read(self, order: LoadOrder, after: Event) -> tuple[int, TransferStatus]:
         """Returns up to which page every group was read, and what was wrong with the next one."""
@@ -198,6 +203,8 @@ class WorkerSide:
                 for copied in staged.copies:
                     copied.wait()
                 for pages, rows in order.groups:
+                    if pages.replicated and self._rank:
+                        continue  # rank 0 writes them for all
                     count, status = self._write_pages(pages, staged.pages[pages.group], rows)
                     written.append((pages.group, count))
                     if count < len(rows):

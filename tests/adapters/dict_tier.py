@@ -31,6 +31,7 @@ class DictTier:
     commits: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
     ends: list[LeaseEnd] = field(default_factory=list)
     lookups: list[tuple[PagePath, int]] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
     away: bool = False
     store_fails: bool = False
     room: int = 1 << 30
@@ -89,6 +90,9 @@ class DictTier:
         if status in (TransferStatus.MISSING, TransferStatus.CORRUPT):
             self.rows -= {(group, hashes[num_pages]) for group in range(len(self.layout.groups))}
         return True
+
+    def was_read(self, num_bytes: int, took_s: float) -> None:
+        self.reads.append(num_bytes)
 
     def is_away(self) -> bool:
         return self.away

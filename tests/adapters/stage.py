@@ -24,6 +24,7 @@ PAGE_TOKENS = 4
 NUM_BLOCKS = 32
 PAUSE_S = 2.0
 FULL = GroupLayout(GroupKind.FULL, 0, ("full.0", "full.1"), (32, 32))
+LATENT = FULL._replace(replicated=True)
 STATE = GroupLayout(GroupKind.STATE, 0, ("state.0",), (96,))
 WINDOW = GroupLayout(GroupKind.WINDOW, 2 * PAGE_TOKENS + 1, ("window.0",), (64,))
 

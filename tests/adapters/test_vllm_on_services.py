@@ -15,7 +15,7 @@ import pytest
 from adapters.vllm.layout import GroupLayout
 from adapters.vllm.settings import Settings
 from adapters.vllm.tier_clients import Engine, ServiceIndex, make_index, make_store
-from tests.adapters.stage import FULL, PAGE_TOKENS, PAUSE_S, STATE, WINDOW, FakeRequest, Stage, layout
+from tests.adapters.stage import FULL, LATENT, PAGE_TOKENS, PAUSE_S, STATE, WINDOW, FakeRequest, Stage, layout
 from tests.tier_client.conftest import staged
 from tests.tier_client.stage import Stage as Services
 
@@ -48,7 +48,7 @@ def start_engine(services: Services) -> Iterator[StartEngine]:
             )
             spec = layout(*groups)
             index: ServiceIndex = make_index(settings, Engine("test", b"f" * 32, "model", spec, ranks))
-            stage = Stage(spec, ranks, index=index, stores=[make_store(settings, rank) for rank in range(ranks)])
+            stage = Stage(spec, ranks, index=index, stores=[make_store(settings, spec, rank) for rank in range(ranks)])
             stack.callback(stage.close)
             return stage
 
@@ -70,9 +70,10 @@ def load(stage: Stage, request: FakeRequest) -> bool:
     if any(one.failed or one.bad_blocks for one in results):
         return False
     for group, table in zip(range(len(held)), held, strict=True):
-        for page in range({FULL: 0, WINDOW: 3, STATE: 4}[stage.spec.groups[group]], 5):
+        for page in range({FULL: 0, LATENT: 0, WINDOW: 3, STATE: 4}[stage.spec.groups[group]], 5):
             for rank in range(stage.num_ranks):
-                assert stage.contents(group, table[page], rank) == {request.block_hashes[page][0] + rank}
+                writer = 0 if stage.spec.groups[group].replicated else rank
+                assert stage.contents(group, table[page], rank) == {request.block_hashes[page][0] + writer}
     return True
 
 
@@ -86,7 +87,7 @@ def recover(stage: Stage) -> None:
         stage.compute(request, tables(stage))
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE)])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, STATE), (LATENT,)])
 def test_a_second_engine_hits_what_the_first_one_stored(
     services: Services, start_engine: StartEngine, groups: tuple[GroupLayout, ...]
 ) -> None:
@@ -98,6 +99,9 @@ def test_a_second_engine_hits_what_the_first_one_stored(
     assert (told.attachments.usable_pages, told.host_tier.num_fetched_pages) == (5, 5)
     assert told.attachments.num_leases == told.attachments.num_tickets == 0
     assert second.matched(FakeRequest("c", TOKENS, cache_salt="another tenant")) == 0
+    with services.redis.client() as redis:
+        num_values = sum(b"sentinel" not in key for key in redis.scan_iter(count=1000))
+    assert num_values == sum({FULL: 10, LATENT: 5, WINDOW: 10, STATE: 2}[group] for group in groups)
 
 
 def test_another_layout_or_number_of_ranks_meets_none_of_it(services: Services, start_engine: StartEngine) -> None:

@@ -86,6 +86,26 @@ def test_a_large_page_moves_in_parts(shared: Stage) -> None:
     assert shared.stats().host_tier.num_missing_pages == before + 1
 
 
+def test_what_is_computed_sooner_than_read_is_not_fetched(shared: Stage) -> None:
+    """The client measures how fast it reads; before the first read nobody knows."""
+    quick, slow = shared.client(compute_tokens_per_s=1e12), shared.client(compute_tokens_per_s=1e-3)
+    saved(shared, quick)
+    check(quick.fetch(PROMPT), 6)
+    before = shared.stats().attachments.misses["fetch_slower"]
+    assert quick.fetch(PROMPT).usable_pages == 0
+    assert shared.stats().attachments.misses["fetch_slower"] == before + 1
+    for _ in range(2):
+        check(slow.fetch(PROMPT), 6)
+
+
+def test_of_a_replicated_group_every_rank_reads_what_the_first_one_wrote(shared: Stage) -> None:
+    group = FULL._replace(replicated=True)
+    ranks = [shared.client(group, num_ranks=2, rank=rank) for rank in range(2)]
+    saved(shared, ranks[0])
+    for client in ranks:
+        check(client.fetch(PROMPT), 6)
+
+
 def test_engines_that_cut_pages_otherwise_share_none(shared: Stage) -> None:
     """Pages of one part do not tell the size of parts; larger ones need it."""
     in_parts = [shared.client(part_bytes=size) for size in (64, 128, 64)]
