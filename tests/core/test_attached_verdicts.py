@@ -12,6 +12,7 @@ from cache_service.core.base.fetch_estimate import DOUBLING_MS, FetchRates
 from cache_service.core.base.types import FetchPolicy
 from session.errors import InvalidInput
 from session.words import MissReason
+from tests.core.at_once import clear_at_once
 from tests.core.attached import (
     DONE,
     FAILED,
@@ -94,7 +95,7 @@ def test_of_a_replicated_group_one_rank_writes_what_all_read() -> None:
     index = stage.manager.tiers.shared[TIER]
     assert index.num_bytes == 10 * PAGE_BYTES and len(stage.store) == 10
     assert second.lookup(PROMPT).usable_pages == 10
-    stage.manager.clear(None, unused_only=True)
+    clear_at_once(stage.manager, None, unused_only=True)
     stage.settle()
     assert not stage.store, "the keys that were written are those that are deleted"
 
