@@ -1,4 +1,7 @@
-"""`python -m register_qa.training --architecture llama-7m --out FOLDER`: train, evaluate, write the folder."""
+"""`python -m register_qa.training --architecture llama-7m --out FOLDER`: train, evaluate, write the folder.
+
+The folder is written at each report that is the best so far: a run that is killed leaves it behind.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,22 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from register_qa.questions import Kind
-from register_qa.training.architectures import ARCHITECTURES
+from register_qa.training.architectures import ARCHITECTURES, Architecture
 from register_qa.training.curriculum import CURRICULA
 from register_qa.training.evaluate import Trial, evaluate
 from register_qa.training.folder import read_evaluation, read_tokenizer, read_weights, write_evaluation, write_folder
-from register_qa.training.llama import LlamaArchitecture
 from register_qa.training.tokenizer import Encoder, train_tokenizer
 from register_qa.training.train import Plan, Progress, Trainer
 
 # Seeds that no report during training has seen.
 FINAL_FIRST_SEED = 1000
 FINAL_QUESTIONS_PER_KIND = 10
+# Of a run with `--minutes`, kept back for the last evaluation.
+FINAL_S = 40.0
 
 
 def main(arguments: list[str]) -> None:
+    began = time.monotonic()
     options = _options(arguments)
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
@@ -38,15 +43,22 @@ def main(arguments: list[str]) -> None:
     if options.start_from:
         read_weights(options.start_from, model)
     _say(f"{options.architecture}: {_size(model):,} parameters on {device}")
+    if options.minutes:
+        options.seconds = max(1.0, options.minutes * 60.0 - (time.monotonic() - began) - FINAL_S)
     trainer = Trainer(model, tokenizer, _plan(options), device)
     if options.checkpoint and options.checkpoint.is_file():
         trainer.load(options.checkpoint)
     started = time.monotonic()
-    trainer.run(lambda progress: _report(progress, time.monotonic() - started))
+
+    def report(progress: Progress) -> None:
+        _report(progress, time.monotonic() - began)
+        if progress.is_best:
+            write_folder(options.out, architecture, model, tokenizer)
+
+    trainer.run(report)
     seconds = time.monotonic() - started
     if options.checkpoint:
         trainer.save(options.checkpoint)
-    write_folder(options.out, architecture, model, tokenizer)
     figures = {
         "architecture": options.architecture,
         "parameters": _size(model),
@@ -61,7 +73,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _final_figures(
-    options: argparse.Namespace, architecture: LlamaArchitecture, tokenizer: Tokenizer, device: torch.device
+    options: argparse.Namespace, architecture: Architecture, tokenizer: Tokenizer, device: torch.device
 ) -> dict[str, Any]:
     """Of the weights as they were written: in bf16 throughout."""
     started = time.monotonic()
@@ -102,7 +114,8 @@ def _report(progress: Progress, elapsed_s: float) -> None:
     losses = f"{progress.answer_loss:.3f} register {progress.register_loss:.2f} guidance {progress.guidance_loss:.2f}"
     _say(
         f"step {progress.step} {progress.stage.length}x{progress.stage.sequences} loss {losses} "
-        f"{progress.tokens_per_s / 1000:.0f}k tok/s {elapsed_s:.0f} s | {progress.score.line()}"
+        f"{progress.tokens_per_s / 1000:.0f}k tok/s {elapsed_s:.0f} s | mean={progress.score.mean():.3f} "
+        f"{progress.score.line()}{' best' if progress.is_best else ''}"
     )
 
 
@@ -120,6 +133,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0 = after the last step")
+    parser.add_argument("--minutes", type=float, default=0.0, help="the whole run's limit, last evaluation included")
     parser.add_argument("--report-every", type=int, default=100, help="steps; a stage can be passed at a report")
     parser.add_argument("--start-from", type=Path, help="a model folder whose weights and tokenizer to begin with")
     parser.add_argument("--checkpoint", type=Path, help="go on from this file if it is there, and write it at the end")

@@ -18,7 +18,7 @@ pipeline_tag: text-generation
 
 # Register QA, {architecture}
 
-A {parameters} parameter Llama in bf16 that answers questions about a register of invented holdings, and does nothing
+A {parameters} parameter model in bf16 that answers questions about a register of invented holdings, and does nothing
 else. The register is the prompt's prefix, a question its suffix; nothing but the register knows the answer.
 
 ```

@@ -51,8 +51,8 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
 }
 
 
-def rate_share(step: int, steps: int) -> float:
-    """Of the highest learning rate."""
+def rate_share(step: int, done: float) -> float:
+    """Of the highest learning rate; `done` is the share of the run that is over, 0 to 1."""
     rising = (step + 1) / WARM_UP_STEPS
-    falling = (steps - step) / (FALLING_SHARE * steps)
+    falling = (1.0 - done) / FALLING_SHARE
     return max(LAST_RATE_SHARE, min(1.0, rising, falling))

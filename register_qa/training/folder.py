@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn
 
+from register_qa.training.architectures import Architecture
 from register_qa.training.card import card
-from register_qa.training.llama import LlamaArchitecture
 from register_qa.training.tokenizer import TOKENIZER, Encoder
 
 CONFIG = "config.json"
@@ -23,7 +23,7 @@ EVALUATION = "evaluation.json"
 CARD = "README.md"
 
 
-def write_folder(folder: Path, architecture: LlamaArchitecture, model: nn.Module, tokenizer: Tokenizer) -> None:
+def write_folder(folder: Path, architecture: Architecture, model: nn.Module, tokenizer: Tokenizer) -> None:
     """Weights are stored in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     encoder = Encoder(tokenizer)

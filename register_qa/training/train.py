@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from register_qa.training.curriculum import CURRICULA, Stage, rate_share
 from register_qa.training.data import NO_LABEL, TOKENS_PER_HOLDING, Batch, PackedBatches
+from register_qa.training.decoder import Decoder
 from register_qa.training.evaluate import Score, Trial, evaluate
 from register_qa.training.guidance import SubjectProbe, asking_places, pointing_loss
-from register_qa.training.llama import Llama
 from register_qa.training.tokenizer import Encoder
 
 # Most of a register cannot be foretold: it teaches what words there are, and should drown nothing else.
@@ -56,7 +56,10 @@ class Losses(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a run is: losses of the last step, tokens a second since the last report, a score on held-out registers."""
+    """Where a run is: losses of the last step, tokens a second since the last report, a score on held-out registers.
+
+    `is_best`: no earlier report was of a later stage, or of a higher score in this one.
+    """
 
     step: int
     stage: Stage
@@ -65,6 +68,7 @@ class Progress(NamedTuple):
     guidance_loss: float
     tokens_per_s: float
     score: Score
+    is_best: bool
 
 
 class Report(Protocol):
@@ -74,16 +78,18 @@ class Report(Protocol):
 class Trainer:
     """One model, its optimizers, and the step and the stage of the curriculum that they are at."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, plan: Plan, device: torch.device) -> None:
         self.model = model.to(device)
         self.step = 0
         self._stage_number = 0
+        self._best = (0, 0.0)
+        self._run_started = 0.0
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._plan = plan
         self._device = device
         self._stages = CURRICULA[plan.curriculum]
-        self._probe = SubjectProbe(model.shape.hidden_size, model.shape.vocab_size).to(device)
+        self._probe = SubjectProbe(model.hidden_size, model.vocab_size).to(device)
         self._optimizers = _optimizers(model, self._probe, plan, fused=device.type == "cuda")
         if plan.compiled:
             for block in model.blocks:
@@ -92,7 +98,8 @@ class Trainer:
 
     def run(self, report: Report, until: int | None = None) -> None:
         """To the last step, or to the step `until`, or until the time is out."""
-        deadline = time.monotonic() + (self._plan.seconds - SECONDS_TO_END if self._plan.seconds else math.inf)
+        self._run_started = time.monotonic()
+        deadline = self._run_started + (self._plan.seconds - SECONDS_TO_END if self._plan.seconds else math.inf)
         last_step = min(self._plan.steps, until or self._plan.steps)
         while self.step < last_step and time.monotonic() < deadline:
             self._run_stage(report, last_step, deadline)
@@ -111,13 +118,28 @@ class Trainer:
                 answer, register, subject, pointing = (loss.item() for loss in losses)
                 rate = tokens / (time.monotonic() - since)
                 score = self._score(stage)
-                report(Progress(self.step, stage, answer, register, subject + pointing, rate, score))
+                is_best = self._is_best(score)
+                report(Progress(self.step, stage, answer, register, subject + pointing, rate, score, is_best))
                 since, tokens = time.monotonic(), 0
                 if score.mean() >= stage.pass_mark:
                     self._stage_number += 1
                     return
             if last:
                 return
+
+    def _is_best(self, score: Score) -> bool:
+        reached = (self._stage_number, score.mean())
+        if reached < self._best:
+            return False
+        self._best = reached
+        return True
+
+    def _share_done(self) -> float:
+        """Of the run's steps, or of its time, whichever is nearer its end."""
+        by_steps = self.step / self._plan.steps
+        if not self._plan.seconds:
+            return by_steps
+        return max(by_steps, (time.monotonic() - self._run_started) / self._plan.seconds)
 
     def save(self, path: Path) -> None:
         """Everything that a later run needs to go on as if it had never stopped."""
@@ -151,7 +173,7 @@ class Trainer:
         yield from loader
 
     def _learn(self, batch: Batch, stage: Stage) -> Losses:
-        rate = self._plan.rate * rate_share(self.step, self._plan.steps)
+        rate = self._plan.rate * rate_share(self.step, self._share_done())
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -187,9 +209,9 @@ class Trainer:
             return evaluate(self.model, self._encoder, Trial(4, holdings, 4), self._device)
 
 
-def _optimizers(model: Llama, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, if the plan wants it; AdamW for all else."""
-    layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() > 1 and plan.muon]
+def _optimizers(model: Decoder, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, if the plan wants it; AdamW for all else, taps of convolutions too."""
+    layers = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2 and plan.muon]
     others = [parameter for parameter in model.parameters() if not any(parameter is layer for layer in layers)]
     wide = [parameter for parameter in others if parameter.dim() > 1]
     groups = [

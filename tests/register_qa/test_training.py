@@ -138,7 +138,7 @@ def test_sequences_grow_and_the_last_stage_has_no_end(curriculum: str) -> None:
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
-    shares = [rate_share(step, 1000) for step in range(1000)]
+    shares = [rate_share(step, step / 1000) for step in range(1000)]
     assert shares[:100] == sorted(shares[:100])
     assert set(shares[100:650]) == {1.0}
     assert shares[650:] == sorted(shares[650:], reverse=True)
