@@ -25,6 +25,10 @@ class KeyRows(NamedTuple):
     def part(self, rows: slice) -> "KeyRows":
         return KeyRows(self.sequences[rows], self.num_keys[rows])
 
+    def entries(self, ratio: int) -> "KeyRows":
+        """Returns the rows over compressed entries, each of `ratio` tokens; those of whole blocks are seen."""
+        return KeyRows(self.sequences, self.num_keys // ratio)
+
 
 def key_rows(
     decode_seqlens_k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, num_rows: int

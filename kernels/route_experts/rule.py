@@ -12,10 +12,11 @@ LEAST_SUM = 1e-20
 
 
 class Scoring(Enum):
-    """A logit's score: its softmax over all experts, or its sigmoid."""
+    """A logit's score: its softmax over all experts, its sigmoid, or the square root of its softplus."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrtsoftplus"
 
 
 class RoutingRule(NamedTuple):

@@ -125,6 +125,34 @@ _DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 # Fewer tokens are chosen than a page has, so that selection matters in every test.
 _SPARSE = {**_DEEPSEEK, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 13, "head_dim": 8}
 
+_V4 = {
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "num_key_value_heads": 1,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 1024,
+    "partial_rotary_factor": 0.25,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 7,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "pad_token_id": None,
+}
+
 # What differs from SIZES, by name: (family, fields).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -192,6 +220,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # As many as there are tokens: attention goes to all of them.
     "glm-dsa-all": ("GlmMoeDsa", {**_SPARSE, "index_topk": 300, "attention_bias": True, "n_group": 1, "topk_group": 1}),
     "glm4-moe": ("Glm4Moe", {"head_dim": 16, **_GLM4_MOE}),
+    # A prompt of four pages has more entries than are chosen, and heavy ones.
+    "deepseek-v4": ("DeepseekV4", _V4),
     **STATE_MODELS,
     "mistral-window-20": ("Mistral", {"sliding_window": 20, "head_dim": 16}),
 }
@@ -230,6 +260,10 @@ def random_reference(config: Any, *, seed: int, spread: float) -> Any:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             else:
                 parameter.copy_(torch.randn_like(parameter) * spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                scores = torch.rand(buffer.shape[0], config.n_routed_experts)
+                buffer.copy_(scores.topk(buffer.shape[1]).indices)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.sub_(MEMORY)
@@ -252,7 +286,7 @@ def num_pages_of(layouts: Sequence[GroupLayout], num_pages: int) -> list[int]:
 def page_of(config: ModelSpec) -> int:
     """Returns PAGE, or the grid of scans for a model with such layers."""
     has_scans = any(isinstance(mixer, GatedDeltaSpec | Mamba2Spec) for layer in config.layers for mixer in layer.mixers)
-    return STATE_PAGE_TOKENS if has_scans else PAGE
+    return STATE_PAGE_TOKENS if has_scans else max(config.page_tokens, PAGE) if config.streams else PAGE
 
 
 class Part(NamedTuple):

@@ -7,6 +7,7 @@ values as the planes: layer 0's K, layer 0's V, layer 1's K, ...
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,21 @@ class PageTensor(NamedTuple):
         return f"{sizes}.{str(self.dtype).removeprefix('torch.')}"
 
 
+class PageRole(Enum):
+    """What pages are to a layer, which may be in a group of each role.
+
+    KEYS      what attention reads of each token
+    STATE     a recurrence's states
+    ENTRIES   one for several tokens: what a compressor made of them
+    RAW       what a compressor makes entries of
+    """
+
+    KEYS = "keys"
+    STATE = "state"
+    ENTRIES = "entries"
+    RAW = "raw"
+
+
 class GroupLayout(NamedTuple):
     """Layers whose pages are kept and freed together. A page of a STATE group is a whole state, a slot."""
 
@@ -44,6 +60,11 @@ class GroupLayout(NamedTuple):
     layers: tuple[int, ...]
     tensors: tuple[PageTensor, ...]
     window_tokens: int = 0
+    role: PageRole = PageRole.KEYS
+
+    @property
+    def use(self) -> PageRole:
+        return PageRole.STATE if self.kind is GroupKind.STATE else self.role
 
     @property
     def page_bytes(self) -> int:

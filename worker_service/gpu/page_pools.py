@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 from kernels.copy_pages import pack_pages, unpack_pages
-from session.words import GroupKind, GroupSpec
+from session.words import GroupSpec
 from worker_service.core.errors import PoolError
-from worker_service.gpu.group_layout import GroupLayout
+from worker_service.gpu.group_layout import GroupLayout, PageRole
 
 LAYOUT = "NHD"
 # Of a group's tensor; the axes before it, layers and planes, are what a page gathers its bytes from.
@@ -64,7 +64,7 @@ class PagePools:
         self._num_pages = tuple(num_pages)
         self._state_interval_tokens = state_interval_tokens
         self._tensors = tuple(_tensors(layout, count, device) for layout, count in zip(layouts, num_pages, strict=True))
-        self._pages, self._states = self._views(has_states=False), self._views(has_states=True)
+        self._views = {role: self._views_of(role) for role in PageRole}
         if device.type == "cuda":
             self._compile_moves()
 
@@ -77,11 +77,11 @@ class PagePools:
             if self.page_bytes(group) <= MAX_COMPILED_BYTES:
                 self.write_pages(group, [1], self.read_pages(group, [1]))
 
-    def _views(self, has_states: bool) -> dict[int, LayerPages]:
+    def _views_of(self, role: PageRole) -> dict[int, LayerPages]:
         return {
             layer: LayerPages(tuple(plane for tensor in tensors for plane in tensor[place]), number)
             for number, (layout, tensors) in enumerate(zip(self.layouts, self._tensors, strict=True))
-            if (layout.kind is GroupKind.STATE) == has_states
+            if layout.use is role
             for place, layer in enumerate(layout.layers)
         }
 
@@ -103,16 +103,24 @@ class PagePools:
 
     def layer_pages(self, layer: int) -> LayerPages:
         """Returns the pages of a layer with attention."""
-        return self._pages[layer]
+        return self._views[PageRole.KEYS][layer]
+
+    def layer_entries(self, layer: int) -> LayerPages:
+        """Returns the pages of a layer's compressed entries."""
+        return self._views[PageRole.ENTRIES][layer]
+
+    def layer_raw(self, layer: int) -> LayerPages:
+        """Returns the pages of what a layer's compressor makes entries of."""
+        return self._views[PageRole.RAW][layer]
 
     def layer_states(self, layer: int) -> LayerPages:
         """Returns the slots of a layer with a state; one with attention besides has pages too."""
-        return self._states[layer]
+        return self._views[PageRole.STATE][layer]
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Returns all that a layer has, its pages' planes first."""
         return tuple(
-            plane for views in (self._pages, self._states) for plane in (views[layer].planes if layer in views else ())
+            plane for views in self._views.values() for plane in (views[layer].planes if layer in views else ())
         )
 
     def read_pages(self, group: int, page_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:

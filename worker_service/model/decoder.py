@@ -21,10 +21,13 @@ from worker_service.model.mlps import Mlp, make_mlp
 from worker_service.model.norms import Norm, make_norm
 from worker_service.model.rope import RotaryTables
 from worker_service.model.spec import Block, LayerSpec, ModelSpec
+from worker_service.model.stream_layers import StreamLayer, StreamStack
+from worker_service.model.take_compressed import take_streams_head
 from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 
 ROOT = "model."
 HEAD = "lm_head.weight"
+STREAMS_HEAD = "hc_head"
 
 
 def expected_tensors(spec: ModelSpec, held: Container[str] = ()) -> dict[str, Expected]:
@@ -34,6 +37,8 @@ def expected_tensors(spec: ModelSpec, held: Container[str] = ()) -> dict[str, Ex
     _take_ends(names, spec)
     for number in range(len(spec.layers)):
         _take_layer(names, spec, number)
+    if spec.streams is not None:
+        take_streams_head(names, f"{ROOT}{STREAMS_HEAD}", spec)
     return names.expected
 
 
@@ -62,11 +67,8 @@ class Decoder:
         self._head = Linear(packed_weight(self._embeddings if head is None else head, backend), None)
         self._scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         rotary = RotaryTables(spec.max_model_len, device)
-        self._layers = [
-            DecoderLayer(number, layer, _take_layer(source, spec, number), spec, rotary, backend)
-            for number, layer in enumerate(spec.layers)
-        ]
-        self._norms = [*(layer.mixer_norm for layer in self._layers), make_norm(spec.norm, norm, backend)]
+        make_stack = _residual_stack if spec.streams is None else _stream_stack
+        self._stack = make_stack(spec, source, rotary, make_norm(spec.norm, norm, backend), backend)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,20 +76,17 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """Every projection, the head last."""
-        return [*(linear for layer in self._layers for linear in layer.linears()), self._head]
+        return [*self._stack.linears(), self._head]
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, states: States, gemm: Gemm
     ) -> torch.Tensor:
-        """Hidden states behind the final norm. Each sum with the residual is one launch with the norm after it."""
-        step = Step(positions, attention, states, gemm)
+        """Hidden states behind the final norm."""
+        step = Step(token_ids, positions, attention, states, gemm)
         hidden = self._embeddings[token_ids]
         if self._scale != 1.0:
             hidden = hidden * self._scale
-        x = self._norms[0](hidden)
-        for layer, next_norm in zip(self._layers, self._norms[1:], strict=True):
-            x, hidden = layer(x, hidden, next_norm, step)
-        return x
+        return self._stack(hidden, step)
 
     def logits(self, normed: torch.Tensor, gemm: Gemm) -> torch.Tensor:
         """[num_rows, vocab_size] in the model's dtype."""
@@ -96,6 +95,24 @@ class Decoder:
             logits = logits * self.spec.logits_scale
         cap = self.spec.logits_softcap
         return softcap_logits(logits, cap, backend=self.backend) if cap else logits
+
+
+class ResidualStack:
+    """All layers, from embeddings to what the head reads. Each sum with the residual is one launch with the norm
+    after it."""
+
+    def __init__(self, layers: list[DecoderLayer], norm: Norm) -> None:
+        self._layers = layers
+        self._norms = [*(layer.mixer_norm for layer in layers), norm]
+
+    def linears(self) -> list[Linear]:
+        return [linear for layer in self._layers for linear in layer.linears()]
+
+    def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        x = self._norms[0](hidden)
+        for layer, next_norm in zip(self._layers, self._norms[1:], strict=True):
+            x, hidden = layer(x, hidden, next_norm, step)
+        return x
 
 
 class DecoderLayer:
@@ -145,12 +162,34 @@ class DecoderLayer:
     def _made(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns what the MLP adds to the residual stream."""
         assert self._mlp is not None
-        return _branch(self._mlp(x, step.gemm), self._norm_behind_mlp, self._scales[1])
+        return _branch(self._mlp(x, step), self._norm_behind_mlp, self._scales[1])
 
 
 def _branch(out: torch.Tensor, norm: Norm | None, scale: float) -> torch.Tensor:
     out = out if norm is None else norm(out)
     return out if scale == 1.0 else out * scale
+
+
+def _residual_stack(
+    spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, backend: Backend
+) -> ResidualStack:
+    layers = [
+        DecoderLayer(number, layer, _take_layer(source, spec, number), spec, rotary, backend)
+        for number, layer in enumerate(spec.layers)
+    ]
+    return ResidualStack(layers, norm)
+
+
+def _stream_stack(
+    spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, backend: Backend
+) -> StreamStack:
+    assert spec.streams is not None
+    layers = [
+        StreamLayer(number, layer, _take_layer(source, spec, number), spec, rotary, backend)
+        for number, layer in enumerate(spec.layers)
+    ]
+    head = take_streams_head(source, f"{ROOT}{STREAMS_HEAD}", spec)
+    return StreamStack(layers, spec.streams, head, spec.norm.eps, norm, backend)
 
 
 def _make_branches(

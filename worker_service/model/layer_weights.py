@@ -52,6 +52,38 @@ class LatentWeights:
     index: IndexWeights | None = None
 
 
+class CompressorWeights(NamedTuple):
+    """Of what makes entries: bias of the gates, fp32 [ratio, gates of a token], and the norm of an entry."""
+
+    bias: torch.Tensor
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWeights:
+    """`down` makes a query's row, a key, the compressors' raw rows and the weights of the index heads; `q_up` makes
+    queries, the attention's, then the indexer's. `groups` are of the output's groups of heads. sinks fp32 [num_heads].
+    `compressors`: of entries, then of index keys."""
+
+    down: Linear
+    q_norm: torch.Tensor
+    q_up: Linear
+    kv_norm: torch.Tensor
+    sinks: torch.Tensor
+    groups: tuple[Linear, ...]
+    output: Linear
+    compressors: tuple[CompressorWeights, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """How streams mix, all fp32: fn [mixes, num_streams * hidden], base [mixes], and a scale for each kind of mix."""
+
+    fn: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ShortConvWeights:
     """`inner` makes two gates and the values between them, in the order B, C, x. taps [channels, width], oldest
@@ -98,7 +130,15 @@ class GatedDeltaWeights:
     output: Linear
 
 
-MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | Mamba2Weights | GatedDeltaWeights | ParallelWeights
+MixerWeights = (
+    AttentionWeights
+    | LatentWeights
+    | CompressedWeights
+    | ShortConvWeights
+    | Mamba2Weights
+    | GatedDeltaWeights
+    | ParallelWeights
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +154,8 @@ class MoeWeights:
     """gate_up [num_experts, 2 intermediate, hidden] and down [num_experts, hidden, intermediate], with biases of
     [num_experts, rows]; the selection bias is fp32 [num_experts]. Experts without a gate have half of gate_up's rows.
     `latents` are the projections to the experts' input and from their output. Of the router's rows those behind the
-    experts' are the shared expert's gate, where there is one, and zeros."""
+    experts' are the shared expert's gate, where there is one, and zeros. `experts_of_token` int32 [vocab_size, top_k]
+    stands for a choice."""
 
     router: Linear
     gate_up: torch.Tensor
@@ -124,12 +165,13 @@ class MoeWeights:
     selection_bias: torch.Tensor | None = None
     shared: DenseWeights | None = None
     latents: tuple[Linear, Linear] | None = None
+    experts_of_token: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The norms behind a branch are there in a SANDWICH block only, the MLP's own one everywhere but in a PARALLEL and
-    in a layer of one branch."""
+    in a layer of one branch. `streams` are of the mixer and of the MLP."""
 
     mixer_norm: torch.Tensor
     mixer: MixerWeights | None
@@ -137,3 +179,4 @@ class LayerWeights:
     mlp_norm: torch.Tensor | None = None
     norm_behind_mixer: torch.Tensor | None = None
     norm_behind_mlp: torch.Tensor | None = None
+    streams: tuple[StreamWeights, StreamWeights] | None = None

@@ -7,8 +7,10 @@ from typing import Protocol
 import torch
 
 from kernels.backend import Backend
+from worker_service.model.compressed_mixer import CompressedMixer
 from worker_service.model.layer_weights import (
     AttentionWeights,
+    CompressedWeights,
     GatedDeltaWeights,
     LatentWeights,
     Linear,
@@ -22,7 +24,7 @@ from worker_service.model.recurrent_mixers import GatedDeltaMixer, Mamba2Mixer, 
 from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
 from worker_service.model.sparse_mixer import SparseLatentMixer
-from worker_service.model.spec import LatentSpec, MixerSpec, NormSpec, ParallelSpec
+from worker_service.model.spec import CompressedSpec, LatentSpec, MixerSpec, NormSpec, ParallelSpec
 
 
 class Mixer(Protocol):
@@ -69,6 +71,9 @@ def make_mixer(
         if spec.index is not None:
             return SparseLatentMixer(number, spec, spec.index, weights, rotary, backend)
         return LatentMixer(number, spec, weights, rotary, backend)
+    if isinstance(spec, CompressedSpec):
+        assert isinstance(weights, CompressedWeights)
+        return CompressedMixer(number, spec, weights, rotary, backend)
     if isinstance(spec, ShortConvSpec):
         assert isinstance(weights, ShortConvWeights)
         return ShortConvMixer(number, weights, backend)

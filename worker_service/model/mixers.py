@@ -55,6 +55,37 @@ class IndexRows(NamedTuple):
     head_weights: torch.Tensor
 
 
+class RawRows(NamedTuple):
+    """What a compressor makes entries of, [num_tokens, values and gates] as a GEMM made it, the bias of the gates, fp32
+    [ratio, gates], and the norm of an entry."""
+
+    made: torch.Tensor
+    bias: torch.Tensor
+    norm: torch.Tensor
+
+
+class EntryIndex(NamedTuple):
+    """An indexer's queries over entries [num_tokens, heads, dim], as the GEMM made them, and what each head's scores
+    are multiplied by, fp32 [num_tokens, heads]."""
+
+    q: torch.Tensor
+    head_weights: torch.Tensor
+
+
+class CompressedRows(NamedTuple):
+    """A layer's queries [num_tokens, heads, dim], normed, and keys [num_tokens, dim] as the GEMM made them, how to norm
+    and turn them; `raw` of entries and of index keys, and the indexer's rows, where the layer has these."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    kv_norm: torch.Tensor
+    sinks: torch.Tensor
+    raw: tuple[RawRows, ...] = ()
+    entry_index: EntryIndex | None = None
+
+
 class Attention(Protocol):
     """Puts what is new into a layer's pages, and returns the attention output: [num_tokens, heads, value_dim]."""
 
@@ -64,6 +95,10 @@ class Attention(Protocol):
 
     def over_chosen(self, layer: int, latents: Latents, index: IndexRows | None) -> torch.Tensor:
         """Over the latents that an indexer chooses; None: over those that the last layer with one has chosen."""
+        ...
+
+    def over_compressed(self, layer: int, rows: CompressedRows) -> torch.Tensor:
+        """Over a window of tokens and compressed entries."""
         ...
 
 
@@ -131,6 +166,7 @@ class Gemm(Protocol):
 class Step(NamedTuple):
     """What one launch gives to every layer."""
 
+    token_ids: torch.Tensor
     positions: torch.Tensor
     attention: Attention
     states: States

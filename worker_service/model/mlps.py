@@ -11,20 +11,23 @@ from kernels.combine_experts import combine_experts
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.gates import times_sigmoid
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
-from kernels.route_experts import route_experts
+from kernels.route_experts import Routing, Scoring, route_experts
+from worker_service.model.compressed_reference import route_sqrt_softplus
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
-from worker_service.model.mixers import Gemm, packed
+from worker_service.model.mixers import Step, packed
 from worker_service.model.spec import Activation, DenseSpec, MoeSpec
 
 # Of gpt-oss' activation, the same in all its files.
 SWIGLU_LIMIT = 7.0
 SWIGLU_ALPHA = 1.702
+# Of DeepSeek V4's.
+SILU_LIMIT = 10.0
 
 
 class Mlp(Protocol):
     """What a layer makes of each token alone: rows [num_tokens, hidden_size] in and out."""
 
-    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor: ...
 
     def linears(self) -> list[Linear]: ...
 
@@ -47,11 +50,11 @@ class DenseMlp:
     def linears(self) -> list[Linear]:
         return [self._gate_up, self._down]
 
-    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
-        made = gemm(x, self._gate_up)
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        made = step.gemm(x, self._gate_up)
         if self._spec.gate_scale != 1.0:
             made[:, : self._spec.intermediate_size] *= self._spec.gate_scale
-        return gemm(activated(made, self._spec.activation, self._backend), self._down)
+        return step.gemm(activated(made, self._spec.activation, self._backend), self._down)
 
 
 class MoeMlp:
@@ -67,6 +70,7 @@ class MoeMlp:
         self._down = packed_experts(weights.down, backend)
         self._gate_up_bias, self._down_bias = weights.gate_up_bias, weights.down_bias
         self._selection_bias = weights.selection_bias
+        self._experts_of_token = weights.experts_of_token
         self._shared: DenseMlp | None = None
         if spec.shared is not None:
             assert weights.shared is not None
@@ -77,11 +81,10 @@ class MoeMlp:
     def linears(self) -> list[Linear]:
         return [self._router, *self._latents, *(self._shared.linears() if self._shared else [])]
 
-    def __call__(self, x: torch.Tensor, gemm: Gemm) -> torch.Tensor:
-        spec, backend = self._spec, self._backend
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        spec, backend, gemm = self._spec, self._backend, step.gemm
         logits = gemm(x.float() if spec.wide_router else x, self._router)
-        of_experts = logits[:, : spec.num_experts]
-        routing = route_experts(of_experts, spec.rule, self._selection_bias, backend=backend)
+        routing = self._routing(logits[:, : spec.num_experts], step.token_ids)
         plan = plan_experts(routing.expert_ids, spec.num_experts, backend=backend)
         given = gemm(x, self._latents[0]) if self._latents else x
         inner = grouped_linear(given, self._gate_up, plan, self._gate_up_bias, backend=backend)
@@ -92,10 +95,17 @@ class MoeMlp:
             out = gemm(out, self._latents[1])
         if self._shared is None:
             return out
-        shared = self._shared(x, gemm)
+        shared = self._shared(x, step)
         if spec.shared_gate:
             shared = times_sigmoid(shared, logits[:, spec.num_experts, None], backend=backend)
         return out + shared
+
+    def _routing(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Routing:
+        table = self._experts_of_token
+        if self._spec.rule.scoring is Scoring.SQRT_SOFTPLUS:
+            ids = None if table is None else table[token_ids]
+            return route_sqrt_softplus(logits.float(), self._spec.rule, self._selection_bias, ids)
+        return route_experts(logits, self._spec.rule, self._selection_bias, backend=self._backend)
 
 
 def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -> torch.Tensor:
@@ -106,6 +116,10 @@ def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -
         return gelu_mul(gate_up, backend=backend)
     if activation is Activation.CLAMPED_SWIGLU:
         return clamped_swiglu(gate_up, limit=SWIGLU_LIMIT, alpha=SWIGLU_ALPHA, backend=backend)
+    if activation is Activation.CLAMPED_SILU:
+        gate, up = gate_up.chunk(2, dim=-1)
+        clamped = torch.cat((gate.clamp(max=SILU_LIMIT), up.clamp(-SILU_LIMIT, SILU_LIMIT)), dim=-1)
+        return silu_mul(clamped, backend=backend)
     if activation is Activation.RELU2:
         return gate_up.relu().square()
     assert_never(activation)

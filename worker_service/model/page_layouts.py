@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,17 +11,19 @@ from kernels.block_scan import GRID_TOKENS
 from kernels.fp8 import E4M3
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
-from worker_service.gpu.group_layout import GroupLayout, PageTensor
+from worker_service.gpu.group_layout import GroupLayout, PageRole, PageTensor
 from worker_service.model.recurrent_specs import RecurrentSpec
-from worker_service.model.spec import AttentionSpec, LatentSpec, LoneMixerSpec, ModelSpec
+from worker_service.model.spec import AttentionSpec, CompressedSpec, LatentSpec, LoneMixerSpec, ModelSpec
 
 
 class _Array(NamedTuple):
-    """`planes` arrays of that shape: for each token in a layer with pages, one in all in a layer with a state."""
+    """`planes` arrays of that shape: for each token in a layer with pages, one in all in a layer with a state. With a
+    ratio one stands for so many tokens."""
 
     planes: int
     shape: tuple[int, ...]
     wide: bool = False
+    ratio: int = 1
 
 
 class _Row(NamedTuple):
@@ -31,6 +34,7 @@ class _Row(NamedTuple):
     window_tokens: int
     arrays: tuple[_Array, ...]
     index_dim: int = 0
+    role: str = PageRole.KEYS.value
 
     @property
     def kind(self) -> GroupKind:
@@ -40,6 +44,8 @@ class _Row(NamedTuple):
 
     @property
     def name(self) -> str:
+        if self.role == PageRole.ENTRIES.value:
+            return f"entries{self.arrays[0].ratio}"
         return f"window{self.window_tokens}" if self.window_tokens else self.kind.name.lower()
 
 
@@ -58,14 +64,18 @@ def page_layouts(
         index_dtype: of an indexer's keys; None is `dtype`, fp8 comes with a scale for each token.
     """
     mixers = [(number, mixer) for number, layer in enumerate(spec.layers) for mixer in layer.mixers]
-    if kv_dtype is E4M3 and any(isinstance(mixer, LatentSpec) for _, mixer in mixers):
+    if kv_dtype is E4M3 and any(isinstance(mixer, LatentSpec | CompressedSpec) for _, mixer in mixers):
         raise ModelError("kv_dtype", f"fp8_e4m3 is for keys and values of heads; {spec.architecture} keeps latents")
-    rows = [(number, _row(mixer, spec.hidden_size)) for number, mixer in mixers]
+    rows = [(number, row) for number, mixer in mixers for row in _rows(mixer, spec.hidden_size)]
     if page_tokens % GRID_TOKENS and any(array.wide for _, row in rows for array in row.arrays):
         # Only there can a state be left within a launch (ADR 22).
         raise ModelError("page_tokens", f"{page_tokens} is no multiple of {GRID_TOKENS}, as {spec.architecture} needs")
     if index_dtype is E4M3 and not any(row.index_dim for _, row in rows):
         raise ModelError("index_key_dtype", f"fp8_e4m3 is for the keys of an indexer; {spec.architecture} has none")
+    ratio = math.lcm(*(array.ratio for _, row in rows for array in row.arrays))
+    if page_tokens % ratio:
+        # Entries lie in the page of their tokens.
+        raise ModelError("page_tokens", f"{page_tokens} is no multiple of {ratio}, as {spec.architecture} needs")
     distinct = sorted({row for _, row in rows})
 
     def tensors(row: _Row) -> tuple[PageTensor, ...]:
@@ -73,7 +83,10 @@ def page_layouts(
             return tuple(
                 PageTensor(array.planes, array.shape, torch.float32 if array.wide else dtype) for array in row.arrays
             )
-        arrays = (PageTensor(array.planes, (page_tokens, *array.shape), kv_dtype or dtype) for array in row.arrays)
+        arrays = (
+            PageTensor(array.planes, (page_tokens // array.ratio, *array.shape), kv_dtype or dtype)
+            for array in row.arrays
+        )
         return (*arrays, *_index_tensors(row.index_dim, page_tokens, index_dtype or dtype))
 
     return tuple(
@@ -83,8 +96,27 @@ def page_layouts(
             layers=tuple(layer for layer, other in rows if other == row),
             tensors=tensors(row),
             window_tokens=row.window_tokens,
+            role=PageRole(row.role),
         )
         for row in distinct
+    )
+
+
+def _rows(mixer: LoneMixerSpec, hidden_size: int) -> tuple[_Row, ...]:
+    """Returns what the mixer has in each of its groups."""
+    if not isinstance(mixer, CompressedSpec):
+        return (_row(mixer, hidden_size),)
+    keys = _Row(False, mixer.window_tokens, (_Array(1, (mixer.head_dim,)),))
+    made = mixer.compressor
+    if made is None:
+        return (keys,)
+    dims = (mixer.head_dim,) if made.index is None else (mixer.head_dim, made.index.head_dim)
+    entries = tuple(_Array(1, (dim,), ratio=made.ratio) for dim in dims)
+    raw = tuple(_Array(1, (made.parts * dim,)) for dim in dims)
+    return (
+        keys,
+        _Row(False, 0, entries, role=PageRole.ENTRIES.value),
+        _Row(False, made.raw_tokens, raw, role=PageRole.RAW.value),
     )
 
 

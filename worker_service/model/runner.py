@@ -19,6 +19,7 @@ from worker_service.core.batch import Batch, SampledRow
 from worker_service.gpu.page_pools import PagePools
 from worker_service.launch.runner_port import Completed
 from worker_service.model.attention import AttentionPlans
+from worker_service.model.compressed_attention import CompressedPlans
 from worker_service.model.decoder import Decoder
 from worker_service.model.device_clock import DeviceClock, LaunchMarks, times_of
 from worker_service.model.gemm_dispatch import MOST_PADDING, GemmDispatch, Invariance
@@ -105,10 +106,11 @@ class Runner:
                 model.backend,
             ),
             SparsePlans(model.spec, model.backend),
+            CompressedPlans(model.spec, model.backend),
         )
         self._graphs: LaunchGraphs | None = None
         # References wait for the device, which no capture allows.
-        captures = not (self._one_phase and self._plans.latents.mixers)
+        captures = not ((self._one_phase and self._plans.latents.mixers) or self._plans.compressed.mixers)
         if limits.graphs and captures and device.type == "cuda" and model.backend is not Backend.REFERENCE:
             with torch.inference_mode():
                 self._graphs = self._captured_graphs(limits, device)

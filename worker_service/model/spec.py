@@ -126,6 +126,51 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressorSpec:
+    """What makes one entry of each `ratio` tokens of a sequence, a block.
+
+    overlaps   an entry is made of its block and the one before
+    index      which entries a query attends to, by keys that are made in the same way; None: all that it sees
+    """
+
+    ratio: int
+    overlaps: bool
+    index: IndexSpec | None = None
+
+    @property
+    def parts(self) -> int:
+        """Vectors of an entry's length that a token gives: its value and gate, and those for the next block's entry."""
+        return 4 if self.overlaps else 2
+
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens, the last one of a block among them, that its entry is made of; without overlap its page has all."""
+        return 2 * self.ratio if self.overlaps else 1
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSpec:
+    """Attention over a window of tokens and, beyond it, over compressed entries; a row is both key and value.
+
+    rope_dim        elements of a head that turn, its last ones, neighbours together
+    q_rank          queries come from a row of this length
+    output_groups   groups of heads, each with a projection to output_rank elements before the one that all share
+    eps             of the norms of queries, rows and entries
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_rank: int
+    window_tokens: int
+    output_groups: int
+    output_rank: int
+    rope: RopeConfig
+    eps: float
+    compressor: CompressorSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelSpec:
     """Attention and a recurrence over the same input; each output is multiplied by its factor, then both are added."""
 
@@ -135,7 +180,7 @@ class ParallelSpec:
     recurrence_scale: float = 1.0
 
 
-LoneMixerSpec = AttentionSpec | LatentSpec | RecurrentSpec
+LoneMixerSpec = AttentionSpec | LatentSpec | CompressedSpec | RecurrentSpec
 MixerSpec = LoneMixerSpec | ParallelSpec
 
 
@@ -145,6 +190,7 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"
+    CLAMPED_SILU = "clamped_silu"
     RELU2 = "relu2"
 
     @property
@@ -172,6 +218,7 @@ class MoeSpec:
     latent_size           of what goes into an expert and comes out of it, by two projections that all share; 0: the
                           hidden state's, and there are none
     shared_gate           its output is multiplied by the sigmoid of one more row of the router
+    by_token              a table says which experts a token id goes to; the router says their weights
     """
 
     num_experts: int
@@ -184,6 +231,7 @@ class MoeSpec:
     shared: DenseSpec | None = None
     latent_size: int = 0
     shared_gate: bool = False
+    by_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +280,19 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """A residual of several streams, which each branch mixes anew (manifold-constrained hyper-connections).
+
+    num_iters   times that the matrix between streams is normalised, by rows and by columns
+    eps         what is added to its elements and to the sums that divide them
+    """
+
+    num_streams: int
+    num_iters: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as its config.json describes it.
 
@@ -241,6 +302,7 @@ class ModelSpec:
     num_mtp_layers    layers behind the last one, for predicting further tokens: stored, and not computed
     page_tokens       token slots of a page where nobody asks for another number
     weight_format     how the folder's tensors are stored
+    streams           of a residual of several; None: it is one
     """
 
     architecture: str
@@ -259,12 +321,13 @@ class ModelSpec:
     num_mtp_layers: int = 0
     page_tokens: int = PAGE_TOKENS
     weight_format: WeightFormat = UNQUANTISED
+    streams: StreamsSpec | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct ones, in the order of the layers that use them first."""
         mixers = (mixer for layer in self.layers for mixer in layer.mixers)
-        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
+        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec | CompressedSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 

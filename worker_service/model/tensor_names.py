@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from worker_service.core.errors import ModelError
@@ -16,10 +17,12 @@ class TensorNames(NamedTuple):
 
     roots      beginnings of stored names that stand for `model.`; the longest that fits counts
     ignored    beginnings of names, as the model calls them, that are of no use
+    renamed    the model's names of single tensors that are stored under others
     """
 
     roots: tuple[str, ...] = (ROOT,)
     ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = MappingProxyType({})
 
     def by_model_name(self, stored: Iterable[str]) -> dict[str, str]:
         """Returns each used tensor's stored name by the model's name. Raises ModelError where two are the same."""
@@ -35,8 +38,10 @@ class TensorNames(NamedTuple):
 
     def _model_name(self, stored: str) -> str:
         """A name under no root is the model's own."""
-        root = max((root for root in self.roots if stored.startswith(root)), key=len, default="")
-        if root:
+        if stored in self.renamed:
+            return self.renamed[stored]
+        root = max((root for root in self.roots if stored.startswith(root)), key=len, default=None)
+        if root is not None and stored not in self._heads():
             return ROOT + stored.removeprefix(root)
         return HEAD if stored in self._heads() else stored
 
@@ -49,4 +54,5 @@ def tensor_names(spec: ModelSpec) -> TensorNames:
     """Returns those of the spec's family."""
     family = family_of(spec.architecture)
     behind = range(len(spec.layers), len(spec.layers) + spec.num_mtp_layers)
-    return TensorNames(family.roots, (*family.ignored, *(f"{ROOT}layers.{layer}." for layer in behind)))
+    ignored = (*family.ignored, *(f"{ROOT}layers.{layer}." for layer in behind))
+    return TensorNames(family.roots, ignored, family.renamed)

@@ -21,6 +21,9 @@ Shape = tuple[int, ...]
 CONFIG = "quantization_config"
 # As safetensors spells them.
 FLOATS = ("F64", "F32", "F16", "BF16")
+WHOLES = ("I64", "I32")
+# Of the experts that a token id goes to: the one kind of tensor that holds no weights.
+TABLE = ".tid2eid"
 SCALES = ("F32", "BF16")
 
 
@@ -45,7 +48,7 @@ class Plain:
     """Every tensor as it is."""
 
     def parts(self, name: str, shape: Shape, stored: Container[str]) -> tuple[Part, ...]:
-        return (Part(name, shape, FLOATS),)
+        return (Part(name, shape, WHOLES if name.endswith(TABLE) else FLOATS),)
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         return parts[0].to(dtype)

@@ -21,7 +21,7 @@ Wanted = Mapping[str, Expected]
 # Called with the bytes that are loaded, and all bytes.
 Progress = Callable[[int, int], None]
 
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8, "I32": 4}
 
 
 class Checkpoint:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Family(NamedTuple):
     final_norm
     page_tokens      token slots of a page where nobody asks for another number
     weight_formats   names of the formats in which its checkpoints may be stored
+    renamed          the model's names of single tensors that are stored under others
     """
 
     architectures: tuple[str, ...]
@@ -44,3 +45,4 @@ class Family(NamedTuple):
     final_norm: str = "norm"
     page_tokens: int = PAGE_TOKENS
     weight_formats: tuple[str, ...] = (PLAIN, FP8)
+    renamed: Mapping[str, str] = MappingProxyType({})

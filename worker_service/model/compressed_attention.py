@@ -1,0 +1,119 @@
+"""Attention over a window of tokens and compressed entries, for one launch.
+
+A layer's rows lie in up to three groups of pages: keys of tokens, entries (with index keys beside them), and the raw
+rows that entries are made of. Raw rows stand for each token, so a launch changes nothing in place. How many entries a
+row sees is one formula, `KeyRows.entries`, for logits, choice and attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.backend import Backend
+from kernels.index_logits import index_logits
+from kernels.key_rows import KeyRows, key_rows
+from kernels.rms_norm import rms_norm
+from kernels.top_k import top_k
+from worker_service.gpu.page_pools import PagePools
+from worker_service.model.compressed_reference import append_rows, compress_tokens, compressed_attention, turn_tail
+from worker_service.model.launch_inputs import LaunchInputs
+from worker_service.model.mixers import CompressedRows, EntryIndex
+from worker_service.model.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
+
+
+class CompressedPlans:
+    """The layers of a model with a window and compressed entries, by number. Nothing is planned ahead."""
+
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+        self.mixers = {
+            number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, CompressedSpec)
+        }
+        self.backend = backend
+
+
+class PagedCompressed:
+    def __init__(self, pools: PagePools, launch: LaunchInputs, plans: CompressedPlans) -> None:
+        self._pools = pools
+        self._launch = launch
+        self._mixers = plans.mixers
+        self._backend = plans.backend
+        self._rows = key_rows(
+            launch.decode_seqlens_k[: launch.num_decode],
+            launch.prefill_cu_q,
+            launch.prefill_cu_k,
+            launch.token_ids.shape[0],
+        )
+
+    def __call__(self, layer: int, rows: CompressedRows) -> torch.Tensor:
+        """Returns [num_tokens, heads, head_dim]; what was turned with the keys is turned back."""
+        launch, spec, backend = self._launch, self._mixers[layer], self._backend
+        pages = self._pools.layer_pages(layer)
+        keys = rms_norm(rows.kv, rows.kv_norm, spec.eps, backend=backend)
+        keys = turn_tail(keys.unsqueeze(1), rows.positions, rows.cos_sin).squeeze(1)
+        append_rows(keys, pages.planes[0], launch.slot_mapping[pages.group])
+        q = turn_tail(rows.q, rows.positions, rows.cos_sin)
+        window = (q, pages.planes[0], launch.block_tables[pages.group], self._rows, rows.sinks)
+        scale, reach = spec.head_dim**-0.5, spec.window_tokens
+        if spec.compressor is None:
+            out = compressed_attention(*window, scale=scale, window_tokens=reach)
+        else:
+            self._compress(layer, spec.compressor, rows)
+            entries = self._pools.layer_entries(layer)
+            out = compressed_attention(
+                *window,
+                scale=scale,
+                window_tokens=reach,
+                entry_pages=entries.planes[0],
+                entry_tables=launch.block_tables[entries.group],
+                ratio=spec.compressor.ratio,
+                chosen=self._chosen(layer, spec.compressor, rows),
+            )
+        return turn_tail(out, rows.positions, rows.cos_sin, inverse=True)
+
+    def _compress(self, layer: int, compressor: CompressorSpec, rows: CompressedRows) -> None:
+        """Makes the layer's entries, and the index keys beside them."""
+        raw_pages, entries = self._pools.layer_raw(layer), self._pools.layer_entries(layer)
+        launch = self._launch
+        for raw, raw_plane, entry_plane in zip(rows.raw, raw_pages.planes, entries.planes, strict=True):
+            compress_tokens(
+                raw.made,
+                raw_plane,
+                launch.slot_mapping[raw_pages.group],
+                launch.block_tables[raw_pages.group],
+                self._rows,
+                entry_plane,
+                launch.block_tables[entries.group],
+                ratio=compressor.ratio,
+                overlap=compressor.overlaps,
+                bias=raw.bias,
+                norm=raw.norm,
+                eps=self._mixers[layer].eps,
+                cos_sin=rows.cos_sin,
+                backend=self._backend,
+            )
+
+    def _chosen(self, layer: int, compressor: CompressorSpec, rows: CompressedRows) -> torch.Tensor | None:
+        """Returns which entries each token attends to; None: all that it sees."""
+        if compressor.index is None:
+            return None
+        assert rows.entry_index is not None
+        seen, entries = self._rows.entries(compressor.ratio), self._pools.layer_entries(layer)
+        tables = self._launch.block_tables[entries.group]
+        width = max(self._launch.max_seqlen_k // compressor.ratio, 1)
+        logits = self._logits(entries.planes[1], tables, seen, width, rows, rows.entry_index, compressor.index)
+        return top_k(logits, seen.num_keys, compressor.index.top_k, backend=self._backend)
+
+    def _logits(
+        self,
+        keys: torch.Tensor,
+        tables: torch.Tensor,
+        seen: KeyRows,
+        width: int,
+        rows: CompressedRows,
+        index: EntryIndex,
+        spec: IndexSpec,
+    ) -> torch.Tensor:
+        q = turn_tail(index.q, rows.positions, rows.cos_sin)
+        return index_logits(
+            q, index.head_weights, keys, tables, seen, width, least_keys=spec.top_k, backend=self._backend
+        )
