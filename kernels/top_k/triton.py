@@ -88,6 +88,10 @@ def warps_for(programs: int) -> int:
 def launch(logits: torch.Tensor, num_keys: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     (rows, width), k = logits.shape, out.shape[1]
+    if k >= width:
+        position = torch.arange(k, dtype=torch.int32, device=out.device)
+        out.copy_(torch.where(position < num_keys.unsqueeze(1), position, -1))
+        return
     if k > MAX_K:
         raise KernelArgumentError(f"k: must be at most {MAX_K} on a GPU, got {k}")
     keys = positions = out

@@ -13,6 +13,8 @@ _LFM2 = {
 }
 
 _MAMBA = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
@@ -48,7 +50,7 @@ STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-states-alone": ("Lfm2", {**_LFM2, "layer_types": ["conv"] * 3, "num_hidden_layers": 3}),
     "lfm2-biases": (
         "Lfm2",
-        {**_LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+        {**_LFM2, "head_dim": 16, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     # An odd head size, one group, all biases, steps within limits that cut many of them.
@@ -64,7 +66,6 @@ STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 32,
             "mamba_proj_bias": True,
             "mlp_bias": True,
-            "num_attention_heads": 4,
             "num_hidden_layers": 3,
             "time_step_limit": (0.5, 1.5),
         },
