@@ -54,25 +54,31 @@ class Bench:
         await self.clients.send([Request(tokens, 1, salt)])
 
 
-async def steady_streams(bench: Bench, row: Row) -> None:
-    """Distinct prompts sent at once; what is steady is measured while all of them decode."""
+async def steady_streams(bench: Bench, row: Row, is_primed: bool = False) -> None:
+    """Distinct prompts sent at once; what is steady is measured while all of them decode.
+
+    Long prompts are primed: computing them would outlast the first ones' answers, and never would all decode at once.
+    """
     requests = bench.requests(row.streams, row.context, row.new_tokens, fresh(row.name))
+    if is_primed:
+        await bench.clients.send([request._replace(max_tokens=1) for request in requests])
+    cached = bench.reusable(row.context) if is_primed else 0
     load = asyncio.create_task(bench.clients.send(requests))
     await _while_running(load, bench.clients.all_begun(row.streams))
     before, scraped_s = await bench.services.counters(), time.monotonic()
     await _while_running(load, bench.clients.one_ended())
     after = await bench.services.counters()
     streams = await load
-    await bench.answers.check(row, streams, [0] * row.streams)
+    await bench.answers.check(row, streams, [cached] * row.streams)
     if row.failures:
         return
     add_first_tokens(row, streams)
     whole, steady = whole_window(streams), steady_window(streams, scraped_s)
-    # The last token may have come before the scrape, and no launch after it.
-    add_launches(row, before, after._replace(at_s=min(after.at_s, whole.end_s)))
     row.run_tokens_per_s = row.streams * row.new_tokens / whole.seconds
     row.detail["tokens_per_message"] = row.streams * row.new_tokens / sum(len(stream.messages) for stream in streams)
     if steady.seconds > 0:
+        # The last token may have come before the scrape, and no launch after it.
+        add_launches(row, before, after._replace(at_s=min(after.at_s, whole.end_s)))
         row.tokens_per_s = tokens_in(streams, steady) / steady.seconds
         add_inter_token(row, streams, steady)
 

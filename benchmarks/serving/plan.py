@@ -45,13 +45,13 @@ def all_cases(sizes: Sizes) -> Iterator[Case]:
         row = Row(f"share_{share}", "share", 1, sizes.share_prompt, SHORT_ANSWER)
         yield Case(row, partial(cached_share, percent=share), 1)
     for context in longer:
-        yield from (_streams(sizes, num, context) for num in sizes.streams)
+        yield from (_streams(sizes, num, context, is_primed=True) for num in sizes.streams)
     yield _beside("stopped", sizes, sizes.open_tokens, cache_service_stopped)
 
 
-def _streams(sizes: Sizes, num: int, context: int) -> Case:
+def _streams(sizes: Sizes, num: int, context: int, is_primed: bool = False) -> Case:
     row = Row(f"streams_{num}_{context}", "streams", num, context, sizes.new_tokens)
-    return Case(row, steady_streams, num, num * (context + sizes.new_tokens))
+    return Case(row, partial(steady_streams, is_primed=is_primed), num, num * (context + sizes.new_tokens))
 
 
 def _cold_and_cached(kind: str, num: int, sizes: Sizes, run: Callable[..., Awaitable[None]]) -> Iterator[Case]:

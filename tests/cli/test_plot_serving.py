@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.eval_report import README, inserted
-from benchmarks.plot_serving import BEGIN, END, PLOT, read_report, readme_block
+from benchmarks.plot_serving import BEGIN, END, PLOT, STOPPED_REPORT, read_report, readme_block
 from benchmarks.serving.figures import Row, without_figures
 from benchmarks.serving.plot import serving_plot, share_bars, stream_bars
 
@@ -47,7 +47,9 @@ def report() -> dict[str, Any]:
 
 def test_the_readme_has_the_figures_of_the_committed_run() -> None:
     text, committed = README.read_text(), read_report()
-    assert inserted(text, readme_block(committed), BEGIN, END) == text, "run `python -m benchmarks.plot_serving`"
+    assert inserted(text, readme_block(committed, read_report(STOPPED_REPORT)), BEGIN, END) == text, (
+        "run `python -m benchmarks.plot_serving`"
+    )
     assert PLOT.is_file() == (committed is not None)
     assert committed is None or PLOT.read_text() == serving_plot(committed), "run `python -m benchmarks.plot_serving`"
 
@@ -61,6 +63,7 @@ def test_the_table_has_what_was_measured_only(report: dict[str, Any]) -> None:
     block = readme_block(report)
     assert "| 64 | 330 | 9,126 | 6.90, 7.64 | 6.95 |  |  | 343.0 |" in block
     assert "| 16 |" not in block and "| 256 |" not in block
+    assert "1,234 ms (default settings)." in block
     for sentence in (
         "600 tokens 35.7 ms",
         "4,096 cached and 512 own tokens alone: 17.4 ms",
@@ -74,6 +77,13 @@ def test_the_table_has_what_was_measured_only(report: dict[str, Any]) -> None:
 def test_a_run_of_some_cases_only(report: dict[str, Any]) -> None:
     block = readme_block({**report, "rows": report["rows"][:1]})
     assert "- " not in block.replace("| --- ", "").replace("<!-- ", "")
+
+
+def test_a_run_with_another_setting_is_told_apart(report: dict[str, Any]) -> None:
+    ahead = {**report, "settings": {"STEMCACHE_WORKER_DECODE_AHEAD_TOKENS": "8192"}}
+    block = readme_block(report, ahead)
+    assert f"1,234 ms (`decode_ahead_tokens` 8,192, commit {report['commit']})." in block
+    assert block.count("stopped for 20 s") == 2
 
 
 def test_the_plot_is_a_drawing_of_the_rows(report: dict[str, Any]) -> None:
