@@ -30,11 +30,11 @@ STAGES, SPAN_STAGES = 3, 4
 
 @triton.jit
 def load_keys(pages_ptr, table_ptr, key, ok, stride_page, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys [n, BLOCK_D] at positions [n] of a sequence, and their pages; what is not ok may be anything."""
+    """Keys [n, BLOCK_D] at positions [n] of a sequence, zeros where not ok, and their pages."""
     d = tl.arange(0, BLOCK_D)
     page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
     at = page * stride_page + (key % PAGE) * DIM
-    keys = tl.load(pages_ptr + at[:, None] + d[None, :], mask=row_mask(ok, DIM, BLOCK_D))
+    keys = tl.load(pages_ptr + at[:, None] + d[None, :], mask=row_mask(ok, DIM, BLOCK_D), other=0.0)
     return keys, page
 
 
@@ -88,7 +88,6 @@ def score_keys(
             if HAS_SCALES:
                 keys = keys.to(tl.float32).to(q_ptr.dtype.element_ty)
                 scale = tl.load(scales_ptr + page * stride_scales_page + key % PAGE, mask=ok, other=0.0)
-            keys = tl.where(ok[:, None] & (d < DIM)[None, :], keys, 0.0)
             # Nothing here depends on a row's count but what is stored, so that queries are loaded ahead.
             for token in tl.range(row, end, num_stages=STAGES):
                 count = tl.minimum(tl.load(num_keys_ptr + token), max_keys)
@@ -143,9 +142,7 @@ def score_span(
         for start in tl.range(first, tl.minimum(first + SPAN, count), BLOCK_N, num_stages=STAGES):
             key = start + tl.arange(0, BLOCK_N)
             ok = key < count
-            page = tl.load(table_ptr + key // PAGE, mask=ok, other=0).to(tl.int64)
-            at = page * stride_page + (key % PAGE) * DIM
-            keys = tl.load(pages_ptr + at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
+            keys, page = load_keys(pages_ptr, table_ptr, key, ok, stride_page, PAGE, DIM, BLOCK_D)
             if HAS_SCALES:
                 keys = keys.to(tl.float32).to(q_ptr.dtype.element_ty)
             scores = tl.maximum(tl.dot(keys, tl.trans(q)), 0.0)
