@@ -6,6 +6,7 @@ Every warm answer is compared with a cold run of the same prompt in a namespace 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -54,14 +55,28 @@ async def test_a_sibling_hits_while_the_first_still_decodes_with_large_pages(
 
 
 async def check_mid_flight(client: Client, worker: str, prompt: list[int], counts: tuple[int, int, int]) -> None:
-    """The first token comes at once; later ones may be merged into a message that comes much later."""
-    first_decodes = asyncio.Event()
-    first = asyncio.create_task(client.generate(worker, prompt, 600, on_token=lambda _: first_decodes.set()))
+    """The first token comes at once; later ones may be merged into a message that comes much later.
+
+    The first asks for 600 tokens, to outlast the second, and is cancelled after the eight that are compared.
+    """
+    tokens, first_decodes, enough = array("i"), asyncio.Event(), asyncio.Event()
+
+    async def read() -> None:
+        async for response in client.stream(worker, prompt, 600):
+            tokens.frombytes(response.token_ids)
+            first_decodes.set()
+            if len(tokens) >= 8:
+                enough.set()
+
+    first = asyncio.create_task(read())
     await first_decodes.wait()
     second = await client.generate(worker, prompt, 8)
     assert not first.done(), "the first ended before the second was answered, so nothing was shown"
     assert second.counts == counts
-    assert (await first).tokens[:8] == second.tokens
+    await enough.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    assert tokens[:8].tolist() == second.tokens
     assert second.tokens == (await cold(client, worker, prompt)).tokens
 
 
