@@ -11,10 +11,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from benchmarks.gpu_mla import LATENT, PAGE, WIDTH
+from benchmarks.gpu_mla import PAGE, WIDTH
 from benchmarks.measurement import LINK, ROUNDING, SHAPE, Maker, Measurement, Peer, difference, random, unequal
 from kernels.append_kv import rotate_append_kv
-from kernels.append_latent import append_latent
 from kernels.backend import Backend
 from kernels.copy_pages import pack_pages, page_row_bytes, unpack_pages
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
@@ -164,25 +163,16 @@ def latents(sequences: int, cached: int, new: int) -> list[Measurement]:
     total = sequences * (cached + new)
     call = partial(gather_latent, pages, tables, sums[0], total, fresh, sums[1])
     slots = (tables.long().unsqueeze(-1) * PAGE + torch.arange(PAGE, device="cuda")).flatten()
-    rows, flat = random(slots.numel(), WIDTH), pages.view(-1, WIDTH)
-    put = partial(append_latent, rows[:, :LATENT], rows[:, LATENT:], pages, slots)
 
     def error() -> float:
         return unequal(call(), call(backend=Backend.REFERENCE))
 
-    def put_error() -> float:
-        wanted = flat.index_copy(0, slots, rows)
-        put()
-        return unequal(flat, wanted)
-
-    amount, put_amount = 4e-9 * total * WIDTH, 4e-9 * rows.numel()
-    select = Peer("index_select, cached rows alone", partial(torch.index_select, flat, 0, slots), put_amount)
-    copied = Peer("index_copy_", partial(flat.index_copy_, 0, slots, rows), put_amount)
+    cached_amount = 4e-9 * slots.numel() * WIDTH
+    select = Peer(
+        "index_select, cached rows alone", partial(torch.index_select, pages.view(-1, WIDTH), 0, slots), cached_amount
+    )
     name = f"{sequences} x ({cached} + {new})"
-    return [
-        Measurement("gather_latent", name, amount, call, error, peers=(select,)),
-        Measurement("append_latent", f"{slots.numel()} rows", put_amount, put, put_error, peers=(copied,)),
-    ]
+    return [Measurement("gather_latent", name, 4e-9 * total * WIDTH, call, error, peers=(select,))]
 
 
 def spill() -> list[Measurement]:

@@ -25,7 +25,6 @@ TARGETS: dict[str, dict[str, float]] = {
     "append_kv": {"65536 tokens": 3860, "4096 tokens": 2581},  # the latter is 13 us
     "rotate_append_kv": {"65536 tokens": 3860},
     "gather_latent": {"64 x (4096 + 0)": 3900},
-    "append_latent": {"262144 rows": 3700},
     "merge_attention_states": {"8192 x 32 x 128": 3900},
 }
 

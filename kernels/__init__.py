@@ -6,7 +6,6 @@ without a GPU serves with (`reference`), and where it pays a plan of a step's wo
 kernel for Hopper (`hopper`).
 
     from kernels.append_kv import append_kv, rotate_append_kv
-    from kernels.append_latent import append_latent
     from kernels.block_scan import plan_scan
     from kernels.causal_conv import causal_conv
     from kernels.combine_experts import combine_experts

@@ -2,7 +2,6 @@
 
 import torch
 
-from kernels.append_latent import append_latent
 from kernels.backend import Backend
 from kernels.rms_norm import rms_norm
 from kernels.rotate_append_latent.call import RotateAppendLatentCall
@@ -17,4 +16,7 @@ def rotate_append_latent(call: RotateAppendLatentCall) -> None:
     both = rotated(torch.cat((turning, call.kv[:, None, call.latent :]), dim=1), cos, sin)
     turning.copy_(both[:, :-1])
     latents = rms_norm(call.kv[:, : call.latent], call.norm, call.eps, backend=Backend.REFERENCE)
-    append_latent(latents, both[:, -1], call.pages, call.slot_mapping, backend=Backend.REFERENCE)
+    kept = call.slot_mapping >= 0
+    slots, page_tokens = call.slot_mapping[kept], call.pages.shape[1]
+    rows = torch.cat((latents, both[:, -1]), dim=-1)[kept]
+    call.pages[slots // page_tokens, slots % page_tokens] = rows

@@ -1,11 +1,10 @@
-"""append_latent and gather_latent: exact rows, cached before new, in the order of their sequences."""
+"""gather_latent: exact rows, cached before new, in the order of their sequences."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from kernels.append_latent import append_latent
 from kernels.errors import KernelArgumentError
 from kernels.gather_latent import gather_latent
 from tests.kernels.compare import assert_same_bits
@@ -13,8 +12,7 @@ from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums
 from tests.kernels.target import Target
 
-RANK, ROPE = 512, 64
-WIDTH = RANK + ROPE
+WIDTH = 512 + 64
 # Cached and new tokens of each sequence, as in H25 of docs/cases.md: nothing cached, one of each, lengths at and
 # around a page's 64 tokens, sequences with nothing cached among others.
 BATCHES = [
@@ -158,35 +156,15 @@ def test_a_pool_beyond_two_billion_elements(target: Target) -> None:
     """Page 58,255 of pages of 64 x 576 elements starts past 2^31; memory between the pages is never touched."""
     pool = torch.empty(58_256, 64, WIDTH, dtype=torch.float16, device=target.device)
     row = torch.arange(WIDTH, dtype=torch.float16, device=target.device).view(1, WIDTH)
-    slot = torch.tensor([58_255 * 64 + 3], device=target.device)
-    append_latent(row[:, :RANK], row[:, RANK:], pool, slot, backend=target.backend)
-    assert_same_bits(pool[58_255, 3], row[0])
     pool[58_255, :3] = 0.0
+    pool[58_255, 3] = row[0]
     tables = torch.tensor([[58_255]], dtype=torch.int32, device=target.device)
     got = gather_latent(pool, tables, running_sums([4], target.device), 4, backend=target.backend)
     assert_same_bits(got[3], row[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (5, 2), (64, 0)])
-def test_append(target: Target, rank: int, rope: int, dtype: torch.dtype) -> None:
-    """Scattered slots, padding among them, rows that are slices of one projection's."""
-    rng = torch.Generator().manual_seed(1)
-    rows = torch.randn(21, 3 + rank + rope, generator=rng).to(dtype).to(target.device)
-    latents, rope_keys = rows[:, 3 : 3 + rank], rows[:, 3 + rank :]
-    slots = torch.randperm(5 * 16, generator=rng)[:21].to(target.device)
-    slots[[0, 9, 20]] = -1
-    pages = torch.full((5, 16, rank + rope), float("nan"), dtype=dtype, device=target.device)
-    wanted = pages.clone().view(80, rank + rope)
-    wanted[slots[slots >= 0]] = rows[slots >= 0, 3:]
-    append_latent(latents, rope_keys, pages, slots, backend=target.backend)
-    assert_same_bits(pages.view(80, rank + rope), wanted)
-    append_latent(latents[:0], rope_keys[:0], pages, slots[:0], backend=target.backend)
-    assert_same_bits(pages.view(80, rank + rope), wanted)
-
-
 PAGES = torch.zeros(4, 16, 8)
-ROWS, SLOTS, SUMS = torch.zeros(3, 8), torch.arange(3), running_sums([3])
+ROWS, SUMS = torch.zeros(3, 8), running_sums([3])
 
 
 @pytest.mark.parametrize(
@@ -220,25 +198,3 @@ def test_what_gather_refuses(change: dict[str, object], message: str) -> None:
     }
     with pytest.raises(KernelArgumentError, match=message):
         gather_latent(**(given | change))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"latents": ROWS[:, :5].half()}, "latents: dtype must be one of"),
-        ({"rope_keys": ROWS[:, 5:7]}, r"rope_keys: shape must be \[3, 3\], got \[3, 2\]"),
-        ({"rope_keys": ROWS[:2, 5:]}, r"rope_keys: shape must be \[3, 3\], got \[2, 3\]"),
-        ({"slot_mapping": SLOTS.int()}, "slot_mapping: dtype must be one of"),
-        ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: shape must be \[3\], got \[2\]"),
-        ({"latents": PAGES[0, :3, :5]}, "pages: shares memory with latents"),
-    ],
-)
-def test_what_append_refuses(change: dict[str, object], message: str) -> None:
-    given: dict[str, object] = {
-        "latents": ROWS[:, :5],
-        "rope_keys": ROWS[:, 5:],
-        "pages": PAGES,
-        "slot_mapping": SLOTS,
-    }
-    with pytest.raises(KernelArgumentError, match=message):
-        append_latent(**(given | change))  # type: ignore[arg-type]

@@ -80,14 +80,11 @@ def test_rotate_append_latent() -> None:
 
 @pytest.mark.parametrize("has_new", [False, True])
 def test_latents(has_new: bool) -> None:
-    from kernels.append_latent.triton import append_latents
     from kernels.gather_latent.triton import gather_rows
 
     gather = {"WIDTH": 576, "PAGE": 64, "MAIN": 512, "BLOCK_REST": 64, "ROWS": 4, "LEVELS": 1}
     flags = {"HAS_NEW": has_new, "HAS_FIRST": not has_new}
     check_moves(compile_for_hopper(gather_rows, {**gather, **flags}, 1, kind), turns_over=True)
-    append = {"RANK": 512, "ROPE": 64, "PAGE": 64, "ROWS": 2, "BLOCK_RANK": 512, "BLOCK_ROPE": 64}
-    check_moves(compile_for_hopper(append_latents, append, 1, kind))
 
 
 def test_rows() -> None:

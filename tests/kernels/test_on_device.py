@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels.append_kv import append_kv, rotate_append_kv
-from kernels.append_latent import append_latent
 from kernels.attention import with_lse
 from kernels.block_scan import ScanPlan, plan_scan
 from kernels.causal_conv import causal_conv
@@ -87,7 +86,6 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: softcap_logits(rows, 30.0),
         lambda: expert_layer(rows),
         *state_calls(),
-        lambda: append_latent(latents[:, :100], latents[:, 100:], own[0].flatten(2), slots) or own[0],
         lambda: rotate_append_latent(latents.clone()[:, None], latents, *latent_places, **norm) or own[0],
         lambda: gather_latent(latent_pages, *where, total),
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels.append_latent import append_latent
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.rms_norm import rms_norm
@@ -87,7 +86,9 @@ def separate(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     q[..., inputs.dims.nope :] = turned(q[..., inputs.dims.nope :], inputs)
     latents = rms_norm(inputs.kv[:, :latent], inputs.norm, EPS, backend=Backend.REFERENCE)
     rope_keys = turned(inputs.kv[:, None, latent:], inputs)[:, 0]
-    append_latent(latents, rope_keys, pages, inputs.slots, backend=Backend.REFERENCE)
+    kept = inputs.slots >= 0
+    flat = pages.view(-1, pages.shape[-1])
+    flat[inputs.slots[kept]] = torch.cat((latents, rope_keys), dim=-1)[kept]
     return q, pages
 
 
