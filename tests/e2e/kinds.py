@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     groups: tuple[str, ...]
     fields: dict[str, Any]
     spread: float = SPREAD
+    page: int = PAGE
 
 
 KINDS = {
@@ -165,6 +166,29 @@ FAMILIES = {
         "GlmMoeDsa",
         ("full-40", "full-40+16"),
         {**_LATENTS, **_INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    "deepseek-v4": Kind(
+        "DeepseekV4",
+        ("entries4", "entries128", "window1", "window8", "window128"),
+        {
+            **_EXPERTS,
+            **_INDEXER,
+            "head_dim": 32,
+            "q_lora_rank": 32,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.25,
+            "o_groups": 2,
+            "o_lora_rank": 32,
+            "n_routed_experts": 8,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        },
+        page=128,
     ),
     "glm4-lite": Kind("Glm4MoeLite", ("full",), {**_LATENTS, "n_group": 1, "topk_group": 1}),
 }
