@@ -36,6 +36,8 @@ def route_experts(
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise KernelArgumentError(f"logits: must be of 1 to {MAX_EXPERTS} experts, got {num_experts}")
     rule.check(num_experts)
+    if rule.scoring is Scoring.SQRT_SOFTPLUS:
+        raise KernelArgumentError(f"scoring: {rule.scoring.value} is not for this op")
     if selection_bias is not None:
         check_tensor("selection_bias", selection_bias, (num_experts,), (torch.float32,), logits.device)
         check_contiguous("selection_bias", selection_bias)

@@ -118,6 +118,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logits": X[:, :0]}, "logits: must be of 1 to 1024 experts, got 0"),
     ({"selection_bias": BIAS[:5]}, r"selection_bias: shape must be \[20\], got \[5\]"),
     ({"selection_bias": BIAS.half()}, "selection_bias: dtype must be one of"),
+    ({"rule": RoutingRule(2, Scoring.SQRT_SOFTPLUS)}, "scoring: sqrtsoftplus is not for this op"),
     ({"rule": RoutingRule(21)}, "top_k: must be 1 to 20, got 21"),
     ({"rule": RoutingRule(0)}, "top_k: must be 1 to 20, got 0"),
     ({"rule": RoutingRule(2, num_groups=3)}, "num_groups: 3 does not divide 20 experts"),
