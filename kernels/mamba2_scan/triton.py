@@ -13,7 +13,7 @@ from kernels.block_scan.triton import launch_scan, load_rows, load_scalars, padd
 
 # Heads of a program that serves a block.
 HEADS = 32
-# At most so many heads of one group have a program for their scores.
+# Heads of one group whose scores one program computes, at most.
 SHARED_HEADS = 8
 
 _GRID = tl.constexpr(GRID_TOKENS)

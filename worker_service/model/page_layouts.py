@@ -17,8 +17,8 @@ from worker_service.model.spec import AttentionSpec, CompressedSpec, LatentSpec,
 
 
 class _Array(NamedTuple):
-    """`planes` arrays of that shape: for each token in a layer with pages, one in all in a layer with a state. With a
-    ratio one stands for so many tokens."""
+    """`planes` arrays of that shape: one row per token in a layer with pages, or one per `ratio` tokens where there is a
+    ratio; one array for the whole sequence in a layer with a state."""
 
     planes: int
     shape: tuple[int, ...]
