@@ -26,7 +26,6 @@ from cli.supervisor import ChildFailed
 from register_qa import Kind
 
 POOL_MB = 512
-PAGE_TOKENS = 16
 # Fetch whatever the tier has: an evaluation of fetched pages must not depend on whether a fetch pays.
 CACHE_ENV = {"STEMCACHE_CACHE_FETCH": "always"}
 KV_DTYPES = ("auto", "fp8_e4m3")
@@ -78,9 +77,7 @@ def eval_command(
     output = Output(as_json=json_)
     folder = model_to_serve(model, seed, output)
     environ = {"STEMCACHE_WORKER_KV_DTYPE": kv_dtype}
-    options = ClusterOptions(
-        folder, device=device, pool_mb=POOL_MB, page_tokens=PAGE_TOKENS, cache_env=CACHE_ENV, environ=environ
-    )
+    options = ClusterOptions(folder, device=device, pool_mb=POOL_MB, cache_env=CACHE_ENV, environ=environ)
     plan = SheetPlan(questions, registers, tokens, tuple(map(Kind, kinds or KINDS)), seed)
     least = BOXED if not model and questions >= ENOUGH_QUESTIONS else LeastAccuracy()
     found = _evaluated(options, plan, tuple(ways or WAYS), least, output)

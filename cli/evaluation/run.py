@@ -63,13 +63,13 @@ async def evaluate(
         async with StemcacheClient(cluster.cache, cluster.workers) as client:
             with output.working("drawing registers and questions"):
                 sheets = await draw_sheets(client, cluster.workers[0], plan)
-            services = EvalServices(client, supervisor, cluster, options, sheets)
+            described = await client.describe(cluster.workers[0])
+            services = EvalServices(client, supervisor, cluster, options, sheets, described.page_tokens)
             try:
                 results = await play_ways(
                     services, [COLD, *(way for way in WAYS if way in ways and way != COLD)], output
                 )
                 expect_accuracy(results[0], least)
-                described = await client.describe(cluster.workers[0])
             finally:
                 await services.close()
     sizes = tuple(len(sheet.prefix) for sheet in sheets)

@@ -48,6 +48,7 @@ class EvalServices:
     cluster: Cluster
     options: ClusterOptions
     sheets: Sequence[Sheet]
+    page_tokens: int
     advance: Callable[[], None] = lambda: None
     _special: dict[str, SpecialWorker] = field(default_factory=dict)
 
@@ -58,10 +59,6 @@ class EvalServices:
     @property
     def second(self) -> str:
         return self.cluster.workers[1]
-
-    @property
-    def page_tokens(self) -> int:
-        return self.options.page_tokens
 
     @property
     def tight_pages(self) -> int:

@@ -105,7 +105,7 @@ async def test_a_way_that_breaks_off_is_a_failed_row_and_the_next_one_is_played(
 
     for name, play in {"cold": fine, "device": breaking, "sibling": empty}.items():
         monkeypatch.setitem(WAYS, name, Way(name, play))
-    services = cast(EvalServices, EvalServices(*[cast(Any, None)] * 4, [SHEET]))
+    services = cast(EvalServices, EvalServices(*[cast(Any, None)] * 4, [SHEET], 16))
     results = await play_ways(services, ["cold", "device", "sibling"], Output(as_json=True))
     assert [result.failures for result in results] == [
         [],
@@ -152,7 +152,7 @@ def test_questions_spread_over_the_registers() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8, 20])
 def test_registers_come_in_turn_and_none_comes_twice(count: int) -> None:
-    parts = EvalServices(*[cast(Any, None)] * 4, [SHEET] * count).in_turn()
+    parts = EvalServices(*[cast(Any, None)] * 4, [SHEET] * count, 16).in_turn()
     assert sum(map(len, parts)) == count
     # Two at least: a small pool drops a register only for another one.
     assert all(2 <= len(part) < 8 for part in parts)
