@@ -42,6 +42,7 @@ PARTS = (
         "index_logits",
         "top_k",
         "sparse_latents",
+        "compressed_attention",
         "fp8_pages",
         "append_kv",
         "sinks",

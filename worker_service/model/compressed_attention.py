@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import Backend
+from kernels.compressed_attention import compressed_attention
 from kernels.index_logits import index_logits
 from kernels.key_rows import KeyRows, key_rows
 from kernels.rms_norm import rms_norm
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import PagePools
-from worker_service.model.compressed_reference import append_rows, compress_tokens, compressed_attention, turn_tail
+from worker_service.model.compressed_reference import append_rows, compress_tokens, turn_tail
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import CompressedRows, EntryIndex
 from worker_service.model.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
@@ -55,7 +56,7 @@ class PagedCompressed:
         window = (q, pages.planes[0], launch.block_tables[pages.group], self._rows, rows.sinks)
         scale, reach = spec.head_dim**-0.5, spec.window_tokens
         if spec.compressor is None:
-            out = compressed_attention(*window, scale=scale, window_tokens=reach)
+            out = compressed_attention(*window, scale=scale, window_tokens=reach, backend=self._backend)
         else:
             self._compress(layer, spec.compressor, rows)
             entries = self._pools.layer_entries(layer)
@@ -67,6 +68,7 @@ class PagedCompressed:
                 entry_tables=launch.block_tables[entries.group],
                 ratio=spec.compressor.ratio,
                 chosen=self._chosen(layer, spec.compressor, rows),
+                backend=self._backend,
             )
         return turn_tail(out, rows.positions, rows.cos_sin, inverse=True)
 

@@ -100,50 +100,6 @@ def _rows_at(
     return pages[page, positions % pages.shape[1]]
 
 
-def compressed_attention(
-    q: torch.Tensor,
-    window_pages: torch.Tensor,
-    window_tables: torch.Tensor,
-    rows: KeyRows,
-    sinks: torch.Tensor,
-    *,
-    scale: float,
-    window_tokens: int,
-    entry_pages: torch.Tensor | None = None,
-    entry_tables: torch.Tensor | None = None,
-    ratio: int = 0,
-    chosen: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of q [num_tokens, heads, dim] over the last tokens of each row and over compressed entries: all that it
-    sees, or the first min(seen, k) of chosen int32 [num_tokens, k]. A key is its value too; a sink, fp32 [heads], takes
-    a part of the weights. A row that sees nothing gives 0."""
-    out = torch.zeros_like(q)
-    num_entries = rows.entries(ratio).num_keys.tolist() if ratio else [0] * q.shape[0]
-    host = zip(rows.sequences.tolist(), rows.num_keys.tolist(), num_entries, strict=True)
-    for row, (sequence, num_keys, seen) in enumerate(host):
-        if num_keys == 0:
-            continue
-        keys = _of_one(window_pages, window_tables[sequence], max(num_keys - window_tokens, 0), num_keys)
-        if entry_pages is not None and entry_tables is not None and seen:
-            table = entry_tables[sequence]
-            if chosen is None:
-                entries = _of_one(entry_pages, table, 0, seen)
-            else:
-                entries = _picked(entry_pages, table, chosen[row, : min(seen, chosen.shape[1])].long())
-            keys = torch.cat((keys, entries))
-        scores = torch.cat((q[row].float() @ keys.float().T * scale, sinks.unsqueeze(1)), dim=1)
-        out[row] = (scores.softmax(dim=1)[:, :-1] @ keys.float()).to(q.dtype)
-    return out
-
-
-def _of_one(pages: torch.Tensor, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    return _picked(pages, table, torch.arange(first, end, device=pages.device))
-
-
-def _picked(pages: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return pages[table.long()[places // pages.shape[1]], places % pages.shape[1]]
-
-
 def collapsed_streams(
     streams: torch.Tensor, mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, *, eps: float, num_iters: int
 ) -> Collapsed:

@@ -1,0 +1,97 @@
+"""compressed_attention on a GPU in DeepSeek V4's sizes: against fp64, and bits that follow from the row alone.
+
+A row's cut, its mates, the order of pages, repetition and a captured graph change nothing. All memory that no
+sequence holds is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from tests.kernels.compare import assert_output
+from tests.kernels.compressed_inputs import CompressedCase, CompressedShape, make_compressed
+
+pytestmark = pytest.mark.gpu
+
+WINDOW, PAGE = 128, 128
+# Entries of 4 tokens, of which 512 or 1,024 are chosen, of 128, and no entries.
+KINDS = {"CSA": (4, 512), "CSA 1024": (4, 1024), "HCA": (128, 0), "window": (0, 0)}
+LENGTHS = [(5000, 1), (127, 1), (0, 1), (8191, 1), (2000, 300), (0, 140), (65_400, 40)]
+NUM_DECODE = 4
+
+
+@pytest.fixture(autouse=True)
+def device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[64, 128, 16])
+def heads(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def make(kind: str, heads: int, order: int = 0) -> CompressedCase:
+    ratio, k = KINDS[kind]
+    shape = CompressedShape(heads, 512, PAGE, WINDOW, ratio, k, torch.bfloat16, "cuda")
+    return make_compressed(LENGTHS, shape, num_decode=NUM_DECODE, order=order)
+
+
+def test_against_fp64(kind: str, heads: int) -> None:
+    case = make(kind, heads)
+    tokens = [*range(0, case.q.shape[0], 7), case.q.shape[0] - 1]
+    assert_output(case.run(Backend.AUTO)[tokens], case.truth(tokens))
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 301])
+def test_bits_do_not_depend_on_the_cut(kind: str, heads: int, size: int) -> None:
+    """Rows in launches of this many: within prompts, across their ends, and alone."""
+    case = make(kind, heads)
+    whole = case.run(Backend.AUTO)
+    parts = range(0, whole.shape[0], size)
+    assert torch.equal(torch.cat([case.run(Backend.AUTO, slice(at, at + size)) for at in parts]), whole)
+
+
+def test_bits_do_not_depend_on_mates(kind: str, heads: int) -> None:
+    """The same rows among others, in reverse."""
+    case = make(kind, heads)
+    whole = case.run(Backend.AUTO)
+    order = torch.arange(whole.shape[0] - 1, -1, -1, device="cuda")
+    chosen = None if case.chosen is None else case.chosen[order]
+    rows = type(case.rows)(*(part[order] for part in case.rows))
+    turned = replace(case, q=case.q[order], rows=rows, chosen=chosen)
+    assert torch.equal(turned.run(Backend.AUTO), whole[order])
+
+
+def test_bits_do_not_depend_on_the_order_of_pages(kind: str, heads: int) -> None:
+    one, other = make(kind, heads), make(kind, heads, order=7)
+    assert not torch.equal(one.window_tables, other.window_tables)
+    assert torch.equal(other.run(Backend.AUTO), one.run(Backend.AUTO))
+
+
+def test_a_captured_graph_replays_other_rows(kind: str, heads: int) -> None:
+    """Lengths, tables and choices are read on the device: nothing waits for it, nothing is baked in."""
+    case = make(kind, heads)
+    wanted = case.run(Backend.AUTO)
+    rows, q = type(case.rows)(*(part.clone() for part in case.rows)), case.q.clone()
+    chosen = None if case.chosen is None else case.chosen.clone()
+    static = replace(case, rows=rows, q=q, chosen=chosen)
+    for part in (rows.sequences, rows.num_keys):
+        part.fill_(0)
+    static.run(Backend.AUTO)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static.run(Backend.AUTO)
+    for static_part, part in zip(rows, case.rows, strict=True):
+        static_part.copy_(part)
+    graph.replay()
+    assert torch.equal(out, wanted)
