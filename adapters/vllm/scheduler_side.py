@@ -21,7 +21,7 @@ from tier_client.values import Hit, KeyedPages
 
 # Saves that wait for the tier or for the store; more are not begun.
 MAX_OPEN_SAVES = 64
-# After this a save counts as lost, and the engine is not kept stepping for it.
+# After this a save is given up: its ticket ends, and the engine is not kept stepping for it.
 SAVE_S = 30.0
 
 
@@ -170,8 +170,19 @@ class SchedulerSide:
                     orders.writes.append(save.write_order(ticket))
                 else:
                     self._close(save, orders)
-            elif self._now_s() >= save.until_s:
-                self._close(save, orders)
+        self._give_up_late(orders)
+
+    def _give_up_late(self, orders: StepOrders) -> None:
+        for save in [save for save in self._saving.values() if self._now_s() >= save.until_s]:
+            self._close(save, orders)
+            self._thread.submit(self._end_ticket, save)
+
+    def _end_ticket(self, save: Save) -> None:
+        """Others may write what this save was to write. Runs behind the save's Reserve call."""
+        ticket = None if save.asked.cancelled() or save.asked.exception() is not None else save.asked.result()
+        if ticket is not None and ticket.number:
+            for rank in [rank for rank in range(self._num_ranks) if rank not in save.reported]:
+                self._index.commit(ticket, rank, (), TransferStatus.DONE)
 
     def _close(self, save: Save, orders: StepOrders) -> None:
         del self._saving[save.number]
@@ -221,9 +232,9 @@ class SchedulerSide:
         self._failed.discard(request_id)
 
     def has_open_saves(self) -> bool:
-        """Whether later steps have something to tell the workers, or to hear from them."""
-        now_s = self._now_s()
-        return any(now_s < save.until_s for save in self._saving.values())
+        """Whether later steps have something to tell the workers, or to hear from them. Gives up what took too long."""
+        self._give_up_late(self._orders)
+        return bool(self._saving)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

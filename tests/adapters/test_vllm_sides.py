@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from adapters.vllm.metadata import StepReports, WriteReport
 from adapters.vllm.scheduler_side import MAX_OPEN_SAVES, SAVE_S, Scheduled
 from session.words import TransferStatus
 from tests.adapters.dict_tier import DictTier
@@ -205,6 +206,33 @@ def test_a_save_without_an_answer_is_given_up(stages: list[Stage]) -> None:
     stage.clock = SAVE_S + 1
     assert not stage.scheduler.has_open_saves()
     assert stage.scheduler.step((), ()).drops == [orders.stages[0].number]
+    stage.thread.run()
+    assert stage.tier is not None and stage.tier.last_number and not stage.tier.tickets, "answered too late, and ended"
+
+
+@pytest.mark.parametrize("told_by", [(), (1,)])
+def test_a_save_that_workers_do_not_finish_ends_its_ticket(stages: list[Stage], told_by: tuple[int, ...]) -> None:
+    stage = Stage(layout(), num_ranks=2)
+    stages.append(stage)
+    stage.scheduler.matched_tokens(FakeRequest("a", TOKENS), 0)
+    stage.scheduler.step([Scheduled("a", 0, len(TOKENS), tables(stage, 1))], ())
+    stage.thread.run()
+    (write,) = stage.scheduler.step((), ()).writes
+    tier = tier_of(stage)
+    assert len(tier.tickets) == 1
+    reports = [WriteReport(write.number, rank, TransferStatus.DONE, ((0, 5),)) for rank in told_by]
+    stage.scheduler.reported(StepReports([], reports))
+    stage.clock = SAVE_S + 1
+    assert stage.scheduler.step((), ()).drops == [write.number]
+    stage.thread.run()
+    assert not tier.tickets and not tier.rows
+    late = [WriteReport(write.number, rank, TransferStatus.DONE, ((0, 5),)) for rank in range(2)]
+    stage.scheduler.reported(StepReports([], late))
+    stage.thread.run()
+    assert not tier.rows, "what comes later is nobody's row"
+    stage.clock += PAUSE_S
+    stage.compute(FakeRequest("b", TOKENS), tables(stage, 7))
+    assert stage.matched(FakeRequest("c", TOKENS)) == 5 * PAGE_TOKENS
 
 
 def test_open_saves_are_limited(stages: list[Stage]) -> None:

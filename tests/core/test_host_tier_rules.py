@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cache_service.core.base.page_hash import namespace_digest, page_hashes
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.host.host_key import HostKey, build_key
+from cache_service.core.verbs import spilling
 from session.messages import Rates
 from session.words import HostTierKind, PageHash
 from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.test_cases_pages import span
-from tests.core.world import ABORTED, FINGERPRINT, NS, full, pack
+from tests.core.world import ABORTED, FAILED, FINGERPRINT, NS, full, pack
 
 
 def test_selective_spills_after_the_second_use() -> None:
@@ -83,6 +86,50 @@ def test_breaker_stops_fetches_and_lets_them_again() -> None:
     world.manager.tiers.report_ok("redis")
     world.tick(2000)
     assert worker.start(span(1, 10)).fetch is not None
+
+
+def test_spills_wait_while_the_tier_fails_and_follow_when_it_is_back() -> None:
+    world = stage(breaker_failures=2, breaker_ms=1000)
+    worker = join(world, full(40))
+    worker.run(span(1, 8))
+    world.tick()
+    for _ in range(2):
+        world.manager.tiers.report_failure("redis", world.now_ms)
+    worker.do_spill(num_done=1, status=FAILED)
+    for first in (20, 40):
+        worker.run(span(first, first + 7))
+    world.tick()
+    assert not worker.spills, "the breaker is open"
+    world.tick(1000)
+    assert len(worker.spills) == 1, "one order tries whether the tier is back"
+    worker.do_spill(num_done=0, status=FAILED)
+    world.tick(1000)
+    assert len(worker.spills) == 1
+    worker.do_spill()
+    assert len(worker.spills) == 2, "it is: the others follow at once"
+    worker.spill_all()
+    assert len(worker.store) == 12
+    churn(worker)
+    for first in (1, 20, 40):
+        live = worker.start([*span(first, first + 7), 9])
+        assert live.fetch is not None and live.fetch.num_pages == 4
+        worker.fetch_all(live)
+        worker.prefill(live)
+        worker.release(live)
+
+
+def test_few_spills_wait_for_a_tier_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spilling, "MAX_WAITING", 2)
+    world = stage(breaker_failures=1, breaker_ms=1000)
+    worker = join(world, full(40))
+    world.manager.tiers.report_failure("redis", world.now_ms)
+    for first in (1, 20, 40):
+        worker.run(span(first, first + 7))
+    world.tick()
+    world.manager.tiers.report_ok("redis")
+    world.tick()
+    worker.spill_all()
+    assert len(worker.store) == 8, "what was queued first is dropped"
 
 
 def test_rows_found_after_a_restart_are_adopted() -> None:

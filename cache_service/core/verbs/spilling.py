@@ -28,20 +28,27 @@ from session.words import (
 # Open spills may hold one page of a pool in this many.
 SPILL_SHARE = 4
 
+# Nodes that wait while the tier fails; of more, those that were queued first are dropped.
+MAX_WAITING = 4_096
+
 
 def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
     """New orders for the queued nodes, as many as tickets may be open."""
     queue = cache.spill_queue
     if not queue or cache.host is None:
         return ()
-    if cache.host.index.breaker.is_open:
-        queue.clear()
+    breaker = cache.host.index.breaker
+    if breaker.is_open:
+        while len(queue) > MAX_WAITING:
+            queue.popitem(last=False)
         return ()
     if cache.host.fingerprint in cache.host.index.unscanned:
         return ()  # after a restart the store has most of them
     orders = []
     transfers = cache.transfers
-    while queue and len(transfers.spills) < cache.config.max_open_tickets and not _holds_much(cache):
+    # After a failure one order tries whether the tier is back.
+    most = 1 if breaker.failures else cache.config.max_open_tickets
+    while queue and len(transfers.spills) < most and not _holds_much(cache):
         if len(transfers.abandoned) >= cache.config.max_open_tickets:
             break
         node = next(iter(queue))
@@ -144,6 +151,8 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
     if ack.status is TransferStatus.FAILED:
         index.breaker.failed(now_ms)
         _unmark(spill, spill.transfer.first_page + ack.num_done)
+        if spill.node.resident:
+            cache.spill_queue[spill.node] = None
     else:
         index.breaker.succeeded()
     index.shrink()
