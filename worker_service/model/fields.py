@@ -96,6 +96,16 @@ def layer_types(
     return [known[kind] for kind in kinds]
 
 
+def layers_by_index(fields: Fields, num_layers: int, name: str) -> list[bool] | None:
+    """Returns for each layer whether the field's list has its number; None where the field is missing."""
+    indices = fields.get(name)
+    if indices is None:
+        return None
+    if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < num_layers for index in indices):
+        raise ModelError(name, f"must be numbers of layers below {num_layers}, not {indices!r}")
+    return [layer in indices for layer in range(num_layers)]
+
+
 def eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
     """The generation config's, else the config's; null in either says nothing."""
     value = generation.get("eos_token_id")

@@ -17,8 +17,8 @@ from worker_service.model.spec import AttentionSpec, CompressedSpec, LatentSpec,
 
 
 class _Array(NamedTuple):
-    """`planes` arrays of that shape: one row per token in a layer with pages, or one per `ratio` tokens where there is a
-    ratio; one array for the whole sequence in a layer with a state."""
+    """`planes` arrays of that shape. In a layer with pages a row is of one token, or of `ratio` tokens where there is a
+    ratio; in a layer with a state the array is of the whole sequence."""
 
     planes: int
     shape: tuple[int, ...]

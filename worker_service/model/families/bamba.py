@@ -6,10 +6,8 @@ from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
 from worker_service.model.families.family import Family
-from worker_service.model.families.mamba2 import read_mamba2, take_mamba2
-from worker_service.model.fields import Fields, flag, number, whole
-from worker_service.model.layer_weights import LayerWeights
-from worker_service.model.recurrent_specs import Mamba2Spec
+from worker_service.model.families.mamba2 import read_mamba2, take_layer
+from worker_service.model.fields import Fields, flag, layers_by_index, number, whole
 from worker_service.model.rope_fields import rope_parameters, rotary_dim
 from worker_service.model.spec import (
     STATE_PAGE_TOKENS,
@@ -20,8 +18,6 @@ from worker_service.model.spec import (
     ModelSpec,
     NormSpec,
 )
-from worker_service.model.take_weights import take_attention, take_mlp
-from worker_service.model.tensors import TensorSource
 from worker_service.model.weight_formats import PLAIN
 
 BAMBA = "BambaForCausalLM"
@@ -53,9 +49,11 @@ def read_spec(fields: Fields) -> ModelSpec:
     mamba = read_mamba2(fields)
     activation = read_activation(fields, "hidden_act", (Activation.SILU,))
     mlp = DenseSpec(whole(fields, "intermediate_size"), activation, bias=flag(fields, "mlp_bias"))
+    num_layers = whole(fields, "num_hidden_layers")
+    attending = layers_by_index(fields, num_layers, "attn_layer_indices") or [False] * num_layers
     return model_spec(
         fields,
-        layers=tuple(LayerSpec(attention if attends else mamba, mlp) for attends in _attending(fields)),
+        layers=tuple(LayerSpec(attention if attends else mamba, mlp) for attends in attending),
         norm=NormSpec(number(fields, "rms_norm_eps", 1e-5)),
         max_model_len=positions.max_model_len,
     )
@@ -70,34 +68,6 @@ def _rotary_dim(fields: Fields, head_dim: int) -> int:
         return turned
     share = rope_parameters(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     return rotary_dim({"partial_rotary_factor": TURNED if share is None else share}, head_dim)
-
-
-def _attending(fields: Fields) -> list[bool]:
-    """Returns which layers have attention: those that `attn_layer_indices` numbers."""
-    num_layers, indices = whole(fields, "num_hidden_layers"), fields.get("attn_layer_indices")
-    indices = [] if indices is None else indices
-    if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < num_layers for index in indices):
-        raise ModelError("attn_layer_indices", f"must be numbers of layers below {num_layers}, not {indices!r}")
-    return [layer in indices for layer in range(num_layers)]
-
-
-def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
-    hidden, mixer = spec.hidden_size, layer.mixer
-    mixer_norm = source.take(f"{prefix}.input_layernorm.weight", hidden)
-    if isinstance(mixer, Mamba2Spec):
-        return LayerWeights(
-            mixer_norm=mixer_norm,
-            mixer=take_mamba2(source, f"{prefix}.mamba", mixer, hidden),
-            mlp_norm=source.take(f"{prefix}.pre_ff_layernorm.weight", hidden),
-            mlp=take_mlp(source, f"{prefix}.feed_forward", layer.mlp, hidden),
-        )
-    assert isinstance(mixer, AttentionSpec)
-    return LayerWeights(
-        mixer_norm=mixer_norm,
-        mixer=take_attention(source, f"{prefix}.self_attn", mixer, hidden),
-        mlp_norm=source.take(f"{prefix}.pre_ff_layernorm.weight", hidden),
-        mlp=take_mlp(source, f"{prefix}.feed_forward", layer.mlp, hidden),
-    )
 
 
 FAMILY = Family(

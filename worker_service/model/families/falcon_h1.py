@@ -14,9 +14,8 @@ from worker_service.model.families.common import (
     require_whole_rope,
 )
 from worker_service.model.families.family import Family
-from worker_service.model.families.mamba2 import read_mamba2, take_mamba2
+from worker_service.model.families.mamba2 import read_mamba2, take_layer
 from worker_service.model.fields import Fields, flag, number, whole
-from worker_service.model.layer_weights import LayerWeights, ParallelWeights
 from worker_service.model.recurrent_specs import Mamba2Spec
 from worker_service.model.spec import (
     STATE_PAGE_TOKENS,
@@ -28,8 +27,6 @@ from worker_service.model.spec import (
     NormSpec,
     ParallelSpec,
 )
-from worker_service.model.take_weights import take_attention, take_mlp
-from worker_service.model.tensors import TensorSource
 from worker_service.model.weight_formats import PLAIN
 
 FALCON_H1 = "FalconH1ForCausalLM"
@@ -125,20 +122,6 @@ def _multipliers(fields: Fields, name: str, count: int) -> list[float]:
     if not is_list or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise ModelError(name, f"must be {count} numbers, not {values!r}")
     return [float(value) for value in values]
-
-
-def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
-    hidden, mixer = spec.hidden_size, layer.mixer
-    assert isinstance(mixer, ParallelSpec)
-    return LayerWeights(
-        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=ParallelWeights(
-            take_attention(source, f"{prefix}.self_attn", mixer.attention, hidden),
-            take_mamba2(source, f"{prefix}.mamba", mixer.recurrence, hidden),
-        ),
-        mlp_norm=source.take(f"{prefix}.pre_ff_layernorm.weight", hidden),
-        mlp=take_mlp(source, f"{prefix}.feed_forward", layer.mlp, hidden),
-    )
 
 
 FAMILY = Family(

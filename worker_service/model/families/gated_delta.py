@@ -19,7 +19,6 @@ from worker_service.model.families.family import Family
 from worker_service.model.families.qwen3_moe import expert_layers, read_dense
 from worker_service.model.fields import Fields, flag, layer_types, number, one_of, whole
 from worker_service.model.layer_weights import (
-    AttentionWeights,
     DenseWeights,
     GatedDeltaWeights,
     LayerWeights,
@@ -39,7 +38,7 @@ from worker_service.model.spec import (
     NormKind,
     NormSpec,
 )
-from worker_service.model.take_weights import take_attention, take_dense, take_linear, take_moe
+from worker_service.model.take_weights import take_dense, take_linear, take_mixer, take_moe
 from worker_service.model.tensors import TensorSource
 
 QWEN3_NEXT = "Qwen3NextForCausalLM"
@@ -189,18 +188,14 @@ def _take_layer(
     source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec, take_inner: TakeInner
 ) -> LayerWeights:
     hidden, mixer, mlp = spec.hidden_size, layer.mixer, layer.mlp
-    mixer_norm = source.take(f"{prefix}.input_layernorm.weight", hidden)
     assert mlp is not None
-    weights: AttentionWeights | GatedDeltaWeights
-    if isinstance(mixer, GatedDeltaSpec):
-        name = f"{prefix}.linear_attn"
-        weights = _take_delta(source, name, mixer, hidden, take_inner(source, name, mixer, hidden))
-    else:
-        assert isinstance(mixer, AttentionSpec)
-        weights = take_attention(source, f"{prefix}.self_attn", mixer, hidden)
     return LayerWeights(
-        mixer_norm=mixer_norm,
-        mixer=weights,
+        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+        mixer=(
+            _take_delta(source, f"{prefix}.linear_attn", mixer, hidden, take_inner)
+            if isinstance(mixer, GatedDeltaSpec)
+            else take_mixer(source, f"{prefix}.self_attn", mixer, hidden)
+        ),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=_take_mlp(source, f"{prefix}.mlp", mlp, hidden),
     )
@@ -213,11 +208,11 @@ def _take_mlp(source: TensorSource, prefix: str, spec: DenseSpec | MoeSpec, hidd
 
 
 def _take_delta(
-    source: TensorSource, prefix: str, spec: GatedDeltaSpec, hidden: int, inner: Linear
+    source: TensorSource, prefix: str, spec: GatedDeltaSpec, hidden: int, take_inner: TakeInner
 ) -> GatedDeltaWeights:
     channels = spec.channels
     return GatedDeltaWeights(
-        inner=inner,
+        inner=take_inner(source, prefix, spec, hidden),
         taps=source.take(f"{prefix}.conv1d.weight", channels, 1, spec.width).view(channels, spec.width),
         a_log=source.take(f"{prefix}.A_log", spec.num_heads, wide=True),
         decay_bias=source.take(f"{prefix}.dt_bias", spec.num_heads, wide=True),

@@ -53,19 +53,24 @@ def read_experts(fields: Fields) -> MoeSpec:
     return MoeSpec(
         num_experts=whole(fields, first_of(fields, "n_routed_experts", "num_local_experts")),
         intermediate_size=inner,
-        rule=RoutingRule(
-            top_k=whole(fields, "num_experts_per_tok", 8),
-            scoring=Scoring.SIGMOID,
-            renormalise=flag(fields, "norm_topk_prob", True),
-            scale=number(fields, "routed_scaling_factor", 1.0),
-            num_groups=whole(fields, "n_group", 1),
-            top_groups=whole(fields, "topk_group", 1),
-            group_best=2,
-        ),
+        rule=read_rule(fields, top_k=8),
         activation=activation,
         selection_bias=True,
         wide_router=True,
         shared=DenseSpec(inner * num_shared, activation) if num_shared else None,
+    )
+
+
+def read_rule(fields: Fields, top_k: int) -> RoutingRule:
+    """Returns the choice of experts by biased sigmoid scores, among the best groups; `top_k` where no field says it."""
+    return RoutingRule(
+        top_k=whole(fields, "num_experts_per_tok", top_k),
+        scoring=Scoring.SIGMOID,
+        renormalise=flag(fields, "norm_topk_prob", True),
+        scale=number(fields, "routed_scaling_factor", 1.0),
+        num_groups=whole(fields, "n_group", 1),
+        top_groups=whole(fields, "topk_group", 1),
+        group_best=2,
     )
 
 

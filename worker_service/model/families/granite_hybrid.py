@@ -9,10 +9,9 @@ from kernels.route_experts import RoutingRule
 from session.words import GroupKind
 from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
 from worker_service.model.families.family import Family
-from worker_service.model.families.mamba2 import LAYER_TYPES, read_mamba2, take_mamba2
+from worker_service.model.families.mamba2 import LAYER_TYPES, read_mamba2, take_hybrid_mixer
 from worker_service.model.fields import Fields, first_of, flag, layer_types, number, one_of, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, Linear, MoeWeights
-from worker_service.model.recurrent_specs import Mamba2Spec
 from worker_service.model.spec import (
     STATE_PAGE_TOKENS,
     Activation,
@@ -23,7 +22,7 @@ from worker_service.model.spec import (
     MoeSpec,
     NormSpec,
 )
-from worker_service.model.take_weights import take_linear, take_mixer
+from worker_service.model.take_weights import take_linear
 from worker_service.model.tensors import TensorSource
 from worker_service.model.weight_formats import PLAIN
 
@@ -84,14 +83,10 @@ def _read_mlp(fields: Fields) -> DenseSpec | MoeSpec:
 
 
 def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
-    hidden, mixer, mlp = spec.hidden_size, layer.mixer, layer.mlp
+    hidden, mlp = spec.hidden_size, layer.mlp
     return LayerWeights(
         mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
-        mixer=(
-            take_mamba2(source, f"{prefix}.mamba", mixer, hidden)
-            if isinstance(mixer, Mamba2Spec)
-            else take_mixer(source, f"{prefix}.self_attn", mixer, hidden)
-        ),
+        mixer=take_hybrid_mixer(source, prefix, layer.mixer, hidden),
         mlp_norm=source.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=(
             _take_moe(source, prefix, mlp, hidden)

@@ -9,10 +9,9 @@ import math
 
 from kernels.causal_conv import MAX_D_CONV
 from session.words import GroupKind
-from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_heads, read_positions, require_whole_rope
 from worker_service.model.families.family import Family
-from worker_service.model.fields import Fields, first_of, flag, layer_types, number, whole
+from worker_service.model.fields import Fields, first_of, flag, layer_types, layers_by_index, number, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, ShortConvWeights
 from worker_service.model.recurrent_specs import ShortConvSpec
 from worker_service.model.spec import (
@@ -70,34 +69,21 @@ def _intermediate_size(fields: Fields) -> int:
 def _attending(fields: Fields) -> list[bool]:
     """Returns which layers have attention: by `layer_types`, else by `full_attn_idxs`, else all of them."""
     num_layers = whole(fields, "num_hidden_layers")
-    by_index = _by_index(fields, num_layers)
+    by_index = layers_by_index(fields, num_layers, "full_attn_idxs") or [True] * num_layers
     return layer_types(fields, num_layers, ATTENDS) or by_index
-
-
-def _by_index(fields: Fields, num_layers: int) -> list[bool]:
-    indices = fields.get("full_attn_idxs")
-    if indices is None:
-        return [True] * num_layers
-    if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < num_layers for index in indices):
-        raise ModelError("full_attn_idxs", f"must be numbers of layers below {num_layers}, not {indices!r}")
-    return [layer in indices for layer in range(num_layers)]
 
 
 def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
     hidden, mixer, mlp = spec.hidden_size, layer.mixer, layer.mlp
     assert isinstance(mlp, DenseSpec)
-    mixer_norm = source.take(f"{prefix}.operator_norm.weight", hidden)
-    if isinstance(mixer, ShortConvSpec):
-        return LayerWeights(
-            mixer_norm=mixer_norm,
-            mixer=_take_convolution(source, f"{prefix}.conv", mixer, hidden),
-            mlp_norm=source.take(f"{prefix}.ffn_norm.weight", hidden),
-            mlp=_take_mlp(source, f"{prefix}.feed_forward", mlp, hidden),
-        )
-    assert isinstance(mixer, AttentionSpec)
+    assert isinstance(mixer, AttentionSpec | ShortConvSpec)
     return LayerWeights(
-        mixer_norm=mixer_norm,
-        mixer=take_attention(source, f"{prefix}.self_attn", mixer, hidden, NAMES),
+        mixer_norm=source.take(f"{prefix}.operator_norm.weight", hidden),
+        mixer=(
+            take_attention(source, f"{prefix}.self_attn", mixer, hidden, NAMES)
+            if isinstance(mixer, AttentionSpec)
+            else _take_convolution(source, f"{prefix}.conv", mixer, hidden)
+        ),
         mlp_norm=source.take(f"{prefix}.ffn_norm.weight", hidden),
         mlp=_take_mlp(source, f"{prefix}.feed_forward", mlp, hidden),
     )

@@ -7,9 +7,10 @@ import math
 from kernels.causal_conv import MAX_D_CONV
 from worker_service.core.errors import ModelError
 from worker_service.model.fields import Fields, flag, whole
-from worker_service.model.layer_weights import Mamba2Weights
+from worker_service.model.layer_weights import LayerWeights, Mamba2Weights, MixerWeights, ParallelWeights
 from worker_service.model.recurrent_specs import Mamba2Spec
-from worker_service.model.take_weights import take_linear
+from worker_service.model.spec import LayerSpec, MixerSpec, ModelSpec, ParallelSpec
+from worker_service.model.take_weights import take_attention, take_linear, take_mixer, take_mlp
 from worker_service.model.tensors import TensorSource
 
 UNLIMITED = (0.0, math.inf)
@@ -63,6 +64,27 @@ def _limit(value: object) -> float:
     if value == {"__float__": "Infinity"}:
         return math.inf
     return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+
+
+def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerSpec) -> LayerWeights:
+    """Takes a layer by the names of Bamba and Falcon-H1."""
+    hidden = spec.hidden_size
+    return LayerWeights(
+        mixer_norm=source.take(f"{prefix}.input_layernorm.weight", hidden),
+        mixer=take_hybrid_mixer(source, prefix, layer.mixer, hidden),
+        mlp_norm=source.take(f"{prefix}.pre_ff_layernorm.weight", hidden),
+        mlp=take_mlp(source, f"{prefix}.feed_forward", layer.mlp, hidden),
+    )
+
+
+def take_hybrid_mixer(source: TensorSource, prefix: str, spec: MixerSpec | None, hidden: int) -> MixerWeights:
+    """Takes a layer's Mamba2, its attention, or both."""
+    if isinstance(spec, Mamba2Spec):
+        return take_mamba2(source, f"{prefix}.mamba", spec, hidden)
+    if isinstance(spec, ParallelSpec):
+        attention = take_attention(source, f"{prefix}.self_attn", spec.attention, hidden)
+        return ParallelWeights(attention, take_mamba2(source, f"{prefix}.mamba", spec.recurrence, hidden))
+    return take_mixer(source, f"{prefix}.self_attn", spec, hidden)
 
 
 def take_mamba2(source: TensorSource, prefix: str, spec: Mamba2Spec, hidden: int) -> Mamba2Weights:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kernels.causal_conv import MAX_D_CONV
-from kernels.route_experts import RoutingRule, Scoring
 from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_heads
 from worker_service.model.families.family import Family
+from worker_service.model.families.glm4_moe import read_rule
 from worker_service.model.families.mamba2 import read_step_limit, take_mamba2
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
@@ -126,15 +126,7 @@ def _read_experts(fields: Fields, mlp: DenseSpec) -> MoeSpec:
     return MoeSpec(
         num_experts=whole(fields, first_of(fields, "n_routed_experts", "num_local_experts"), 8),
         intermediate_size=whole(fields, "moe_intermediate_size", 7688),
-        rule=RoutingRule(
-            top_k=whole(fields, "num_experts_per_tok", 2),
-            scoring=Scoring.SIGMOID,
-            renormalise=flag(fields, "norm_topk_prob", True),
-            scale=number(fields, "routed_scaling_factor", 1.0),
-            num_groups=whole(fields, "n_group", 1),
-            top_groups=whole(fields, "topk_group", 1),
-            group_best=2,
-        ),
+        rule=read_rule(fields, top_k=2),
         activation=mlp.activation,
         selection_bias=True,
         wide_router=True,
