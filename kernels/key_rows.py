@@ -12,7 +12,7 @@ import torch
 from kernels._checks import check_block_tables, check_lengths, num_sequences
 from kernels.errors import KernelArgumentError
 
-__all__ = ["KeyRows", "check_key_rows", "key_rows", "positions_in_pages"]
+__all__ = ["KeyRows", "append_rows", "check_key_rows", "key_rows", "positions_in_pages"]
 
 
 class KeyRows(NamedTuple):
@@ -73,3 +73,9 @@ def positions_in_pages(pages: torch.Tensor, table: torch.Tensor, positions: torc
     """Returns what pages [num_pages, page_tokens, ...] hold at these positions of one sequence, by plain indexing."""
     page_tokens = pages.shape[1]
     return pages[table.long()[positions // page_tokens], positions % page_tokens]
+
+
+def append_rows(rows: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    """Slot slots[t] of pages [num_pages, page_tokens, width] = rows[t]; a negative slot is skipped."""
+    kept = slots >= 0
+    pages[slots[kept] // pages.shape[1], slots[kept] % pages.shape[1]] = rows[kept]

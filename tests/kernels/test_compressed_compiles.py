@@ -17,12 +17,15 @@ SHARED_BYTES = 200 << 10
 # Of a thread, where more registers would mean fewer warps or smaller tiles.
 SPILLED_BYTES = 512
 INTEGERS = ("tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
+FLOATS = ("sinks", "bias", "cos_sin")
 
 
 def pointer(name: str) -> str:
+    if name.startswith(("slots", "positions")):
+        return "*i64"
     if name.startswith(INTEGERS):
         return "*i32"
-    return "*fp32" if name.startswith("sinks") else "*bf16"
+    return "*fp32" if name.startswith(FLOATS) else "*bf16"
 
 
 @pytest.mark.parametrize("heads", [8, 64, 128])
@@ -39,3 +42,27 @@ def test_compressed_attention(heads: int, of_page: int, k: int) -> None:
     assert ("wgmma.mma_async" if rows == MOST_HEADS else "mma.sync") in built.ptx and "cp.async" in built.ptx
     assert not built.serialised
     assert built.stack_bytes <= SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("ratio", "overlap", "dim"), [(4, True, 512), (4, True, 128), (128, False, 512)])
+def test_compress_tokens(ratio: int, overlap: bool, dim: int) -> None:
+    from kernels.compress_tokens.triton import CHUNK, WARPS, compress_rows
+
+    constants = {
+        "RATIO": ratio, "OVERLAP": overlap, "D": dim, "HALF": 32, "PAGE": 128, "OF_PAGE": 128 // ratio,
+        "CHUNK": CHUNK, "BLOCK_D": dim,
+    }  # fmt: skip
+    assert not compile_for_hopper(compress_rows, constants, WARPS, pointer).spills
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_tails(heads: int) -> None:
+    from kernels.rotate_append_tail.triton import BLOCK_H, rotate_tails
+    from kernels.turn_tail.triton import turn_heads
+
+    sizes = {"HEADS": heads, "DIM": 512, "HALF": 32, "BLOCK_H": BLOCK_H, "BLOCK_HALF": 32}
+    append = {**sizes, "PAGE": 128, "BLOCK_DIM": 512}
+    assert not compile_for_hopper(rotate_tails, append, 1, pointer, enable_fp_fusion=False).spills
+    for inverse in (False, True):
+        turn = {**sizes, "INVERSE": inverse}
+        assert not compile_for_hopper(turn_heads, turn, 1, pointer, enable_fp_fusion=False).spills

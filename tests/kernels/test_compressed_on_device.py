@@ -1,4 +1,5 @@
-"""compressed_attention on a GPU in DeepSeek V4's sizes: against fp64, and bits that follow from the row alone.
+"""compressed_attention and compress_tokens on a GPU in DeepSeek V4's sizes: against fp64, and bits that follow from
+the row alone.
 
 A row's cut, its mates, the order of pages, repetition and a captured graph change nothing. All memory that no
 sequence holds is NaN.
@@ -7,13 +8,16 @@ sequence holds is NaN.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from kernels.backend import Backend
-from tests.kernels.compare import assert_output
+from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.compressed_inputs import CompressedCase, CompressedShape, make_compressed
+from tests.kernels.target import CUDA
+from tests.kernels.test_compress_tokens import make as make_raw
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +99,21 @@ def test_a_captured_graph_replays_other_rows(kind: str, heads: int) -> None:
         static_part.copy_(part)
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(("ratio", "overlap", "dim"), [(4, True, 512), (4, True, 128), (128, False, 512)])
+def test_entries_do_not_depend_on_the_cut_nor_on_mates(ratio: int, overlap: bool, dim: int) -> None:
+    lengths = (700, 1024)
+    whole = make_raw(CUDA, ratio, overlap, lengths, dim=dim)
+    whole.launch(CUDA, *((sequence, 0, length) for sequence, length in enumerate(lengths)))
+    for sequence, length in enumerate(lengths):
+        for entry in range(0, length // ratio, 5):
+            got, wanted = whole.entries(sequence)[entry].double(), whole.truth(sequence, entry)
+            torch.testing.assert_close(got, wanted, rtol=1e-2, atol=4e-2)
+    for cuts in ((512,), (1, 2, 127, 128, 129, 513), (3, 640, 699)):
+        parted = whole.blank()
+        for sequence, length in enumerate(lengths):
+            for first, end in pairwise((0, *cuts, length)):
+                parted.launch(CUDA, (sequence, first, end))
+        for got, wanted in ((parted.entry_pages, whole.entry_pages), (parted.raw_pages, whole.raw_pages)):
+            assert_same_bits(got, wanted)

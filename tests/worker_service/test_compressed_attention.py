@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.compress_tokens import compress_tokens
 from kernels.key_rows import KeyRows
 from tests.worker_service.model_kit import NUM_PAGES, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import PageRole
-from worker_service.model.compressed_reference import compress_tokens
 from worker_service.model.config import read_model_spec
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.rope import cos_sin_table

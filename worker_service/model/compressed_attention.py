@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import Backend
+from kernels.compress_tokens import compress_tokens
 from kernels.compressed_attention import compressed_attention
 from kernels.index_logits import index_logits
 from kernels.key_rows import KeyRows, key_rows
-from kernels.rms_norm import rms_norm
+from kernels.rotate_append_tail import rotate_append_tail
 from kernels.top_k import top_k
+from kernels.turn_tail import turn_tail
 from worker_service.gpu.page_pools import PagePools
-from worker_service.model.compressed_reference import append_rows, compress_tokens, turn_tail
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import CompressedRows, EntryIndex
 from worker_service.model.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
@@ -46,17 +47,25 @@ class PagedCompressed:
         )
 
     def __call__(self, layer: int, rows: CompressedRows) -> torch.Tensor:
-        """Returns [num_tokens, heads, head_dim]; what was turned with the keys is turned back."""
+        """Returns [num_tokens, heads, head_dim]; what was turned with the keys is turned back. Queries are turned in
+        place."""
         launch, spec, backend = self._launch, self._mixers[layer], self._backend
         pages = self._pools.layer_pages(layer)
-        keys = rms_norm(rows.kv, rows.kv_norm, spec.eps, backend=backend)
-        keys = turn_tail(keys.unsqueeze(1), rows.positions, rows.cos_sin).squeeze(1)
-        append_rows(keys, pages.planes[0], launch.slot_mapping[pages.group])
-        q = turn_tail(rows.q, rows.positions, rows.cos_sin)
-        window = (q, pages.planes[0], launch.block_tables[pages.group], self._rows, rows.sinks)
+        rotate_append_tail(
+            rows.q,
+            rows.kv,
+            rows.positions,
+            rows.cos_sin,
+            pages.planes[0],
+            launch.slot_mapping[pages.group],
+            norm=rows.kv_norm,
+            eps=spec.eps,
+            backend=backend,
+        )
+        window = (rows.q, pages.planes[0], launch.block_tables[pages.group], self._rows, rows.sinks)
         scale, reach = spec.head_dim**-0.5, spec.window_tokens
         if spec.compressor is None:
-            out = compressed_attention(*window, scale=scale, window_tokens=reach, backend=self._backend)
+            out = compressed_attention(*window, scale=scale, window_tokens=reach, backend=backend)
         else:
             self._compress(layer, spec.compressor, rows)
             entries = self._pools.layer_entries(layer)
@@ -68,9 +77,10 @@ class PagedCompressed:
                 entry_tables=launch.block_tables[entries.group],
                 ratio=spec.compressor.ratio,
                 chosen=self._chosen(layer, spec.compressor, rows),
-                backend=self._backend,
+                backend=backend,
             )
-        return turn_tail(out, rows.positions, rows.cos_sin, inverse=True)
+        turn_tail(out, rows.positions, rows.cos_sin, inverse=True, backend=backend)
+        return out
 
     def _compress(self, layer: int, compressor: CompressorSpec, rows: CompressedRows) -> None:
         """Makes the layer's entries, and the index keys beside them."""
@@ -115,7 +125,7 @@ class PagedCompressed:
         index: EntryIndex,
         spec: IndexSpec,
     ) -> torch.Tensor:
-        q = turn_tail(index.q, rows.positions, rows.cos_sin)
+        turn_tail(index.q, rows.positions, rows.cos_sin, backend=self._backend)
         return index_logits(
-            q, index.head_weights, keys, tables, seen, width, least_keys=spec.top_k, backend=self._backend
+            index.q, index.head_weights, keys, tables, seen, width, least_keys=spec.top_k, backend=self._backend
         )

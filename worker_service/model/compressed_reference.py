@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.backend import Backend
-from kernels.key_rows import KeyRows
-from kernels.rms_norm import rms_norm
 from kernels.route_experts import Routing, RoutingRule
 
 LEAST_SUM = 1e-20
@@ -21,83 +18,6 @@ class Collapsed(NamedTuple):
     x: torch.Tensor
     post: torch.Tensor
     comb: torch.Tensor
-
-
-def turn_tail(
-    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool = False
-) -> torch.Tensor:
-    """Returns x [num_tokens, heads, dim] with its last elements turned, neighbours together; cos_sin fp32
-    [max_tokens, 2, turned / 2]."""
-    cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
-    sin = -sin if inverse else sin
-    turned = 2 * cos.shape[-1]
-    even, odd = x[..., -turned::2].float(), x[..., 1 - turned :: 2].float()
-    tail = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-turned], tail.to(x.dtype)), dim=-1)
-
-
-def append_rows(rows: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    """Slot slots[t] of pages [num_pages, page_tokens, width] = rows[t]; a negative slot is skipped."""
-    live = (slots >= 0).nonzero()[:, 0]
-    page, offset = slots[live] // pages.shape[1], slots[live] % pages.shape[1]
-    pages[page, offset] = rows[live]
-
-
-def compress_tokens(
-    raw: torch.Tensor,
-    raw_pages: torch.Tensor,
-    raw_slots: torch.Tensor,
-    raw_tables: torch.Tensor,
-    rows: KeyRows,
-    entry_pages: torch.Tensor,
-    entry_tables: torch.Tensor,
-    *,
-    ratio: int,
-    overlap: bool,
-    bias: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    backend: Backend = Backend.AUTO,
-) -> None:
-    """Writes raw rows to their slots, and the entry of each block that ends with one of these tokens.
-
-    raw [num_tokens, width] has a token's values, then its gates, each [dim], or with overlap [2 dim]: for the next
-    block's entry, then for its own. bias fp32 [ratio, width / 2].
-    """
-    append_rows(raw, raw_pages, raw_slots)
-    ends = ((rows.num_keys > 0) & (rows.num_keys % ratio == 0)).nonzero()[:, 0]
-    if ends.numel() == 0:
-        return
-    sequences, entries = rows.sequences[ends].long(), rows.num_keys[ends].long() // ratio - 1
-    offsets = torch.arange(-ratio if overlap else 0, ratio, device=raw.device)
-    positions = entries.unsqueeze(1) * ratio + offsets
-    held = _rows_at(raw_pages, raw_tables, sequences, positions.clamp(min=0))
-    values, gates = held.chunk(2, dim=-1)
-    values, gates = _of_blocks(values, ratio, overlap), _of_blocks(gates.float(), ratio, overlap)
-    gates = gates + _of_blocks(bias.repeat(2, 1)[-offsets.shape[0] :].unsqueeze(0), ratio, overlap)
-    before = (positions < 0).unsqueeze(-1)
-    weights = gates.masked_fill(before, -torch.inf).softmax(dim=1).to(values.dtype)
-    made = (values.masked_fill(before, 0.0) * weights).sum(dim=1)
-    made = turn_tail(rms_norm(made, norm, eps, backend=backend).unsqueeze(1), entries * ratio, cos_sin).squeeze(1)
-    of_page = entry_pages.shape[1]
-    entry_pages[entry_tables.long()[sequences, entries // of_page], entries % of_page] = made
-
-
-def _of_blocks(rows: torch.Tensor, ratio: int, overlap: bool) -> torch.Tensor:
-    """Of rows [n, tokens, width] what goes into an entry: of the block before the first half, of its own the second."""
-    if not overlap:
-        return rows
-    dim = rows.shape[-1] // 2
-    return torch.cat((rows[:, :ratio, :dim], rows[:, ratio:, dim:]), dim=1)
-
-
-def _rows_at(
-    pages: torch.Tensor, tables: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """Returns [n, m, width]: what sequence i has at positions [n, m]."""
-    page = tables.long()[sequences.unsqueeze(1), positions // pages.shape[1]]
-    return pages[page, positions % pages.shape[1]]
 
 
 def collapsed_streams(
