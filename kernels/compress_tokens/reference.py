@@ -2,9 +2,10 @@
 
 import torch
 
+from kernels.backend import Backend
 from kernels.compress_tokens.call import CompressCall
 from kernels.key_rows import append_rows
-from kernels.rms_norm.reference import normalised
+from kernels.rms_norm import rms_norm
 from kernels.rotation.reference import turned_tail
 
 
@@ -16,7 +17,8 @@ def compress_tokens(call: CompressCall) -> None:
     sequences, entries = rows.sequences[ends].long(), rows.num_keys[ends].long() // rule.ratio - 1
     if entries.numel() == 0:
         return
-    normed = normalised(_weighted(call, sequences, entries), rule.norm, rule.eps).to(call.raw.dtype)
+    made = _weighted(call, sequences, entries)
+    normed = rms_norm(made, rule.norm.float(), rule.eps, backend=Backend.REFERENCE).to(call.raw.dtype)
     cos, sin = rule.cos_sin.index_select(0, entries * rule.ratio).unsqueeze(2).unbind(1)
     of_page = call.entry_pages.shape[1]
     pages = call.entry_tables.long()[sequences, entries // of_page]
