@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from cache_service.core.base.stats import AttachmentStats, ClearResult, ManagerStats, WorkerStats
+from cache_service.core.base.stats import AttachedEngine, AttachmentStats, ClearResult, ManagerStats, WorkerStats
 from cache_service.core.base.types import Connection, Event, Explanation, Removed, Stored, WorkerMatch
 from protos.v1 import cache_pb2
 from rpc.version import package_version
@@ -115,8 +115,10 @@ def encode_stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
     told = as_fields(value)
     told["workers"] = [_with_misses(worker) for worker in value.workers]
     told["attachments"] = _with_misses(value.attachments)
+    told["attachments"]["engines"] = [_with_misses(engine) for engine in value.attachments.engines]
+    del told["by_engine"]
     return cache_pb2.StatsResponse(**told, version=package_version())
 
 
-def _with_misses(value: WorkerStats | AttachmentStats) -> dict[str, Any]:
+def _with_misses(value: WorkerStats | AttachmentStats | AttachedEngine) -> dict[str, Any]:
     return {**as_fields(value), "misses": {reason.name.lower(): count for reason, count in value.misses}}

@@ -66,10 +66,18 @@ ATTACHMENT_COUNTERS = (
     ("attached_asked_pages", "Pages that those Lookups named.", "asked_pages"),
     ("attached_usable_pages", "Of these, pages that the engine could use.", "usable_pages"),
     ("attached_reserved_pages", "Pages that attached engines were to write.", "reserved_pages"),
-    ("attached_refused_pages", "Pages that found no room under the quota.", "refused_pages"),
+    ("attached_fetched_pages", "Pages that attached engines have read.", "fetched_pages"),
+    ("attached_refused_pages", "Pages that found no room under the quota, or in the store.", "refused_pages"),
     ("attached_committed_pages", "Pages of attached engines that became findable.", "committed_pages"),
+    ("attached_given_up_pages", "Pages that were to be written and were not.", "given_up_pages"),
     ("attached_expired_leases", "Leases that nobody released in time.", "num_expired_leases"),
     ("attached_expired_tickets", "Tickets that were not committed in time.", "num_expired_tickets"),
+)
+# The same for each name of an engine; `MAX_LABELS` of the manager bounds the names.
+ENGINE_COUNTERS = tuple(
+    (f"engine_{field.removeprefix('num_')}", text, field)
+    for _, text, field in ATTACHMENT_COUNTERS
+    if not field.startswith("num_expired")
 )
 ATTACHMENT_GAUGES = (
     ("attachments", "Engines attached to the host tier.", "num_attachments"),
@@ -88,13 +96,17 @@ GROUP_COUNTERS = (
 
 # What an admitted request may count as; each has a series from the start, or a rate would miss its first ones.
 MISS_REASONS = tuple(
-    reason for reason in MissReason if reason not in (MissReason.UNSPECIFIED, MissReason.NONE, MissReason.OTHER_SALT)
+    reason
+    for reason in MissReason
+    if MissReason.NONE < reason < MissReason.REFUSED and reason is not MissReason.OTHER_SALT
 )
 
 
-# What a Lookup may count as; UNSPECIFIED while the breaker is open.
+# What a Lookup may count as.
 ATTACHED_MISS_REASONS = tuple(
-    reason for reason in MissReason if reason not in (MissReason.OTHER_SALT, MissReason.BYPASSED)
+    reason
+    for reason in MissReason
+    if reason not in (MissReason.UNSPECIFIED, MissReason.OTHER_SALT, MissReason.BYPASSED, MissReason.FETCH_BUSY)
 )
 
 
@@ -121,7 +133,10 @@ class ManagerCollector(Collector):
         yield from _families(GaugeMetricFamily, HOST_GAUGES, [], tier)
         yield from _families(CounterMetricFamily, ATTACHMENT_COUNTERS, [], attached)
         yield from _families(GaugeMetricFamily, ATTACHMENT_GAUGES, [], attached)
-        yield _attached_misses(stats.attachments)
+        yield _attached_misses("attached_misses", (), [((), stats.attachments)])
+        engines = [((name,), counted) for name, counted in stats.by_engine]
+        yield from _families(CounterMetricFamily, ENGINE_COUNTERS, ["engine"], engines)
+        yield _attached_misses("engine_misses", ("engine",), engines)
         info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy", "core"])
         info.add_metric([stats.epoch, stats.policy, CORE_FORM], 1)
         yield info
@@ -173,11 +188,14 @@ def _pages(workers: Iterable[WorkerStats]) -> Metric:
     return pages
 
 
-def _attached_misses(stats: AttachmentStats) -> Metric:
-    misses = CounterMetricFamily(PREFIX + "attached_misses", "Lookups by why no more could be used.", labels=["reason"])
-    counts = dict(stats.misses)
-    for reason in ATTACHED_MISS_REASONS:
-        misses.add_metric([reason.name.lower()], counts.get(reason, 0))
+def _attached_misses(
+    name: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], AttachmentStats]]
+) -> Metric:
+    misses = CounterMetricFamily(PREFIX + name, "Lookups by why no more could be used.", labels=[*labels, "reason"])
+    for named, stats in values:
+        counts = dict(stats.misses)
+        for reason in ATTACHED_MISS_REASONS:
+            misses.add_metric([*named, reason.name.lower()], counts.get(reason, 0))
     return misses
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import Console, RenderableType
 
 from cli.client import Answer
+from cli.engines import engine_tables
 from cli.output import binary_size, plain, stacked, table
 from cli.rates import WINDOW_S, Rates
 from protos.v1 import cache_pb2, types_pb2
@@ -29,7 +30,7 @@ def stats_view(moment: Moment) -> RenderableType:
     """The whole status as tables: workers, what happens per second, their tokens, misses and pools, the host tier
     and the engines of others that use it."""
     stats, workers = moment.stats, _sorted(moment.stats)
-    tier = (_host_table(stats.host_tier), *_attached_table(stats.attachments))
+    tier = (_host_table(stats.host_tier), *engine_tables(stats.attachments))
     if not workers:
         return stacked((_heading(moment), NO_WORKER, *tier))
     views = [_heading(moment), _workers_table(workers), *_rates_table(workers, moment.rates), _tokens_table(workers)]
@@ -44,6 +45,7 @@ def live_view(moment: Moment, console: Console) -> RenderableType:
         *_rates_table(workers, moment.rates),
         _tokens_table(workers),
         *_remarks(moment.stats, workers),
+        *engine_tables(moment.stats.attachments),
         _pools_table(workers),
     ]
     tables += [_host_table(moment.stats.host_tier), _workers_table(workers), *_misses_table(workers)]
@@ -182,22 +184,6 @@ def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
     }
     title = f"host tier · spill {plain(tier.spill_policy)} · fetch {plain(tier.fetch_policy)}"
     return table(title, tuple(cells), [tuple(cells.values())])
-
-
-def _attached_table(stats: cache_pb2.AttachmentStats) -> list[RenderableType]:
-    """No table where no engine of others has ever looked anything up or written anything."""
-    if not (stats.num_attachments or stats.num_lookups or stats.reserved_pages):
-        return []
-    cells = {
-        "attached": stats.num_attachments,
-        "leases": stats.num_leases,
-        "lookups": stats.num_lookups,
-        "asked\npages": stats.asked_pages,
-        "usable\npages": stats.usable_pages,
-        "written\npages": stats.committed_pages,
-        "refused\npages": stats.refused_pages,
-    }
-    return [table("engines attached to the host tier", tuple(cells), [tuple(cells.values())])]
 
 
 def words(name: str, prefix: str) -> str:

@@ -44,6 +44,12 @@ class MissReason(IntEnum):
     BYPASSED = 9
     FETCH_SLOWER = 10
     FETCH_BUSY = 11
+    # Attached engines alone:
+    REFUSED = 12
+    NOT_WRITTEN = 13
+    LOST = 14
+    DAMAGED = 15
+    BREAKER_OPEN = 16
 
 
 class RefusalReason(IntEnum):

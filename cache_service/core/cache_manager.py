@@ -293,7 +293,8 @@ class CacheManager:
 
     def stats(self) -> ManagerStats:
         workers = tuple(worker_stats(worker) for worker in self.workers.values())
-        return ManagerStats(self.epoch, self.config.policy, workers, self.tiers.stats(), self.attachments.stats())
+        attached = self.attachments.stats(), self.attachments.stats_by_engine()
+        return ManagerStats(self.epoch, self.config.policy, workers, self.tiers.stats(), *attached)
 
     # Time, and what leaves.
 

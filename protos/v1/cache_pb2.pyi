@@ -1540,6 +1540,9 @@ class AttachmentStats(_message.Message):
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
     NUM_EXPIRED_TICKETS_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    FETCHED_PAGES_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_PAGES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     num_attachments: _builtins.int
     num_leases: _builtins.int
     num_tickets: _builtins.int
@@ -1548,14 +1551,22 @@ class AttachmentStats(_message.Message):
     asked_pages: _builtins.int
     usable_pages: _builtins.int
     reserved_pages: _builtins.int
-    """Pages that engines may write, those that found no room, those that became findable."""
+    """Pages that engines may write, those that found no room (under the quota, or in the store), those that became findable."""
     refused_pages: _builtins.int
     committed_pages: _builtins.int
     num_expired_leases: _builtins.int
     num_expired_tickets: _builtins.int
+    fetched_pages: _builtins.int
+    """Pages that engines have read, in every group, and that were right."""
+    given_up_pages: _builtins.int
+    """Pages that were to be written and were not: the store failed, the engine gave them up, or their ticket ended."""
     @_builtins.property
     def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By the lower-case name of a MissReason: Lookups by why no more of them could be used."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedEngine]:
+        """One for each engine that is attached now."""
 
     def __init__(
         self,
@@ -1572,11 +1583,94 @@ class AttachmentStats(_message.Message):
         num_expired_leases: _builtins.int = ...,
         num_expired_tickets: _builtins.int = ...,
         misses: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        fetched_pages: _builtins.int = ...,
+        given_up_pages: _builtins.int = ...,
+        engines: _abc.Iterable[Global___AttachedEngine] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "committed_pages", b"committed_pages", "misses", b"misses", "num_attachments", b"num_attachments", "num_expired_leases", b"num_expired_leases", "num_expired_tickets", b"num_expired_tickets", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "committed_pages", b"committed_pages", "engines", b"engines", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "misses", b"misses", "num_attachments", b"num_attachments", "num_expired_leases", b"num_expired_leases", "num_expired_tickets", b"num_expired_tickets", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AttachmentStats: _TypeAlias = AttachmentStats  # noqa: Y015
+
+@_typing.final
+class AttachedEngine(_message.Message):
+    """Counted since its Attach, as in AttachmentStats."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MissesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEY_PREFIX_FIELD_NUMBER: _builtins.int
+    NUM_LEASES_FIELD_NUMBER: _builtins.int
+    NUM_TICKETS_FIELD_NUMBER: _builtins.int
+    NUM_LOOKUPS_FIELD_NUMBER: _builtins.int
+    ASKED_PAGES_FIELD_NUMBER: _builtins.int
+    USABLE_PAGES_FIELD_NUMBER: _builtins.int
+    FETCHED_PAGES_FIELD_NUMBER: _builtins.int
+    RESERVED_PAGES_FIELD_NUMBER: _builtins.int
+    REFUSED_PAGES_FIELD_NUMBER: _builtins.int
+    COMMITTED_PAGES_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_PAGES_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    attachment: _builtins.int
+    engine: _builtins.str
+    """AttachRequest.engine and model."""
+    model: _builtins.str
+    key_prefix: _builtins.str
+    """Engines whose keys start alike share pages."""
+    num_leases: _builtins.int
+    num_tickets: _builtins.int
+    num_lookups: _builtins.int
+    asked_pages: _builtins.int
+    usable_pages: _builtins.int
+    fetched_pages: _builtins.int
+    reserved_pages: _builtins.int
+    refused_pages: _builtins.int
+    committed_pages: _builtins.int
+    given_up_pages: _builtins.int
+    @_builtins.property
+    def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        attachment: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        model: _builtins.str = ...,
+        key_prefix: _builtins.str = ...,
+        num_leases: _builtins.int = ...,
+        num_tickets: _builtins.int = ...,
+        num_lookups: _builtins.int = ...,
+        asked_pages: _builtins.int = ...,
+        usable_pages: _builtins.int = ...,
+        fetched_pages: _builtins.int = ...,
+        reserved_pages: _builtins.int = ...,
+        refused_pages: _builtins.int = ...,
+        committed_pages: _builtins.int = ...,
+        given_up_pages: _builtins.int = ...,
+        misses: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "attachment", b"attachment", "committed_pages", b"committed_pages", "engine", b"engine", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "key_prefix", b"key_prefix", "misses", b"misses", "model", b"model", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___AttachedEngine: _TypeAlias = AttachedEngine  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):

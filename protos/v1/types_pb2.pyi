@@ -65,6 +65,18 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """The host tier has more, and by the worker's measured rates it is computed sooner than fetched."""
     MISS_REASON_FETCH_BUSY: _MissReason.ValueType  # 11
     """The host tier has more, and as many fetches as may be are under way."""
+    MISS_REASON_REFUSED: _MissReason.ValueType  # 12
+    """The reasons from here on are told to attached engines, and about them.
+    When the page was to be written there was no room for it, under the quota or in the store.
+    """
+    MISS_REASON_NOT_WRITTEN: _MissReason.ValueType  # 13
+    """The page was to be written and was not: the store failed, the engine gave it up, or its ticket ended."""
+    MISS_REASON_LOST: _MissReason.ValueType  # 14
+    """The store no longer had the page's value when an engine read it."""
+    MISS_REASON_DAMAGED: _MissReason.ValueType  # 15
+    """The page's value failed its checks when an engine read it, and was dropped."""
+    MISS_REASON_BREAKER_OPEN: _MissReason.ValueType  # 16
+    """The store fails: nothing is found until it answers again."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -87,6 +99,18 @@ MISS_REASON_FETCH_SLOWER: MissReason.ValueType  # 10
 """The host tier has more, and by the worker's measured rates it is computed sooner than fetched."""
 MISS_REASON_FETCH_BUSY: MissReason.ValueType  # 11
 """The host tier has more, and as many fetches as may be are under way."""
+MISS_REASON_REFUSED: MissReason.ValueType  # 12
+"""The reasons from here on are told to attached engines, and about them.
+When the page was to be written there was no room for it, under the quota or in the store.
+"""
+MISS_REASON_NOT_WRITTEN: MissReason.ValueType  # 13
+"""The page was to be written and was not: the store failed, the engine gave it up, or its ticket ended."""
+MISS_REASON_LOST: MissReason.ValueType  # 14
+"""The store no longer had the page's value when an engine read it."""
+MISS_REASON_DAMAGED: MissReason.ValueType  # 15
+"""The page's value failed its checks when an engine read it, and was dropped."""
+MISS_REASON_BREAKER_OPEN: MissReason.ValueType  # 16
+"""The store fails: nothing is found until it answers again."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 class _RefusalReason:

@@ -56,6 +56,31 @@ async def test_a_second_engine_reads_what_the_first_one_wrote(client: Client, re
     await until(lambda: all(redis.pttl(key) > 0 for key in keys(found.pages)))
 
 
+async def test_each_engine_is_counted_in_stats_and_in_metrics(client: Client, redis: Redis) -> None:
+    writer, reader = Engine(client, redis), Engine(client, redis)
+    await writer.attach(engine="vllm 0.33.0")
+    await reader.attach(engine="sglang 0.5.23")
+    await writer.save(PROMPT, 0, 4)
+    found = await reader.lookup(PROMPT)
+    await reader.release(found.lease, 2, MISSING)
+    await reader.lookup(path("never written"))
+    stats = (await client.stub.Stats(cache_pb2.StatsRequest())).attachments
+    one, two = stats.engines
+    assert (one.engine, one.attachment, one.committed_pages, one.num_lookups) == ("vllm 0.33.0", 1, 4, 0)
+    assert (two.num_lookups, two.asked_pages, two.usable_pages, two.fetched_pages) == (2, 23, 4, 2)
+    assert dict(two.misses) == {"never_seen": 2}
+    assert one.key_prefix == two.key_prefix == writer.attached.key_prefix
+    assert (await reader.lookup(PROMPT, lease=False)).miss_reason == types_pb2.MISS_REASON_LOST
+
+    def sample(name: str, engine: str, **labels: str) -> float | None:
+        return client.service.registry.get_sample_value(f"stemcache_cache_engine_{name}", {"engine": engine, **labels})
+
+    assert [sample("committed_pages_total", name) for name in ("vllm 0.33.0", "sglang 0.5.23")] == [4, 0]
+    assert sample("misses_total", "sglang 0.5.23", reason="never_seen") == 2
+    assert sample("misses_total", "sglang 0.5.23", reason="evicted") == 0
+    assert client.service.registry.get_sample_value("stemcache_cache_attached_fetched_pages_total") == 2
+
+
 async def test_groups_with_holes(client: Client, redis: Redis) -> None:
     engine = Engine(client, redis)
     await engine.attach(groups=[FULL, WINDOW, STATE])

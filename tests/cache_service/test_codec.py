@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from cache_service import codec
-from cache_service.core.base.stats import AttachmentStats, GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import (
+    AttachedEngine,
+    AttachmentStats,
+    GroupStats,
+    HostTierStats,
+    ManagerStats,
+    WorkerStats,
+)
 from cache_service.core.base.types import (
     Age,
     Cleared,
@@ -122,7 +129,8 @@ def test_events() -> None:
     assert codec.encode_events_lost(3, "epoch", 8).lost.num_events == 3
 
 
-ATTACHED = AttachmentStats(*range(51, 62), misses=((MissReason.EVICTED, 62),))
+ENGINE = AttachedEngine(71, "vllm", "model", "keys", *range(72, 82), misses=((MissReason.REFUSED, 82),))
+ATTACHED = AttachmentStats(*range(51, 62), ((MissReason.EVICTED, 62),), 63, 64, (ENGINE,))
 
 
 def test_every_statistic_arrives() -> None:
@@ -159,8 +167,12 @@ def test_every_statistic_arrives() -> None:
         want = getattr(host, field)
         assert getattr(message.host_tier, field) == getattr(want, "value", want), field
     for field in AttachmentStats._fields:
-        want = {"evicted": 62} if field == "misses" else getattr(ATTACHED, field)
-        assert getattr(message.attachments, field) == want, field
+        if field != "engines":
+            want = {"evicted": 62} if field == "misses" else getattr(ATTACHED, field)
+            assert getattr(message.attachments, field) == want, field
+    for field in AttachedEngine._fields:
+        want = {"refused": 82} if field == "misses" else getattr(ENGINE, field)
+        assert getattr(message.attachments.engines[0], field) == want, field
 
 
 def test_each_worker_has_its_own_match_among_equal_ones() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cache_service.core.base.stats import GroupStats, HostTierStats, ManagerStats, WorkerStats
+from cache_service.core.base.stats import AttachmentStats, GroupStats, HostTierStats, ManagerStats, WorkerStats
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.metrics import ManagerCollector, counter_of, step_observer
 from protos.v1 import cache_pb2
@@ -73,7 +73,8 @@ def test_every_metric_stands_in_the_docs() -> None:
     groups = GroupStats("full", GroupKind.FULL, 10, 3, 2, 1), GroupStats("state", GroupKind.STATE, 9, 3, 2, 1, 7, 6, 5)
     worker = WorkerStats(WorkerId("w1"), "", "", "", True, groups, *([1] * 11), misses=((MissReason.EVICTED, 1),))
     host = HostTierStats(0, 0, 0, 0, 0, 0, 0, True, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
-    families = list(ManagerCollector(lambda: ManagerStats("e", "lru", (worker,), host)).collect())
+    stats = ManagerStats("e", "lru", (worker,), host, by_engine=(("vllm", AttachmentStats()),))
+    families = list(ManagerCollector(lambda: stats).collect())
     documented = DOCS.read_text()
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
+from cli.engines import main_reason
 from cli.explanation import explanation_view, span
 from cli.output import table
 from cli.rates import Rates
@@ -112,6 +113,21 @@ def test_attached_engines_have_a_table_where_there_are_any(width: int) -> None:
     text = drawn(stats_view(seen), width)
     assert "engines attached to the host tier" in text and "6,789" in text and "4,321" in text
     assert "4,321" in drawn(stats_view(Moment(seen.stats)), width)
+    for number, misses in enumerate([{"never_seen": 1_234_567, "none": 9_999_999}, {"none": 7}, {}], 101):
+        one = stats.engines.add(attachment=number, engine="vllm 0.33.0", misses=misses)
+        one.num_lookups, one.asked_pages, one.usable_pages = 11_234_567 * bool(misses), 98_765_432, 98_000_000
+        one.fetched_pages = one.committed_pages = one.refused_pages = one.given_up_pages = 98_765_432
+    shown = drawn(stats_view(seen), width).split()
+    for word in ("never", "1,234,567", "102", "lookup", "103", "99.2%", "98,765,432"):
+        assert word in shown, word
+    assert "101" in live(80, seen).split()
+
+
+def test_a_hit_rate_of_nothing_has_a_reason() -> None:
+    cases = {"refused: 3": {"refused": 3, "none": 9}, "no whole page asked": {"none": 2}}
+    for reason, misses in cases.items():
+        one = cache_pb2.AttachedEngine(num_lookups=12, misses=misses)
+        assert main_reason(one) == reason
 
 
 def test_a_status_without_workers_says_so() -> None:

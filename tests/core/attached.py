@@ -80,16 +80,23 @@ class Stage:
         self.manager.tick(self.now_ms)
         self.settle()
 
-    def engine(self, *groups: GroupSpec, ranks: int = 1, fingerprint: bytes = b"f" * 32, tier: str = TIER) -> Engine:
-        return Engine(self, groups or (FULL,), ranks, fingerprint, tier)
+    def engine(
+        self,
+        *groups: GroupSpec,
+        ranks: int = 1,
+        fingerprint: bytes = b"f" * 32,
+        tier: str = TIER,
+        name: str = "engine",
+    ) -> Engine:
+        attach = Attach(name, fingerprint, "model", PAGE_TOKENS, groups or (FULL,), ranks, tier)
+        return Engine(self, attach)
 
 
 class Engine:
     """Asks as a client library would, and checks that what it may read has been written."""
 
-    def __init__(self, stage: Stage, groups: tuple[GroupSpec, ...], ranks: int, fingerprint: bytes, tier: str) -> None:
-        self.stage, self.groups, self.ranks = stage, groups, ranks
-        attach = Attach("engine", fingerprint, "model", PAGE_TOKENS, groups, ranks, tier)
+    def __init__(self, stage: Stage, attach: Attach) -> None:
+        self.stage, self.groups, self.ranks = stage, attach.groups, attach.num_ranks
         self.attached = stage.manager.attachments.attach(attach, stage.now_ms)
         stage.settle()
 

@@ -11,7 +11,7 @@ from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, build_key
 from cache_service.core.host.host_tiers import MAX_UNUSED_TIERS
-from session.words import HostTierKind, PageHash, WorkerId
+from session.words import HostTierKind, MissReason, PageHash, WorkerId
 from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
@@ -73,7 +73,7 @@ def test_keys_to_delete_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         index.add(FINGERPRINT, page(number), 1, NS)
     for number in range(5):
-        assert index.forget(FINGERPRINT, page(number))
+        assert index.forget(FINGERPRINT, page(number), MissReason.LOST)
     assert index.take_deletes(9) == [build_key(HostKey(FINGERPRINT, 0, 0, page(number))) for number in (2, 3, 4)]
 
 

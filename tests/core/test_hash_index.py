@@ -10,7 +10,7 @@ from cache_service.core.host import hash_index
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import HostKey, parse_key
-from session.words import Namespace, PageHash
+from session.words import MissReason, Namespace, PageHash
 
 FINGERPRINT = b"f" * 32
 NS = Namespace("model")
@@ -81,7 +81,7 @@ def test_a_key_that_is_written_anew_is_not_deleted() -> None:
     index = make()
     for number in (1, 2, 3):
         index.add(FINGERPRINT, page(number), 0b11, NS)
-        index.forget(FINGERPRINT, page(number))
+        index.forget(FINGERPRINT, page(number), MissReason.LOST)
     index.add(FINGERPRINT, page(1), 0b01, NS)
     index.begin(FINGERPRINT, page(2), 0b11)
     deleted = [parse_key(name) for name in index.take_deletes(9)]
@@ -104,7 +104,7 @@ def test_an_adopted_row_is_visible_when_every_rank_was_seen() -> None:
     assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(1)))
     assert index.groups(FINGERPRINT, page(1)) == 1 and index.num_bytes == 20
     assert not index.adopt(HostKey(FINGERPRINT, 7, 0, page(2))), "a group that nobody declared"
-    index.forget(FINGERPRINT, page(1))
+    index.forget(FINGERPRINT, page(1), MissReason.LOST)
     assert len(index.take_deletes(9)) == 2, "one key for each rank"
 
 

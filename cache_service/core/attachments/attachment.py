@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from cache_service.core.attachments.messages import Attach, Found, Path
+from cache_service.core.attachments.counters import AttachmentCounters
+from cache_service.core.attachments.gone_rows import note_gone
+from cache_service.core.attachments.messages import Attach, Path
 from cache_service.core.attachments.path_hashes import PathHashes, hash_path
+from cache_service.core.base.stats import AttachedEngine
 from cache_service.core.device.eviction import Lru
 from cache_service.core.host.hash_index import HostRow, HostView
+from cache_service.core.host.host_key import scan_prefix
 from cache_service.core.kinds.group import Group
 from cache_service.core.kinds.layout import make_groups, make_layout
 from session.words import MissReason, Namespace
@@ -26,13 +30,17 @@ class TierLease:
 
 @dataclass(slots=True)
 class Writing:
-    """A ticket: rows of a page hash and the groups to write, in path order; `done` by rank and group, in pages."""
+    """A ticket: rows of a page hash and the groups to write, in path order; `done` by rank and group, in pages.
+
+    `full`: groups for which some rank found the store full, as a bit mask.
+    """
 
     namespace: Namespace
     rows: tuple[tuple[bytes, int], ...]
     num_bytes: int
     until_ms: int
     done: dict[int, dict[int, int]] = field(default_factory=dict)
+    full: int = 0
 
     def num_pages(self, group: int) -> int:
         return sum(groups >> group & 1 for _, groups in self.rows)
@@ -45,32 +53,12 @@ class Writing:
         return found
 
 
-@dataclass(slots=True)
-class AttachmentCounters:
-    """Of all attachments, or what one of them looked up. Pages are counted once, whatever their groups."""
-
-    lookups: int = 0
-    asked_pages: int = 0
-    usable_pages: int = 0
-    reserved_pages: int = 0
-    refused_pages: int = 0
-    committed_pages: int = 0
-    expired_leases: int = 0
-    expired_tickets: int = 0
-    misses: dict[MissReason, int] = field(default_factory=dict)
-
-    def looked_up(self, asked_pages: int, found: Found, local_pages: int) -> None:
-        self.lookups += 1
-        self.asked_pages += asked_pages
-        self.usable_pages += found.usable_pages - local_pages
-        self.misses[found.miss_reason] = self.misses.get(found.miss_reason, 0) + 1
-
-
 class Attachment:
     """`groups` say where a sequence can resume; they have no page on a device here."""
 
-    def __init__(self, number: int, attach: Attach, view: HostView, now_ms: int) -> None:
+    def __init__(self, number: int, attach: Attach, view: HostView, now_ms: int, label: str) -> None:
         self.number, self.attach, self.view, self.used_ms = number, attach, view, now_ms
+        self.label = label  # under which its counters go on when it has ended
         self.layout = make_layout(attach.groups, attach.page_tokens)
         self.groups: tuple[Group, ...] = make_groups(self.layout, Lru())
         self.sparse = tuple(group for group in self.groups if not self.layout.full_mask >> group.number & 1)
@@ -141,6 +129,7 @@ class Attachment:
                 added.append((page_hash, written))
             if groups != written:
                 index.delete(fingerprint, page_hash, groups & ~written)
+                self.not_taken(page_hash, groups & ~written, has_room=not writing.full & groups & ~written)
         for page_hash, groups in reversed(added):
             index.add(fingerprint, page_hash, groups, writing.namespace)
         # The store learns the order too, for a service that is started anew and reads it from the times to live.
@@ -148,6 +137,33 @@ class Attachment:
         index.counters.spilled += len(added)
         index.shrink()
         return len(added)
+
+    def not_taken(self, page_hash: bytes, groups: int, *, has_room: bool) -> None:
+        """A page was to be written, and these groups of it are not; without room, or since something failed."""
+        self.counters.refused_pages += not has_room
+        self.counters.given_up_pages += has_room
+        why = MissReason.NOT_WRITTEN if has_room else MissReason.REFUSED
+        note_gone(self.view.index, self.view.fingerprint + page_hash, groups, why)
+
+    def stats(self) -> AttachedEngine:
+        counters = self.counters
+        return AttachedEngine(
+            attachment=self.number,
+            engine=self.attach.engine,
+            model=self.attach.model,
+            key_prefix=scan_prefix(self.view.fingerprint).decode(),
+            num_leases=len(self.leases),
+            num_tickets=len(self.tickets),
+            num_lookups=counters.lookups,
+            asked_pages=counters.asked_pages,
+            usable_pages=counters.usable_pages,
+            fetched_pages=counters.fetched_pages,
+            reserved_pages=counters.reserved_pages,
+            refused_pages=counters.refused_pages,
+            committed_pages=counters.committed_pages,
+            given_up_pages=counters.given_up_pages,
+            misses=counters.all_misses(),
+        )
 
     def is_in_scope(self, namespace: Namespace | None) -> bool:
         """Whether a lease or a ticket is of the namespace (None: of any)."""

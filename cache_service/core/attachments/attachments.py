@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from cache_service.core.attachments import lookup as looking
 from cache_service.core.attachments import writing
-from cache_service.core.attachments.attachment import Attachment, AttachmentCounters
+from cache_service.core.attachments.attachment import Attachment
+from cache_service.core.attachments.counters import AttachmentCounters
 from cache_service.core.attachments.gone_rows import GoneRows
 from cache_service.core.attachments.messages import (
     MAX_HELD_PAGES,
@@ -41,6 +42,9 @@ from session.words import HASH_BYTES, Namespace
 
 # Fingerprints of attached engines that one store is known to have rows of.
 MAX_FINGERPRINTS = 4_096
+# Names of engines that are counted apart; the others are counted together.
+MAX_LABELS = 32
+OTHER_ENGINES = "other"
 
 
 class Attachments:
@@ -53,7 +57,7 @@ class Attachments:
         self._last_number = 0
         self._fingerprints: set[bytes] = set()
         self.all: OrderedDict[int, Attachment] = OrderedDict()  # silent for longest first
-        self.counters = AttachmentCounters()
+        self._ended: dict[str, AttachmentCounters] = {}  # of attachments that have ended, by label
         self.limits = TierLimits(
             max_pages=MAX_PATH_PAGES,
             max_leases=config.max_live_sequences,
@@ -80,8 +84,15 @@ class Attachments:
         self._last_number += 1
         view = make_view(index, fingerprint, attach.num_ranks, attach.groups)
         self._fingerprints.add(fingerprint)
-        self.all[self._last_number] = Attachment(self._last_number, attach, view, now_ms)
+        label = self._label(attach.engine)
+        self.all[self._last_number] = Attachment(self._last_number, attach, view, now_ms, label)
         return Attached(self._epoch, self._last_number, self.limits, scan_prefix(fingerprint).decode())
+
+    def _label(self, engine: str) -> str:
+        """Returns the name under which an engine is counted: the first ones have their own."""
+        label = engine if engine in self._ended or len(self._ended) < MAX_LABELS else OTHER_ENGINES
+        self._ended.setdefault(label, AttachmentCounters())
+        return label
 
     def _make_room(self, now_ms: int) -> bool:
         """End the attachment that was silent for longest, and for longer than a lease: of an engine that has ended, or
@@ -113,16 +124,16 @@ class Attachments:
 
     def lookup(self, attachment: Attachment, lookup: Lookup, now_ms: int) -> Found:
         """Raises InvalidInput, TooMany; then nothing changed."""
-        return looking.look_up(attachment, lookup, self._lookups, now_ms, self.counters)
+        return looking.look_up(attachment, lookup, self._lookups, now_ms)
 
     def reserve(self, attachment: Attachment, reserve: Reserve, now_ms: int) -> Reserved:
         """Raises InvalidInput, TooMany; then nothing changed."""
         until_ms = now_ms + self.limits.ticket_ms
-        return writing.reserve(attachment, reserve, self.limits.max_tickets, until_ms, self.counters)
+        return writing.reserve(attachment, reserve, self.limits.max_tickets, until_ms)
 
     def commit(self, attachment: Attachment, commit: Commit, now_ms: int) -> Committed:
         """Raises InvalidInput, UnknownTicket; then nothing changed."""
-        return writing.commit(attachment, commit, now_ms, self.counters)
+        return writing.commit(attachment, commit, now_ms)
 
     def release(self, attachment: Attachment, ends: Sequence[LeaseEnd], now_ms: int) -> int:
         """Returns how many of the leases were held. Raises InvalidInput; then nothing changed."""
@@ -138,10 +149,10 @@ class Attachments:
         for attachment in self.all.values():
             while attachment.leases and next(iter(attachment.leases.values())).until_ms <= now_ms:
                 attachment.end_lease(next(iter(attachment.leases)))
-                self.counters.expired_leases += 1
+                attachment.counters.expired_leases += 1
             while attachment.tickets and next(iter(attachment.tickets.values())).until_ms <= now_ms:
                 attachment.end_ticket(next(iter(attachment.tickets)), {})
-                self.counters.expired_tickets += 1
+                attachment.counters.expired_tickets += 1
             attachment.view.index.shrink()
         while self.all and now_ms - next(iter(self.all.values())).used_ms >= self.limits.idle_ms:
             self._end(next(iter(self.all)))
@@ -159,6 +170,7 @@ class Attachments:
         for ticket in list(attachment.tickets):
             attachment.end_ticket(ticket, {})
         attachment.view.index.shrink()
+        self._ended[attachment.label].add(attachment.counters)
 
     # For the manager.
 
@@ -171,18 +183,26 @@ class Attachments:
         return any(attachment.is_in_scope(namespace) for attachment in self.all.values())
 
     def stats(self) -> AttachmentStats:
-        counters = self.counters
-        return AttachmentStats(
-            num_attachments=len(self.all),
-            num_leases=sum(len(attachment.leases) for attachment in self.all.values()),
-            num_tickets=sum(len(attachment.tickets) for attachment in self.all.values()),
-            num_lookups=counters.lookups,
-            asked_pages=counters.asked_pages,
-            usable_pages=counters.usable_pages,
-            reserved_pages=counters.reserved_pages,
-            refused_pages=counters.refused_pages,
-            committed_pages=counters.committed_pages,
-            num_expired_leases=counters.expired_leases,
-            num_expired_tickets=counters.expired_tickets,
-            misses=tuple(sorted(counters.misses.items())),
-        )
+        """Of all engines together, since the service's start."""
+        total = AttachmentCounters()
+        for counters in self._by_label().values():
+            total.add(counters)
+        return total.stats(tuple([attachment.stats() for attachment in self.all.values()]))
+
+    def stats_by_engine(self) -> tuple[tuple[str, AttachmentStats], ...]:
+        """The same, apart for each of the first names of engines."""
+        told = []
+        for label, counters in self._by_label().items():
+            engines = [attachment.stats() for attachment in self.all.values() if attachment.label == label]
+            told.append((label, counters.stats(tuple(engines))))
+        return tuple(told)
+
+    def _by_label(self) -> dict[str, AttachmentCounters]:
+        """Also of attachments that have ended."""
+        found = {}
+        for label, ended in self._ended.items():
+            found[label] = AttachmentCounters()
+            found[label].add(ended)
+        for attachment in self.all.values():
+            found[attachment.label].add(attachment.counters)
+        return found

@@ -1,31 +1,56 @@
-"""Why a row that was there is there no more: hints, in a table of fixed size, by which a Lookup says why pages miss."""
+"""Why a page is not there, which was there once or was to be: hints, in a table of fixed size."""
 
 from __future__ import annotations
 
-from cache_service.core.device.ghost_table import GhostKind, GhostTable, mark_of
+from cache_service.core.device.ghost_table import mark_of
 from cache_service.core.host.hash_index import DropListener, HashIndex
 from session.words import MissReason
 
-# 2 MiB for each store that engines are attached to.
-REMEMBERED_ROWS = 262_144
+# 4 MiB for each store that engines are attached to, of which the system gives what was written.
+_NUM_ENTRIES = 1 << 20
+# An entry: 27 bits of the mark and a MissReason; 0 is empty.
+_TAG_SHIFT, _REASON_BITS = 33, 5
 
 
 class GoneRows(DropListener):
+    """A mark for each group of a page. A mark names its entry, and overwrites what is there: after 200,000 more four in
+    five are left."""
+
     def __init__(self) -> None:
-        self._ghosts = GhostTable(REMEMBERED_ROWS, REMEMBERED_ROWS)
+        self._entries = memoryview(bytearray(4 * _NUM_ENTRIES)).cast("I")
 
-    def dropped(self, key: bytes, is_cleared: bool) -> None:
-        self._ghosts.add(mark_of(key, 0, b""), GhostKind.CLEARED if is_cleared else GhostKind.ONCE, 1)
+    def dropped(self, key: bytes, groups: int, why: MissReason) -> None:
+        self.note(key, groups, why)
 
-    def why(self, key: bytes) -> MissReason:
-        """Why there is no such row."""
-        ghost = self._ghosts.find(mark_of(key, 0, b""))
-        if ghost is None:
-            return MissReason.NEVER_SEEN
-        return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED
+    def note(self, key: bytes, groups: int, why: MissReason) -> None:
+        """These groups (a bit mask) of the page are not there; `key`: fingerprint and page hash."""
+        group = 0
+        while groups >> group:
+            if groups >> group & 1:
+                mark = mark_of(key, group, b"")
+                self._entries[mark % _NUM_ENTRIES] = mark >> _TAG_SHIFT << _REASON_BITS | why
+            group += 1
+
+    def why(self, key: bytes, group: int) -> MissReason:
+        """Returns the last reason that was noted."""
+        mark = mark_of(key, group, b"")
+        entry = self._entries[mark % _NUM_ENTRIES]
+        if entry and entry >> _REASON_BITS == mark >> _TAG_SHIFT:
+            return MissReason(entry & (1 << _REASON_BITS) - 1)
+        return MissReason.NEVER_SEEN
 
 
-def why_gone(index: HashIndex, key: bytes) -> MissReason:
-    """Why the tier has no such row. It remembers from the first attachment on."""
+def why_gone(index: HashIndex, key: bytes, group: int, floor: int) -> MissReason:
+    """Why the tier does not have this group of a page. It remembers from the first attachment on."""
+    row = index.rows.get(key)
+    if row is not None and row.stamp <= floor:
+        return MissReason.CLEARED
     listener = index.drop_listener
-    return listener.why(key) if isinstance(listener, GoneRows) else MissReason.NEVER_SEEN
+    return listener.why(key, group) if isinstance(listener, GoneRows) else MissReason.NEVER_SEEN
+
+
+def note_gone(index: HashIndex, key: bytes, groups: int, why: MissReason) -> None:
+    """These groups of a page were to be written, and were not."""
+    listener = index.drop_listener
+    if isinstance(listener, GoneRows):
+        listener.note(key, groups, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cache_service.core.attachments.attachment import Attachment, AttachmentCounters, TierLease
+from cache_service.core.attachments.attachment import Attachment, TierLease
 from cache_service.core.attachments.gone_rows import why_gone
 from cache_service.core.attachments.messages import MAX_HELD_PAGES, Found, Lookup, TierPages
 from cache_service.core.attachments.path_hashes import PathHashes
@@ -25,9 +25,7 @@ class LookupLimits(NamedTuple):
     chooses_fetches: bool
 
 
-def look_up(
-    attachment: Attachment, lookup: Lookup, limits: LookupLimits, now_ms: int, counters: AttachmentCounters
-) -> Found:
+def look_up(attachment: Attachment, lookup: Lookup, limits: LookupLimits, now_ms: int) -> Found:
     """Raises InvalidInput, TooMany; then nothing changed."""
     hashes = attachment.hashes(lookup.path)
     if lookup.local_pages > hashes.num_pages:
@@ -40,8 +38,8 @@ def look_up(
         return found
     if found.pages:
         found = found._replace(lease=_take_lease(attachment, lookup, hashes, found, limits, now_ms))
-    for one in (counters, attachment.counters):
-        one.looked_up(max(hashes.reusable_pages - lookup.local_pages, 0), found, lookup.local_pages)
+    num_asked = max(hashes.reusable_pages - lookup.local_pages, 0)
+    attachment.counters.looked_up(num_asked, found, lookup.local_pages)
     return found
 
 
@@ -67,7 +65,7 @@ def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
     """How far the rows reach; reads only."""
     index = attachment.view.index
     if index.breaker.is_open:
-        return Found(local, local, breaker_open=True)
+        return Found(local, local, miss_reason=MissReason.BREAKER_OPEN, breaker_open=True)
     limit = max(hashes.reusable_pages, local)
     floor = index.floor(hashes.digest)
     matched = _matched(attachment, hashes, local, limit, floor)
@@ -78,11 +76,18 @@ def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
     if limiting is not None:
         reason = limiting.miss_reason
     elif matched < limit:
-        reason = why_gone(index, attachment.view.fingerprint + hashes.run(matched, matched + 1)[0])
+        reason = _why_unmatched(attachment, hashes.run(matched, matched + 1)[0], floor)
     else:
         reason = MissReason.PAGE_TAIL if hashes.reusable_pages < hashes.num_pages else MissReason.NONE
     pages = _to_read(attachment, hashes, local, usable)
     return Found(usable, matched, 0, pages, limiting.spec.name if limiting is not None else "", reason)
+
+
+def _why_unmatched(attachment: Attachment, page_hash: bytes, floor: int) -> MissReason:
+    """Why a FULL group of the page is not there; of several groups the first one says."""
+    index, fingerprint = attachment.view.index, attachment.view.fingerprint
+    missing = attachment.layout.full_mask & ~index.groups(fingerprint, page_hash, floor)
+    return why_gone(index, fingerprint + page_hash, (missing & -missing).bit_length() - 1, floor)
 
 
 def _matched(attachment: Attachment, hashes: PathHashes, local: int, limit: int, floor: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_service.core.attachments.attachment import Attachment, AttachmentCounters, Writing
+from cache_service.core.attachments.attachment import Attachment, Writing
 from cache_service.core.attachments.messages import (
     MAX_HELD_PAGES,
     Commit,
@@ -16,22 +16,19 @@ from cache_service.core.attachments.messages import (
 from cache_service.core.attachments.path_hashes import PathHashes
 from cache_service.core.base.errors import UnknownTicket
 from session.errors import InvalidInput, TooMany
-from session.words import TransferStatus
+from session.words import MissReason, TransferStatus
 
 
-def reserve(
-    attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: int, counters: AttachmentCounters
-) -> Reserved:
+def reserve(attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: int) -> Reserved:
     """Raises InvalidInput, TooMany; then nothing changed."""
     hashes = attachment.hashes(asked.path)
     wanted = _wanted(attachment, hashes, asked.ranges)
     if len(attachment.tickets) >= max_tickets:
         raise TooMany("reserve", f"{max_tickets} tickets are open")
+    rows, num_refused = _admitted(attachment, hashes, wanted)
     if attachment.view.index.breaker.is_open:
         return Reserved(breaker_open=True)
-    rows, num_refused = _admitted(attachment, hashes, wanted)
-    counters.refused_pages += num_refused
-    counters.reserved_pages += len(rows)
+    attachment.counters.reserved_pages += len(rows)
     if not rows:
         return Reserved(num_refused=num_refused)
     pairs = tuple((page_hash, groups) for _, page_hash, groups in rows)
@@ -61,11 +58,12 @@ def _admitted(
 ) -> tuple[list[tuple[int, bytes, int]], int]:
     """Returns page number, hash and groups of what is to be written, first pages first, and how many found no room.
 
-    Rows that nobody holds make room, so only what leases hold and what is being written takes from the quota.
+    Rows that nobody holds make room, so only what leases hold and what is being written takes from the quota. A store
+    that fails takes nothing.
     """
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
-    floor = index.floor(hashes.digest)
-    room = index.quota_bytes - index.held_bytes - index.reserved_bytes
+    floor, is_failing = index.floor(hashes.digest), index.breaker.is_open
+    room = 0 if is_failing else index.quota_bytes - index.held_bytes - index.reserved_bytes
     most = MAX_HELD_PAGES - attachment.writing_pages
     rows: dict[bytes, tuple[int, bytes, int]] = {}
     num_refused = 0
@@ -76,6 +74,7 @@ def _admitted(
             continue
         num_bytes = attachment.page_bytes(groups)
         if num_bytes > room or len(rows) >= most:
+            attachment.not_taken(page_hash, groups, has_room=is_failing)
             num_refused += 1
             continue
         room -= num_bytes
@@ -94,7 +93,7 @@ def _by_group(attachment: Attachment, rows: list[tuple[int, bytes, int]]) -> tup
     return tuple(found)
 
 
-def commit(attachment: Attachment, said: Commit, now_ms: int, counters: AttachmentCounters) -> Committed:
+def commit(attachment: Attachment, said: Commit, now_ms: int) -> Committed:
     """Raises InvalidInput, UnknownTicket; then nothing changed."""
     if not 1 <= said.ticket <= attachment.last_ticket:
         raise UnknownTicket("commit.ticket", f"{said.ticket} was never issued")
@@ -112,14 +111,25 @@ def commit(attachment: Attachment, said: Commit, now_ms: int, counters: Attachme
     breaker = attachment.view.index.breaker
     if said.status is TransferStatus.FAILED:
         breaker.failed(now_ms)
-    else:
+    elif any(done.values()):
         breaker.succeeded()
+    if said.status is TransferStatus.DONE:
+        writing.full |= _short(writing, done)
     writers = _writers(attachment, writing)
     if not writers <= writing.done.keys():
         return Committed(is_open=True)
     num_findable = attachment.end_ticket(said.ticket, _on_all_ranks(attachment, writing))
-    counters.committed_pages += num_findable
+    attachment.counters.committed_pages += num_findable
     return Committed(True, num_findable)
+
+
+def _short(writing: Writing, done: dict[int, int]) -> int:
+    """Groups, as a bit mask, of which the store answered and did not take all: it is full."""
+    full = 0
+    for group, count in done.items():
+        if count < writing.num_pages(group):
+            full |= 1 << group
+    return full
 
 
 def _writers(attachment: Attachment, writing: Writing) -> set[int]:
@@ -180,14 +190,17 @@ def release(attachment: Attachment, end: LeaseEnd, now_ms: int) -> bool:
         return False
     index = attachment.view.index
     index.counters.fetched += end.num_pages
+    attachment.counters.fetched_pages += end.num_pages
     attachment.fetched_ms = now_ms if end.num_pages else attachment.fetched_ms
     if end.status is TransferStatus.FAILED:
         index.breaker.failed(now_ms)
     elif end.num_pages or end.status is not TransferStatus.DONE:
         index.breaker.succeeded()
     if end.status in (TransferStatus.MISSING, TransferStatus.CORRUPT) and end.num_pages < len(lease.hashes):
-        index.counters.missing += end.status is TransferStatus.MISSING
-        index.counters.corrupt += end.status is TransferStatus.CORRUPT
-        index.forget(attachment.view.fingerprint, lease.hashes[end.num_pages])
+        is_corrupt = end.status is TransferStatus.CORRUPT
+        index.counters.missing += not is_corrupt
+        index.counters.corrupt += is_corrupt
+        why = MissReason.DAMAGED if is_corrupt else MissReason.LOST
+        index.forget(attachment.view.fingerprint, lease.hashes[end.num_pages], why)
     index.shrink()
     return True

@@ -63,8 +63,28 @@ class HostTierStats(NamedTuple):
     fetch_policy: FetchPolicy
 
 
+class AttachedEngine(NamedTuple):
+    """Of one attachment, since its Attach call."""
+
+    attachment: int
+    engine: str
+    model: str
+    key_prefix: str
+    num_leases: int
+    num_tickets: int
+    num_lookups: int
+    asked_pages: int
+    usable_pages: int
+    fetched_pages: int
+    reserved_pages: int
+    refused_pages: int
+    committed_pages: int
+    given_up_pages: int
+    misses: tuple[tuple[MissReason, int], ...]
+
+
 class AttachmentStats(NamedTuple):
-    """Of all attached engines together. Pages are counted once, whatever their groups."""
+    """Of attached engines together. Pages are counted once, whatever their groups."""
 
     num_attachments: int = 0
     num_leases: int = 0
@@ -78,6 +98,9 @@ class AttachmentStats(NamedTuple):
     num_expired_leases: int = 0
     num_expired_tickets: int = 0
     misses: tuple[tuple[MissReason, int], ...] = ()
+    fetched_pages: int = 0
+    given_up_pages: int = 0
+    engines: tuple[AttachedEngine, ...] = ()
 
 
 class ManagerStats(NamedTuple):
@@ -86,6 +109,7 @@ class ManagerStats(NamedTuple):
     workers: tuple[WorkerStats, ...]
     host_tier: HostTierStats
     attachments: AttachmentStats = AttachmentStats()
+    by_engine: tuple[tuple[str, AttachmentStats], ...] = ()  # for metrics
 
 
 class ClearResult(NamedTuple):

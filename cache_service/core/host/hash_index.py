@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.host_key import HostKey, key_prefix
 from cache_service.core.host.key_queues import KeyQueues
-from session.words import HASH_BYTES, Namespace
+from session.words import HASH_BYTES, MissReason, Namespace
 
 # The most rows of which a scan has seen some rank but not all; of more, the oldest wait for the next scan.
 MAX_HALF_SEEN = 262_144
@@ -44,8 +44,8 @@ class DropListener(ABC):
     """Is told of each row that goes, while the store goes on."""
 
     @abstractmethod
-    def dropped(self, key: bytes, is_cleared: bool) -> None:
-        """`key`: fingerprint and page hash; `is_cleared`: by a Clear call."""
+    def dropped(self, key: bytes, groups: int, why: MissReason) -> None:
+        """`key`: fingerprint and page hash; `groups`: a bit mask of those that it had."""
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class HashIndex:
         row = self.rows.get(key)
         if row is None or row.stamp > floor or (namespace is not None and row.namespace != namespace):
             return False
-        return self._drop(key, is_cleared=True)
+        return self._drop(key, MissReason.CLEARED)
 
     def key_prefix(self, fingerprint: bytes, group: int) -> str:
         """See TransferPages."""
@@ -229,9 +229,9 @@ class HashIndex:
             if self.shared:
                 self.queues.touch(key)
 
-    def forget(self, fingerprint: bytes, page_hash: bytes) -> bool:
+    def forget(self, fingerprint: bytes, page_hash: bytes, why: MissReason) -> bool:
         """Drop one row, and its keys."""
-        return self._drop(fingerprint + page_hash)
+        return self._drop(fingerprint + page_hash, why)
 
     def delete(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
         """Keys that stand for no row."""
@@ -292,7 +292,7 @@ class HashIndex:
         self._hidden.clear()
         self.num_bytes = self.num_held = self.held_bytes = 0
 
-    def _drop(self, key: bytes, is_cleared: bool = False) -> bool:
+    def _drop(self, key: bytes, why: MissReason = MissReason.EVICTED) -> bool:
         row = self.rows.pop(key, None)
         if row is None:
             return False
@@ -301,7 +301,7 @@ class HashIndex:
             self.num_held -= 1
             self.held_bytes -= row.num_bytes
         if self.drop_listener is not None:
-            self.drop_listener.dropped(key, is_cleared)
+            self.drop_listener.dropped(key, row.groups, why)
         if self.shared:
             self.queues.delete(key, row.groups)
             self.queues.untouch(key)

@@ -19,7 +19,7 @@ from cache_service.core.kinds.group import present
 from cache_service.core.verbs import publishing
 from cache_service.core.verbs.admission import Plan
 from session.messages import Ack
-from session.words import PAGE_ID_BYTES, GroupPages, Transfer, TransferPages, TransferStatus
+from session.words import PAGE_ID_BYTES, GroupPages, MissReason, Transfer, TransferPages, TransferStatus
 
 
 def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
@@ -136,11 +136,11 @@ def _report(fetch: Fetch, ack: Ack, now_ms: int) -> None:
         return
     index.breaker.succeeded()
     if ack.num_done < fetch.transfer.num_pages:
-        if ack.status is TransferStatus.CORRUPT:
-            index.counters.corrupt += 1
-        else:
-            index.counters.missing += 1
-        index.forget(fingerprint, fetch.hashes(ack.num_done + 1)[-1])
+        is_corrupt = ack.status is TransferStatus.CORRUPT
+        index.counters.corrupt += is_corrupt
+        index.counters.missing += not is_corrupt
+        why = MissReason.DAMAGED if is_corrupt else MissReason.LOST
+        index.forget(fingerprint, fetch.hashes(ack.num_done + 1)[-1], why)
 
 
 def _touch(arrived: list[Arrival]) -> None:
