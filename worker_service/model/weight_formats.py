@@ -1,4 +1,4 @@
-"""How a checkpoint stores its weights: plain, fp8 with a scale for each block, or mxfp4.
+"""How a checkpoint stores its weights: plain, fp8 with a scale for each block, mxfp4, or fp8 beside experts in mxfp4.
 
 The model computes in its own dtype. A format says which stored tensors make one of the model's, and makes it from them,
 one tensor at a time. Which tensors of a quantised checkpoint are stored plain (norms, embeddings, routers) is told by
@@ -24,15 +24,31 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 WHOLES = ("I64", "I32")
 # Of the experts that a token id goes to: the one kind of tensor that holds no weights.
 TABLE = ".tid2eid"
-SCALES = ("F32", "BF16")
+SCALES = ("F32", "BF16", "F8_E8M0")
+EXPERT_DTYPE = "expert_dtype"
+# Of a routed expert, by DeepSeek V4's names; `.shared_experts.` does not have it.
+EXPERT = ".experts."
+# Values of a block with one scale, and bytes that it takes, by OCP Microscaling Formats 1.0.
+MX_BLOCK, MX_BLOCK_BYTES = 32, 16
 
 
 class Part(NamedTuple):
-    """A stored tensor: the name, the shape and the dtype, one of these, that it must have."""
+    """A stored tensor: the name, the shape and the dtype, one of these, that it must have. Scales must be finite."""
 
     name: str
     shape: Shape
     dtypes: tuple[str, ...]
+    is_scale: bool = False
+
+    def check(self, stored: torch.Tensor, name: str) -> None:
+        """Raises ModelError, of the tensor that is stored under `name`."""
+        if self.is_scale and not _factors(stored).isfinite().all():
+            raise ModelError(name, "has a scale that is not a finite number")
+
+
+def _factors(scales: torch.Tensor) -> torch.Tensor:
+    """Returns scales in fp32. A byte is an exponent, counted from -127, and 255 is not a number."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
 
 
 class WeightFormat(Protocol):
@@ -59,7 +75,8 @@ UNQUANTISED = Plain()
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """Matrices as e4m3 with a factor for each block: `X` and `X_scale_inv`, as DeepSeek V3 stores them.
+    """Matrices as e4m3 with a factor for each block: `X.weight` with `X.weight_scale_inv`, as DeepSeek V3 stores them,
+    or with `X.scale`, as DeepSeek V4 does.
 
     The last block of a row or column may be cut short.
     """
@@ -81,17 +98,17 @@ class Fp8Blocks:
         return cls(*block)
 
     def parts(self, name: str, shape: Shape, stored: Container[str]) -> tuple[Part, ...]:
-        scales = f"{name}_scale_inv"
-        if len(shape) != 2 or scales not in stored:
+        scales = next((scales for scales in (f"{name}_scale_inv", _scale_name(name)) if scales in stored), None)
+        if len(shape) != 2 or scales is None:
             return UNQUANTISED.parts(name, shape, stored)
         blocks = (-(-shape[0] // self.block_rows), -(-shape[1] // self.block_columns))
-        return Part(name, shape, ("F8_E4M3",)), Part(scales, blocks, SCALES)
+        return Part(name, shape, ("F8_E4M3",)), Part(scales, blocks, SCALES, is_scale=True)
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Computes in fp32 and rounds once."""
         if len(parts) == 1:
             return UNQUANTISED.decoded(parts, dtype)
-        values, scales = (part.float() for part in parts)
+        values, scales = parts[0].float(), _factors(parts[1])
         of_column = scales.repeat_interleave(self.block_columns, dim=1)[:, : values.shape[1]]
         whole, columns = values.shape[0] // self.block_rows, values.shape[1]
         cut = whole * self.block_rows
@@ -116,11 +133,12 @@ class Mxfp4:
     def parts(self, name: str, shape: Shape, stored: Container[str]) -> tuple[Part, ...]:
         if f"{name}_blocks" not in stored:
             return UNQUANTISED.parts(name, shape, stored)
-        if len(shape) != 3 or shape[1] % 32:
-            raise ModelError(name, f"is stored as mxfp4, which has no {list(shape)}: the second size must divide by 32")
+        if len(shape) != 3:
+            raise ModelError(name, f"is stored as mxfp4, which has no {list(shape)}")
         experts, columns, rows = shape
-        blocks = (experts, rows, columns // 32)
-        return Part(f"{name}_blocks", (*blocks, 16), ("U8",)), Part(f"{name}_scales", blocks, ("U8",))
+        blocks = (experts, rows, _blocks_of_row(name, columns))
+        scales = Part(f"{name}_scales", blocks, ("U8",), is_scale=True)
+        return Part(f"{name}_blocks", (*blocks, MX_BLOCK_BYTES), ("U8",)), scales
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """One expert at a time, so that the fp32 values in between take the memory of one."""
@@ -128,13 +146,50 @@ class Mxfp4:
             return UNQUANTISED.decoded(parts, dtype)
         blocks, scales = parts
         experts, rows, blocks_of_row, _ = blocks.shape
-        values = torch.empty(experts, rows, blocks_of_row * 32, dtype=dtype, device=blocks.device)
-        pairs = _pairs_of_e2m1(blocks.device)
+        values = torch.empty(experts, rows, blocks_of_row * MX_BLOCK, dtype=dtype, device=blocks.device)
         for expert in range(experts):
-            halves = pairs[blocks[expert].int()].view(rows, blocks_of_row, 32)
-            halves *= scales[expert].view(torch.float8_e8m0fnu).float().unsqueeze(-1)
-            values[expert] = halves.view(rows, -1)
+            values[expert] = _decoded_mxfp4(blocks[expert], scales[expert])
         return values.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8WithMxfp4Experts:
+    """As DeepSeek V4 is published: all as in `fp8`, but routed experts, which are `X.weight`, signed bytes [rows,
+    columns / 2] of two e2m1 values each, the first in the low half, and `X.scale` e8m0 [rows, columns / 32]."""
+
+    fp8: Fp8Blocks
+
+    def parts(self, name: str, shape: Shape, stored: Container[str]) -> tuple[Part, ...]:
+        if EXPERT not in name:
+            return self.fp8.parts(name, shape, stored)
+        rows, columns = shape
+        blocks = _blocks_of_row(name, columns)
+        scales = Part(_scale_name(name), (rows, blocks), ("F8_E8M0",), is_scale=True)
+        return Part(name, (rows, blocks * MX_BLOCK_BYTES), ("I8",)), scales
+
+    def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        if parts[0].dtype is not torch.int8:
+            return self.fp8.decoded(parts, dtype)
+        packed, scales = parts
+        blocks = packed.view(torch.uint8).view(*scales.shape, MX_BLOCK_BYTES)
+        return _decoded_mxfp4(blocks, scales).to(dtype)
+
+
+def _scale_name(name: str) -> str:
+    """Returns DeepSeek V4's name of a weight's scales."""
+    return f"{name.removesuffix('.weight')}.scale"
+
+
+def _blocks_of_row(name: str, columns: int) -> int:
+    if columns % MX_BLOCK:
+        raise ModelError(name, f"is stored as mxfp4, whose rows of {columns} must divide by {MX_BLOCK}")
+    return columns // MX_BLOCK
+
+
+def _decoded_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns fp32 [rows, columns] of bytes [rows, columns / 32, 16] and scales [rows, columns / 32]."""
+    halves = _pairs_of_e2m1(blocks.device)[blocks.int()].flatten(2)
+    return halves.mul_(_factors(scales).unsqueeze(-1)).flatten(1)
 
 
 def _pairs_of_e2m1(device: torch.device) -> torch.Tensor:
@@ -146,8 +201,18 @@ def _pairs_of_e2m1(device: torch.device) -> torch.Tensor:
 
 
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
+
+
+def _read_fp8(fields: Fields) -> WeightFormat:
+    blocks = Fp8Blocks.read(fields)
+    dtype = fields.get(EXPERT_DTYPE) or FP8
+    if dtype not in (FP8, "fp4"):
+        raise ModelError(EXPERT_DTYPE, f"{dtype!r} is not supported; 'fp8' and 'fp4' are")
+    return blocks if dtype == FP8 else Fp8WithMxfp4Experts(blocks)
+
+
 # By quant_method.
-QUANTISED: Mapping[str, Callable[[Fields], WeightFormat]] = {FP8: Fp8Blocks.read, MXFP4: Mxfp4.read}
+QUANTISED: Mapping[str, Callable[[Fields], WeightFormat]] = {FP8: _read_fp8, MXFP4: Mxfp4.read}
 
 
 def read_weight_format(fields: Fields, supported: Sequence[str], architecture: str) -> WeightFormat:
@@ -165,4 +230,5 @@ def read_weight_format(fields: Fields, supported: Sequence[str], architecture: s
             f"{method!r} is not supported for {architecture}; {' and '.join(map(repr, known)) or 'no other'} "
             f"and weights that are not quantised are",
         )
-    return QUANTISED[method](config)
+    # What the routed experts are stored in is said beside `quantization_config`.
+    return QUANTISED[method]({**config, EXPERT_DTYPE: fields.get(EXPERT_DTYPE)})

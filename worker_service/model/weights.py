@@ -21,7 +21,8 @@ Wanted = Mapping[str, Expected]
 # Called with the bytes that are loaded, and all bytes.
 Progress = Callable[[int, int], None]
 
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8, "I32": 4}
+ONE_BYTE = ("F8_E4M3", "F8_E8M0", "U8", "I8")
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, **dict.fromkeys(ONE_BYTE, 1)}
 
 
 class Checkpoint:
@@ -55,8 +56,14 @@ class Checkpoint:
         return sum(self._checked_bytes(part) for part in parts)
 
     def read(self, name: str, shape: Shape) -> list[torch.Tensor]:
-        """Returns the stored tensors that make this one, for the format's `decoded`."""
-        return [self._files.read(self._stored_name[part.name]) for part in self._parts(name, shape)]
+        """Returns the stored tensors that make this one, for the format's `decoded`. Raises ModelError."""
+        tensors = []
+        for part in self._parts(name, shape):
+            stored = self._stored_name[part.name]
+            tensor = self._files.read(stored)
+            part.check(tensor, stored)
+            tensors.append(tensor)
+        return tensors
 
     def _parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
         return self.format.parts(name, shape, self._stored_name)

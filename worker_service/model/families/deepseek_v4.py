@@ -25,7 +25,6 @@ from worker_service.model.spec import (
     StreamsSpec,
 )
 from worker_service.model.take_compressed import take_compressed_layer
-from worker_service.model.weight_formats import PLAIN
 
 V4 = "DeepseekV4ForCausalLM"
 # Every block of tokens that an entry is made of ends within its page.
@@ -201,5 +200,4 @@ FAMILY = Family(
     kinds=FULL_AND_WINDOW,
     page_tokens=PAGE_TOKENS,
     renamed=RENAMED,
-    weight_formats=(PLAIN,),
 )
