@@ -42,6 +42,18 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_dense(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuses what check_tensor refuses, and gaps and permuted axes."""
+    check_tensor(name, tensor, shape, dtypes, device)
+    check_contiguous(name, tensor)
+
+
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Refuses [tokens, heads, dim] whose last axis has gaps; slices of a fused projection are welcome."""
     if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -88,8 +100,15 @@ def check_block_tables(block_tables: torch.Tensor, num_seqs: int, device: torch.
 
 def check_lengths(name: str, lengths: torch.Tensor, size: int | None, device: torch.device) -> None:
     """Refuses a vector of lengths or running sums that is not dense int32."""
-    check_tensor(name, lengths, (size,), (torch.int32,), device)
-    check_contiguous(name, lengths)
+    check_dense(name, lengths, (size,), (torch.int32,), device)
+
+
+def check_token_indices(
+    positions: torch.Tensor, slot_mapping: torch.Tensor, num_tokens: int, device: torch.device
+) -> None:
+    """Refuses positions that are not dense int32 or int64 [num_tokens], and slots that are not dense int64."""
+    check_dense("positions", positions, (num_tokens,), INDEX_DTYPES, device)
+    check_dense("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), device)
 
 
 def num_sequences(cu_seqlens: torch.Tensor, name: str) -> int:
@@ -117,8 +136,7 @@ def check_out(
     **inputs: torch.Tensor | None,
 ) -> None:
     """Refuses an output of another shape or dtype, with gaps, or in the memory of an input."""
-    check_tensor("out", out, shape, (dtype,), device)
-    check_contiguous("out", out)
+    check_dense("out", out, shape, (dtype,), device)
     for name, tensor in inputs.items():
         if tensor is not None:
             check_disjoint("out", out, name, tensor)

@@ -10,6 +10,7 @@ from kernels._checks import (
     KV_DTYPES,
     PAGE_DTYPES,
     check_contiguous,
+    check_dense,
     check_disjoint,
     check_page_pair,
     check_pages,
@@ -108,8 +109,7 @@ def _check_softmax(
     if not (math.isfinite(softcap) and softcap >= 0.0):
         raise KernelArgumentError(f"softcap: must be 0 (none) or positive and finite, got {softcap}")
     if sinks is not None:
-        check_tensor("sinks", sinks, (heads,), SINK_DTYPES, device)
-        check_contiguous("sinks", sinks)
+        check_dense("sinks", sinks, (heads,), SINK_DTYPES, device)
 
 
 def query_shape(q: torch.Tensor) -> tuple[int, int, int]:
@@ -164,8 +164,7 @@ def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
     """Refuses a log-sum-exp output that is not contiguous fp32 [q_heads, num_tokens]."""
     if lse is not None:
         tokens, heads, _ = query_shape(q)
-        check_tensor("lse", lse, (heads, tokens), (torch.float32,), q.device)
-        check_contiguous("lse", lse)
+        check_dense("lse", lse, (heads, tokens), (torch.float32,), q.device)
 
 
 def scaled_span(

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_dense_pages, check_tensor
 from kernels.errors import KernelArgumentError
 
-__all__ = ["DEEPSEEK_V3", "LatentDims", "check_latent_dims"]
+__all__ = ["DEEPSEEK_V3", "LatentDims", "check_latent_dims", "check_latent_queries", "check_latent_tiles"]
+
+# The widest rows whose tiles fit in shared memory.
+MAX_LATENT, MAX_ROPE = 512, 64
 
 
 class LatentDims(NamedTuple):
@@ -38,8 +41,7 @@ DEEPSEEK_V3 = LatentDims(latent=512, rope=64, nope=128, value=128)
 
 def check_latent_dims(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> LatentDims:
     """Returns the sizes; refuses tensors that do not fit together."""
-    check_tensor("kv_b", kv_b, (None, None), KV_DTYPES, q.device)
-    check_contiguous("kv_b", kv_b)
+    check_dense("kv_b", kv_b, (None, None), KV_DTYPES, q.device)
     check_tensor("q", q, (None, None, None), (kv_b.dtype,), q.device)
     check_tensor("pages", pages, (None, None, None), (kv_b.dtype,), q.device)
     heads, rows, latent = q.shape[1], *kv_b.shape
@@ -57,3 +59,22 @@ def check_latent_dims(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) 
     if value <= 0:
         raise KernelArgumentError(f"kv_b: a head's {rows // heads} rows must be more than the {nope} of its keys (q)")
     return LatentDims(latent, rope, nope, value)
+
+
+def check_latent_queries(q: torch.Tensor, pages: torch.Tensor, latent: int) -> None:
+    """Refuses pages that are not rows of a latent and a rotary part, and absorbed queries of another width."""
+    check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
+    check_dense_pages("pages", pages)
+    width = pages.shape[2]
+    if not 0 < latent < width:
+        raise KernelArgumentError(
+            f"latent: must be less than the {width} of a row of pages, and positive, got {latent}"
+        )
+    check_dense("q", q, (None, None, width), (pages.dtype,), pages.device)
+
+
+def check_latent_tiles(pages: torch.Tensor, latent: int) -> None:
+    """Refuses rows that are too wide for the Triton kernels."""
+    rope = pages.shape[2] - latent
+    if latent > MAX_LATENT or rope > MAX_ROPE:
+        raise KernelArgumentError(f"pages: rows must be at most {MAX_LATENT} + {MAX_ROPE}, got {latent} + {rope}")

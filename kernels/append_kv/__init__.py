@@ -5,20 +5,11 @@ The scheduler hands out only fresh slots.
 
 import torch
 
-from kernels._checks import (
-    PAGE_DTYPES,
-    check_contiguous,
-    check_disjoint,
-    check_page_pair,
-    check_pages,
-    check_rows,
-    check_tensor,
-)
+from kernels._checks import PAGE_DTYPES, check_dense, check_page_pair, check_pages
 from kernels.append_kv import reference
 from kernels.append_kv.call import AppendCall
 from kernels.backend import Backend, uses_triton
-from kernels.errors import KernelArgumentError
-from kernels.fp8 import check_scales, check_written_scales, dense_dtypes
+from kernels.fp8 import check_scales, check_written_rows, check_written_scales
 from kernels.layout import KvLayout
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 
@@ -47,15 +38,8 @@ def append_kv(
     shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
     check_page_pair(k_pages, v_pages)
     tokens = slot_mapping.shape[0] if slot_mapping.dim() == 1 else None
-    check_tensor("slot_mapping", slot_mapping, (tokens,), (torch.int64,), k_pages.device)
-    check_contiguous("slot_mapping", slot_mapping)
-    for name, rows in (("k", k), ("v", v)):
-        check_tensor(name, rows, (tokens, shape.heads, shape.dim), dense_dtypes(k_pages), k_pages.device)
-        check_rows(name, rows)
-        check_disjoint("k_pages", k_pages, name, rows)
-        check_disjoint("v_pages", v_pages, name, rows)
-    if v.dtype is not k.dtype:
-        raise KernelArgumentError(f"v: dtype must be k's {k.dtype}, got {v.dtype}")
+    check_dense("slot_mapping", slot_mapping, (tokens,), (torch.int64,), k_pages.device)
+    check_written_rows(k, v, k_pages, v_pages, (tokens, shape.heads, shape.dim))
     scales = check_scales(k_scales, v_scales, k_pages, k.dtype, shape)
     check_written_scales(scales, k, v)
     if k.numel() == 0:

@@ -6,7 +6,7 @@ import torch
 
 from kernels._checks import (
     KV_DTYPES,
-    check_contiguous,
+    check_dense,
     check_dense_pages,
     check_disjoint,
     check_head_rows,
@@ -91,8 +91,7 @@ def check_mamba2(layer: Mamba2Layer) -> None:
             check_disjoint("states", layer.states, name, rows)
     check_steps(layer.steps, tokens, heads, device)
     if layer.skip is not None:
-        check_tensor("skip", layer.skip, (heads,), (torch.float32,), device)
-        check_contiguous("skip", layer.skip)
+        check_dense("skip", layer.skip, (heads,), (torch.float32,), device)
     _check_states(layer.states, (heads, dim, d_state), device)
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.errors import KernelArgumentError
 
 # softplus(x) is x from here on, as in torch.
@@ -37,10 +37,8 @@ def check_steps(steps: Mamba2Steps, tokens: int, heads: int, device: torch.devic
     """Refuses tensors of other heads or tokens, and limits that leave nothing."""
     check_tensor("steps.raw", steps.raw, (tokens, heads), KV_DTYPES, device)
     check_rows("steps.raw", steps.raw)
-    check_tensor("steps.a", steps.a, (heads,), (torch.float32,), device)
-    check_contiguous("steps.a", steps.a)
+    check_dense("steps.a", steps.a, (heads,), (torch.float32,), device)
     if steps.bias is not None:
-        check_tensor("steps.bias", steps.bias, (heads,), KV_DTYPES, device)
-        check_contiguous("steps.bias", steps.bias)
+        check_dense("steps.bias", steps.bias, (heads,), KV_DTYPES, device)
     if not 0.0 <= steps.least <= steps.most:
         raise KernelArgumentError(f"steps: limits must be 0 or more, in order, got {steps.least} and {steps.most}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.combine_experts import reference
 from kernels.errors import KernelArgumentError
@@ -16,8 +16,7 @@ def combine_experts(rows: torch.Tensor, weights: torch.Tensor, *, backend: Backe
     In fp32, a token's first expert first, and rounded once to the rows' dtype. The order of choice is a function of the
     token's own logits, so the sum is, too.
     """
-    check_tensor("weights", weights, (None, None), (torch.float32,), weights.device)
-    check_contiguous("weights", weights)
+    check_dense("weights", weights, (None, None), (torch.float32,), weights.device)
     num_tokens, top_k = weights.shape
     if top_k == 0:
         raise KernelArgumentError("weights: a token must have an expert")

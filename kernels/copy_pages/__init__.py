@@ -6,7 +6,7 @@ from pinned host memory if the rows lie there.
 
 import torch
 
-from kernels._checks import INDEX_DTYPES, check_contiguous, check_disjoint, check_tensor
+from kernels._checks import INDEX_DTYPES, check_dense, check_disjoint
 from kernels.backend import Backend, uses_triton
 from kernels.byte_planes import byte_planes
 from kernels.copy_pages import reference
@@ -73,12 +73,10 @@ def _checked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     planes = byte_planes(pages, "pages", page_axis, "page_axis")
     count, _, width = planes.shape
-    check_tensor("page_ids", page_ids, (None,), INDEX_DTYPES, pages.device)
-    check_contiguous("page_ids", page_ids)
+    check_dense("page_ids", page_ids, (None,), INDEX_DTYPES, pages.device)
     on_host = pages.is_cuda and not packed.is_cuda
     if on_host and not packed.is_pinned():
         raise KernelArgumentError(f"packed rows: must be on {pages.device} or in pinned host memory, are pageable")
     device = packed.device if on_host else pages.device
-    check_tensor("packed rows", packed, (page_ids.shape[0], count * width), (torch.uint8,), device)
-    check_contiguous("packed rows", packed)
+    check_dense("packed rows", packed, (page_ids.shape[0], count * width), (torch.uint8,), device)
     return planes, packed.view(page_ids.shape[0], count, width)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels._checks import INDEX_DTYPES, check_contiguous, check_tensor
+from kernels._checks import INDEX_DTYPES, check_dense
 from kernels.backend import Backend, uses_triton
 from kernels.byte_planes import byte_planes
 from kernels.copy_states import reference
@@ -33,8 +33,7 @@ def copy_states(
     """
     planes = byte_planes(pool, "pool", slot_axis, "slot_axis")
     for name, slots in (("sources", sources), ("destinations", destinations)):
-        check_tensor(name, slots, (sources.shape[0] if sources.dim() else None,), INDEX_DTYPES, pool.device)
-        check_contiguous(name, slots)
+        check_dense(name, slots, (sources.shape[0] if sources.dim() else None,), INDEX_DTYPES, pool.device)
     if not pool.is_cuda:
         check_copies(sources.tolist(), destinations.tolist(), pool.shape[slot_axis])
     if sources.numel() == 0 or pool.numel() == 0:

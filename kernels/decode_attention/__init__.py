@@ -22,7 +22,7 @@ from kernels.decode_attention.plan import DecodePlan
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 
-__all__ = ["MAX_Q_TOKENS", "DecodePlan", "decode_attention", "decode_route"]
+__all__ = ["MAX_Q_TOKENS", "DecodePlan", "decode_attention"]
 
 MAX_Q_TOKENS = 8
 
@@ -78,21 +78,6 @@ def decode_attention(
     if q.shape[0] and num_seqs:
         _compute(call, backend, plan, result, lse)
     return result
-
-
-def decode_route(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    *,
-    scale: float | None = None,
-    layout: KvLayout = KvLayout.NHD,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> Backend:
-    """Which implementation takes such a case; lengths and numbers of sequences and tokens never matter."""
-    spec = check_attention(PagedArguments(q, k_pages, v_pages, layout, scale, k_scales, v_scales))
-    return choose_backend(Backend.AUTO, q, lambda: reason_against(q, k_pages, v_pages, spec))
 
 
 def _check_lengths(call: DecodeCall, num_seqs: int) -> None:

@@ -7,12 +7,13 @@ nearest even, so both give the same quantized values.
     per token        scales fp32 [num_pages, heads, page_tokens], written with the values: a row's largest value is 448
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_dense_pages, check_disjoint, check_page_pair, check_tensor
+from kernels._checks import KV_DTYPES, check_dense_pages, check_disjoint, check_page_pair, check_rows, check_tensor
 from kernels.errors import KernelArgumentError
 from kernels.layout import PageShape
 
@@ -40,6 +41,32 @@ class Scales(NamedTuple):
 def dense_dtypes(pages: torch.Tensor) -> tuple[torch.dtype, ...]:
     """What may be moved into these pages or out of them: their own dtype, and for fp8 every wider one."""
     return (E4M3, *KV_DTYPES) if pages.dtype is E4M3 else (pages.dtype,)
+
+
+def check_written_rows(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, shape: Sequence[int | None]
+) -> None:
+    """Refuses keys and values that are not [num_tokens, heads, dim] of one dtype that these pages take."""
+    for name, rows in (("k", k), ("v", v)):
+        check_tensor(name, rows, shape, dense_dtypes(k_pages), k_pages.device)
+        check_rows(name, rows)
+        check_disjoint("k_pages", k_pages, name, rows)
+        check_disjoint("v_pages", v_pages, name, rows)
+    if v.dtype is not k.dtype:
+        raise KernelArgumentError(f"v: dtype must be k's {k.dtype}, got {v.dtype}")
+
+
+def check_scaled_rows(
+    pages: torch.Tensor, scales: torch.Tensor | None, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuses pages that are not [num_pages, page_tokens, dim] in `dtype`, or in fp8 with a scale for each token."""
+    check_tensor("pages", pages, (None, None, dim), (dtype, E4M3), device)
+    check_dense_pages("pages", pages)
+    if (scales is None) == (pages.dtype is E4M3):
+        raise KernelArgumentError(f"scales: fp8 pages need them and others take none; pages are {pages.dtype}")
+    if scales is not None:
+        check_tensor("scales", scales, tuple(pages.shape[:2]), (torch.float32,), device)
+        check_dense_pages("scales", scales)
 
 
 def check_scales(

@@ -9,7 +9,7 @@ All of it in fp32 and rounded once.
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.gates import reference
@@ -46,11 +46,9 @@ def gated_rms_norm(
     x [num_rows, heads, dim], contiguous; weight [dim] in x's dtype or fp32; gate [num_rows, heads * dim] in x's dtype,
     rows may be slices of wider ones.
     """
-    check_tensor("x", x, (None, None, None), KV_DTYPES, x.device)
-    check_contiguous("x", x)
+    check_dense("x", x, (None, None, None), KV_DTYPES, x.device)
     rows, heads, dim = x.shape
-    check_tensor("weight", weight, (dim,), (x.dtype, torch.float32), x.device)
-    check_contiguous("weight", weight)
+    check_dense("weight", weight, (dim,), (x.dtype, torch.float32), x.device)
     check_tensor("gate", gate, (rows, heads * dim), (x.dtype,), x.device)
     check_rows("gate", gate)
     out = torch.empty((rows, heads * dim), dtype=x.dtype, device=x.device)
@@ -80,8 +78,7 @@ def delta_gates(
     for name, logits in (("decay", decay), ("beta", beta)):
         check_rows(name, logits)
     for name, values in (("bias", bias), ("a", a)):
-        check_tensor(name, values, (decay.shape[1],), (torch.float32,), decay.device)
-        check_contiguous(name, values)
+        check_dense(name, values, (decay.shape[1],), (torch.float32,), decay.device)
     g, betas = (torch.empty(decay.shape, dtype=torch.float32, device=decay.device) for _ in range(2))
     if g.numel() and uses_triton(backend, decay):
         from kernels.gates.triton import launch_delta

@@ -8,17 +8,14 @@ import torch
 from kernels._checks import (
     PAGE_DTYPES,
     check_block_tables,
-    check_disjoint,
     check_lengths,
     check_page_pair,
     check_pages,
-    check_rows,
-    check_tensor,
     num_sequences,
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import check_scales, check_written_scales, dense_dtypes
+from kernels.fp8 import check_scales, check_written_rows, check_written_scales, dense_dtypes
 from kernels.gather_pages import reference
 from kernels.gather_pages.call import MoveCall
 from kernels.layout import KvLayout
@@ -92,13 +89,7 @@ def scatter_pages(
     num_seqs = num_sequences(cu_seqlens_k, "cu_seqlens_k")
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, k_pages.device)
     check_block_tables(block_tables, num_seqs, k_pages.device)
-    for name, rows in (("k", k), ("v", v)):
-        check_tensor(name, rows, (k.shape[0], shape.heads, shape.dim), dense_dtypes(k_pages), k_pages.device)
-        check_rows(name, rows)
-        check_disjoint("k_pages", k_pages, name, rows)
-        check_disjoint("v_pages", v_pages, name, rows)
-    if v.dtype is not k.dtype:
-        raise KernelArgumentError(f"v: dtype must be k's {k.dtype}, got {v.dtype}")
+    check_written_rows(k, v, k_pages, v_pages, (k.shape[0], shape.heads, shape.dim))
     scales = check_scales(k_scales, v_scales, k_pages, k.dtype, shape)
     check_written_scales(scales, k, v)
     if k.numel() == 0 or num_seqs == 0:

@@ -150,14 +150,7 @@ def launch(call: MoveCall, gather: bool) -> None:
 
 def _launch_columns(call: MoveCall, gather: bool) -> None:
     """Bytes move in runs of columns."""
-    k, v, k_pages, v_pages, shape, block_tables = (
-        call.k,
-        call.v,
-        call.k_pages,
-        call.v_pages,
-        call.shape,
-        call.block_tables,
-    )
+    k, v, k_pages, v_pages, block_tables, cu_seqlens_k, _, shape, layout = call
     width, num_seqs = shape.heads * shape.dim, block_tables.shape[0]
     columns = min(ELEMENTS, triton.next_power_of_2(width))
     per_program = ELEMENTS // columns
@@ -169,11 +162,11 @@ def _launch_columns(call: MoveCall, gather: bool) -> None:
             k_pages,
             v_pages,
             block_tables,
-            call.cu_seqlens_k,
+            cu_seqlens_k,
             num_seqs,
             *row_strides(k, v, k_pages, v_pages),
             block_tables.stride(0),
-            **page_constants(shape, call.layout, k_pages.dtype),
+            **page_constants(shape, layout, k_pages.dtype),
             TOKENS=per_program,
             COLUMNS=columns,
             LEVELS=search_levels(num_seqs),
@@ -184,14 +177,7 @@ def _launch_columns(call: MoveCall, gather: bool) -> None:
 
 def _launch_heads(call: MoveCall, scales: Scales, gather: bool) -> None:
     """Quantized pages are converted a head at a time."""
-    k, v, k_pages, v_pages, shape, block_tables = (
-        call.k,
-        call.v,
-        call.k_pages,
-        call.v_pages,
-        call.shape,
-        call.block_tables,
-    )
+    k, v, k_pages, v_pages, block_tables, cu_seqlens_k, _, shape, layout = call
     num_seqs, block_d = block_tables.shape[0], triton.next_power_of_2(shape.dim)
     per_program = max(1, ELEMENTS // block_d)
     with torch.cuda.device_of(k):
@@ -203,13 +189,13 @@ def _launch_heads(call: MoveCall, scales: Scales, gather: bool) -> None:
             scales.k,
             scales.v,
             block_tables,
-            call.cu_seqlens_k,
+            cu_seqlens_k,
             num_seqs,
             *row_strides(k, v, k_pages, v_pages),
             scales.k.stride(0),
             scales.v.stride(0),
             block_tables.stride(0),
-            **page_constants(shape, call.layout, k_pages.dtype),
+            **page_constants(shape, layout, k_pages.dtype),
             TOKENS=per_program,
             BLOCK_D=block_d,
             LEVELS=search_levels(num_seqs),

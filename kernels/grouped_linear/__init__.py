@@ -13,7 +13,7 @@ and waits for the device nowhere, with shapes that follow from the number of tok
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.grouped_linear import cpu, reference
@@ -33,8 +33,7 @@ def plan_experts(
     A pair whose id is not 0 to num_experts - 1 is in no tile: no product writes its row. `tile_rows` is one of
     TILE_ROWS, None: by the number of pairs. It changes no bit of a product.
     """
-    check_tensor("expert_ids", expert_ids, (None, None), (torch.int32,), expert_ids.device)
-    check_contiguous("expert_ids", expert_ids)
+    check_dense("expert_ids", expert_ids, (None, None), (torch.int32,), expert_ids.device)
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise KernelArgumentError(f"num_experts: must be 1 to {MAX_EXPERTS}, got {num_experts}")
     if expert_ids.shape[1] == 0:

@@ -5,18 +5,11 @@ logits[t, p] = sum over index heads h of weights[t, h] * max(q[t, h] . key p, 0)
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_dense_pages,
-    check_head_rows,
-    check_out,
-    check_rows,
-    check_tensor,
-)
+from kernels._checks import KV_DTYPES, check_head_rows, check_out, check_rows, check_tensor
 from kernels.attention import check_tensor_core_dtype
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import E4M3
+from kernels.fp8 import check_scaled_rows
 from kernels.index_logits import cpu, reference
 from kernels.index_logits.call import IndexLogitsCall
 from kernels.key_rows import KeyRows, check_key_rows
@@ -79,13 +72,7 @@ def _check(call: IndexLogitsCall) -> None:
         raise KernelArgumentError(f"q: must have 1 to {MAX_HEADS} heads of 1 to {MAX_DIM}, got {heads} of {dim}")
     check_tensor("weights", call.weights, (tokens, heads), (torch.float32,), q.device)
     check_rows("weights", call.weights)
-    check_tensor("pages", pages, (None, None, dim), (q.dtype, E4M3), q.device)
-    check_dense_pages("pages", pages)
-    if (call.scales is None) == (pages.dtype is E4M3):
-        raise KernelArgumentError(f"scales: fp8 pages need them and others take none; pages are {pages.dtype}")
-    if call.scales is not None:
-        check_tensor("scales", call.scales, tuple(pages.shape[:2]), (torch.float32,), q.device)
-        check_dense_pages("scales", call.scales)
+    check_scaled_rows(pages, call.scales, dim, q.dtype, q.device)
     check_key_rows(call.rows, tokens, call.block_tables, q.device)
     room = call.block_tables.shape[1] * pages.shape[1]
     if not 0 <= call.max_keys <= room:

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch.nn import functional
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_contiguous, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.linear import packed, reference
 
@@ -49,8 +49,7 @@ def linear(
     check_tensor("x", x, (None, weight.shape[1]), (weight.dtype,), x.device)
     check_rows("x", x)
     if bias is not None:
-        check_tensor("bias", bias, (weight.shape[0],), (weight.dtype,), x.device)
-        check_contiguous("bias", bias)
+        check_dense("bias", bias, (weight.shape[0],), (weight.dtype,), x.device)
     if weight.is_mkldnn:
         return packed.linear(x, weight, bias)
     if backend is Backend.REFERENCE:

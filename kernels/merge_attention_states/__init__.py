@@ -5,7 +5,7 @@ A log-sum-exp of minus infinity says that a side saw none.
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.merge_attention_states import reference
 
@@ -30,8 +30,7 @@ def merge_attention_states(
     tokens, heads, _ = out_a.shape
     check_tensor("out_b", out_b, tuple(out_a.shape), (out_a.dtype,), device)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(name, lse, (heads, tokens), (torch.float32,), device)
-        check_contiguous(name, lse)
+        check_dense(name, lse, (heads, tokens), (torch.float32,), device)
     check_rows("out_a", out_a)
     check_rows("out_b", out_b)
     if out_a.numel() == 0 or not uses_triton(backend, out_a):

@@ -7,18 +7,11 @@ are its own as well.
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_block_tables,
-    check_contiguous,
-    check_dense_pages,
-    check_lengths,
-    check_out,
-    check_tensor,
-)
+from kernels._checks import check_block_tables, check_lengths, check_out
 from kernels.attention import check_lse, check_tensor_core_dtype
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
+from kernels.latent_dims import check_latent_queries, check_latent_tiles
 from kernels.mla_decode import cpu, reference
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import reason_against
@@ -86,9 +79,9 @@ def _compute(
 
         launch_gluon(call, plan, out, lse)
     elif route is Backend.TRITON:
-        from kernels.mla_decode.triton import check_dims, launch
+        from kernels.mla_decode.triton import launch
 
-        check_dims(call)
+        check_latent_tiles(call.pages, call.latent)
         launch(call, out, lse)
     elif backend is Backend.AUTO and cpu.reason_against(call, lse) is None:
         cpu.mla_decode(call, out)
@@ -99,17 +92,9 @@ def _compute(
 def _check(call: MlaDecodeCall) -> None:
     """Refuses what no implementation can work with."""
     q, pages, seqlens_k, cu_seqlens_q = call.q, call.pages, call.seqlens_k, call.cu_seqlens_q
-    check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
-    check_dense_pages("pages", pages)
+    check_latent_queries(q, pages, call.latent)
     if pages.shape[1] == 0 or pages.shape[1] & (pages.shape[1] - 1):
         raise KernelArgumentError(f"pages: page_tokens must be a power of two, got {pages.shape[1]}")
-    width = pages.shape[2]
-    if not 0 < call.latent < width:
-        raise KernelArgumentError(
-            f"latent: must be less than the {width} of a row of pages, and positive, got {call.latent}"
-        )
-    check_tensor("q", q, (None, None, width), (pages.dtype,), pages.device)
-    check_contiguous("q", q)
     num_seqs = seqlens_k.shape[0] if seqlens_k.dim() == 1 else 0
     check_lengths("seqlens_k", seqlens_k, num_seqs, q.device)
     check_block_tables(call.block_tables, num_seqs, q.device)

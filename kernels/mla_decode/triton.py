@@ -14,14 +14,11 @@ import triton.language as tl
 
 from kernels import softmax
 from kernels.addressing.triton import row_mask
-from kernels.errors import KernelArgumentError
 from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.tree_sizes import tree_of
 from kernels.softmax.triton import LN_2, MASKED, NO_KEYS
 
 LEAST_BLOCK = 16  # the least that a product's operand is wide
-# Tiles of wider latents or rotary keys do not fit in shared memory.
-MAX_LATENT, MAX_ROPE = 512, 64
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -185,13 +182,6 @@ def fold_leaves(
     if WANTS_LSE:
         lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN_2)
         tl.store(lse_ptr + (row % HEADS).to(tl.int64) * num_tokens + q_start + row // HEADS, lse)
-
-
-def check_dims(call: MlaDecodeCall) -> None:
-    """Refuses rows whose tiles do not fit in shared memory."""
-    rope = call.pages.shape[2] - call.latent
-    if call.latent > MAX_LATENT or rope > MAX_ROPE:
-        raise KernelArgumentError(f"pages: rows must be at most {MAX_LATENT} + {MAX_ROPE}, got {call.latent} + {rope}")
 
 
 def launch(call: MlaDecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -8,15 +8,7 @@ import math
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_contiguous,
-    check_lengths,
-    check_out,
-    check_rows,
-    check_tensor,
-    num_sequences,
-)
+from kernels._checks import KV_DTYPES, check_dense, check_lengths, check_out, check_rows, check_tensor, num_sequences
 from kernels.attention import check_lse, check_tensor_core_dtype
 from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
@@ -169,8 +161,6 @@ def _check(call: MlaPrefillCall, plan: MlaPrefillPlan | None) -> None:
 
 def _check_state(state: AttentionState, tokens: int, v: torch.Tensor) -> None:
     heads, value = v.shape[1:]
-    check_tensor("state.acc", state.acc, (tokens, heads, value), (torch.float32,), v.device)
-    check_contiguous("state.acc", state.acc)
+    check_dense("state.acc", state.acc, (tokens, heads, value), (torch.float32,), v.device)
     for name, part in (("state.row_max", state.row_max), ("state.row_sum", state.row_sum)):
-        check_tensor(name, part, (heads, tokens), (torch.float32,), v.device)
-        check_contiguous(name, part)
+        check_dense(name, part, (heads, tokens), (torch.float32,), v.device)

@@ -22,7 +22,7 @@ from kernels.prefill_attention.call import PrefillCall
 from kernels.prefill_attention.hopper import reason_against
 from kernels.prefill_attention.plan import PrefillPlan
 
-__all__ = ["PrefillPlan", "prefill_attention", "prefill_route"]
+__all__ = ["PrefillPlan", "prefill_attention"]
 
 
 def prefill_attention(
@@ -76,22 +76,6 @@ def prefill_attention(
         call = PrefillCall(q, k_pages, v_pages, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, sinks, spec)
         _compute(call, backend, plan, result, lse)
     return result
-
-
-def prefill_route(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    *,
-    scale: float | None = None,
-    layout: KvLayout = KvLayout.NHD,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> Backend:
-    """Which implementation takes such a case; the lengths of a batch never matter."""
-    given = PagedArguments(q, k_pages, v_pages, layout, scale, k_scales, v_scales)
-    spec = check_attention(given, packed=q.dim() == 4)
-    return choose_backend(Backend.AUTO, q, lambda: reason_against(q, k_pages, v_pages, spec))
 
 
 def _compute(

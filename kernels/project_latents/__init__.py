@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.linear import Route, linear
@@ -39,8 +39,7 @@ def project_latents(
 
     The result refers to `latents`: they must not be written before it has been used.
     """
-    check_tensor("kv_b", kv_b, (None, None), KV_DTYPES, latents.device)
-    check_contiguous("kv_b", kv_b)
+    check_dense("kv_b", kv_b, (None, None), KV_DTYPES, latents.device)
     rows, latent = kv_b.shape
     if heads < 1 or nope < 1 or rows % heads or rows // heads <= nope:
         raise KernelArgumentError(f"kv_b: {rows} rows are not {heads} heads with keys of {nope} and values")

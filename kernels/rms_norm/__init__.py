@@ -7,7 +7,7 @@ from typing import overload
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_out, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_out, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.rms_norm import reference
 
@@ -57,8 +57,7 @@ def rms_norm(
     """
     check_tensor("x", x, (None, None), KV_DTYPES, x.device)
     check_rows("x", x)
-    check_tensor("weight", weight, (x.shape[1],), (x.dtype, torch.float32), x.device)
-    check_contiguous("weight", weight)
+    check_dense("weight", weight, (x.shape[1],), (x.dtype, torch.float32), x.device)
     if residual is not None:
         check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
         check_rows("residual", residual)

@@ -7,19 +7,18 @@ slots, as fp8 with a scale for each token where the pages are fp8.
 import torch
 
 from kernels._checks import (
-    INDEX_DTYPES,
     KV_DTYPES,
-    check_contiguous,
-    check_dense_pages,
+    check_dense,
     check_disjoint,
     check_head_rows,
     check_page_pair,
     check_rows,
     check_tensor,
+    check_token_indices,
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import E4M3
+from kernels.fp8 import check_scaled_rows
 from kernels.rotate_append_index import reference
 from kernels.rotate_append_index.call import RotateAppendIndexCall
 
@@ -65,29 +64,21 @@ def rotate_append_index(
 
 def _check(call: RotateAppendIndexCall) -> None:
     """Refuses what no implementation can work with."""
-    q, k, pages, scales, cos_sin = call.q, call.k, call.pages, call.scales, call.cos_sin
+    q, k, pages, scales = call.q, call.k, call.pages, call.scales
     check_tensor("k", k, (None, None), KV_DTYPES, k.device)
     tokens, dim = k.shape
-    check_tensor("pages", pages, (None, None, dim), (k.dtype, E4M3), k.device)
-    check_dense_pages("pages", pages)
-    if (scales is None) == (pages.dtype is E4M3):
-        raise KernelArgumentError(f"scales: fp8 pages need them and others take none; pages are {pages.dtype}")
+    check_scaled_rows(pages, scales, dim, k.dtype, k.device)
     if scales is not None:
-        check_tensor("scales", scales, tuple(pages.shape[:2]), (torch.float32,), k.device)
-        check_dense_pages("scales", scales)
         check_page_pair(pages, scales, "pages", "scales")
     for name, weight in (("norm", call.norm), ("bias", call.bias)):
-        check_tensor(name, weight, (dim,), (k.dtype, torch.float32), k.device)
-    check_tensor("cos_sin", cos_sin, (None, 2, None), (torch.float32,), k.device)
+        check_dense(name, weight, (dim,), (k.dtype, torch.float32), k.device)
+    check_dense("cos_sin", call.cos_sin, (None, 2, None), (torch.float32,), k.device)
     if not 0 < call.rope <= dim:
         raise KernelArgumentError(f"cos_sin: must turn 1 to {dim} elements, got {call.rope}")
     check_tensor("q", q, (tokens, None, dim), (k.dtype,), k.device)
     check_head_rows("q", q)
     check_rows("k", k)
-    check_tensor("positions", call.positions, (tokens,), INDEX_DTYPES, k.device)
-    check_tensor("slot_mapping", call.slot_mapping, (tokens,), (torch.int64,), k.device)
+    check_token_indices(call.positions, call.slot_mapping, tokens, k.device)
     for name, tensor in (("q", q), ("k", k)):
         check_disjoint("pages", pages, name, tensor)
-    for name in ("norm", "bias", "cos_sin", "positions", "slot_mapping"):
-        check_contiguous(name, getattr(call, name))
     check_page_pair(q, k, "q", "k")

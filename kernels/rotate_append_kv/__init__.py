@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 
 from kernels._checks import (
-    INDEX_DTYPES,
     KV_DTYPES,
     PAGE_DTYPES,
-    check_contiguous,
+    check_dense,
     check_disjoint,
     check_page_pair,
     check_pages,
     check_rows,
     check_tensor,
+    check_token_indices,
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
@@ -72,10 +72,7 @@ def rotate_append_kv(
     check_page_pair(k_pages, v_pages)
     _check_queries(qkv, q_heads, shape, k_pages.device)
     tokens = qkv.shape[0]
-    check_tensor("positions", positions, (tokens,), INDEX_DTYPES, qkv.device)
-    check_contiguous("positions", positions)
-    check_tensor("slot_mapping", slot_mapping, (tokens,), (torch.int64,), qkv.device)
-    check_contiguous("slot_mapping", slot_mapping)
+    check_token_indices(positions, slot_mapping, tokens, qkv.device)
     rotary = _checked_rotary(cos_sin, shape.dim, qkv.device)
     norms = _checked_norms(q_norm, k_norm, eps, qkv)
     scales = check_scales(k_scales, v_scales, k_pages, qkv.dtype, shape)
@@ -105,8 +102,7 @@ def _check_queries(qkv: torch.Tensor, q_heads: int, shape: PageShape, device: to
 
 
 def _checked_rotary(cos_sin: torch.Tensor, dim: int, device: torch.device) -> Rotary:
-    check_tensor("cos_sin", cos_sin, (None, 2, None), (torch.float32,), device)
-    check_contiguous("cos_sin", cos_sin)
+    check_dense("cos_sin", cos_sin, (None, 2, None), (torch.float32,), device)
     rotary_dim = 2 * cos_sin.shape[2]
     if not 0 < rotary_dim <= dim:
         raise KernelArgumentError(f"cos_sin: turns {rotary_dim} elements of heads that have {dim}")
@@ -123,8 +119,7 @@ def _checked_norms(
     # Both of one dtype: the kernel picks one of two pointers.
     dtypes = {"q_norm": (qkv.dtype, torch.float32), "k_norm": (q_norm.dtype,)}
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        check_tensor(name, weight, (qkv.shape[2],), dtypes[name], qkv.device)
-        check_contiguous(name, weight)
+        check_dense(name, weight, (qkv.shape[2],), dtypes[name], qkv.device)
     return HeadNorms(q_norm, k_norm, eps)
 
 
@@ -156,6 +151,5 @@ def _queries(
     ]
     for name, given, size in (("out", out, sizes[0]), ("packed_out", packed_out, sizes[1])):
         if given is not None:
-            check_tensor(name, given, size, (qkv.dtype,), qkv.device)
-            check_contiguous(name, given)
+            check_dense(name, given, size, (qkv.dtype,), qkv.device)
     return RotatedQueries(*made)

@@ -7,15 +7,15 @@ their slots.
 import torch
 
 from kernels._checks import (
-    INDEX_DTYPES,
     KV_DTYPES,
-    check_contiguous,
+    check_dense,
     check_dense_pages,
     check_disjoint,
     check_head_rows,
     check_page_pair,
     check_rows,
     check_tensor,
+    check_token_indices,
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
@@ -62,13 +62,13 @@ def rotate_append_latent(
 
 def _check(call: RotateAppendLatentCall) -> None:
     """Refuses what no implementation can work with."""
-    q, kv, pages, norm, cos_sin = call.q, call.kv, call.pages, call.norm, call.cos_sin
+    q, kv, pages = call.q, call.kv, call.pages
     check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
     check_dense_pages("pages", pages)
     check_tensor("kv", kv, (None, pages.shape[2]), (pages.dtype,), pages.device)
     tokens, width = kv.shape
-    check_tensor("norm", norm, (None,), (kv.dtype, torch.float32), kv.device)
-    check_tensor("cos_sin", cos_sin, (None, 2, None), (torch.float32,), kv.device)
+    check_dense("norm", call.norm, (None,), (kv.dtype, torch.float32), kv.device)
+    check_dense("cos_sin", call.cos_sin, (None, 2, None), (torch.float32,), kv.device)
     if call.latent == 0 or call.rope == 0 or call.latent + call.rope != width:
         raise KernelArgumentError(
             f"kv: rows of {width} are not a latent of {call.latent} (norm) and {call.rope} that turn (cos_sin)"
@@ -77,11 +77,8 @@ def _check(call: RotateAppendLatentCall) -> None:
     if q.shape[1] == 0 or q.shape[2] < call.rope:
         raise KernelArgumentError(f"q: needs heads of at least the {call.rope} that turn, got {list(q.shape)}")
     check_head_rows("q", q)
-    check_tensor("positions", call.positions, (tokens,), INDEX_DTYPES, kv.device)
-    check_tensor("slot_mapping", call.slot_mapping, (tokens,), (torch.int64,), kv.device)
+    check_token_indices(call.positions, call.slot_mapping, tokens, kv.device)
     for name, tensor in (("q", q), ("kv", kv)):
         check_rows(name, tensor)
         check_disjoint("pages", pages, name, tensor)
-    for name in ("norm", "cos_sin", "positions", "slot_mapping"):
-        check_contiguous(name, getattr(call, name))
     check_page_pair(q, kv, "q", "kv")

@@ -5,7 +5,7 @@ A token's experts depend on its own logits alone, and equal ones are taken in as
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.route_experts import reference
@@ -39,8 +39,7 @@ def route_experts(
     if rule.scoring is Scoring.SQRT_SOFTPLUS:
         raise KernelArgumentError(f"scoring: {rule.scoring.value} is not for this op")
     if selection_bias is not None:
-        check_tensor("selection_bias", selection_bias, (num_experts,), (torch.float32,), logits.device)
-        check_contiguous("selection_bias", selection_bias)
+        check_dense("selection_bias", selection_bias, (num_experts,), (torch.float32,), logits.device)
     size = (num_tokens, rule.top_k)
     ids = torch.empty(size, dtype=torch.int32, device=logits.device)
     routing = Routing(ids, torch.empty(size, dtype=torch.float32, device=logits.device))

@@ -6,7 +6,7 @@ seed draws the same tokens in any batch.
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_out, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_out, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.sample_tokens import reference
@@ -37,8 +37,7 @@ def sample_tokens(
     if vocab_size == 0:
         raise KernelArgumentError("logits: the vocabulary is empty")
     for name, values in params._asdict().items():
-        check_tensor(name, values, (num_rows,), (_INT_FIELDS.get(name, torch.float32),), logits.device)
-        check_contiguous(name, values)
+        check_dense(name, values, (num_rows,), (_INT_FIELDS.get(name, torch.float32),), logits.device)
     if counts is not None:
         _check_counts(counts, num_rows, vocab_size, logits.device)
     if out is None:
@@ -55,11 +54,9 @@ def sample_tokens(
 
 
 def _check_counts(counts: TokenCounts, num_rows: int, vocab_size: int, device: torch.device) -> None:
-    check_tensor("counts", counts.counts, (None, vocab_size + 1), (torch.int32,), device)
-    check_contiguous("counts", counts.counts)
+    check_dense("counts", counts.counts, (None, vocab_size + 1), (torch.int32,), device)
     num_tokens = counts.token_ids.shape[0]
     sizes = {"token_ids": num_tokens, "positions": num_tokens, "rows": num_rows}
     for name, size in sizes.items():
         values = getattr(counts, name)
-        check_tensor(name, values, (size,), (torch.int32,), device)
-        check_contiguous(name, values)
+        check_dense(name, values, (size,), (torch.int32,), device)

@@ -6,17 +6,12 @@ its prompt was cut nor on other requests.
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_contiguous,
-    check_dense_pages,
-    check_out,
-    check_tensor,
-)
+from kernels._checks import check_dense, check_out
 from kernels.attention import check_tensor_core_dtype
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.key_rows import KeyRows, check_key_rows
+from kernels.latent_dims import check_latent_queries, check_latent_tiles
 from kernels.sparse_latent_attention import cpu, reference
 from kernels.sparse_latent_attention.call import SparseLatentCall
 
@@ -52,10 +47,10 @@ def sparse_latent_attention(
     if tokens == 0 or heads == 0:
         return out
     if uses_triton(backend, q):
-        from kernels.sparse_latent_attention.triton import check_dims, launch
+        from kernels.sparse_latent_attention.triton import launch
 
         check_tensor_core_dtype(q)
-        check_dims(call)
+        check_latent_tiles(pages, latent)
         launch(call, out)
     elif backend is Backend.AUTO and cpu.reason_against(call) is None:
         cpu.sparse_latent_attention(call, out)
@@ -66,18 +61,9 @@ def sparse_latent_attention(
 
 def _check(call: SparseLatentCall) -> None:
     """Refuses what no implementation can work with."""
-    q, pages, chosen = call.q, call.pages, call.chosen
-    check_tensor("pages", pages, (None, None, None), KV_DTYPES, pages.device)
-    check_dense_pages("pages", pages)
-    width = pages.shape[2]
-    if not 0 < call.latent < width:
-        raise KernelArgumentError(
-            f"latent: must be less than the {width} of a row of pages, and positive, got {call.latent}"
-        )
-    check_tensor("q", q, (None, None, width), (pages.dtype,), pages.device)
-    check_contiguous("q", q)
+    q, chosen = call.q, call.chosen
+    check_latent_queries(q, call.pages, call.latent)
     check_key_rows(call.rows, q.shape[0], call.block_tables, q.device)
-    check_tensor("chosen", chosen, (q.shape[0], None), (torch.int32,), q.device)
-    check_contiguous("chosen", chosen)
+    check_dense("chosen", chosen, (q.shape[0], None), (torch.int32,), q.device)
     if chosen.shape[1] == 0:
         raise KernelArgumentError("chosen: must have room for at least one position")

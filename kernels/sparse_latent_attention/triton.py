@@ -9,7 +9,6 @@ import triton.language as tl
 
 from kernels import softmax
 from kernels.addressing.triton import row_mask
-from kernels.errors import KernelArgumentError
 from kernels.softmax.triton import MASKED, NO_KEYS
 from kernels.sparse_latent_attention.call import SparseLatentCall
 
@@ -20,8 +19,6 @@ BLOCK_N = 64
 WARPS = 8
 # A position leads to its page and that to the latent: one of each is loaded ahead.
 STAGES = 4
-# Tiles of wider latents or rotary keys do not fit in shared memory.
-MAX_LATENT, MAX_ROPE = 512, 64
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -85,13 +82,6 @@ def attend_chosen(
     out_at = (token * HEADS + head) * LATENT
     out = (acc * share[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=row_mask(live, LATENT, BLOCK_LATENT))
-
-
-def check_dims(call: SparseLatentCall) -> None:
-    """Refuses rows whose tiles do not fit in shared memory."""
-    rope = call.pages.shape[2] - call.latent
-    if call.latent > MAX_LATENT or rope > MAX_ROPE:
-        raise KernelArgumentError(f"pages: rows must be at most {MAX_LATENT} + {MAX_ROPE}, got {call.latent} + {rope}")
 
 
 def launch(call: SparseLatentCall, out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import check_contiguous, check_tensor
+from kernels._checks import check_dense
 
 __all__ = ["StateSlots", "check_slots"]
 
@@ -53,5 +53,4 @@ def check_slots(slots: StateSlots, num_rows: int, device: torch.device) -> None:
     """Refuses arrays that are not dense int32 of one length on `device`; which slots they name is the caller's word."""
     for name, array in zip(slots._fields, slots, strict=True):
         size = slots.num_leaves if name.startswith("leave") and slots.leave_row.dim() == 1 else num_rows
-        check_tensor(f"slots.{name}", array, (size,), (torch.int32,), device)
-        check_contiguous(f"slots.{name}", array)
+        check_dense(f"slots.{name}", array, (size,), (torch.int32,), device)

@@ -39,9 +39,9 @@ def update_gated_delta(
     layer = GatedDeltaLayer(q, k, v, g, beta, states, k.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
     check_gated_delta(layer)
     _check_rows(cu_seqlens_q, slots, v.device)
+    out = v.new_empty(v.shape)
     if slots.num_rows == 0 or v.numel() == 0:
-        return torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        return out.zero_()
     if uses_triton(backend, v):
         from kernels.state_update.triton import launch_gated_delta
 
@@ -68,9 +68,9 @@ def update_mamba2(
     layer = Mamba2Layer(x, b, c, steps, states, skip, gate)
     check_mamba2(layer)
     _check_rows(cu_seqlens_q, slots, x.device)
+    out = x.new_empty(x.shape)
     if slots.num_rows == 0 or x.numel() == 0:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return out.zero_()
     if uses_triton(backend, x):
         from kernels.state_update.triton import launch_mamba2
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.top_logprobs import reference
@@ -30,8 +30,7 @@ def top_logprobs(
     check_tensor("logits", logits, (None, None), KV_DTYPES, logits.device)
     check_rows("logits", logits)
     num_rows, vocab_size = logits.shape
-    check_tensor("tokens", tokens, (num_rows,), (torch.int32,), logits.device)
-    check_contiguous("tokens", tokens)
+    check_dense("tokens", tokens, (num_rows,), (torch.int32,), logits.device)
     if not 0 <= count <= vocab_size or vocab_size == 0:
         raise KernelArgumentError(f"count: must be 0 .. {vocab_size}, is {count}")
     out = TopLogprobs(

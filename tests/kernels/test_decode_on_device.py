@@ -12,13 +12,14 @@ import torch
 
 from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import DecodePlan, decode_attention, decode_route, plan, plan_triton
+from kernels.decode_attention import DecodePlan, decode_attention, plan, plan_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
+from tests.kernels.routes import decode_route
 from tests.kernels.test_decode_tokens import check_shifted, shifted, widened
 
 pytestmark = pytest.mark.gpu

@@ -7,13 +7,14 @@ import torch
 
 from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import MAX_Q_TOKENS, decode_attention, decode_route
+from kernels.decode_attention import MAX_Q_TOKENS, decode_attention
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
+from tests.kernels.routes import decode_route
 from tests.kernels.target import Target
 
 # (cached, new): new tokens alone, inside a page, across pages, tiles of 64 and splits of 256; none at all.

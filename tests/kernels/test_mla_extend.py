@@ -10,7 +10,7 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.head_linear import head_linear
-from kernels.latent_dims import DEEPSEEK_V3, LatentDims
+from kernels.latent_dims import DEEPSEEK_V3, LatentDims, check_latent_tiles
 from kernels.linear import Route
 from kernels.mla import MlaPath, choose_path, mla_absorbed, mla_extend, plan_extend
 from kernels.mla.rule import MATERIALISED_FROM
@@ -101,18 +101,15 @@ def test_hopper_takes_one_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_plain_kernels_have_no_room_for() -> None:
     pytest.importorskip("triton")
-    from kernels.mla_decode.triton import check_dims as check_decode_dims
-    from kernels.mla_prefill.triton import check_dims as check_prefill_dims
+    from kernels.mla_prefill.triton import check_dims
 
     case = make_latents([(3, 2)], 2, dims=LatentDims(520, 64, 128, 512))
     pages = torch.zeros_like(case.pages)
     bounds = (case.cu_q, case.cu_k, 2, None, True, 1.0)
     with pytest.raises(KernelArgumentError, match=r"pages: rows must be at most 512 \+ 64, got 520 \+ 64"):
-        check_decode_dims(
-            MlaDecodeCall(case.q, pages, case.block_tables, case.seqlens_k, 5, case.cu_q, 2, 1.0, case.dims.latent)
-        )
+        check_latent_tiles(pages, case.dims.latent)
     with pytest.raises(KernelArgumentError, match=r"q, v: heads .* of \(128, 64, 512\) .* more than 576"):
-        check_prefill_dims(MlaPrefillCall(case.q, *projected(case), *bounds, None, False, False))
+        check_dims(MlaPrefillCall(case.q, *projected(case), *bounds, None, False, False))
 
 
 @pytest.mark.parametrize("chunk_tokens", [2 * BLOCK] if INTERPRETING else [4 * BLOCK, 5 * BLOCK])

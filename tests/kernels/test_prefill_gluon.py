@@ -9,11 +9,12 @@ from kernels.attention import PagedArguments, check_attention
 from kernels.backend import Backend, is_hopper
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
-from kernels.prefill_attention import PrefillPlan, prefill_attention, prefill_route
+from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.hopper import reason_against_case
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
+from tests.kernels.routes import prefill_route
 from tests.kernels.target import Target
 from tests.kernels.test_prefill_attention import RAGGED, cut
 from tests.kernels.test_prefill_options import coded, packed, run
