@@ -161,8 +161,7 @@ class Row:
 
 def packed_row(encoder: Encoder, rng: random.Random, stage: Stage) -> tuple[list[int], ...]:
     """The columns of one sequence, each as long as the stage says."""
-    budget = int(stage.length * rng.uniform(*REGISTER_SHARES))
-    holdings = max(MIN_HOLDINGS, (budget - TOKENS_TO_SPARE) // TOKENS_PER_HOLDING)
+    holdings = holdings_of(stage, rng.uniform(*REGISTER_SHARES))
     register = draw_register(rng.getrandbits(62), split=Split.TRAIN, holdings=holdings)
     row = Row(encoder)
     row.add_register(register)
@@ -171,6 +170,11 @@ def packed_row(encoder: Encoder, rng: random.Random, stage: Stage) -> tuple[list
             break
     row.pad(stage.length)
     return row.columns()
+
+
+def holdings_of(stage: Stage, share: float) -> int:
+    """Returns how many holdings a register has that takes this share of the stage's sequences."""
+    return max(MIN_HOLDINGS, (int(stage.length * share) - TOKENS_TO_SPARE) // TOKENS_PER_HOLDING)
 
 
 def _subjects_of_lines(register: Register) -> Subjects:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from register_qa.training.curriculum import CURRICULA, Stage, rate_share
-from register_qa.training.data import NO_LABEL, TOKENS_PER_HOLDING, Batch, PackedBatches
+from register_qa.training.data import NO_LABEL, REGISTER_SHARES, Batch, PackedBatches, holdings_of
 from register_qa.training.decoder import Decoder
 from register_qa.training.evaluate import Score, Trial, evaluate
 from register_qa.training.guidance import SubjectProbe, asking_places, pointing_loss
@@ -29,6 +29,8 @@ BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 # Kept back from a run's time for the last report and the last batches.
 SECONDS_TO_END = 12.0
+# Of each kind, in a report.
+QUESTIONS_SCORED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +205,16 @@ class Trainer:
         return torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else nullcontext()
 
     def _score(self, stage: Stage) -> Score:
-        """Held-out registers as long as the stage's longest, a few questions of each kind."""
-        holdings = max(5, int(stage.length * 0.8) // TOKENS_PER_HOLDING)
+        """Held-out registers as long as the stage's longest, QUESTIONS_SCORED questions of each kind.
+
+        Not longer: what a short register does not teach, such as to tell subjects that share a word, is the next
+        stage's to learn, and a stage that asks for it is never passed.
+        """
+        holdings = holdings_of(stage, max(REGISTER_SHARES))
+        of_register = min(holdings, 4)
+        trial = Trial(QUESTIONS_SCORED // of_register, holdings, of_register)
         with self._precision(), torch.compiler.set_stance("force_eager"):
-            return evaluate(self.model, self._encoder, Trial(4, holdings, 4), self._device)
+            return evaluate(self.model, self._encoder, trial, self._device)
 
 
 def _optimizers(model: Decoder, probe: nn.Module, plan: Plan, fused: bool) -> list[torch.optim.Optimizer]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from register_qa import Kind, Split, draw_questions, draw_register
 from register_qa.training.curriculum import CURRICULA, Stage, rate_share
-from register_qa.training.data import NO_LABEL, PackedBatches, packed_row
+from register_qa.training.data import NO_LABEL, REGISTER_SHARES, PackedBatches, holdings_of, packed_row
 from register_qa.training.evaluate import Trial, evaluate
 from register_qa.training.folder import read_tokenizer, read_weights, write_folder
 from register_qa.training.llama import LlamaArchitecture
@@ -91,6 +91,13 @@ def test_rows_of_every_stage_are_as_long_as_it_says(tokenizer: Tokenizer, stage:
     encoder = Encoder(tokenizer)
     for seed in range(max(5, 60_000 // stage.length)):
         assert {len(column) for column in packed_row(encoder, random.Random(seed), stage)} == {stage.length}
+
+
+@pytest.mark.parametrize("stage", CURRICULA["full"])
+def test_a_score_asks_about_registers_that_the_stage_has(tokenizer: Tokenizer, stage: Stage) -> None:
+    holdings = holdings_of(stage, max(REGISTER_SHARES))
+    registers = [draw_register(seed, split=Split.EVAL, holdings=holdings) for seed in range(4)]
+    assert max(len(Encoder(tokenizer).register(register)) for register in registers) <= stage.length
 
 
 @pytest.mark.parametrize("length", [160, 1000, 4096])
