@@ -28,6 +28,8 @@ from worker_service.model.tensors import Expected, NamesOnly, TensorSource
 ROOT = "model."
 HEAD = "lm_head.weight"
 STREAMS_HEAD = "hc_head"
+# A layer's weights, and the parts that it has.
+Branches = tuple[LayerWeights, Mixer | None, Mlp | None]
 
 
 def expected_tensors(spec: ModelSpec, held: Container[str] = ()) -> dict[str, Expected]:
@@ -67,8 +69,7 @@ class Decoder:
         self._head = Linear(packed_weight(self._embeddings if head is None else head, backend), None)
         self._scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         rotary = RotaryTables(spec.max_model_len, device)
-        make_stack = _residual_stack if spec.streams is None else _stream_stack
-        self._stack = make_stack(spec, source, rotary, make_norm(spec.norm, norm, backend), backend)
+        self._stack = _make_stack(spec, source, rotary, make_norm(spec.norm, norm, backend), backend)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,20 +119,12 @@ class ResidualStack:
 class DecoderLayer:
     """One layer: its input is normed already, and it norms its output for the next one."""
 
-    def __init__(
-        self,
-        number: int,
-        layer: LayerSpec,
-        weights: LayerWeights,
-        spec: ModelSpec,
-        rotary: RotaryTables,
-        backend: Backend,
-    ) -> None:
+    def __init__(self, branches: Branches, layer: LayerSpec, spec: ModelSpec, backend: Backend) -> None:
         def norm(weight: torch.Tensor | None) -> Norm | None:
             return None if weight is None else make_norm(spec.norm, weight, backend)
 
+        weights, self._mixer, self._mlp = branches
         self.mixer_norm = make_norm(spec.norm, weights.mixer_norm, backend)
-        self._mixer, self._mlp = _make_branches(number, layer, weights, spec, rotary, backend)
         self._scales = (layer.mixer_scale, layer.mlp_scale)
         self._mlp_norm = norm(weights.mlp_norm)
         self._norm_behind_mixer = norm(weights.norm_behind_mixer)
@@ -170,31 +163,20 @@ def _branch(out: torch.Tensor, norm: Norm | None, scale: float) -> torch.Tensor:
     return out if scale == 1.0 else out * scale
 
 
-def _residual_stack(
+def _make_stack(
     spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, backend: Backend
-) -> ResidualStack:
-    layers = [
-        DecoderLayer(number, layer, _take_layer(source, spec, number), spec, rotary, backend)
-        for number, layer in enumerate(spec.layers)
-    ]
-    return ResidualStack(layers, norm)
-
-
-def _stream_stack(
-    spec: ModelSpec, source: TensorSource, rotary: RotaryTables, norm: Norm, backend: Backend
-) -> StreamStack:
-    assert spec.streams is not None
-    layers = [
-        StreamLayer(number, layer, _take_layer(source, spec, number), spec, rotary, backend)
-        for number, layer in enumerate(spec.layers)
-    ]
+) -> ResidualStack | StreamStack:
+    layers = ((layer, _branches(number, source, spec, rotary, backend)) for number, layer in enumerate(spec.layers))
+    if spec.streams is None:
+        return ResidualStack([DecoderLayer(branches, layer, spec, backend) for layer, branches in layers], norm)
+    streams = [StreamLayer(*branches, spec, backend) for _, branches in layers]
     head = take_streams_head(source, f"{ROOT}{STREAMS_HEAD}", spec)
-    return StreamStack(layers, spec.streams, head, spec.norm.eps, norm, backend)
+    return StreamStack(streams, spec.streams, head, spec.norm.eps, norm, backend)
 
 
-def _make_branches(
-    number: int, layer: LayerSpec, weights: LayerWeights, spec: ModelSpec, rotary: RotaryTables, backend: Backend
-) -> tuple[Mixer | None, Mlp | None]:
+def _branches(number: int, source: TensorSource, spec: ModelSpec, rotary: RotaryTables, backend: Backend) -> Branches:
+    """Takes a layer's weights, and makes what it has of a mixer and an MLP."""
+    layer, weights = spec.layers[number], _take_layer(source, spec, number)
     mixer, mlp = None, None
     if layer.mixer is not None:
         assert weights.mixer is not None
@@ -202,7 +184,7 @@ def _make_branches(
     if layer.mlp is not None:
         assert weights.mlp is not None
         mlp = make_mlp(layer.mlp, weights.mlp, backend)
-    return mixer, mlp
+    return weights, mixer, mlp
 
 
 def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -9,12 +9,11 @@ from kernels.linear import packed_weight
 from kernels.rms_norm import rms_norm
 from worker_service.model.compressed_reference import collapsed_streams, expand_streams, joined_streams
 from worker_service.model.layer_weights import LayerWeights, Linear, StreamWeights
-from worker_service.model.make_mixer import make_mixer
+from worker_service.model.make_mixer import Mixer
 from worker_service.model.mixers import Step
-from worker_service.model.mlps import make_mlp
+from worker_service.model.mlps import Mlp
 from worker_service.model.norms import Norm, make_norm
-from worker_service.model.rope import RotaryTables
-from worker_service.model.spec import LayerSpec, ModelSpec, StreamsSpec
+from worker_service.model.spec import ModelSpec, StreamsSpec
 
 
 class StreamMixes:
@@ -36,22 +35,14 @@ class StreamLayer:
     """A mixer and an MLP, each between a collapse of the streams and their mixing."""
 
     def __init__(
-        self,
-        number: int,
-        layer: LayerSpec,
-        weights: LayerWeights,
-        spec: ModelSpec,
-        rotary: RotaryTables,
-        backend: Backend,
+        self, weights: LayerWeights, mixer: Mixer | None, mlp: Mlp | None, spec: ModelSpec, backend: Backend
     ) -> None:
         assert spec.streams is not None and weights.streams is not None and weights.mlp_norm is not None
-        assert layer.mixer is not None and weights.mixer is not None
-        assert layer.mlp is not None and weights.mlp is not None
+        assert mixer is not None and mlp is not None
         self._streams = spec.streams
         self._mixes = [StreamMixes(of_branch, spec.norm.eps, backend) for of_branch in weights.streams]
         self._norms = [make_norm(spec.norm, norm, backend) for norm in (weights.mixer_norm, weights.mlp_norm)]
-        self._mixer = make_mixer(number, layer.mixer, weights.mixer, spec.norm, weights.mixer_norm, rotary, backend)
-        self._mlp = make_mlp(layer.mlp, weights.mlp, backend)
+        self._mixer, self._mlp = mixer, mlp
 
     def linears(self) -> list[Linear]:
         return [*(mixes.fn for mixes in self._mixes), *self._mixer.linears(), *self._mlp.linears()]
