@@ -9,10 +9,12 @@ from typing import Any
 
 from tests.worker_service.published_sparse import PUBLISHED_SPARSE
 from tests.worker_service.published_states import PUBLISHED_STATES
+from tests.worker_service.published_v4 import PUBLISHED_V4
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     **PUBLISHED_SPARSE,
     **PUBLISHED_STATES,
+    **PUBLISHED_V4,
     "openai/gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,

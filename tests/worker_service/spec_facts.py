@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from worker_service.model.recurrent_specs import GatedDeltaSpec, ShortConvSpec
-from worker_service.model.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, RopeConfig
+from worker_service.model.spec import (
+    AttentionSpec,
+    CompressedSpec,
+    DenseSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeConfig,
+)
 
 
 class Layer(NamedTuple):
@@ -13,7 +22,8 @@ class Layer(NamedTuple):
 
     latents   ranks of queries and of latents, and the elements of a head without and with a rotation
     index     of an indexer the heads, their elements, how many tokens it chooses, and whether it is another layer's
-    mlp       the experts' number, size, choice, scale, groups and the shared one's size
+    mlp       the experts' number, size, choice, scale, groups, the shared one's size, and whether tokens choose by id
+    entries   the rank of queries, the groups of the output and their rank, and the tokens of a compressed entry or 0
     taps      of a short convolution, and whether it has biases; there are no heads then
     delta     of the gated delta rule the heads of values and of keys, the elements of a key and of a value, and taps
     """
@@ -33,6 +43,7 @@ class Layer(NamedTuple):
     index: tuple[int, int, int, bool] | None = None
     taps: tuple[int, bool] | None = None
     delta: tuple[int, int, int, int, int] | None = None
+    entries: tuple[int, int, int, int] | None = None
 
 
 class Facts(NamedTuple):
@@ -46,6 +57,8 @@ class Facts(NamedTuple):
     logits_scale: float
     logits_softcap: float
     layers: tuple[Layer, ...]
+    # How many there are, how often their mix is balanced, and what keeps it from 0.
+    streams: tuple[int, int, float] | None = None
 
 
 def facts_of_spec(spec: ModelSpec) -> Facts:
@@ -60,6 +73,7 @@ def facts_of_spec(spec: ModelSpec) -> Facts:
         spec.logits_scale,
         spec.logits_softcap,
         tuple(layer_of_spec(layer) for layer in spec.layers),
+        spec.streams and (spec.streams.num_streams, spec.streams.num_iters, spec.streams.eps),
     )
 
 
@@ -67,6 +81,8 @@ def layer_of_spec(layer: LayerSpec) -> Layer:
     mixer = layer.mixer
     if isinstance(mixer, LatentSpec):
         return _latent_layer(mixer, _mlp_of_spec(layer.mlp))
+    if isinstance(mixer, CompressedSpec):
+        return _compressed_layer(mixer, _mlp_of_spec(layer.mlp))
     if isinstance(mixer, ShortConvSpec):
         return recurrent_layer(_mlp_of_spec(layer.mlp), taps=(mixer.width, mixer.bias))
     if isinstance(mixer, GatedDeltaSpec):
@@ -111,6 +127,26 @@ def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
     )
 
 
+def _compressed_layer(mixer: CompressedSpec, mlp: tuple[Any, ...]) -> Layer:
+    made, heads = mixer.compressor, (mixer.num_heads, 1, mixer.head_dim)
+    index = made and made.index
+    return Layer(
+        heads,
+        mixer.head_dim,
+        1.0,
+        mixer.window_tokens,
+        _rope_of_spec(mixer.rope),
+        mixer.rope_dim,
+        mixer.head_dim**-0.5,
+        0.0,
+        (False, False),
+        False,
+        mlp,
+        index=index and (index.num_heads, index.head_dim, index.top_k, index.is_shared),
+        entries=(mixer.q_rank, mixer.output_groups, mixer.output_rank, made.ratio if made else 0),
+    )
+
+
 def _rope_of_spec(rope: RopeConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"rope_type": rope.kind.value, "rope_theta": rope.theta}
     if rope.kind.value != "default":
@@ -126,4 +162,4 @@ def _mlp_of_spec(mlp: DenseSpec | MoeSpec) -> tuple[Any, ...]:
         return ("dense", mlp.intermediate_size)
     rule, shared = mlp.rule, mlp.shared.intermediate_size if mlp.shared else 0
     chosen = (rule.top_k, rule.renormalise, rule.scale, rule.num_groups, rule.top_groups)
-    return ("experts", mlp.num_experts, mlp.intermediate_size, *chosen, shared)
+    return ("experts", mlp.num_experts, mlp.intermediate_size, *chosen, shared, mlp.by_token)

@@ -39,6 +39,18 @@ from worker_service.model.config import parse_model_spec
         ("zai-org/GLM-5", {"indexer_types": ["full"] * 77}, "indexer_types"),
         ("zai-org/GLM-5", {"indexer_types": ["shared"] + ["full"] * 77}, "indexer_types"),
         ("zai-org/GLM-5", {"index_topk_pattern": "FX"}, "indexer_types"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"compress_ratios": [4] * 42}, "compress_ratios"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"compress_ratios": [8] * 43}, "compress_ratios"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"compress_rates": {"compressed_sparse_attention": 8}}, "compress_rates"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"layer_types": ["full_attention"] * 43}, "layer_types"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"mlp_layer_types": ["sparse"] * 43}, "mlp_layer_types"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"o_groups": 7}, "o_groups"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"index_head_dim": 32}, "index_head_dim"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"qk_rope_head_dim": 1024}, "qk_rope_head_dim"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"swiglu_limit": 7.0}, "swiglu_limit"),
+        ("deepseek-ai/DeepSeek-V4-Flash", {"n_shared_experts": 2}, "n_shared_experts"),
         ("LiquidAI/LFM2-1.2B", {"conv_L_cache": 9}, "conv_L_cache"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"attn_output_gate": False}, "attn_output_gate"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"output_gate_type": "sigmoid"}, "output_gate_type"),
@@ -109,6 +121,30 @@ def test_lfm2_reads_as_transformers_does(changes: Fields) -> None:
 )
 def test_glm_5_reads_as_transformers_does(changes: Fields) -> None:
     fields = {**PUBLISHED["zai-org/GLM-5"], **changes}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
+
+
+V4_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # As later files do: of layers that predict ahead there are more.
+        {"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0]},
+        {"compress_ratios": None},
+        {"compress_ratios": None, "layer_types": ["sliding_attention"] + ["heavily_compressed_attention"] * 42},
+        {"num_hash_layers": 0},
+        {"num_hash_layers": 60},
+        {"mlp_layer_types": ["moe"] * 42 + ["hash_moe"], "num_hash_layers": None},
+        {"partial_rotary_factor": 0.25},
+        {"rope_scaling": V4_YARN, "compress_rope_theta": 40_000},
+        {"rope_scaling": None},
+    ],
+    ids=str,
+)
+def test_deepseek_v4_reads_as_transformers_does(changes: Fields) -> None:
+    fields = {**PUBLISHED["deepseek-ai/DeepSeek-V4-Flash"], **changes}
     assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
 
 

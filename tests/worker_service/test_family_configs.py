@@ -63,6 +63,8 @@ UNREAD = {
     "use_parallel_embedding",
     "use_pos_enc",
 }
+# What transformers' model does not read either.
+V4_UNREAD = {"attention_bias", "expert_dtype", "norm_topk_prob", "topk_method"}
 V3_UNREAD = {"moe_layer_freq", "num_key_value_heads", "scoring_func", "topk_method"}
 UNREAD_BY = {
     "google/gemma-2-9b": {"hidden_act"},
@@ -73,6 +75,8 @@ UNREAD_BY = {
     "Qwen/Qwen3.5-0.8B": {"mlp_only_layers", "tie_word_embeddings"},
     "Qwen/Qwen3.5-35B-A3B": {"mlp_only_layers"},
     "deepseek-ai/DeepSeek-V3": V3_UNREAD,
+    "deepseek-ai/DeepSeek-V4-Flash": V4_UNREAD,
+    "deepseek-ai/DeepSeek-V4-Pro": V4_UNREAD,
     "deepseek-ai/DeepSeek-V3.2-Exp": V3_UNREAD,
     "zai-org/GLM-5": {*V3_UNREAD, "head_dim", "indexer_rope_interleave"},
     "GLM-5 with shared choices": {*V3_UNREAD, "head_dim", "indexer_rope_interleave"},

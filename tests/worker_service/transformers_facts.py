@@ -35,12 +35,15 @@ def facts_of_transformers(fields: Fields) -> Facts:
         getattr(config, "logit_scale", 1.0),
         getattr(config, "final_logit_softcapping", None) or 0.0,
         tuple(_layer_of_transformers(config, layer) for layer in range(config.num_hidden_layers)),
+        (config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps) if hasattr(config, "hc_mult") else None,
     )
 
 
 def _layer_of_transformers(config: Any, layer: int) -> Layer:
     if config.model_type in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
         return _latent_layer_of_transformers(config, layer)
+    if config.model_type == "deepseek_v4":
+        return _compressed_layer_of_transformers(config, layer)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "conv":
         return recurrent_layer(_mlp_of_transformers(config, layer), taps=(config.conv_L_cache, config.conv_bias))
@@ -95,6 +98,26 @@ def _latent_layer_of_transformers(config: Any, layer: int) -> Layer:
     )
 
 
+def _compressed_layer_of_transformers(config: Any, layer: int) -> Layer:
+    kind = config.layer_types[layer]
+    ratio = 0 if kind == "sliding_attention" else config.compress_rates[kind]
+    return Layer(
+        (config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+        config.head_dim,
+        1.0,
+        config.sliding_window,
+        _rope_of_transformers(config.rope_parameters["compress" if ratio else "main"]),
+        config.qk_rope_head_dim,
+        config.head_dim**-0.5,
+        0.0,
+        (config.attention_bias, config.attention_bias),
+        False,
+        _mlp_of_transformers(config, layer),
+        index=_index_of_transformers(config, layer) if kind == "compressed_sparse_attention" else None,
+        entries=(config.q_lora_rank, config.o_groups, config.o_lora_rank, ratio),
+    )
+
+
 def _index_of_transformers(config: Any, layer: int) -> tuple[int, int, int, bool] | None:
     if not hasattr(config, "index_topk"):
         return None
@@ -134,12 +157,13 @@ def _mlp_of_transformers(config: Any, layer: int) -> tuple[Any, ...]:
         getattr(config, "n_group", 1),
         getattr(config, "topk_group", 1),
         getattr(config, "shared_expert_intermediate_size", inner * getattr(config, "n_shared_experts", 0)),
+        config.model_type == "deepseek_v4" and config.mlp_layer_types[layer] == "hash_moe",
     )
 
 
 def _has_experts(config: Any, layer: int) -> bool:
     if hasattr(config, "mlp_layer_types"):
-        return bool(config.mlp_layer_types[layer] == "sparse")
+        return bool(config.mlp_layer_types[layer] != "dense")
     if hasattr(config, "first_k_dense_replace"):
         return bool(layer >= config.first_k_dense_replace)
     if hasattr(config, "decoder_sparse_step"):
