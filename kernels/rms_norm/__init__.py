@@ -50,7 +50,8 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight over rows [num_rows, dim], in fp32 and rounded once.
 
     With `residual`, of x's shape: x + residual is rounded to x's dtype, and (its norm, that sum) is returned. x and
-    residual may be slices of wider rows; weight [dim] has x's dtype or fp32. `out` [num_rows, dim] takes the norm.
+    residual may be slices of wider rows; weight [dim] has x's dtype or fp32. `out` [num_rows, dim] takes the norm, in
+    x's dtype or in fp32.
 
     A model whose weights are counted from one (Gemma) passes 1 + w in fp32: with that sum rounded to bf16, 23 % of the
     results were others than transformers', with fp32 none.
@@ -64,8 +65,9 @@ def rms_norm(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
-        check_out(out, x.shape, x.dtype, x.device, x=x, weight=weight, residual=residual)
-    total = None if residual is None else torch.empty_like(out)
+        dtype = torch.float32 if out.dtype is torch.float32 else x.dtype
+        check_out(out, x.shape, dtype, x.device, x=x, weight=weight, residual=residual)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() and uses_triton(backend, x):
         from kernels.rms_norm.triton import launch
 

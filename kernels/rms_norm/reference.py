@@ -14,10 +14,5 @@ def rms_norm(
     """Fills out, and total with x + residual where there is one."""
     if residual is not None and total is not None:
         x = torch.add(x, residual, out=total)
-    out.copy_(normalised(x, weight, eps))
-
-
-def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm over the last axis in fp32, rounded once to x's dtype."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    out.copy_(wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.float())

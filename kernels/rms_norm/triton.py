@@ -39,7 +39,7 @@ def normalise_rows(
         tl.store(total_ptr + row * D + d, total, mask=ok)
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-    tl.store(out_ptr + row * D + d, (wide * scale * weight.to(tl.float32)).to(x.dtype), mask=ok)
+    tl.store(out_ptr + row * D + d, (wide * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 def launch(

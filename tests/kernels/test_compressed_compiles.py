@@ -7,7 +7,7 @@ import pytest
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -17,7 +17,7 @@ SHARED_BYTES = 200 << 10
 # Of a thread, where more registers would mean fewer warps or smaller tiles.
 SPILLED_BYTES = 512
 INTEGERS = ("tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
-FLOATS = ("sinks", "bias", "cos_sin")
+FLOATS = ("sinks", "bias", "cos_sin", "mixes", "base", "scale", "post", "comb")
 
 
 def pointer(name: str) -> str:
@@ -66,3 +66,25 @@ def test_tails(heads: int) -> None:
     for inverse in (False, True):
         turn = {**sizes, "INVERSE": inverse}
         assert not compile_for_hopper(turn_heads, turn, 1, pointer, enable_fp_fusion=False).spills
+
+
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_mix_streams(hidden: int) -> None:
+    from kernels.mix_streams.triton import BLOCK_D, WARPS, spread_output, weigh_streams
+
+    sizes = {"D": hidden, "N": 4, "BLOCK_N": 4, "BLOCK_D": BLOCK_D}
+    assert not compile_for_hopper(spread_output, sizes, WARPS, pointer).spills
+    for collapses in (False, True):
+        assert not compile_for_hopper(weigh_streams, {**sizes, "COLLAPSES": collapses}, WARPS, pointer).spills
+
+
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_the_norm_of_all_streams_of_a_token(hidden: int) -> None:
+    from kernels.rms_norm.triton import MAX_WARPS, normalise_rows
+
+    def of(name: str) -> str:
+        return "*fp32" if name.startswith(("out", "weight")) else "*bf16"
+
+    block = triton.next_power_of_2(4 * hidden)
+    built = compile_for_hopper(normalise_rows, {"D": 4 * hidden, "BLOCK_D": block, "ADDS": False}, MAX_WARPS, of)
+    assert not built.spills

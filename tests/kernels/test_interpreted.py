@@ -46,6 +46,7 @@ PARTS = (
         "compress_tokens",
         "turn_tail",
         "rotate_append_tail",
+        "mix_streams",
         "fp8_pages",
         "append_kv",
         "sinks",

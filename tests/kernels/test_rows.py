@@ -86,6 +86,14 @@ def test_norm_of_slices_into_given_memory(target: Target) -> None:
     assert_same_bits(total, wanted_total)
 
 
+def test_norm_into_fp32_is_not_rounded(target: Target) -> None:
+    x, weight = rows(4, 256, device=target.device), torch.ones(256, device=target.device)
+    out = torch.empty(4, 256, device=target.device)
+    assert rms_norm(x, weight, 1e-5, out=out, backend=target.backend) is out
+    torch.testing.assert_close(out, functional.rms_norm(x.float(), (256,), weight, 1e-5), rtol=1e-5, atol=1e-6)
+    assert_same_bits(out.to(x.dtype), rms_norm(x, weight, 1e-5, backend=target.backend))
+
+
 def test_no_rows(target: Target) -> None:
     empty = torch.empty(0, 64, dtype=torch.bfloat16, device=target.device)
     normed, total = rms_norm(empty, empty.new_ones(64), 1e-5, residual=empty, backend=target.backend)

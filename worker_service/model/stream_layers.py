@@ -6,8 +6,8 @@ import torch
 
 from kernels.backend import Backend
 from kernels.linear import packed_weight
+from kernels.mix_streams import collapse_streams, expand_streams, join_streams
 from kernels.rms_norm import rms_norm
-from worker_service.model.compressed_reference import collapsed_streams, expand_streams, joined_streams
 from worker_service.model.layer_weights import LayerWeights, Linear, StreamWeights
 from worker_service.model.make_mixer import Mixer
 from worker_service.model.mixers import Step
@@ -27,8 +27,9 @@ class StreamMixes:
         self._backend = backend
 
     def __call__(self, streams: torch.Tensor, step: Step) -> torch.Tensor:
-        row = rms_norm(streams.flatten(1).float(), self._ones, self._eps, backend=self._backend)
-        return step.gemm(row, self.fn)
+        rows = streams.flatten(1)
+        normed = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        return step.gemm(rms_norm(rows, self._ones, self._eps, out=normed, backend=self._backend), self.fn)
 
 
 class StreamLayer:
@@ -43,6 +44,7 @@ class StreamLayer:
         self._mixes = [StreamMixes(of_branch, spec.norm.eps, backend) for of_branch in weights.streams]
         self._norms = [make_norm(spec.norm, norm, backend) for norm in (weights.mixer_norm, weights.mlp_norm)]
         self._mixer, self._mlp = mixer, mlp
+        self._backend = backend
 
     def linears(self) -> list[Linear]:
         return [*(mixes.fn for mixes in self._mixes), *self._mixer.linears(), *self._mlp.linears()]
@@ -50,10 +52,16 @@ class StreamLayer:
     def __call__(self, streams: torch.Tensor, step: Step) -> torch.Tensor:
         for mixes, norm, branch in zip(self._mixes, self._norms, (self._mixer, self._mlp), strict=True):
             made = mixes(streams, step)
-            x, post, comb = collapsed_streams(
-                streams, made, mixes.base, mixes.scale, eps=self._streams.eps, num_iters=self._streams.num_iters
+            x, post, comb = collapse_streams(
+                streams,
+                made,
+                mixes.base,
+                mixes.scale,
+                eps=self._streams.eps,
+                num_iters=self._streams.num_iters,
+                backend=self._backend,
             )
-            streams = expand_streams(branch(norm(x), step), streams, post, comb)
+            streams = expand_streams(branch(norm(x), step), streams, post, comb, backend=self._backend)
         return streams
 
 
@@ -73,6 +81,7 @@ class StreamStack:
         self._streams = streams
         self._head = StreamMixes(head, norm_eps, backend)
         self._norm = norm
+        self._backend = backend
 
     def linears(self) -> list[Linear]:
         return [*(linear for layer in self._layers for linear in layer.linears()), self._head.fn]
@@ -81,5 +90,6 @@ class StreamStack:
         streams = hidden.unsqueeze(1).expand(-1, self._streams.num_streams, -1).contiguous()
         for layer in self._layers:
             streams = layer(streams, step)
-        mixes = self._head(streams, step)
-        return self._norm(joined_streams(streams, mixes, self._head.base, self._head.scale, eps=self._streams.eps))
+        head = self._head
+        eps, mixes = self._streams.eps, head(streams, step)
+        return self._norm(join_streams(streams, mixes, head.base, head.scale, eps=eps, backend=self._backend))
