@@ -9,7 +9,7 @@ import torch
 from kernels._checks import (
     KV_DTYPES,
     check_block_tables,
-    check_contiguous,
+    check_dense,
     check_dense_pages,
     check_disjoint,
     check_page_pair,
@@ -80,17 +80,14 @@ def _check(call: CompressCall) -> None:
     check_rows("raw", raw)
     check_tensor("raw_pages", raw_pages, (None, None, 2 * half), (raw.dtype,), raw.device)
     check_dense_pages("raw_pages", raw_pages)
-    check_tensor("raw_slots", call.raw_slots, (raw.shape[0],), (torch.int64,), raw.device)
-    check_contiguous("raw_slots", call.raw_slots)
+    check_dense("raw_slots", call.raw_slots, (raw.shape[0],), (torch.int64,), raw.device)
     check_key_rows(call.rows, raw.shape[0], call.raw_tables, raw.device)
     check_block_tables(call.entry_tables, call.raw_tables.shape[0], raw.device)
-    check_tensor("bias", rule.bias, (rule.ratio, half), (torch.float32,), raw.device)
-    check_tensor("norm", rule.norm, (dim,), (raw.dtype, torch.float32), raw.device)
-    check_tensor("cos_sin", rule.cos_sin, (None, 2, None), (torch.float32,), raw.device)
+    check_dense("bias", rule.bias, (rule.ratio, half), (torch.float32,), raw.device)
+    check_dense("norm", rule.norm, (dim,), (raw.dtype, torch.float32), raw.device)
+    check_dense("cos_sin", rule.cos_sin, (None, 2, None), (torch.float32,), raw.device)
     if dim % 2 or not 0 < rule.turned <= dim:
         raise KernelArgumentError(f"cos_sin: must turn 2 to {dim} elements of an even number, got {rule.turned}")
-    for name in ("bias", "norm", "cos_sin"):
-        check_contiguous(name, getattr(rule, name))
     check_disjoint("raw_pages", raw_pages, "raw", raw)
     check_disjoint("entry_pages", entry_pages, "raw", raw)
     check_page_pair(raw_pages, entry_pages, "raw_pages", "entry_pages")

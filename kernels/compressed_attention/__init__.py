@@ -9,7 +9,7 @@ import torch
 from kernels._checks import (
     KV_DTYPES,
     check_block_tables,
-    check_contiguous,
+    check_dense,
     check_dense_pages,
     check_out,
     check_tensor,
@@ -92,11 +92,9 @@ def _check(call: CompressedCall) -> None:
     check_tensor("window_pages", pages, (None, None, None), KV_DTYPES, q.device)
     check_dense_pages("window_pages", pages)
     dim = pages.shape[2]
-    check_tensor("q", q, (None, None, dim), (pages.dtype,), pages.device)
-    check_contiguous("q", q)
+    check_dense("q", q, (None, None, dim), (pages.dtype,), pages.device)
     check_key_rows(call.rows, q.shape[0], call.window_tables, q.device)
-    check_tensor("sinks", call.sinks, (q.shape[1],), (torch.float32,), q.device)
-    check_contiguous("sinks", call.sinks)
+    check_dense("sinks", call.sinks, (q.shape[1],), (torch.float32,), q.device)
     if call.window_tokens < 1:
         raise KernelArgumentError(f"window_tokens: must be positive, got {call.window_tokens}")
     if entries is None:
@@ -105,7 +103,6 @@ def _check(call: CompressedCall) -> None:
     check_dense_pages("entry_pages", entries.pages)
     check_block_tables(entries.tables, call.window_tables.shape[0], q.device)
     if entries.chosen is not None:
-        check_tensor("chosen", entries.chosen, (q.shape[0], None), (torch.int32,), q.device)
-        check_contiguous("chosen", entries.chosen)
+        check_dense("chosen", entries.chosen, (q.shape[0], None), (torch.int32,), q.device)
         if entries.chosen.shape[1] == 0:
             raise KernelArgumentError("chosen: must have room for at least one entry")

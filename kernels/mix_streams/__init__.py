@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_contiguous, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.mix_streams import reference
@@ -72,10 +72,8 @@ def expand_streams(
     tokens, n, hidden = _check(streams)
     check_tensor("out", out, (tokens, hidden), (streams.dtype,), streams.device)
     check_rows("out", out)
-    check_tensor("post", post, (tokens, n), (torch.float32,), streams.device)
-    check_tensor("comb", comb, (tokens, n, n), (torch.float32,), streams.device)
-    check_contiguous("post", post)
-    check_contiguous("comb", comb)
+    check_dense("post", post, (tokens, n), (torch.float32,), streams.device)
+    check_dense("comb", comb, (tokens, n, n), (torch.float32,), streams.device)
     expanded = torch.empty_like(streams)
     if streams.numel() and uses_triton(backend, streams):
         from kernels.mix_streams.triton import launch_expand
@@ -112,8 +110,7 @@ def join_streams(
 
 
 def _check(streams: torch.Tensor) -> tuple[int, int, int]:
-    check_tensor("streams", streams, (None, None, None), KV_DTYPES, streams.device)
-    check_contiguous("streams", streams)
+    check_dense("streams", streams, (None, None, None), KV_DTYPES, streams.device)
     tokens, n, hidden = streams.shape
     return tokens, n, hidden
 
@@ -123,7 +120,5 @@ def _check_mixes(
 ) -> None:
     check_tensor("mixes", mixes, (streams.shape[0], width), (torch.float32,), streams.device)
     check_rows("mixes", mixes)
-    check_tensor("base", base, (width,), (torch.float32,), streams.device)
-    check_contiguous("base", base)
-    check_tensor("scale", scale, (num_scales,), (torch.float32,), streams.device)
-    check_contiguous("scale", scale)
+    check_dense("base", base, (width,), (torch.float32,), streams.device)
+    check_dense("scale", scale, (num_scales,), (torch.float32,), streams.device)

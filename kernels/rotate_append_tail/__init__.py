@@ -6,15 +6,15 @@ The one key of a token is normalised, last elements of queries and keys are turn
 import torch
 
 from kernels._checks import (
-    INDEX_DTYPES,
     KV_DTYPES,
-    check_contiguous,
+    check_dense,
     check_dense_pages,
     check_disjoint,
     check_head_rows,
     check_page_pair,
     check_rows,
     check_tensor,
+    check_token_indices,
 )
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
@@ -66,17 +66,14 @@ def _check(call: RotateAppendTailCall) -> None:
     tokens, dim = k.shape
     check_tensor("pages", pages, (None, None, dim), (k.dtype,), k.device)
     check_dense_pages("pages", pages)
-    check_tensor("norm", call.norm, (dim,), (k.dtype, torch.float32), k.device)
-    check_tensor("cos_sin", cos_sin, (None, 2, None), (torch.float32,), k.device)
+    check_dense("norm", call.norm, (dim,), (k.dtype, torch.float32), k.device)
+    check_dense("cos_sin", cos_sin, (None, 2, None), (torch.float32,), k.device)
     if dim % 2 or not 0 < call.turned <= dim:
         raise KernelArgumentError(f"cos_sin: must turn 2 to {dim} elements of an even number, got {call.turned}")
     check_tensor("q", q, (tokens, None, dim), (k.dtype,), k.device)
     check_head_rows("q", q)
     check_rows("k", k)
-    check_tensor("positions", call.positions, (tokens,), INDEX_DTYPES, k.device)
-    check_tensor("slot_mapping", call.slot_mapping, (tokens,), (torch.int64,), k.device)
+    check_token_indices(call.positions, call.slot_mapping, tokens, k.device)
     for name, tensor in (("q", q), ("k", k)):
         check_disjoint("pages", pages, name, tensor)
-    for name in ("norm", "cos_sin", "positions", "slot_mapping"):
-        check_contiguous(name, getattr(call, name))
     check_page_pair(q, k, "q", "k")

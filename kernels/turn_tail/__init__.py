@@ -5,7 +5,7 @@ DeepSeek V4 turns queries and keys so, and turns what attention made of keys bac
 
 import torch
 
-from kernels._checks import INDEX_DTYPES, KV_DTYPES, check_contiguous, check_head_rows, check_tensor
+from kernels._checks import INDEX_DTYPES, KV_DTYPES, check_dense, check_head_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.turn_tail import reference
@@ -29,13 +29,11 @@ def turn_tail(
     """
     check_tensor("x", x, (None, None, None), KV_DTYPES, x.device)
     check_head_rows("x", x)
-    check_tensor("cos_sin", cos_sin, (None, 2, None), (torch.float32,), x.device)
+    check_dense("cos_sin", cos_sin, (None, 2, None), (torch.float32,), x.device)
     dim, turned = x.shape[2], 2 * cos_sin.shape[2]
     if not 0 < turned <= dim:
         raise KernelArgumentError(f"cos_sin: must turn 2 to {dim} elements, got {turned}")
-    check_tensor("positions", positions, (x.shape[0],), INDEX_DTYPES, x.device)
-    check_contiguous("cos_sin", cos_sin)
-    check_contiguous("positions", positions)
+    check_dense("positions", positions, (x.shape[0],), INDEX_DTYPES, x.device)
     if x.numel() == 0:
         return
     if uses_triton(backend, x):
