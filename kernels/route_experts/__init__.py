@@ -22,6 +22,7 @@ def route_experts(
     rule: RoutingRule,
     selection_bias: torch.Tensor | None = None,
     *,
+    expert_ids: torch.Tensor | None = None,
     backend: Backend = Backend.AUTO,
 ) -> Routing:
     """Returns the top_k experts of each row of logits [num_tokens, num_experts], which may be slices of wider rows.
@@ -29,6 +30,7 @@ def route_experts(
     `selection_bias` fp32 [num_experts] is added to the scores for the choice, never to the weights. Without it, and
     unless groups are ranked by sums, experts are ranked by their logits, which are in the scores' order: so no rounding
     makes two of them equal. A NaN ranks as minus infinity: ids are distinct and in range whatever the logits are.
+    expert_ids int32 [num_tokens, top_k] are taken as they are: nothing is chosen, and their scores make the weights.
     """
     check_tensor("logits", logits, (None, None), KV_DTYPES, logits.device)
     check_rows("logits", logits)
@@ -36,17 +38,19 @@ def route_experts(
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise KernelArgumentError(f"logits: must be of 1 to {MAX_EXPERTS} experts, got {num_experts}")
     rule.check(num_experts)
-    if rule.scoring is Scoring.SQRT_SOFTPLUS:
-        raise KernelArgumentError(f"scoring: {rule.scoring.value} is not for this op")
     if selection_bias is not None:
         check_dense("selection_bias", selection_bias, (num_experts,), (torch.float32,), logits.device)
     size = (num_tokens, rule.top_k)
-    ids = torch.empty(size, dtype=torch.int32, device=logits.device)
+    if expert_ids is None:
+        ids = torch.empty(size, dtype=torch.int32, device=logits.device)
+    else:
+        check_dense("expert_ids", expert_ids, size, (torch.int32,), logits.device)
+        ids = expert_ids
     routing = Routing(ids, torch.empty(size, dtype=torch.float32, device=logits.device))
     if num_tokens and uses_triton(backend, logits):
         from kernels.route_experts.triton import launch
 
-        launch(logits, rule, selection_bias, routing)
+        launch(logits, rule, selection_bias, routing, expert_ids is None)
     elif num_tokens:
-        reference.route_experts(logits, rule, selection_bias, routing)
+        reference.route_experts(logits, rule, selection_bias, routing, expert_ids is None)
     return routing

@@ -2,19 +2,20 @@
 
 import torch
 
-from kernels.route_experts.rule import LEAST_SUM, Routing, RoutingRule, Scoring
+from kernels.route_experts.rule import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
 
 
 def route_experts(
-    logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Tensor | None, routing: Routing
+    logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Tensor | None, routing: Routing, chooses: bool
 ) -> None:
-    """Fills the routing."""
+    """Fills the routing, or where it chooses none the weights of its experts."""
     logits = logits.float()
-    ids = _best(_ranked_by(logits, rule, selection_bias), rule)
-    routing.expert_ids.copy_(ids)
+    if chooses:
+        routing.expert_ids.copy_(_best(_ranked_by(logits, rule, selection_bias), rule))
+    ids = routing.expert_ids.long()
     chosen = logits.gather(1, ids)
-    if rule.scoring is Scoring.SIGMOID:
-        weights = _sigmoid(chosen)
+    if rule.scoring is not Scoring.SOFTMAX:
+        weights = _scores(chosen, rule.scoring)
     elif rule.renormalise:
         weights = (chosen - _without_nan(chosen).amax(dim=-1, keepdim=True)).exp()
     else:
@@ -34,11 +35,11 @@ def _ranked_by(logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Te
 
 
 def _scores(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    return logits.softmax(dim=-1) if scoring is Scoring.SOFTMAX else _sigmoid(logits)
-
-
-def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    """torch's own gives the last elements of a tensor other bits than those before, so a row's would not be its own."""
+    if scoring is Scoring.SOFTMAX:
+        return logits.softmax(dim=-1)
+    if scoring is Scoring.SQRT_SOFTPLUS:
+        return torch.where(logits > LINEAR_FROM, logits, logits.clamp(max=LINEAR_FROM).exp().log1p()).sqrt()
+    # torch's own sigmoid gives the last elements of a tensor other bits than those before: a row's must be its own.
     return 1.0 / (1.0 + (-logits).exp())
 
 

@@ -9,6 +9,8 @@ from kernels.errors import KernelArgumentError
 
 # DeepSeek V3 adds this to the sum by which sigmoid scores are divided; a sum of softmax scores is too large to see it.
 LEAST_SUM = 1e-20
+# From here on fp32 cannot tell softplus(x) from x.
+LINEAR_FROM = 20.0
 
 
 class Scoring(Enum):
@@ -29,6 +31,8 @@ class RoutingRule(NamedTuple):
         DeepSeek V2 "group_limited_greedy"                 num_groups, top_groups, group_best 1, scale
         DeepSeek V3, GLM-4-MoE                             SIGMOID, renormalise, scale, num_groups, top_groups,
                                                            group_best 2, and a selection bias
+        DeepSeek V4                                        SQRT_SOFTPLUS, renormalise, scale, and a selection bias
+                                                           or experts that are given by token
     """
 
     top_k: int

@@ -7,9 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.route_experts.rule import LEAST_SUM, Routing, RoutingRule, Scoring
+from kernels.route_experts.rule import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
 
 TINY: tl.constexpr = tl.constexpr(LEAST_SUM)
+_LINEAR_FROM: tl.constexpr = tl.constexpr(LINEAR_FROM)
+_SIGMOID: tl.constexpr = tl.constexpr(1)
+_SQRT_SOFTPLUS: tl.constexpr = tl.constexpr(2)
+_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: _SIGMOID.value, Scoring.SQRT_SOFTPLUS: _SQRT_SOFTPLUS.value}
 
 
 @triton.jit
@@ -20,6 +24,21 @@ def _without_nan(values):
 @triton.jit
 def _largest(values):
     return tl.max(tl.max(_without_nan(values), 1), 0)
+
+
+@triton.jit
+def _score(logit, SCORING: tl.constexpr):
+    """Of a logit by itself."""
+    if SCORING == _SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        # log1p: the quotient makes up for what the rounding of 1 + power lost.
+        power = tl.exp(tl.minimum(logit, _LINEAR_FROM))
+        total = 1.0 + power
+        lost = total - 1.0
+        softplus = tl.where(lost == 0.0, power, tl.log(total) * (power / tl.where(lost == 0.0, 1.0, lost)))
+        score = tl.sqrt_rn(tl.where(logit > _LINEAR_FROM, logit, softplus))
+    return score
 
 
 @triton.jit
@@ -49,7 +68,8 @@ def route_rows(
     scale,
     stride_row,
     TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
+    CHOOSES: tl.constexpr,
     RENORMALISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -70,8 +90,8 @@ def route_rows(
     logit = tl.load(logits_ptr + row * stride_row + expert, mask=left, other=float("-inf")).to(tl.float32)
     ranked = logit
     if HAS_BIAS or GROUP_BEST == 2:
-        if SIGMOID:
-            ranked = 1.0 / (1.0 + tl.exp(-logit))
+        if SCORING:
+            ranked = _score(logit, SCORING)
         else:
             share = tl.exp(logit - _largest(logit))
             ranked = share / tl.sum(tl.sum(share, 1), 0)
@@ -82,17 +102,22 @@ def route_rows(
         left = _in_best_groups(ranked, group, member, left, TOP_GROUPS, GROUP_BEST, END)
 
     slot = tl.arange(0, BLOCK_K)
-    ids = tl.zeros((BLOCK_K,), tl.int32)
-    chosen = tl.full((BLOCK_K,), float("-inf"), tl.float32)
-    for place in tl.static_range(TOP_K):
-        best = _largest(tl.where(left, ranked, float("-inf")))
-        choice = tl.min(tl.min(tl.where(left & (ranked == best), expert, END), 1), 0)
-        left = left & (expert != choice)
-        ids = tl.where(slot == place, choice, ids)
-        chosen = tl.where(slot == place, tl.sum(tl.sum(tl.where(expert == choice, logit, 0.0), 1), 0), chosen)
     is_slot = slot < TOP_K
-    if SIGMOID:
-        weights = 1.0 / (1.0 + tl.exp(-chosen))
+    if CHOOSES:
+        ids = tl.zeros((BLOCK_K,), tl.int32)
+        chosen = tl.full((BLOCK_K,), float("-inf"), tl.float32)
+        for place in tl.static_range(TOP_K):
+            best = _largest(tl.where(left, ranked, float("-inf")))
+            choice = tl.min(tl.min(tl.where(left & (ranked == best), expert, END), 1), 0)
+            left = left & (expert != choice)
+            ids = tl.where(slot == place, choice, ids)
+            chosen = tl.where(slot == place, tl.sum(tl.sum(tl.where(expert == choice, logit, 0.0), 1), 0), chosen)
+        tl.store(ids_ptr + row * TOP_K + slot, ids, mask=is_slot)
+    else:
+        given = tl.load(ids_ptr + row * TOP_K + slot, mask=is_slot, other=0)
+        chosen = tl.load(logits_ptr + row * stride_row + given, mask=is_slot, other=float("-inf")).to(tl.float32)
+    if SCORING:
+        weights = _score(chosen, SCORING)
     elif RENORMALISE:
         # The softmax over the chosen is that over all, divided by the sum of the chosen.
         weights = tl.exp(chosen - tl.max(_without_nan(chosen), 0))
@@ -101,12 +126,13 @@ def route_rows(
         weights = tl.exp(chosen - highest) / tl.sum(tl.sum(tl.exp(logit - highest), 1), 0)
     if RENORMALISE:
         weights /= tl.sum(tl.where(is_slot, weights, 0.0), 0) + TINY
-    tl.store(ids_ptr + row * TOP_K + slot, ids, mask=is_slot)
     tl.store(weights_ptr + row * TOP_K + slot, weights * scale, mask=is_slot)
 
 
-def launch(logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Tensor | None, routing: Routing) -> None:
-    """Fills the routing; checked, non-empty arguments."""
+def launch(
+    logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Tensor | None, routing: Routing, chooses: bool
+) -> None:
+    """Fills the routing, or where it chooses none the weights of its experts; checked, non-empty arguments."""
     num_tokens, num_experts = logits.shape
     with torch.cuda.device_of(logits):
         route_rows[(num_tokens,)](
@@ -115,17 +141,18 @@ def launch(logits: torch.Tensor, rule: RoutingRule, selection_bias: torch.Tensor
             *routing,
             rule.scale,
             logits.stride(0),
-            **constants(rule, num_experts, selection_bias is not None),
+            **constants(rule, num_experts, selection_bias is not None, chooses),
             num_warps=1,
         )
 
 
-def constants(rule: RoutingRule, num_experts: int, has_bias: bool) -> dict[str, int]:
+def constants(rule: RoutingRule, num_experts: int, has_bias: bool, chooses: bool = True) -> dict[str, int]:
     """Returns what the kernel knows of a rule when it is compiled."""
     size = num_experts // rule.num_groups
     return {
         "TOP_K": rule.top_k,
-        "SIGMOID": rule.scoring is Scoring.SIGMOID,
+        "SCORING": _SCORINGS[rule.scoring],
+        "CHOOSES": chooses,
         "RENORMALISE": rule.renormalise,
         "HAS_BIAS": has_bias,
         "GROUPS": rule.num_groups,

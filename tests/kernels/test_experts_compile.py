@@ -33,15 +33,17 @@ def kinds(values: str, **others: str) -> Callable[[str], str]:
         (512, RoutingRule(10, renormalise=True), False),
         (160, RoutingRule(6, scale=16.0, num_groups=8, top_groups=3), False),
         (256, RoutingRule(8, Scoring.SIGMOID, True, 2.5, num_groups=8, top_groups=4, group_best=2), True),
+        (384, RoutingRule(6, Scoring.SQRT_SOFTPLUS, True, 2.5), True),
     ],
-    ids=["512 experts", "DeepSeek V2", "DeepSeek V3"],
+    ids=["512 experts", "DeepSeek V2", "DeepSeek V3", "DeepSeek V4"],
 )
 def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
     from kernels.route_experts.triton import constants, route_rows
 
     pointer = kinds("fp32", ids_ptr="*i32")
-    built = compile_for_hopper(route_rows, constants(rule, experts, has_bias), 1, pointer)
-    assert not built.spills
+    for chooses in (True, False):
+        built = compile_for_hopper(route_rows, constants(rule, experts, has_bias, chooses), 1, pointer)
+        assert not built.spills
 
 
 @pytest.mark.parametrize("values", [*SIXTEEN_BITS, "fp32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ RULES = {
     "groups by their best": V2,
     "groups by sums": V3,
     "sums of softmax scores": V3._replace(scoring=Scoring.SOFTMAX, renormalise=False),
+    "square roots of softplus": RoutingRule(6, Scoring.SQRT_SOFTPLUS, renormalise=True, scale=1.5),
     "all experts": RoutingRule(20, Scoring.SIGMOID, renormalise=True),
 }
 
@@ -36,8 +38,12 @@ def logits_of(rows: int, experts: int, seed: int = 0) -> torch.Tensor:
 def by_hand(row: list[float], rule: RoutingRule, bias: list[float]) -> tuple[list[int], list[float]]:
     """One token's experts and weights, by loops over Python numbers."""
     exps = [torch.tensor(value, dtype=torch.float64).exp().item() for value in row]
-    is_sigmoid = rule.scoring is Scoring.SIGMOID
-    scores = [value / (1 + value) if is_sigmoid else value / sum(exps) for value in exps]
+    of_power = {
+        Scoring.SIGMOID: lambda power: power / (1 + power),
+        Scoring.SOFTMAX: lambda power: power / sum(exps),
+        Scoring.SQRT_SOFTPLUS: lambda power: math.log1p(power) ** 0.5,
+    }
+    scores = [of_power[rule.scoring](power) for power in exps]
     ranked = [score + extra for score, extra in zip(scores, bias, strict=True)]
     size = len(row) // rule.num_groups
     groups = [range(group * size, (group + 1) * size) for group in range(rule.num_groups)]
@@ -76,6 +82,28 @@ def test_a_row_has_its_own_bits(target: Target, experts: int, rule: RoutingRule)
         alone = routed(logits[first : first + count], rule, bias, target)
         for got, wanted in zip(alone, together, strict=True):
             assert_same_bits(got, wanted[first : first + count])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_given_experts_are_weighted_by_their_scores(target: Target, name: str) -> None:
+    """Those that the rule chooses get the same weights when they are given, in any order; logits may be extreme."""
+    logits, rule = logits_of(5, 20) * 1.0, RULES[name]
+    logits[3, :10], logits[4] = -40.0, 50.0
+    chosen = routed(logits, rule, None, target)
+    turned = chosen.expert_ids.flip(1).contiguous()
+    got = route_experts(logits.to(target.device), rule, expert_ids=turned, backend=target.backend)
+    assert_same_bits(got.expert_ids, turned)
+    torch.testing.assert_close(got.weights.flip(1), chosen.weights, rtol=2e-6, atol=0.0)
+
+
+def test_small_scores_keep_their_digits(target: Target) -> None:
+    """Given experts may have logits at which 1 + exp is 1 in fp32."""
+    logits = torch.tensor([[-30.0, -20.0, -1.0, 25.0]])
+    ids = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
+    rule = RoutingRule(4, Scoring.SQRT_SOFTPLUS)
+    got = route_experts(logits.to(target.device), rule, expert_ids=ids.to(target.device), backend=target.backend)
+    wanted = logits.double().exp().log1p().sqrt()
+    torch.testing.assert_close(got.weights.cpu().double(), wanted, rtol=2e-6, atol=0.0)
 
 
 def test_equal_logits_go_by_id(target: Target) -> None:
@@ -118,7 +146,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logits": X[:, :0]}, "logits: must be of 1 to 1024 experts, got 0"),
     ({"selection_bias": BIAS[:5]}, r"selection_bias: shape must be \[20\], got \[5\]"),
     ({"selection_bias": BIAS.half()}, "selection_bias: dtype must be one of"),
-    ({"rule": RoutingRule(2, Scoring.SQRT_SOFTPLUS)}, "scoring: sqrtsoftplus is not for this op"),
+    ({"expert_ids": torch.zeros(3, 2, dtype=torch.int32)}, r"expert_ids: shape must be \[3, 8\], got \[3, 2\]"),
+    ({"expert_ids": torch.zeros(3, 8, dtype=torch.int64)}, "expert_ids: dtype must be one of"),
     ({"rule": RoutingRule(21)}, "top_k: must be 1 to 20, got 21"),
     ({"rule": RoutingRule(0)}, "top_k: must be 1 to 20, got 0"),
     ({"rule": RoutingRule(2, num_groups=3)}, "num_groups: 3 does not divide 20 experts"),

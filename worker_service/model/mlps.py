@@ -11,8 +11,7 @@ from kernels.combine_experts import combine_experts
 from kernels.gated_activation import clamped_swiglu, gelu_mul, silu_mul
 from kernels.gates import times_sigmoid
 from kernels.grouped_linear import grouped_linear, packed_experts, plan_experts
-from kernels.route_experts import Routing, Scoring, route_experts
-from worker_service.model.compressed_reference import route_sqrt_softplus
+from kernels.route_experts import Routing, route_experts
 from worker_service.model.layer_weights import DenseWeights, Linear, MoeWeights
 from worker_service.model.mixers import Step, packed
 from worker_service.model.spec import Activation, DenseSpec, MoeSpec
@@ -102,10 +101,8 @@ class MoeMlp:
 
     def _routing(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Routing:
         table = self._experts_of_token
-        if self._spec.rule.scoring is Scoring.SQRT_SOFTPLUS:
-            ids = None if table is None else table[token_ids]
-            return route_sqrt_softplus(logits.float(), self._spec.rule, self._selection_bias, ids)
-        return route_experts(logits, self._spec.rule, self._selection_bias, backend=self._backend)
+        ids = None if table is None else table[token_ids]
+        return route_experts(logits, self._spec.rule, self._selection_bias, expert_ids=ids, backend=self._backend)
 
 
 def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -> torch.Tensor:
