@@ -12,6 +12,7 @@ from cache_service.core.attachments.messages import (
     AttachmentId,
     Commit,
     Committed,
+    ExplainedPath,
     Found,
     GroupRange,
     LeaseEnd,
@@ -23,12 +24,13 @@ from cache_service.core.attachments.messages import (
     WrittenPages,
 )
 from cache_service.core.base.fetch_estimate import FetchRates
-from protos.v1 import host_tier_pb2
+from cache_service.core.base.types import AttachmentExplanation
+from protos.v1 import cache_pb2, host_tier_pb2
 from session.errors import InvalidInput
 from session.hello_check import check_groups
-from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS
+from session.limits import MAX_GROUPS, MAX_PAGE_TOKENS, MAX_PAGES, MAX_RANKS, SessionLimits
 from session.wire import fields
-from session.wire.parts import as_fields
+from session.wire.parts import as_fields, decode_namespace
 from session.words import HASH_BYTES, TOKEN_BYTES, GroupKind, GroupSpec, TransferStatus
 
 PROTOCOL_VERSION = 1
@@ -135,6 +137,34 @@ def decode_ends(message: host_tier_pb2.ReleaseRequest) -> list[LeaseEnd]:
         LeaseEnd(one.lease, fields.member(TransferStatus, one.status, f"release.ends[{i}].status"), one.num_pages)
         for i, one in ends
     ]
+
+
+def is_about_engines(message: cache_pb2.ExplainRequest) -> bool:
+    """Whether attached engines are asked, and not workers."""
+    return bool(message.page_ids or message.attachment)
+
+
+def decode_explain(message: cache_pb2.ExplainRequest, limits: SessionLimits) -> ExplainedPath:
+    """Raises InvalidInput, TooMany."""
+    if message.page_ids and message.tokens:
+        raise InvalidInput("request.page_ids", "are set beside tokens; one of them")
+    if message.worker_id:
+        raise InvalidInput("request.worker_id", "is set beside page_ids or attachment, which are of attached engines")
+    num_ids = fields.packed(message.page_ids, "request.page_ids", HASH_BYTES)
+    fields.at_most(num_ids, "request.page_ids", MAX_PATH_PAGES)
+    tokens = fields.tokens(message.tokens, "request.tokens", limits.max_sequence_tokens)
+    if not (message.attachment or message.HasField("namespace")):
+        raise InvalidInput("request.namespace", "must be set, or attachment")
+    model, adapter, salt = decode_namespace(message.namespace, "request.namespace", needs_model=not message.attachment)
+    if not (message.page_ids or tokens):
+        if message.HasField("namespace"):
+            raise InvalidInput("request.namespace", "is set without page_ids or tokens; a Lookup has its own")
+        return ExplainedPath(message.attachment, model, None)
+    return ExplainedPath(message.attachment, model, Path(adapter, salt, message.page_ids, tokens))
+
+
+def encode_explain(values: Sequence[AttachmentExplanation]) -> cache_pb2.ExplainResponse:
+    return cache_pb2.ExplainResponse(attachments=[as_fields(value) for value in values])
 
 
 def encode_attached(value: Attached) -> host_tier_pb2.AttachResponse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cache_service import codec
+from cache_service import codec, host_tier_codec
 from cache_service.core.base.stats import ClearResult
 from cache_service.core.verbs.clearing import Slices
 from cache_service.session import Requests, Sessions
@@ -46,6 +46,10 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
     async def Explain(  # noqa: N802
         self, request: cache_pb2.ExplainRequest, context: Context
     ) -> cache_pb2.ExplainResponse:
+        if host_tier_codec.is_about_engines(request):
+            asked = host_tier_codec.decode_explain(request, self._limits)
+            engines = self._manager.attachments.explaining(asked, self._sessions.clock())
+            return host_tier_codec.encode_explain(await in_slices(engines))
         namespace, tokens = codec.decode_prompt(request, self._limits)
         explaining = self._manager.explaining(
             namespace, tokens, codec.decode_worker_id(request), self._sessions.clock()

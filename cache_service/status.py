@@ -14,6 +14,7 @@ from session.errors import Damaged, InvalidInput, TooMany
 CODES: dict[type[Exception], StatusCode] = {
     InvalidInput: StatusCode.INVALID_ARGUMENT,
     errors.UnknownWorker: StatusCode.NOT_FOUND,
+    errors.UnknownAttachment: StatusCode.NOT_FOUND,
     errors.UnknownSequence: StatusCode.INVALID_ARGUMENT,
     errors.DuplicateSequence: StatusCode.ALREADY_EXISTS,
     errors.UnknownTicket: StatusCode.INVALID_ARGUMENT,

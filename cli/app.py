@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import string
 import sys
 from collections.abc import Collection, Coroutine
 from importlib.metadata import version
@@ -16,8 +17,11 @@ from typer.core import TyperGroup
 
 from cli.client import WrongService
 from cli.output import plain, stderr
+from session.words import HASH_BYTES
 
 T = TypeVar("T")
+
+PAGE_ID_DIGITS = 2 * HASH_BYTES
 
 # As a person needs them.
 ORDER = (
@@ -59,6 +63,18 @@ def utf8(text: str | None) -> str | None:
         return text and text.encode().decode()
     except UnicodeEncodeError:
         raise typer.BadParameter("is not UTF-8") from None
+
+
+def hex_ids(text: str) -> str:
+    """Returns ids of 64 hexadecimal digits, between commas or spaces, as one string; for - those of stdin."""
+    given = sys.stdin.read() if text == "-" else text
+    ids = given.replace(",", " ").split()
+    for one in ids:
+        if len(one) != PAGE_ID_DIGITS or set(one) - set(string.hexdigits):
+            raise typer.BadParameter(f"{one[:70]!r} is no id of {PAGE_ID_DIGITS} hexadecimal digits")
+    if text and not ids:
+        raise typer.BadParameter("has no id")
+    return "".join(ids)
 
 
 def prompt_text(prompt: str) -> str | None:

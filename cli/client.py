@@ -176,6 +176,21 @@ class StemcacheClient:
         request = cache_pb2.ExplainRequest(namespace=namespace, tokens=tokens)
         return await self._cache().Explain(request, timeout=CALL_TIMEOUT_S)
 
+    async def explain_pages(
+        self, attachment: int, page_ids: bytes, salt: str, adapter: str
+    ) -> cache_pb2.ExplainResponse:
+        """Of one attached engine, or with 0 of all. Without page ids its last Lookup that missed is explained."""
+        if attachment and not page_ids:
+            request = cache_pb2.ExplainRequest(attachment=attachment)
+            return await self._cache().Explain(request, timeout=CALL_TIMEOUT_S)
+        models = [""] if attachment else sorted({one.model for one in (await self.stats()).attachments.engines})
+        told = cache_pb2.ExplainResponse()
+        for model in models:
+            namespace = types_pb2.Namespace(model=model, adapter=adapter, salt=salt)
+            request = cache_pb2.ExplainRequest(namespace=namespace, page_ids=page_ids, attachment=attachment)
+            told.MergeFrom(await self._cache().Explain(request, timeout=CALL_TIMEOUT_S))
+        return told
+
     async def match(self, namespace: types_pb2.Namespace, tokens: bytes) -> cache_pb2.MatchResponse:
         return await self._cache().Match(
             cache_pb2.MatchRequest(namespace=namespace, tokens=tokens), timeout=CALL_TIMEOUT_S
@@ -235,7 +250,7 @@ def to_dict(message: Message) -> dict[str, object]:
     made: dict[str, object] = {}
     for one in message.DESCRIPTOR.fields:
         value = getattr(message, one.name)
-        if isinstance(value, Message) and not message.HasField(one.name):
+        if one.has_presence and not message.HasField(one.name):
             continue
         enum = one.enum_type.values_by_number if one.enum_type else {}
         made[one.name] = _json_value(value, {number: known.name for number, known in enum.items()})

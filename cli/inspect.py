@@ -1,6 +1,6 @@
 """The commands about single prefixes: explain, pin, clear.
 
-explanation.py formats what Explain tells.
+explanation.py formats what Explain tells of prompts, engine_explanation.py what it tells of attached engines.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from cli.app import (
     WorkerOption,
     app,
     fail,
+    hex_ids,
     number,
     run,
     utf8,
 )
 from cli.client import StemcacheClient, to_dict
+from cli.engine_explanation import engines_explained
 from cli.explanation import explanation_view, span
 from cli.output import Output
 from cli.places import find_admin, find_cache, find_workers
@@ -32,18 +34,46 @@ from protos.v1 import cache_pb2, types_pb2
 TOKEN_BYTES = 4
 # Beyond what the service takes (max_pin_ms), and within 64 bits.
 MAX_TTL_S = 1e9
+MAX_UINT64 = (1 << 64) - 1
 
 
 @app.command()
 def explain(
-    prompt: PromptArgument,
+    prompt: PromptArgument = "",
+    attachment: Annotated[
+        int | None,
+        typer.Option(
+            "--attachment",
+            min=1,
+            max=MAX_UINT64,
+            help="An attached engine, by its number in `status`; without --page-ids its last lookup that missed.",
+        ),
+    ] = None,
+    page_ids: Annotated[
+        str,
+        typer.Option(
+            "--page-ids",
+            callback=hex_ids,
+            help="Not a prompt but pages of attached engines: ids of 64 hexadecimal digits; - reads them from stdin.",
+        ),
+    ] = "",
     cache: CacheOption = "",
     worker: WorkerOption = "",
     salt: SaltOption = "",
+    adapter: Annotated[str, typer.Option("--adapter", callback=utf8, help="Of --page-ids: the LoRA adapter.")] = "",
     json_: JsonOption = False,
 ) -> None:
-    """What of a prompt is cached where, and why the rest is not."""
+    """What of a prompt is cached where, and why the rest is not; or why an attached engine finds no pages."""
     output = Output(as_json=json_)
+    if attachment or page_ids:
+        if prompt:
+            raise typer.BadParameter("goes with neither --attachment nor --page-ids", param_hint="PROMPT")
+        if (salt or adapter) and not page_ids:
+            raise typer.BadParameter("goes with --page-ids: a lookup has its own", param_hint="--salt, --adapter")
+        _explain_pages(output, cache, attachment or 0, bytes.fromhex(page_ids), salt, adapter)
+        return
+    if not prompt:
+        raise typer.BadParameter("give a prompt, --attachment or --page-ids", param_hint="PROMPT")
 
     async def ask() -> tuple[int, cache_pb2.ExplainResponse]:
         async with StemcacheClient(find_cache(cache), find_workers(worker)) as client:
@@ -54,6 +84,16 @@ def explain(
     num_tokens, explained = run(ask())
     output.show(explanation_view(num_tokens, explained))
     output.emit({"prompt_tokens": num_tokens, **to_dict(explained)})
+
+
+def _explain_pages(output: Output, cache: str, attachment: int, page_ids: bytes, salt: str, adapter: str) -> None:
+    async def ask() -> cache_pb2.ExplainResponse:
+        async with StemcacheClient(find_cache(cache), ()) as client:
+            return await client.explain_pages(attachment, page_ids, salt, adapter)
+
+    explained = run(ask())
+    output.show(engines_explained(explained.attachments))
+    output.emit(to_dict(explained))
 
 
 @app.command()

@@ -1075,25 +1075,39 @@ Global___WorkerMatch: _TypeAlias = WorkerMatch  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):
+    """A prompt, asked of workers; or with `page_ids` or `attachment` a path of pages, asked of attached engines."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     worker_id: _builtins.str
+    page_ids: _builtins.bytes
+    """TierPath.page_ids: the ids by which an attached engine asks for pages. Not beside `tokens` or `worker_id`."""
+    attachment: _builtins.int
+    """AttachedEngine.attachment: the engine that is meant. 0: every one of the namespace's model. With neither page ids nor
+    tokens nor a namespace: the last of its Lookups that did not find all, or the last one.
+    """
     @_builtins.property
-    def namespace(self) -> _types_pb2.Namespace: ...
+    def namespace(self) -> _types_pb2.Namespace:
+        """Its model may be left out beside `attachment`."""
+
     def __init__(
         self,
         *,
         namespace: _types_pb2.Namespace | None = ...,
         tokens: _builtins.bytes = ...,
         worker_id: _builtins.str = ...,
+        page_ids: _builtins.bytes = ...,
+        attachment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "namespace", b"namespace", "page_ids", b"page_ids", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
@@ -1103,17 +1117,140 @@ class ExplainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    ATTACHMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerExplanation]: ...
+    @_builtins.property
+    def attachments(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachmentExplanation]: ...
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerExplanation] | None = ...,
+        attachments: _abc.Iterable[Global___AttachmentExplanation] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class AttachmentExplanation(_message.Message):
+    """How far an attached engine could resume a path now, and why no further. Pages are counted from 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    NUM_PAGES_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_PAGES_FIELD_NUMBER: _builtins.int
+    MATCHED_PAGES_FIELD_NUMBER: _builtins.int
+    USABLE_PAGES_FIELD_NUMBER: _builtins.int
+    USABLE_TOKENS_FIELD_NUMBER: _builtins.int
+    DECLINED_PAGES_FIELD_NUMBER: _builtins.int
+    LIMITING_GROUP_FIELD_NUMBER: _builtins.int
+    MISS_REASON_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    LOOKUP_AGE_MS_FIELD_NUMBER: _builtins.int
+    attachment: _builtins.int
+    engine: _builtins.str
+    num_pages: _builtins.int
+    """Pages that were named, and could be used if they were there."""
+    page_tokens: _builtins.int
+    local_pages: _builtins.int
+    """Of a Lookup that is explained: leading pages at whose end the engine could resume by itself. Below they count as there."""
+    matched_pages: _builtins.int
+    """As a Lookup of the path is answered now."""
+    usable_pages: _builtins.int
+    usable_tokens: _builtins.int
+    declined_pages: _builtins.int
+    limiting_group: _builtins.str
+    miss_reason: _types_pb2.MissReason.ValueType
+    lookup_age_ms: _builtins.int
+    """Of a Lookup that is explained: how long ago it was."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierGroupExplanation]:
+        """What the store is known to have, also while it fails."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sentences for people."""
+
+    def __init__(
+        self,
+        *,
+        attachment: _builtins.int = ...,
+        engine: _builtins.str = ...,
+        num_pages: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
+        local_pages: _builtins.int = ...,
+        matched_pages: _builtins.int = ...,
+        usable_pages: _builtins.int = ...,
+        usable_tokens: _builtins.int = ...,
+        declined_pages: _builtins.int = ...,
+        limiting_group: _builtins.str = ...,
+        miss_reason: _types_pb2.MissReason.ValueType = ...,
+        groups: _abc.Iterable[Global___TierGroupExplanation] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        lookup_age_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lookup_age_ms", b"_lookup_age_ms", "lookup_age_ms", b"lookup_age_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lookup_age_ms", b"_lookup_age_ms", "attachment", b"attachment", "declined_pages", b"declined_pages", "engine", b"engine", "groups", b"groups", "limiting_group", b"limiting_group", "local_pages", b"local_pages", "lookup_age_ms", b"lookup_age_ms", "matched_pages", b"matched_pages", "miss_reason", b"miss_reason", "notes", b"notes", "num_pages", b"num_pages", "page_tokens", b"page_tokens", "usable_pages", b"usable_pages", "usable_tokens", b"usable_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lookup_age_ms: _TypeAlias = _typing.Literal["lookup_age_ms"]  # noqa: Y015
+    _WhichOneofArgType__lookup_age_ms: _TypeAlias = _typing.Literal["_lookup_age_ms", b"_lookup_age_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lookup_age_ms) -> _WhichOneofReturnType__lookup_age_ms | None: ...
+
+Global___AttachmentExplanation: _TypeAlias = AttachmentExplanation  # noqa: Y015
+
+@_typing.final
+class TierGroupExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    LEADING_PAGES_FIELD_NUMBER: _builtins.int
+    RESIDENT_PAGES_FIELD_NUMBER: _builtins.int
+    USABLE_PAGES_FIELD_NUMBER: _builtins.int
+    MISSING_PAGE_FIELD_NUMBER: _builtins.int
+    MISS_REASON_FIELD_NUMBER: _builtins.int
+    WRITING_PAGES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    kind: _types_pb2.GroupKind.ValueType
+    leading_pages: _builtins.int
+    """Pages that are there before the first one that is not."""
+    resident_pages: _builtins.int
+    """All pages of the path that are there."""
+    usable_pages: _builtins.int
+    """The last boundary within matched_pages (of a FULL group: within the path) at which this group can resume."""
+    missing_page: _builtins.int
+    """The page that keeps it from resuming at the next boundary, and why that is not there. Unset: nothing keeps it."""
+    miss_reason: _types_pb2.MissReason.ValueType
+    writing_pages: _builtins.int
+    """Pages that are not there and that some engine is writing now."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        kind: _types_pb2.GroupKind.ValueType = ...,
+        leading_pages: _builtins.int = ...,
+        resident_pages: _builtins.int = ...,
+        usable_pages: _builtins.int = ...,
+        missing_page: _builtins.int | None = ...,
+        miss_reason: _types_pb2.MissReason.ValueType = ...,
+        writing_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page", "missing_page", b"missing_page"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page", "kind", b"kind", "leading_pages", b"leading_pages", "miss_reason", b"miss_reason", "missing_page", b"missing_page", "name", b"name", "resident_pages", b"resident_pages", "usable_pages", b"usable_pages", "writing_pages", b"writing_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__missing_page: _TypeAlias = _typing.Literal["missing_page"]  # noqa: Y015
+    _WhichOneofArgType__missing_page: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__missing_page) -> _WhichOneofReturnType__missing_page | None: ...
+
+Global___TierGroupExplanation: _TypeAlias = TierGroupExplanation  # noqa: Y015
 
 @_typing.final
 class WorkerExplanation(_message.Message):

@@ -52,10 +52,10 @@ def encode_namespace(value: Namespace) -> types_pb2.Namespace:
     return types_pb2.Namespace(model=value.model, adapter=value.adapter, salt=value.salt)
 
 
-def decode_namespace(message: types_pb2.Namespace, field: str) -> Namespace:
+def decode_namespace(message: types_pb2.Namespace, field: str, *, needs_model: bool = True) -> Namespace:
     fields.nothing_unknown(message, field)
     return Namespace(
-        fields.text(message.model, f"{field}.model", required=True),
+        fields.text(message.model, f"{field}.model", required=needs_model),
         fields.text(message.adapter, f"{field}.adapter"),
         fields.text(message.salt, f"{field}.salt"),
     )

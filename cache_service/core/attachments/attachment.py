@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cache_service.core.attachments.counters import AttachmentCounters
 from cache_service.core.attachments.gone_rows import note_gone
-from cache_service.core.attachments.messages import Attach, Path
+from cache_service.core.attachments.messages import Attach, Lookup, Path
 from cache_service.core.attachments.path_hashes import PathHashes, hash_path
 from cache_service.core.base.stats import AttachedEngine
 from cache_service.core.device.eviction import Lru
@@ -16,6 +17,9 @@ from cache_service.core.host.host_key import scan_prefix
 from cache_service.core.kinds.group import Group
 from cache_service.core.kinds.layout import make_groups, make_layout
 from session.words import MissReason, Namespace
+
+# Of a path that Explain is told of: 2,048 page ids, or 16,384 tokens.
+MAX_KEPT_BYTES = 65_536
 
 
 @dataclass(slots=True)
@@ -53,6 +57,15 @@ class Writing:
         return found
 
 
+class KeptLookup(NamedTuple):
+    """A Lookup for Explain; of a long path the beginning. `is_whole`: that is all of it."""
+
+    lookup: Lookup
+    asked_ms: int
+    is_whole: bool
+    found_all: bool
+
+
 class Attachment:
     """`groups` say where a sequence can resume; they have no page on a device here."""
 
@@ -68,13 +81,21 @@ class Attachment:
         self.held_pages = self.writing_pages = 0
         self.counters = AttachmentCounters()
         self.fetched_ms = now_ms  # when pages were read last
-        self.names_pages = False  # by ids of its own, and not by tokens
+        self.kept_lookup: KeptLookup | None = None  # for Explain
 
     def namespace(self, path: Path) -> Namespace:
         return Namespace(self.attach.model, path.adapter, path.salt)
 
     def hashes(self, path: Path) -> PathHashes:
         return hash_path(self.namespace(path), path, self.attach.page_tokens)
+
+    def keep_lookup(self, lookup: Lookup, now_ms: int, *, found_all: bool) -> None:
+        """For Explain: the last one that did not find all, or the last one."""
+        if found_all and self.kept_lookup is not None and not self.kept_lookup.found_all:
+            return
+        path = lookup.path
+        head = path._replace(page_ids=path.page_ids[:MAX_KEPT_BYTES], tokens=path.tokens[:MAX_KEPT_BYTES])
+        self.kept_lookup = KeptLookup(lookup._replace(path=head), now_ms, head == path, found_all)
 
     def page_bytes(self, groups: int) -> int:
         """Bytes of one page of these groups (a bit mask) on all ranks."""

@@ -7,10 +7,10 @@ former epoch, raises Detached: the engine attaches again, and nothing that it wr
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
+from cache_service.core.attachments import explaining, writing
 from cache_service.core.attachments import lookup as looking
-from cache_service.core.attachments import writing
 from cache_service.core.attachments.attachment import Attachment
 from cache_service.core.attachments.counters import AttachmentCounters
 from cache_service.core.attachments.gone_rows import GoneRows
@@ -22,6 +22,7 @@ from cache_service.core.attachments.messages import (
     AttachmentId,
     Commit,
     Committed,
+    ExplainedPath,
     Found,
     LeaseEnd,
     Lookup,
@@ -33,7 +34,7 @@ from cache_service.core.attachments.path_hashes import layout_fingerprint
 from cache_service.core.base.errors import Detached
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import AttachmentStats
-from cache_service.core.base.types import FetchPolicy
+from cache_service.core.base.types import AttachmentExplanation, FetchPolicy
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.core.host.host_tiers import HostTiers, make_view
@@ -140,6 +141,10 @@ class Attachments:
         for number, end in enumerate(ends):
             writing.check_end(attachment, end, f"release.ends[{number}]")
         return sum(writing.release(attachment, end, now_ms) for end in ends)
+
+    def explaining(self, asked: ExplainedPath, now_ms: int) -> Generator[None, None, tuple[AttachmentExplanation, ...]]:
+        """For people. Raises InvalidInput, TooMany, UnknownAttachment."""
+        return explaining.explain_path(self.all, asked, self._lookups, now_ms)
 
     # Time, and what ends attachments.
 

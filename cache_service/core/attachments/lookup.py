@@ -30,16 +30,22 @@ def look_up(attachment: Attachment, lookup: Lookup, limits: LookupLimits, now_ms
     hashes = attachment.hashes(lookup.path)
     if lookup.local_pages > hashes.num_pages:
         raise InvalidInput("lookup.local_pages", f"is {lookup.local_pages}; the path has {hashes.num_pages} pages")
-    attachment.names_pages = bool(lookup.path.page_ids)
-    found = find(attachment, hashes, lookup.local_pages)
-    if limits.chooses_fetches and found.pages and not _pays(attachment, lookup, found, now_ms):
-        found = _declined(found, lookup.local_pages)
+    found = judge(attachment, lookup, hashes, limits, now_ms)
     if not lookup.lease:
         return found
     if found.pages:
         found = found._replace(lease=_take_lease(attachment, lookup, hashes, found, limits, now_ms))
     num_asked = max(hashes.reusable_pages - lookup.local_pages, 0)
     attachment.counters.looked_up(num_asked, found, lookup.local_pages)
+    attachment.keep_lookup(lookup, now_ms, found_all=found.usable_pages - lookup.local_pages == num_asked)
+    return found
+
+
+def judge(attachment: Attachment, lookup: Lookup, hashes: PathHashes, limits: LookupLimits, now_ms: int) -> Found:
+    """How far the rows reach, and whether reading them pays; reads only."""
+    found = find(attachment, hashes, lookup.local_pages)
+    if limits.chooses_fetches and found.pages and not _pays(attachment, lookup, found, now_ms):
+        return _declined(found, lookup.local_pages)
     return found
 
 

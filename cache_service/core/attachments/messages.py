@@ -83,6 +83,17 @@ class Lookup(NamedTuple):
     rates: FetchRates = FetchRates()
 
 
+class ExplainedPath(NamedTuple):
+    """What Explain is asked about attached engines.
+
+    `attachment` 0: every one of the model. Without a path: the Lookup that an attachment keeps.
+    """
+
+    attachment: int
+    model: str
+    path: Path | None
+
+
 class Found(NamedTuple):
     """`lease` is 0 where there is nothing to read, or none was asked for; `declined_pages` are computed sooner."""
 

@@ -4,6 +4,7 @@ FieldError (session.errors)   field, reason
 ├── InvalidInput              see there                                               INVALID_ARGUMENT
 ├── TooMany                   see there                                               RESOURCE_EXHAUSTED
 ├── UnknownWorker             no such worker, or it is not connected                  NOT_FOUND
+├── UnknownAttachment         no such engine is attached now                          NOT_FOUND
 ├── UnknownSequence           the lease does not exist (any more)                     INVALID_ARGUMENT
 ├── DuplicateSequence         the sequence id holds a lease already                   ALREADY_EXISTS
 ├── UnknownTicket             the ticket was never issued                             INVALID_ARGUMENT
@@ -18,6 +19,10 @@ from session.errors import FieldError
 
 
 class UnknownWorker(FieldError):
+    pass
+
+
+class UnknownAttachment(FieldError):
     pass
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from session.words import Match, MissReason, Namespace, PageHash, SequenceId, WorkerId
+from session.words import GroupKind, Match, MissReason, Namespace, PageHash, SequenceId, WorkerId
 
 
 class Residence(IntEnum):
@@ -66,6 +66,38 @@ class Explanation(NamedTuple):
     holders: tuple[Holder, ...] = ()
     num_holders: int = 0
     spilling_tokens: int = 0
+
+
+class TierGroupExplanation(NamedTuple):
+    """One group of an attached engine; see protos/v1/cache.proto."""
+
+    name: str
+    kind: GroupKind
+    leading_pages: int
+    resident_pages: int
+    usable_pages: int
+    missing_page: int | None
+    miss_reason: MissReason
+    writing_pages: int
+
+
+class AttachmentExplanation(NamedTuple):
+    """How far an attached engine could resume a path now, and why no further; see protos/v1/cache.proto."""
+
+    attachment: int
+    engine: str
+    num_pages: int
+    page_tokens: int
+    local_pages: int
+    matched_pages: int
+    usable_pages: int
+    usable_tokens: int
+    declined_pages: int
+    limiting_group: str
+    miss_reason: MissReason
+    groups: tuple[TierGroupExplanation, ...]
+    notes: tuple[str, ...]
+    lookup_age_ms: int | None
 
 
 class WorkerMatch(NamedTuple):

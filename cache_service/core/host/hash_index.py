@@ -81,8 +81,10 @@ class HashIndex:
 
     def groups(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
         """Groups that can be fetched; none while the breaker is open."""
-        if self.breaker.is_open:
-            return 0
+        return 0 if self.breaker.is_open else self.stored(fingerprint, page_hash, floor)
+
+    def stored(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
+        """Groups that the store is known to have, also while it fails."""
         row = self.rows.get(fingerprint + page_hash)
         return row.groups if row is not None and row.stamp > floor else 0
 
@@ -99,9 +101,7 @@ class HashIndex:
 
     def known(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
         """Groups that are there or on their way."""
-        key = fingerprint + page_hash
-        row = self.rows.get(key)
-        return (row.groups if row is not None and row.stamp > floor else 0) | self.pending.get(key, 0)
+        return self.stored(fingerprint, page_hash, floor) | self.pending.get(fingerprint + page_hash, 0)
 
     # What a Clear call hides. A row that a scan found may be of any namespace: it stays for the others, hidden from the
     # cleared one, whose prompts are the only ones that lead to its hash if it is theirs.
