@@ -30,7 +30,7 @@ class ClearMarks:
         self._num_open = 0
 
     async def begin(self, fingerprints: Iterable[bytes]) -> None:
-        """Before the first row is forgotten. A store that does not answer is no reason not to clear."""
+        """Sets the marks, before the first row is forgotten. If the store fails, Clear goes on without them."""
         self._num_open += 1
         for fingerprint in set(fingerprints):
             try:
@@ -42,13 +42,13 @@ class ClearMarks:
                 log.warning("a Clear call could not be marked", extra={"reason": str(error)})
 
     def end(self, *, keep: bool) -> None:
-        """`keep`: rows stay that only this process knows to hide, so the marks stay until their time is over."""
+        """Ends a call. With `keep` rows stay that only this process knows to hide, and so do their marks."""
         self._num_open -= 1
         if keep:
             self._kept |= self._marked
 
     async def remove(self) -> None:
-        """Every key is deleted: the marks of calls that have ended go."""
+        """Removes the marks of calls that have ended; all their keys have been deleted."""
         done = self._marked - self._kept
         if done and not self._num_open:
             try:
@@ -58,12 +58,12 @@ class ClearMarks:
                 log.debug("marks of Clear calls could not be removed", extra={"reason": str(error)})
 
     async def is_left(self, fingerprint: bytes) -> bool:
-        """Whether an earlier process left a mark."""
+        """Returns whether an earlier process left a mark."""
         is_own = fingerprint in self._marked
         return fingerprint in self._left or (not is_own and bool(await self._client.exists(self._key(fingerprint))))
 
     async def drop(self, fingerprint: bytes) -> None:
-        """What the earlier process left is deleted."""
+        """Removes the mark of an earlier process, whose keys have been deleted."""
         if fingerprint not in self._marked:
             await self._client.unlink(self._key(fingerprint))
         self._left.discard(fingerprint)

@@ -1,4 +1,4 @@
-"""Hands the manager's effects to those who carry them out.
+"""Passes the manager's effects on to what carries them out.
 
 Events go to the watchers, keys of the host tier to the client that deletes and touches them there. Spill orders are not
 handled here: each session takes its own when its peer can read them.

@@ -47,11 +47,11 @@ class HostKeysConfig:
 
 
 class InvalidRedisUrl(ValueError):
-    """The URL cannot be used. Says nothing of what stands in it, since a password may."""
+    """The URL cannot be used. The message does not quote it: it may hold a password."""
 
 
 def open_client(url: str, timeout_s: float) -> Redis:
-    """A client that fails at once instead of trying again: the watch tries again soon enough."""
+    """Returns a client that fails at once instead of trying again: the watch tries again soon enough."""
     try:
         client: Redis = Redis.from_url(
             url,
@@ -98,7 +98,8 @@ class RedisHostKeys:
         self._tasks = [asyncio.create_task(self._for_ever(turn)) for turn in turns]
 
     async def _for_ever(self, turn: Callable[[], Awaitable[None]]) -> None:
-        """One fault must not end the task: without the watch, a flush would never be noticed again."""
+        """Runs a turn again and again. A fault must not end the task: without the watch no flush would be noticed
+        again."""
         while not self._closing:
             try:
                 await turn()
@@ -118,11 +119,12 @@ class RedisHostKeys:
         self._queue(self._deletes, keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Refresh the keys' time to live, in this order."""
+        """Queues keys whose time to live is to be refreshed, in this order."""
         self._queue(self._touches, keys)
 
     async def clear_begins(self) -> None:
-        """Rows are about to be forgotten; until their keys are deleted a service that is started anew adopts none."""
+        """Marks a Clear call, before rows are forgotten: until their keys are deleted a restarted service adopts
+        none."""
         await self._marks.begin(fingerprint for _, fingerprint in self._manager.tiers.named())
 
     def clear_ends(self, *, keep_marks: bool) -> None:
@@ -130,7 +132,7 @@ class RedisHostKeys:
 
     @property
     def has_room(self) -> bool:
-        """Half of the queue is free: nothing that is handed over by the thousand is dropped."""
+        """Returns whether half of the queue is free, so that thousands of keys can be queued without loss."""
         return max(len(self._deletes), len(self._touches)) <= self._config.max_queued_keys // 2
 
     def _queue(self, queue: deque[bytes], keys: Sequence[bytes]) -> None:
@@ -149,7 +151,7 @@ class RedisHostKeys:
         self._work_waits.clear()
 
     async def _carry_out_batch(self) -> bool:
-        """One batch of each kind. What failed is put back; both commands may be repeated without harm."""
+        """Sends one batch of each kind. What failed is queued again; both commands may be repeated without harm."""
         size = self._config.keys_per_command
         deletes, touches = list(islice(self._deletes, size)), list(islice(self._touches, size))
         try:
@@ -191,7 +193,7 @@ class RedisHostKeys:
         await asyncio.sleep(max(0.0, self._config.watch_interval_s - (time.monotonic() - started)))
 
     async def _look_at_sentinel(self) -> None:
-        """Redis was flushed or replaced when the sentinel is gone, or another than we saw before."""
+        """Looks at the sentinel key: Redis was flushed or replaced when it is gone, or another than before."""
         value = await self._client.get(SENTINEL_KEY)
         found = value.decode("ascii", "replace") if value else ""
         if self._seen and found != self._seen:
@@ -213,7 +215,8 @@ class RedisHostKeys:
         self._foreign = tiers
 
     def _report(self, ok: bool, reason: str = "") -> None:
-        """Failures each time, health only after a failure: a ping that works proves nothing about large values."""
+        """Reports each failure, and health only after a failure: a ping that works proves nothing about large
+        values."""
         if ok and not self._failing:
             return
         if ok == self._failing:
@@ -271,14 +274,15 @@ class RedisHostKeys:
         log.info("host rows adopted", extra={"host_tier": tier, "num_pages": num_adopted})
 
     async def _delete_rows(self, fingerprint: bytes) -> None:
-        """An earlier service ended before it had deleted all that was cleared."""
+        """Deletes the rows of a Clear call that an earlier service did not finish."""
         async for keys in self._find(scan_prefix(fingerprint)):
             await self._client.unlink(*keys)
         await self._marks.drop(fingerprint)
         log.info("rows of an unfinished Clear call deleted")
 
     async def _with_ends_ms(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
-        """When each key ends, on the store's clock; a few at a time, since that clock goes on."""
+        """Returns when each key expires, in ms on the store's clock; asked for a few at a time, since that clock goes
+        on."""
         found: list[tuple[int, bytes]] = []
         for at in range(0, len(keys), ASKED_AT_ONCE):
             some = keys[at : at + ASKED_AT_ONCE]
@@ -303,5 +307,5 @@ class RedisHostKeys:
 
 
 def _literal(text: bytes) -> bytes:
-    """A glob that matches exactly this."""
+    """Returns a glob that matches exactly this text."""
     return b"".join(b"\\" + bytes((byte,)) if byte in b"*?[]^-\\" else bytes((byte,)) for byte in text)

@@ -1,4 +1,4 @@
-"""The HostTier calls, for engines that are no workers of ours: each decodes, asks the manager once, encodes."""
+"""The HostTier calls, for other projects' engines: each decodes, asks the manager once, encodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpc.interceptor import Context
 
 
 class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
-    """Every method of the manager that is asked here is synchronous; what it left to do is dispatched after it."""
+    """The manager's methods are synchronous; the effects that they leave are dispatched after each call."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._manager = sessions.manager

@@ -85,7 +85,7 @@ def _group(message: host_tier_pb2.TierGroup, field: str) -> GroupSpec:
 
 
 def decode_id(message: _Call, call: str) -> AttachmentId:
-    """Which attachment calls. Raises InvalidInput."""
+    """Returns which attachment calls. Raises InvalidInput."""
     return AttachmentId(fields.text(message.epoch, f"{call}.epoch", required=True), message.attachment)
 
 

@@ -213,7 +213,7 @@ class StepTimes(Collector):
 
 
 def step_observer(registry: CollectorRegistry) -> Callable[[float], None]:
-    """A function that takes how long the manager took for one Step."""
+    """Returns a function that takes how many seconds the manager took for one Step."""
     times = StepTimes()
     registry.register(times)
     return times.observe
@@ -230,10 +230,10 @@ class _ReadCounter(Collector):
 
 
 def counter_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], int]) -> None:
-    """Returns a counter whose value is read at each scrape."""
+    """Registers a counter whose value is read at each scrape."""
     registry.register(_ReadCounter(PREFIX + name, text, read))
 
 
 def gauge_of(registry: CollectorRegistry, name: str, text: str, read: Callable[[], float]) -> None:
-    """Returns a gauge whose value is read at each scrape."""
+    """Registers a gauge whose value is read at each scrape."""
     Gauge(PREFIX + name, text, registry=registry).set_function(read)

@@ -1,6 +1,6 @@
-"""Lets time pass for the manager: grace periods, pins, write-back spills, the breaker.
+"""Calls the manager's tick: grace periods, pins, write-back spills, the breaker.
 
-It tells the manager what time it is, then dispatches what that brought about.
+Its effects are dispatched after each tick.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _log = logging.getLogger("cache_service.reaper")
 
 
 def monotonic_ms() -> int:
-    """The clock of every `now_ms`: it never goes back, and means nothing outside of this process."""
+    """Returns the clock of every `now_ms`: it never goes back, and means nothing outside of this process."""
     return time.monotonic_ns() // 1_000_000
 
 

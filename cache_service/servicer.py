@@ -22,7 +22,7 @@ FORGET_TIMEOUT_S = 5.0
 
 
 class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
-    """What people, routers, tools and workers may ask of the cache service."""
+    """The calls of people, routers, tools and workers."""
 
     def __init__(self, sessions: Sessions, watchers: Watchers) -> None:
         self._sessions = sessions
@@ -67,7 +67,7 @@ class PrefixCacheServicer(cache_pb2_grpc.PrefixCacheServicer):
 
 
 class CacheAdminServicer(cache_pb2_grpc.CacheAdminServicer):
-    """What changes the cache for everybody: for operators, on the admin address only."""
+    """Calls that change the cache for everybody: for operators, on the admin address only."""
 
     def __init__(self, sessions: Sessions, max_pin_ms: int) -> None:
         self._sessions = sessions

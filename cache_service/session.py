@@ -42,7 +42,7 @@ class PeerTooSlow(FieldError):
 
 
 class ShuttingDown(FieldError):
-    """The service is about to end; connect again."""
+    """The service is about to end; the worker is to connect again."""
 
 
 class StreamLimits(NamedTuple):
@@ -52,7 +52,7 @@ class StreamLimits(NamedTuple):
 
 
 class Sessions:
-    """All streams, and which of them speaks for which worker."""
+    """All streams, and which of them is which worker's."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Sessions:
         return decode_hello(message.hello)
 
     def enter(self, session: Session) -> None:
-        """The session now speaks for its worker; an older one ends."""
+        """Makes this the worker's session; an older one ends."""
         older = self._current.get(session.worker_id)
         self._current[session.worker_id] = session
         if older is not None:
             older.end(Superseded("session", "a newer stream of this worker took over"))
 
     def leave(self, session: Session) -> bool:
-        """Whether the session still spoke for its worker."""
+        """Ends a session; returns whether it was still its worker's."""
         if self._current.get(session.worker_id) is not session:
             return False
         del self._current[session.worker_id]
@@ -142,7 +142,7 @@ class Sessions:
         return len(self.manager.unconfirmed())
 
     def wake(self) -> None:
-        """After a tick, there may be orders for anybody."""
+        """Wakes every session after a tick: there may be orders for its worker."""
         for session in self._current.values():
             session.orders_due.set()
 

@@ -14,7 +14,7 @@ SLICE_S = 0.005
 
 
 async def in_slices(slices: Generator[None, None, Result], flush: Callable[[], None] = lambda: None) -> Result:
-    """The generator's result; `flush` is called after each turn."""
+    """Returns the generator's result; `flush` is called after each turn."""
     while True:
         end = time.perf_counter() + SLICE_S
         try:

@@ -1,4 +1,4 @@
-"""Which status answers which error of ours: the one table.
+"""Which gRPC status stands for which of our errors: the one table.
 
 rpc.errors applies it.
 """

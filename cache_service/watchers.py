@@ -1,4 +1,4 @@
-"""Tells the manager's events to everybody who watches, each at its own pace.
+"""Sends the manager's events to every watcher, to each at its own pace.
 
 A watcher that falls behind loses its queue and is told how much it lost; one that reads nothing at
 all is cut off, so that its place is free again.
@@ -51,7 +51,7 @@ class WatchLimits(NamedTuple):
 
 
 class Stream(Protocol):
-    """Where a watcher's messages are written; a write waits while the peer reads nothing."""
+    """The stream to which a watcher's messages are written; a write waits while the peer reads nothing."""
 
     async def write(self, message: cache_pb2.WatchResponse) -> None: ...
 
@@ -80,7 +80,7 @@ class Watchers:
 
     @property
     def seq(self) -> int:
-        """The number of the latest event."""
+        """Returns the number of the latest event."""
         return self._seq
 
     def tell(self, events: Iterable[Event]) -> None:

@@ -79,7 +79,7 @@ class CacheManager:
     # Sessions.
 
     def hello(self, hello: Hello, now_ms: int) -> Welcome:
-        """The state that Hello's generation names goes on; any other of this worker is dropped for a new one.
+        """Goes on from the state that Hello's generation names; any other of this worker is dropped for a new one.
 
         A new incarnation replaces the old, which is refused from then on.
 
@@ -143,7 +143,7 @@ class CacheManager:
         self._forget(worker)
 
     def _forget(self, worker: Worker) -> None:
-        """Leases, tickets and device pages go; host copies in a shared tier stay."""
+        """Drops the worker's leases, tickets and device pages; host copies in a shared tier stay."""
         worker_id = worker.hello.worker_id
         del self.workers[worker_id]
         self._cleared.leave(worker_id, worker.hello.incarnation, worker.met_clears(self._cleared.number))
@@ -154,14 +154,14 @@ class CacheManager:
         self.tiers.forget_worker(worker_id)
 
     def disconnect(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> None:
-        """The stream broke; the grace period begins. A stream of another incarnation does not count."""
+        """Begins the grace period after a broken stream; one of another incarnation is ignored."""
         worker = self.workers.get(worker_id)
         if worker is not None and worker.hello.incarnation == incarnation and worker.connected:
             worker.gone_since_ms = now_ms
             self._events.record(connection(worker))
 
     def goodbye(self, worker_id: WorkerId) -> None:
-        """Forget the worker. Raises UnknownWorker."""
+        """Forgets the worker. Raises UnknownWorker."""
         self._forget(self._worker(worker_id))
         self._prune_tiers()
 
@@ -172,7 +172,7 @@ class CacheManager:
         return worker
 
     def step(self, worker_id: WorkerId, step: Step, now_ms: int) -> StepReply:
-        """Items that are wrong are refused in the reply; for a repeated step id the kept reply is returned.
+        """Returns the reply, in which items that are wrong are refused; for a repeated step id the reply that was kept.
 
         Raises UnknownWorker, InvalidInput for a step id or ack that is wrong, UnknownTicket; then nothing changed.
         Any other exception is a fault of ours that may have left a step half applied: the worker's state is dropped,
@@ -196,7 +196,7 @@ class CacheManager:
         return reply
 
     def worker(self, worker_id: WorkerId) -> DeviceCache:
-        """The device cache of a connected worker; for audits, replays and tests."""
+        """Returns the device cache of a connected worker; for audits, replays and tests."""
         return self._worker(worker_id).cache
 
     # One verb at a time, for replays and tests. Each raises UnknownWorker and what `step_check` finds: all or nothing.
@@ -228,7 +228,9 @@ class CacheManager:
     def explaining(
         self, namespace: Namespace, tokens: bytes, worker_id: WorkerId | None, now_ms: int
     ) -> Generator[None, None, tuple[Explanation, ...]]:
-        """For the operator only: may say that another salt holds the tokens. Other calls may come in between.
+        """Yields between slices of the work, and returns where each part of the prompt is on each worker.
+
+        For the operator only: it may say that another salt holds the tokens.
 
         Raises what `match` raises.
         """
@@ -246,7 +248,7 @@ class CacheManager:
         return [w for w in self.workers.values() if w.gone_since_ms is None and w.hello.model in models]
 
     def pin(self, namespace: Namespace, tokens: bytes, ttl_ms: int, now_ms: int) -> int:
-        """Evict the cached prefix last for `ttl_ms` (0 unpins). Returns its most tokens on any worker.
+        """Has the cached prefix evicted last for `ttl_ms` (0 unpins). Returns the most tokens that a worker has of it.
 
         Raises InvalidInput, and TooMany where more than `max_pinned_share` of a worker's pages would be pinned.
         """
@@ -261,7 +263,7 @@ class CacheManager:
         return max((upkeep.pin_softly(cache, namespace, tokens, until_ms) for cache in caches), default=0)
 
     def clearing(self, namespace: Namespace | None, unused_only: bool, dry_run: bool = False) -> clearing.Slices:
-        """Drop what is cached, on devices and in the host tier; with leases in scope only what nobody holds.
+        """Drops what is cached, on devices and in the host tier; with leases in scope only what nobody holds.
 
         To be run to its end; other calls may come between the slices. Raises LeasesInScope at the first one.
         """
@@ -280,13 +282,14 @@ class CacheManager:
         return cleared
 
     def _note_clear(self, namespace: Namespace | None) -> None:
-        """Workers are told from now on, also those that come later."""
+        """Notes a Clear call, of which workers are told from now on, also those that come later."""
         self._cleared.add(namespace)
         for worker in self.workers.values():
             worker.cache.restored.clear(namespace)
 
     def unconfirmed(self) -> tuple[WorkerId, ...]:
-        """Workers whose inventories may still have what a Clear call dropped: they have not confirmed the last one."""
+        """Returns the workers that have not confirmed the last Clear call: their inventories may hold what it
+        dropped."""
         last = self._cleared.number
         workers = self.workers.items()
         return tuple(name for name, worker in workers if worker.keeps_inventory and worker.forgotten_clears < last)
@@ -299,7 +302,7 @@ class CacheManager:
     # Time, and what leaves.
 
     def tick(self, now_ms: int) -> None:
-        """Grace periods, soft pins, write_back spills, breakers, attached engines."""
+        """Lets time pass: for grace periods, soft pins, write_back spills, breakers, attached engines."""
         for worker in list(self.workers.values()):
             if worker.gone_since_ms is not None and now_ms - worker.gone_since_ms >= self.config.grace_ms:
                 self._forget(worker)
@@ -311,7 +314,7 @@ class CacheManager:
             self._prune_tiers()
 
     def take_orders(self, worker_id: WorkerId) -> tuple[Transfer | Forget, ...]:
-        """New spill orders for this worker, each open until its ack, and what Clear calls dropped since it was told."""
+        """Returns new spill orders for this worker, and what Clear calls dropped since it was told."""
         worker = self.workers.get(worker_id)
         if worker is None or not worker.connected:
             return ()
@@ -326,11 +329,11 @@ class CacheManager:
         self._events.is_wanted = is_watched
 
     def present_state(self) -> Generator[tuple[Event, ...], None, int]:
-        """Events that tell what is cached now, in slices; for a watcher that comes late, while events are made."""
+        """Yields slices of events that tell what is cached now, for a watcher that comes late."""
         return present_state(self.workers)
 
     def has_effects(self) -> bool:
-        """Whether there are events to take, or keys of the host tier (`tiers.take_deletes`, `tiers.take_touches`)."""
+        """Returns whether there are events to take, or keys of the host tier to delete or touch."""
         return bool(self._events) or self.tiers.has_work()
 
     def take_events(self) -> tuple[Event, ...]:
@@ -341,7 +344,7 @@ class CacheManager:
         return self._events.take_num_lost()
 
     def host_lost(self, host_tier_id: str) -> None:
-        """The store was flushed or replaced: drop its index at once."""
+        """Drops the index of a store that was flushed or replaced."""
         index = self.tiers.shared.get(host_tier_id)
         if index is None:
             return

@@ -1,4 +1,4 @@
-"""One worker's pools, tree, policy, leases and tickets: the only place where they are paired."""
+"""One worker's pools, tree, policy, leases and tickets, and the acts that change several of them at once."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class DeviceCache:
     # Eviction.
 
     def make_room(self, count: int) -> None:
-        """Evict until every FULL group has `count` free pages: exactly what is missing."""
+        """Evicts as many pages as are missing for every FULL group to have `count` free ones."""
         for _, pool in self.full_pools:
             if pool.num_free < count:
                 self.evict(count - pool.num_free)
@@ -162,7 +162,7 @@ class DeviceCache:
             self.events.record(Removed(self.worker_id, number, hashes))
 
     def _published_again(self, node: Node) -> int:
-        """Pages of a detached path that are findable anew: watchers were told of them already."""
+        """Returns the pages of a detached path that are findable anew: watchers were told of them already."""
         root = self.tree.roots.get(node.root.namespace)
         if root is None:
             return 0

@@ -13,7 +13,7 @@ from session.protocol import INVENTORY
 class Worker:
     """A state that the manager made for an incarnation, numbered by `generation`.
 
-    `kept_reply` answers a repeated step; `gone_since_ms` counts towards the grace period.
+    `kept_reply` is the reply to a repeated step; `gone_since_ms` counts towards the grace period.
     """
 
     hello: Hello

@@ -24,7 +24,7 @@ MAX_KEPT_BYTES = 65_536
 
 @dataclass(slots=True)
 class TierLease:
-    """Rows that the quota and their age leave alone. `hashes`: of the pages from Lookup's `local_pages` on."""
+    """Rows that neither the quota nor their age drops. `hashes`: of the pages from Lookup's `local_pages` on."""
 
     namespace: Namespace
     hashes: tuple[bytes, ...]
@@ -50,7 +50,7 @@ class Writing:
         return sum(groups >> group & 1 for _, groups in self.rows)
 
     def groups(self) -> int:
-        """Of all its pages, as a bit mask."""
+        """Returns the groups of all its pages, as a bit mask."""
         found = 0
         for _, groups in self.rows:
             found |= groups
@@ -98,7 +98,7 @@ class Attachment:
         self.kept_lookup = KeptLookup(lookup._replace(path=head), now_ms, head == path, found_all)
 
     def page_bytes(self, groups: int) -> int:
-        """Bytes of one page of these groups (a bit mask) on all ranks."""
+        """Returns the bytes of one page of these groups (a bit mask) on all ranks."""
         return self.view.index.page_bytes(self.view.fingerprint, groups)
 
     # Leases.
@@ -110,7 +110,7 @@ class Attachment:
         return self.last_lease
 
     def end_lease(self, number: int) -> TierLease | None:
-        """Let go of its rows. Returns it; None where it has ended before."""
+        """Releases the lease's rows. Returns the lease; None where it has ended before."""
         lease = self.leases.pop(number, None)
         if lease is not None:
             self.held_pages -= len(lease.rows)
@@ -160,7 +160,7 @@ class Attachment:
         return len(added)
 
     def not_taken(self, page_hash: bytes, groups: int, *, has_room: bool) -> None:
-        """A page was to be written, and these groups of it are not; without room, or since something failed."""
+        """Notes groups of a page that were to be written and are not: for lack of room, or since a write failed."""
         self.counters.refused_pages += not has_room
         self.counters.given_up_pages += has_room
         why = MissReason.NOT_WRITTEN if has_room else MissReason.REFUSED
@@ -187,7 +187,7 @@ class Attachment:
         )
 
     def is_in_scope(self, namespace: Namespace | None) -> bool:
-        """Whether a lease or a ticket is of the namespace (None: of any)."""
+        """Returns whether a lease or a ticket is of the namespace (None: of any)."""
         names = [lease.namespace for lease in self.leases.values()]
         names += [writing.namespace for writing in self.tickets.values()]
         return any(namespace in (None, name) for name in names)

@@ -71,7 +71,7 @@ class Attachments:
         )
 
     def attach(self, attach: Attach, now_ms: int) -> Attached:
-        """Raises TooMany."""
+        """Returns the attachment's number and the limits that it is to keep. Raises TooMany."""
         if len(self.all) >= self._config.max_attachments and not self._make_room(now_ms):
             raise TooMany("attach", f"there are {self._config.max_attachments} attachments already")
         fingerprint = layout_fingerprint(attach)
@@ -96,7 +96,7 @@ class Attachments:
         return label
 
     def _make_room(self, now_ms: int) -> bool:
-        """End the attachment that was silent for longest, and for longer than a lease: of an engine that has ended, or
+        """Ends the attachment that was silent for longest, if for longer than a lease: of an engine that has ended, or
         of one that attaches again. Returns whether there was one."""
         number = next(iter(self.all))
         is_silent = now_ms - self.all[number].used_ms >= self.limits.lease_ms
@@ -105,7 +105,7 @@ class Attachments:
         return is_silent
 
     def _forget_fingerprints(self, index: HashIndex) -> None:
-        """Of engines that are gone, and that left no row."""
+        """Forgets the fingerprints of engines that are gone and have no row left."""
         used = {key[:-HASH_BYTES] for key in (*index.all_keys(), *index.pending)}
         used |= {attachment.view.fingerprint for attachment in self.all.values()}
         for fingerprint in self._fingerprints.intersection(index.group_bytes) - used:
@@ -113,7 +113,7 @@ class Attachments:
             del index.group_bytes[fingerprint], index.group_ranks[fingerprint]
 
     def find(self, named: AttachmentId, call: str, now_ms: int) -> Attachment:
-        """The attachment, which has just called. Raises Detached."""
+        """Returns the attachment that calls. Raises Detached."""
         if named.epoch != self._epoch:
             raise Detached(f"{call}.epoch", "the service was started anew: attach again")
         attachment = self.all.get(named.number)
@@ -124,16 +124,17 @@ class Attachments:
         return attachment
 
     def lookup(self, attachment: Attachment, lookup: Lookup, now_ms: int) -> Found:
-        """Raises InvalidInput, TooMany; then nothing changed."""
+        """Returns how far the engine can resume from the tier. Raises InvalidInput, TooMany; then nothing changed."""
         return looking.look_up(attachment, lookup, self._lookups, now_ms)
 
     def reserve(self, attachment: Attachment, reserve: Reserve, now_ms: int) -> Reserved:
-        """Raises InvalidInput, TooMany; then nothing changed."""
+        """Returns what the engine is to write. Raises InvalidInput, TooMany; then nothing changed."""
         until_ms = now_ms + self.limits.ticket_ms
         return writing.reserve(attachment, reserve, self.limits.max_tickets, until_ms)
 
     def commit(self, attachment: Attachment, commit: Commit, now_ms: int) -> Committed:
-        """Raises InvalidInput, UnknownTicket; then nothing changed."""
+        """Makes pages findable that every rank has written. Raises InvalidInput, UnknownTicket; then nothing
+        changed."""
         return writing.commit(attachment, commit, now_ms)
 
     def release(self, attachment: Attachment, ends: Sequence[LeaseEnd], now_ms: int) -> int:
@@ -149,7 +150,8 @@ class Attachments:
     # Time, and what ends attachments.
 
     def tick(self, now_ms: int) -> bool:
-        """Leases and tickets end; so do attachments that were silent for too long. Returns whether one did."""
+        """Ends leases and tickets whose time is over, and silent attachments. Returns whether it ended an
+        attachment."""
         num_before = len(self.all)
         for attachment in self.all.values():
             while attachment.leases and next(iter(attachment.leases.values())).until_ms <= now_ms:
@@ -164,7 +166,7 @@ class Attachments:
         return len(self.all) < num_before
 
     def lost(self, index: HashIndex) -> None:
-        """The store was flushed or replaced: who goes on must look which one it has now."""
+        """Ends all attachments to a store that was flushed or replaced: their engines have to attach again."""
         for number in [number for number, attachment in self.all.items() if attachment.view.index is index]:
             self._end(number)
 
@@ -180,22 +182,22 @@ class Attachments:
     # For the manager.
 
     def tier_ids(self) -> set[str]:
-        """The stores that attached engines name."""
+        """Returns the stores that attached engines name."""
         return {attachment.attach.host_tier_id for attachment in self.all.values()}
 
     def is_in_scope(self, namespace: Namespace | None) -> bool:
-        """Whether a lease or a ticket is of the namespace (None: of any)."""
+        """Returns whether a lease or a ticket is of the namespace (None: of any)."""
         return any(attachment.is_in_scope(namespace) for attachment in self.all.values())
 
     def stats(self) -> AttachmentStats:
-        """Of all engines together, since the service's start."""
+        """Returns the counts of all engines together, since the service's start."""
         total = AttachmentCounters()
         for counters in self._by_label().values():
             total.add(counters)
         return total.stats(tuple([attachment.stats() for attachment in self.all.values()]))
 
     def stats_by_engine(self) -> tuple[tuple[str, AttachmentStats], ...]:
-        """The same, apart for each of the first names of engines."""
+        """Returns the same counts for each label."""
         told = []
         for label, counters in self._by_label().items():
             engines = [attachment.stats() for attachment in self.all.values() if attachment.label == label]
@@ -203,7 +205,7 @@ class Attachments:
         return tuple(told)
 
     def _by_label(self) -> dict[str, AttachmentCounters]:
-        """Also of attachments that have ended."""
+        """Returns the counts by label, those of attachments that have ended included."""
         found = {}
         for label, ended in self._ended.items():
             found[label] = AttachmentCounters()

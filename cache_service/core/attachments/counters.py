@@ -1,4 +1,4 @@
-"""What attached engines asked, found and wrote, in numbers."""
+"""Counts of what attached engines asked, found and wrote."""
 
 from __future__ import annotations
 

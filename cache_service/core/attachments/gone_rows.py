@@ -1,4 +1,4 @@
-"""Why a page is not there, which was there once or was to be: hints, in a table of fixed size."""
+"""Why a page is missing that was stored once, or was to be: hints, in a table of fixed size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _TAG_SHIFT, _REASON_BITS = 33, 5
 
 
 class GoneRows(DropListener):
-    """A mark for each group of a page. A mark names its entry, and overwrites what is there: after 200,000 more four in
-    five are left."""
+    """An entry for each group of a page. Its place follows from a hash, so a later one may overwrite it: after 200,000
+    more four in five are left."""
 
     def __init__(self) -> None:
         self._entries = memoryview(bytearray(4 * _NUM_ENTRIES)).cast("I")
@@ -23,7 +23,7 @@ class GoneRows(DropListener):
         self.note(key, groups, why)
 
     def note(self, key: bytes, groups: int, why: MissReason) -> None:
-        """These groups (a bit mask) of the page are not there; `key`: fingerprint and page hash."""
+        """Notes why these groups (a bit mask) of the page are missing; `key`: fingerprint and page hash."""
         group = 0
         while groups >> group:
             if groups >> group & 1:
@@ -41,7 +41,7 @@ class GoneRows(DropListener):
 
 
 def why_gone(index: HashIndex, key: bytes, group: int, floor: int) -> MissReason:
-    """Why the tier does not have this group of a page. It remembers from the first attachment on."""
+    """Returns why the tier does not have this group of a page; what went before the first attachment is not known."""
     row = index.rows.get(key)
     if row is not None and row.stamp <= floor:
         return MissReason.CLEARED
@@ -50,7 +50,7 @@ def why_gone(index: HashIndex, key: bytes, group: int, floor: int) -> MissReason
 
 
 def note_gone(index: HashIndex, key: bytes, groups: int, why: MissReason) -> None:
-    """These groups of a page were to be written, and were not."""
+    """Notes why these groups of a page were not written."""
     listener = index.drop_listener
     if isinstance(listener, GoneRows):
         listener.note(key, groups, why)

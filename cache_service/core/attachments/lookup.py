@@ -50,7 +50,7 @@ def judge(attachment: Attachment, lookup: Lookup, hashes: PathHashes, limits: Lo
 
 
 def _pays(attachment: Attachment, lookup: Lookup, found: Found, now_ms: int) -> bool:
-    """Whether reading takes less time than computing, or nobody knows."""
+    """Returns whether reading takes less time than computing; True while that is not known."""
     num_tokens = (found.usable_pages - lookup.local_pages) * attachment.attach.page_tokens
     num_bytes = sum([len(one.pages) * attachment.attach.groups[one.group].page_bytes for one in found.pages])
     known = estimate(num_tokens, num_bytes, lookup.rates, now_ms - attachment.fetched_ms)
@@ -68,7 +68,7 @@ def _declined(found: Found, local: int) -> Found:
 
 
 def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
-    """How far the rows reach; reads only."""
+    """Returns how far the rows reach; reads only."""
     index = attachment.view.index
     if index.breaker.is_open:
         return Found(local, local, miss_reason=MissReason.BREAKER_OPEN, breaker_open=True)
@@ -90,14 +90,14 @@ def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
 
 
 def _why_unmatched(attachment: Attachment, page_hash: bytes, floor: int) -> MissReason:
-    """Why a FULL group of the page is not there; of several groups the first one says."""
+    """Returns why the page is not in its FULL groups: the reason of the first that lacks it."""
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
     missing = attachment.layout.full_mask & ~index.groups(fingerprint, page_hash, floor)
     return why_gone(index, fingerprint + page_hash, (missing & -missing).bit_length() - 1, floor)
 
 
 def _matched(attachment: Attachment, hashes: PathHashes, local: int, limit: int, floor: int) -> int:
-    """Leading pages that the FULL groups have; without such a group any page may be the one to resume from."""
+    """Returns how many leading pages the FULL groups have; without such a group all, up to `limit`."""
     mask = attachment.layout.full_mask
     if not mask:
         return limit
@@ -113,7 +113,7 @@ def _matched(attachment: Attachment, hashes: PathHashes, local: int, limit: int,
 
 
 def _residency(attachment: Attachment, hashes: PathHashes, local: int, end: int, floor: int) -> list[bytes]:
-    """For each group with holes a byte for each page up to `end`; what the engine resumes from itself counts."""
+    """Returns for each group with holes a byte for each page up to `end`; the engine's own `local` pages count."""
     if attachment.layout.resumes_anywhere:
         return []
     index, fingerprint = attachment.view.index, attachment.view.fingerprint

@@ -1,4 +1,4 @@
-"""What attached engines ask, and what they are answered; in protos/v1/host_tier.proto, field by field."""
+"""Requests of attached engines and their results; the fields are explained in protos/v1/host_tier.proto."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Attached(NamedTuple):
 
 
 class AttachmentId(NamedTuple):
-    """Which attachment a call is of; without the epoch a number of a former service could be taken for one of this."""
+    """Names an attachment; the epoch tells it from one that had the same number before a restart of the service."""
 
     epoch: str
     number: int

@@ -27,11 +27,11 @@ class PathHashes(ABC):
 
     @abstractmethod
     def run(self, first: int, end: int) -> Sequence[bytes]:
-        """Of pages first .. end - 1."""
+        """Returns the hashes of pages first .. end - 1."""
 
 
 class TokenHashes(PathHashes):
-    """The last token of a prompt is always computed."""
+    """Of a path in tokens. The last token of a prompt is always computed, so its page cannot be reused."""
 
     def __init__(self, namespace: Namespace, tokens: bytes, page_tokens: int) -> None:
         size = page_tokens * TOKEN_BYTES
@@ -44,7 +44,7 @@ class TokenHashes(PathHashes):
 
 
 class IdHashes(PathHashes):
-    """The engine leaves out the page whose tokens are all to be computed."""
+    """Of a path in ids. The engine names only pages that it can reuse."""
 
     def __init__(self, namespace: Namespace, page_ids: bytes) -> None:
         self.digest = namespace_digest(namespace)
@@ -63,16 +63,16 @@ class IdHashes(PathHashes):
 
 
 def hash_path(namespace: Namespace, path: Path, page_tokens: int) -> PathHashes:
-    """The hashes of either form of a path."""
+    """Returns the hashes of either form of a path."""
     if path.tokens:
         return TokenHashes(namespace, path.tokens, page_tokens)
     return IdHashes(namespace, path.page_ids)
 
 
 def layout_fingerprint(attach: Attach) -> bytes:
-    """What rows and keys of such engines stand under.
+    """Returns the fingerprint of an engine's rows and keys.
 
-    Hashed anew with groups and ranks: no engine meets rows of a worker, or of an engine whose pages are others.
+    It covers groups and ranks, too, so no engine finds rows of a worker, or of an engine with other pages.
     """
     fields = [attach.fingerprint, attach.page_tokens.to_bytes(8, "little"), attach.num_ranks.to_bytes(8, "little")]
     for spec in attach.groups:

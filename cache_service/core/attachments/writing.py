@@ -38,7 +38,7 @@ def reserve(attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: 
 
 
 def _wanted(attachment: Attachment, hashes: PathHashes, ranges: tuple[GroupRange, ...]) -> dict[int, int]:
-    """By page number: the groups that are asked for, as a bit mask."""
+    """Returns by page number the groups that are asked for, as a bit mask."""
     wanted: dict[int, int] = {}
     for number, (group, first, count) in enumerate(ranges):
         where = f"reserve.ranges[{number}]"
@@ -124,7 +124,7 @@ def commit(attachment: Attachment, said: Commit, now_ms: int) -> Committed:
 
 
 def _short(writing: Writing, done: dict[int, int]) -> int:
-    """Groups, as a bit mask, of which the store answered and did not take all: it is full."""
+    """Returns the groups, as a bit mask, of which the store did not take all pages: it is full."""
     full = 0
     for group, count in done.items():
         if count < writing.num_pages(group):
@@ -133,7 +133,7 @@ def _short(writing: Writing, done: dict[int, int]) -> int:
 
 
 def _writers(attachment: Attachment, writing: Writing) -> set[int]:
-    """The ranks that write something under the ticket: of replicated groups the first one alone."""
+    """Returns the ranks that write under the ticket: of replicated groups the first one alone."""
     of_each_rank = writing.groups()
     for group, spec in enumerate(attachment.attach.groups):
         if spec.replicated:
@@ -142,7 +142,7 @@ def _writers(attachment: Attachment, writing: Writing) -> set[int]:
 
 
 def _on_all_ranks(attachment: Attachment, writing: Writing) -> dict[int, int]:
-    """By group: how many of its first pages are written on each rank that writes them."""
+    """Returns by group how many of its first pages are written on all ranks that write them."""
     found = {}
     for group, spec in enumerate(attachment.attach.groups):
         ranks = [writing.done[0]] if spec.replicated else list(writing.done.values())
@@ -151,7 +151,7 @@ def _on_all_ranks(attachment: Attachment, writing: Writing) -> dict[int, int]:
 
 
 def _done(attachment: Attachment, writing: Writing, said: Commit) -> dict[int, int]:
-    """By group: how many of its first pages this rank has written."""
+    """Returns by group how many of its first pages this rank has written. Raises InvalidInput."""
     done: dict[int, int] = {}
     for number, written in enumerate(said.written):
         where = f"commit.written[{number}]"
@@ -172,7 +172,7 @@ def _done(attachment: Attachment, writing: Writing, said: Commit) -> dict[int, i
 
 
 def check_end(attachment: Attachment, end: LeaseEnd, where: str) -> None:
-    """Raises InvalidInput."""
+    """Raises InvalidInput for an end that does not fit its lease."""
     if not 1 <= end.lease <= attachment.last_lease:
         raise InvalidInput(f"{where}.lease", f"{end.lease} was never granted")
     lease = attachment.leases.get(end.lease)
@@ -181,7 +181,7 @@ def check_end(attachment: Attachment, end: LeaseEnd, where: str) -> None:
 
 
 def release(attachment: Attachment, end: LeaseEnd, now_ms: int) -> bool:
-    """What was read counts; a row whose value is not there, or not right, is dropped.
+    """Ends a lease and counts what was read; a row whose value was missing or damaged is dropped.
 
     Returns False for a lease that has ended already.
     """

@@ -19,7 +19,7 @@ class EventLog:
         self._num_lost = 0
 
     def __len__(self) -> int:
-        """Events to be taken. Some were dropped only if there are any."""
+        """Returns how many events wait. Some were dropped only if there are any."""
         return len(self._events)
 
     def record(self, event: Event) -> None:

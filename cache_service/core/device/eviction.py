@@ -40,10 +40,10 @@ class LeafOrder(ABC):
 
     @abstractmethod
     def add(self, node: Node) -> None:
-        """The node became a leaf that no lease holds, just used."""
+        """Puts a node into the order that became a leaf that no lease holds, as just used."""
 
     def remove(self, node: Node) -> None:
-        """The node is no such leaf any more."""
+        """Takes the node out of the order: it is no such leaf any more."""
         assert node.queue is not None
         del node.queue[node]
         node.queue = None
@@ -54,11 +54,11 @@ class LeafOrder(ABC):
 
     @abstractmethod
     def victim(self) -> Node:
-        """The first leaf that no spill ticket holds; there is one."""
+        """Returns the first leaf that no spill ticket holds; there is one."""
 
     @abstractmethod
     def order(self) -> Iterator[Node]:
-        """Every node in the order, next victim first."""
+        """Yields every node in the order, next victim first."""
 
     # WINDOW pages are ordered by the nodes in which they stand.
 
@@ -185,7 +185,7 @@ class Adaptive(LeafOrder):
         return once if (clock - once.queued_at) * ratio >= clock - again.queued_at else again
 
     def _rank(self, node: Node) -> float:
-        """Lowest first."""
+        """Returns the node's place in the order of both queues: the lowest goes first."""
         age = self.lifetimes.clock - node.queued_at
         return -age if node.queue is self._again else -age * self.lifetimes.ratio
 
@@ -260,7 +260,7 @@ class Priority(LeafOrder):
 
 
 def _unheld(*queues: Queue) -> Node:
-    """At most as many are passed over as tickets may be open."""
+    """Returns the first node that no ticket pins; only tickets pin nodes in the order, so few are passed over."""
     for queue in queues:
         for node in queue:
             if not node.pins:

@@ -94,7 +94,7 @@ class Lifetimes:
         self._classes[is_again].pages[0] += num_pages
 
     def grown(self, is_again: bool, used_at: int, num_pages: int) -> None:
-        """More pages of a run whose last use was then."""
+        """A run whose last use was at `used_at` got more pages."""
         self.stored(is_again, num_pages)
         self._classes[is_again].pages[0] -= num_pages
         self._count(is_again, used_at, num_pages)
@@ -137,7 +137,7 @@ class Lifetimes:
         self._units = 0
 
     def _pairs(self) -> list[_Pair]:
-        """For each lifetime of pages used once, the longest of the others that fits the pool and can be had."""
+        """Returns for each lifetime of pages used once the longest one of the others that the pool has room for."""
         once, again = self._classes
         again_pages, again_hits = _sums(again.pages), _sums(again.uses)
         pairs = []
@@ -157,5 +157,5 @@ class Lifetimes:
 
 
 def _sums(counts: deque[float] | list[float]) -> list[float]:
-    """Of the first 0, 1, ... counts. A unit may be a little below 0: the ages of ghosts are not exact."""
+    """Returns the sums of the first 0, 1, ... counts. A count may be a little below 0: ghosts' ages are not exact."""
     return list(accumulate([count if count > 0.0 else 0.0 for count in counts], initial=0.0))

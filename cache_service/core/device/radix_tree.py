@@ -27,7 +27,7 @@ _MOST_PAGES = 256
 
 
 def _tail(packed: Packed, at: int) -> Packed:
-    """What lies from `at` on; in place where that saves a copy."""
+    """Returns what lies from `at` on; in place where that saves a copy."""
     if isinstance(packed, bytes):
         return packed[at:]
     del packed[:at]
@@ -86,7 +86,7 @@ class RadixTree:
     # Reading.
 
     def walk(self, node: Node, tokens: bytes, pos: int, limit: int) -> Walk:
-        """Follow tokens[pos:limit], a whole number of pages, down from `node`."""
+        """Returns how far tokens[pos:limit], a whole number of pages, match below `node`."""
         size = self.page_key_bytes
         while pos < limit:
             child = node.children.get(tokens[pos : pos + size])
@@ -137,7 +137,7 @@ class RadixTree:
         return self.split(walk.child, walk.pages) if walk.child is not None and walk.pages else walk.node
 
     def ensure_hashes(self, node: Node) -> None:
-        """Fill in the missing hashes of the path down to `node`: a pure function of the namespace and the path."""
+        """Computes the missing hashes of the path down to `node`."""
         lacking = []
         step = node
         while step.parent is not None and len(step.hashes) < step.resident * HASH_BYTES:
@@ -182,7 +182,7 @@ class RadixTree:
         self._let_go(node, self.now_ms)
 
     def _let_go(self, node: Node | None, used_ms: int) -> None:
-        """`used_ms`: the last use from below. What stays pinned is told, too: a ticket may be the last to let go."""
+        """Removes a pin and notes the last use, also where the node stays pinned: its last pin may be a ticket's."""
         while node is not None:
             node.pins -= 1
             if node.used_ms < used_ms:
@@ -262,7 +262,7 @@ class RadixTree:
         return top
 
     def cut(self, node: Node, count: int, is_cleared: bool = False) -> list[bytearray]:
-        """Take the last `count` pages off an unpinned leaf; returns them, group by group. Ghosts stay behind."""
+        """Takes the last `count` pages off an unpinned leaf and leaves ghosts. Returns the pages, group by group."""
         kind = GhostKind.AGAIN if node.uses else GhostKind.ONCE
         if is_cleared or (self.detached and node.root in self.detached):
             kind = GhostKind.CLEARED
@@ -290,7 +290,7 @@ class RadixTree:
         return removed
 
     def _detach(self, node: Node) -> list[bytearray]:
-        """The node loses its pages and leaves; a parent that becomes a leaf by this counts as just used."""
+        """Takes the node out of the tree; a parent that becomes a leaf by this counts as just used."""
         parent = node.parent
         assert parent is not None and not node.children
         if node.queue is not None:
@@ -315,7 +315,7 @@ class RadixTree:
         return self.ghosts.find(mark_of(root.digest, page, tokens[max(page - 1, 0) * size : (page + 1) * size]))
 
     def _leave_ghosts(self, node: Node, keep: int, kind: GhostKind) -> None:
-        """Marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
+        """Leaves marks for the pages from `keep` on; the last pages first, so that heads are the newest."""
         size, key, digest, add = self.page_key_bytes, node.key, node.root.digest, self.ghosts.add
         first, end = node.start + keep, node.end
         page = (end - 1) // STRIDE_PAGES * STRIDE_PAGES
@@ -332,7 +332,7 @@ class RadixTree:
         add(mark_of(digest, first, tokens), kind, end - first, opens_node=not keep)
 
     def take_ghosts(self, parent: Node, tokens: bytes, pos: int, limit: int) -> int:
-        """How many pages of tokens[pos:limit], to stand behind `parent`, were evicted as one node; their marks go.
+        """Returns how many pages of tokens[pos:limit] behind `parent` were evicted as one node; removes their marks.
 
         What was another node becomes one again, so that trunks are older than tails once more. Exact where the tokens
         part from the evicted ones at a multiple of `STRIDE_PAGES`, else too many by fewer pages than that. A lost mark

@@ -61,7 +61,7 @@ class SoftPins:
                 node.soft_until_ms = 0
 
     def due(self, now_ms: int) -> list[Node]:
-        """Nodes whose pin has run out; they are still pinned."""
+        """Returns the nodes whose pin has run out; they are still pinned."""
         found = []
         while self._heap and self._heap[0][0] <= now_ms:
             until_ms, _, node = heappop(self._heap)

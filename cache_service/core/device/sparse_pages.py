@@ -125,11 +125,11 @@ class SparsePages:
         return self.pool.num_free + self.num_evictable
 
     def is_unread(self, page_id: int) -> bool:
-        """Evictable, if it is a page of the tree."""
+        """Returns whether nobody reads the page: evictable, if it is a page of the tree."""
         return page_id not in self.readers
 
     def take(self, count: int) -> list[int]:
-        """Private pages with one reader; evicts for them. The caller has made sure that they are available."""
+        """Returns `count` private pages with one reader each, evicting where it must; so many must be available."""
         self.evict(count - self.pool.num_free)
         page_ids = unpack(self.pool.take(count))
         for page_id in page_ids:
@@ -181,7 +181,7 @@ class SparsePages:
         return self._clock
 
     def _append(self, page_id: int, key: tuple[Retention, int]) -> None:
-        """The page becomes evictable, just used."""
+        """Makes the page evictable, as just used."""
         order = self._order(page_id, key)
         order.append(page_id, self._clock)
         while key[1] and len(order) > self._max_protected:
@@ -216,7 +216,7 @@ class SparsePages:
         self.places[page_id] = Place(node, page)
 
     def evict(self, count: int) -> None:
-        """Leave holes where the first `count` victims stood."""
+        """Evicts the first `count` victims; their places in the tree become holes."""
         for _ in range(min(count, self.num_evictable)):
             self.evict_one(self._victim())
 
@@ -230,7 +230,7 @@ class SparsePages:
         return next(iter(heads.values()))[0]
 
     def evict_one(self, page_id: int) -> None:
-        """Leave a hole where this evictable page stood."""
+        """Evicts this page; its place in the tree becomes a hole."""
         self._leave_order(page_id)
         place = self.places.pop(page_id)
         del self._uses[page_id]

@@ -96,7 +96,7 @@ class TransferTable:
 
     @property
     def num_fetching(self) -> int:
-        """Fetches that count against `max_open_tickets`."""
+        """Returns the number of fetches that count against `max_open_tickets`."""
         return len(self.fetches) - len(self.late)
 
     def new_id(self) -> TicketId:
@@ -105,7 +105,7 @@ class TransferTable:
         return TicketId(self._ids.last)
 
     def find(self, ticket: TicketId) -> Transfer | None:
-        """The transfer of an open ticket."""
+        """Returns the transfer of an open ticket."""
         held = self.fetches.get(ticket) or self.spills.get(ticket)
         return held.transfer if held is not None else None
 

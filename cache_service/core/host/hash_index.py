@@ -80,16 +80,16 @@ class HashIndex:
         self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
 
     def groups(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
-        """Groups that can be fetched; none while the breaker is open."""
+        """Returns the groups that can be fetched; none while the breaker is open."""
         return 0 if self.breaker.is_open else self.stored(fingerprint, page_hash, floor)
 
     def stored(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
-        """Groups that the store is known to have, also while it fails."""
+        """Returns the groups that the store is known to have, also while it fails."""
         row = self.rows.get(fingerprint + page_hash)
         return row.groups if row is not None and row.stamp > floor else 0
 
     def leading(self, fingerprint: bytes, hashes: Sequence[bytes], mask: int, floor: int = NOTHING_HIDDEN) -> int:
-        """How many of these pages are there with all groups of the mask, before one is not."""
+        """Returns how many of these pages, from the first on, are there with all groups of the mask."""
         keys = [fingerprint + page_hash for page_hash in hashes]
         for count, row in enumerate(map(self.rows.get, keys)):
             if row is None or row.stamp <= floor:
@@ -100,14 +100,14 @@ class HashIndex:
         return len(hashes)
 
     def known(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
-        """Groups that are there or on their way."""
+        """Returns the groups that are there or being spilled."""
         return self.stored(fingerprint, page_hash, floor) | self.pending.get(fingerprint + page_hash, 0)
 
     # What a Clear call hides. A row that a scan found may be of any namespace: it stays for the others, hidden from the
     # cleared one, whose prompts are the only ones that lead to its hash if it is theirs.
 
     def floor(self, digest: bytes) -> int:
-        """Rows with stamps up to this are hidden from the namespace with this digest."""
+        """Returns the stamp up to which rows are hidden from the namespace with this digest."""
         if not self._hidden:
             return NOTHING_HIDDEN
         return max(self._hidden.get(digest, NOTHING_HIDDEN), self._hidden.get(None, NOTHING_HIDDEN))
@@ -131,16 +131,16 @@ class HashIndex:
         return self._drop(key, MissReason.CLEARED)
 
     def key_prefix(self, fingerprint: bytes, group: int) -> str:
-        """See TransferPages."""
+        """Returns the prefix of a group's keys, as TransferPages has it."""
         return key_prefix(fingerprint, group)
 
     def begin(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
-        """A spill of these groups is under way."""
+        """Notes that these groups are being spilled."""
         key = fingerprint + page_hash
         self.pending[key] = self.pending.get(key, 0) | groups
 
     def end(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
-        """The spill ended, well or not."""
+        """Notes that their spill has ended, well or not."""
         key = fingerprint + page_hash
         left = self.pending.get(key, 0) & ~groups
         if left:
@@ -149,7 +149,7 @@ class HashIndex:
             self.pending.pop(key, None)
 
     def all_keys(self) -> list[bytes]:
-        """Of all rows, in no order: the ordered way takes 100 ms for 300,000, this one 3."""
+        """Returns the keys of all rows, in no order: that takes 3 ms for 300,000 rows, in their order 100."""
         return list(dict.__iter__(self.rows))
 
     def hidden_first(self, floor: int) -> Iterator[bytes]:
@@ -162,7 +162,7 @@ class HashIndex:
             yield key
 
     def is_unknown(self, key: bytes) -> bool:
-        """There is such a row, and nobody knows of which namespace."""
+        """Returns whether there is such a row, and of an unknown namespace."""
         row = self.rows.get(key)
         return row is not None and row.namespace is None
 
@@ -185,7 +185,7 @@ class HashIndex:
         self._use(key, row)
 
     def page_bytes(self, fingerprint: bytes, groups: int) -> int:
-        """Bytes of a page of these groups (a bit mask) on all ranks that have a value of their own."""
+        """Returns the bytes of a page of these groups (a bit mask) on all ranks that have a value of their own."""
         sizes, ranks = self.group_bytes.get(fingerprint, ()), self.group_ranks.get(fingerprint, ())
         return sum([size * num for group, (size, num) in enumerate(zip(sizes, ranks)) if groups >> group & 1])  # noqa: B905
 
@@ -230,11 +230,11 @@ class HashIndex:
                 self.queues.touch(key)
 
     def forget(self, fingerprint: bytes, page_hash: bytes, why: MissReason) -> bool:
-        """Drop one row, and its keys."""
+        """Drops one row, and its keys."""
         return self._drop(fingerprint + page_hash, why)
 
     def delete(self, fingerprint: bytes, page_hash: bytes, groups: int) -> None:
-        """Keys that stand for no row."""
+        """Deletes keys that stand for no row."""
         if self.shared:
             self.queues.delete(fingerprint + page_hash, groups)
 
@@ -243,7 +243,7 @@ class HashIndex:
         self.rows.move_to_end(key)
 
     def hold(self, key: bytes) -> HostRow:
-        """A lease holds this row, which is there, and has just used it. Returns it, for `let_go`."""
+        """Notes that a lease holds this row, which is there, and has just used it. Returns it, for `let_go`."""
         row = self.rows[key]
         if not row.holds:
             self.num_held += 1
@@ -252,7 +252,7 @@ class HashIndex:
         return row
 
     def let_go(self, key: bytes, row: HostRow) -> None:
-        """The lease has ended; the row may have gone meanwhile."""
+        """Ends a hold; the row may have gone meanwhile."""
         row.holds -= 1
         if not row.holds and self.rows.get(key) is row:
             self.num_held -= 1
@@ -308,13 +308,13 @@ class HashIndex:
         return True
 
     def take_deletes(self, count: int) -> list[bytes]:
-        """Names to unlink, of at most `count` rows; those dropped first come first."""
+        """Returns keys to unlink, of at most `count` rows; those dropped first come first."""
         # A row that came back meanwhile has been written anew.
         taken = ((key, groups & ~self._groups_now(key)) for key, groups in self.queues.take_deletes(count))
         return [name for key, groups in taken for name in self._names(key, groups)]
 
     def take_touches(self, count: int) -> list[bytes]:
-        """Names whose time to live is to be refreshed, of at most `count` rows."""
+        """Returns keys whose time to live is to be refreshed, of at most `count` rows."""
         return [name for key in self.queues.take_touches(count) for name in self._names(key, self.rows[key].groups)]
 
     def _groups_now(self, key: bytes) -> int:

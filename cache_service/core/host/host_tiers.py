@@ -35,7 +35,7 @@ class HostTiers:
         self.private: dict[WorkerId, HashIndex] = {}
 
     def view(self, hello: Hello) -> HostView | None:
-        """The tier as this worker reaches it; None where it has none."""
+        """Returns the tier as this worker reaches it; None where it has none."""
         if hello.host_tier is HostTierKind.NONE:
             return None
         if hello.host_tier is HostTierKind.SHARED:
@@ -47,14 +47,15 @@ class HostTiers:
         return make_view(index, hello.fingerprint, hello.num_ranks, hello.groups)
 
     def shared_index(self, host_tier_id: str) -> HashIndex:
-        """The index of a store that somebody names now."""
+        """Returns the index of a store that a worker or an attached engine names now."""
         # Last named, last in the order: what is pruned was named longest ago.
         index = self.shared.pop(host_tier_id, None) or self._make(is_shared=True)
         self.shared[host_tier_id] = index
         return index
 
     def prune(self, in_use: set[str]) -> None:
-        """A flushed store comes back under a new identity: keep few of those that no worker names any more."""
+        """Drops all but a few of the stores that no worker names any more: a flushed one comes back under a new
+        identity."""
         unused = [tier_id for tier_id in self.shared if tier_id not in in_use]
         for tier_id in unused[: max(len(unused) - MAX_UNUSED_TIERS, 0)]:
             del self.shared[tier_id]
@@ -73,7 +74,7 @@ class HostTiers:
         return [*self.shared.values(), *self.private.values()]
 
     def adopt(self, host_tier_id: str, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Rows that a scan found, most recently used first; keys that are not ours are passed over."""
+        """Adds rows that a scan found, most recently used first; keys that are not ours are passed over."""
         index = self.shared.get(host_tier_id)
         if index is None or fingerprint not in index.group_bytes:
             return 0
@@ -86,7 +87,7 @@ class HostTiers:
         return adopted
 
     def end_scan(self, host_tier_id: str, fingerprint: bytes) -> None:
-        """No scan of these rows is under way or due."""
+        """Notes that no scan of these rows is under way or due."""
         index = self.shared.get(host_tier_id)
         if index is not None:
             index.unscanned.discard(fingerprint)
@@ -109,23 +110,23 @@ class HostTiers:
             index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
 
     def named(self) -> tuple[tuple[str, bytes], ...]:
-        """(host_tier_id, fingerprint) of every shared tier that anybody named."""
+        """Returns (host_tier_id, fingerprint) of every shared tier that anybody named."""
         shared = self.shared.items()
         return tuple((tier_id, fingerprint) for tier_id, index in shared for fingerprint in index.group_bytes)
 
     def num_deletes(self) -> int:
-        """Rows whose keys wait to be taken for deletion."""
+        """Returns how many rows have keys that wait to be taken for deletion."""
         return sum(len(index.queues.deletes) for index in self.shared.values())
 
     def has_work(self) -> bool:
         return any(index.queues for index in self.all())
 
     def take_deletes(self) -> tuple[bytes, ...]:
-        """Keys to unlink."""
+        """Returns keys to unlink."""
         return tuple(name for index in self.all() for name in index.take_deletes(MAX_TAKEN))
 
     def take_touches(self) -> tuple[bytes, ...]:
-        """Keys whose time to live is to be refreshed, tails before heads."""
+        """Returns keys whose time to live is to be refreshed, tails before heads."""
         return tuple(name for index in self.all() for name in index.take_touches(MAX_TAKEN))
 
     def stats(self) -> HostTierStats:
@@ -145,7 +146,7 @@ class HostTiers:
 
 
 def make_view(index: HashIndex, fingerprint: bytes, num_ranks: int, groups: Sequence[GroupSpec]) -> HostView:
-    """The tier as those see it who read and write pages of this fingerprint."""
+    """Returns the tier as readers and writers of pages of this fingerprint see it."""
     index.group_ranks[fingerprint] = tuple([1 if spec.replicated else num_ranks for spec in groups])
     index.group_bytes[fingerprint] = tuple(spec.page_bytes for spec in groups)
     return HostView(index, fingerprint)

@@ -1,4 +1,4 @@
-"""What one shared store is to do: rows whose keys are to be deleted, rows whose time to live is to be refreshed.
+"""Rows of one shared store whose keys are to be deleted, and rows whose time to live is to be refreshed.
 
 A row is named by its fingerprint and page hash; it has one key in the store for each group and rank.
 """

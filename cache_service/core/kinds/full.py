@@ -59,7 +59,7 @@ class FullGroup(Group):
         return GroupPages(self.number, first, bytes(own))
 
     def table(self, lease: Lease) -> GroupPages:
-        """The shared pages of the path, then the lease's own."""
+        """Returns the shared pages of the path, then the lease's own."""
         number = self.number
         parts: list[bytes | bytearray] = [lease.holds[number]]
         node: Node | None = lease.node

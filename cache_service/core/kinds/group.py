@@ -75,17 +75,17 @@ class Group(ABC):
 
     @abstractmethod
     def take(self, lease: Lease, needs: dict[int, Any], num_pages: int) -> None:
-        """Read what is reused and take the rest, as the lease's hold."""
+        """Reads what is reused and takes the rest, as the lease's hold."""
 
     @abstractmethod
     def targets(self, lease: Lease, needs: dict[int, Any], boundary: int) -> GroupPages:
         """Returns the pages before `boundary` that a fetch is to fill, with holes where nothing is lacking."""
 
     def admit(self, lease: Lease) -> None:
-        """The sequence may run now, with nothing left to fetch."""
+        """Notes that the sequence may run, with nothing left to fetch."""
 
     def offer(self, lease: Lease, room_tokens: int) -> Sequence[SnapshotSlot]:
-        """Slots for the boundaries in (lease.room_tokens, room_tokens], while there are any; too few refuse nothing."""
+        """Returns slots for the boundaries in (lease.room_tokens, room_tokens], as many as there are."""
         return ()
 
     def table(self, lease: Lease) -> GroupPages | None:
@@ -111,7 +111,7 @@ class Group(ABC):
         return None
 
     def shrink(self, lease: Lease, total: int) -> None:
-        """Give back the pages behind a length of `total` pages: nothing was computed in them."""
+        """Gives back the pages behind a length of `total` pages: nothing was computed in them."""
 
     # Publish.
 
@@ -176,7 +176,7 @@ class Group(ABC):
 
     @abstractmethod
     def adopt(self, lease: Lease, claim: Any) -> None:
-        """Take what was claimed, as the lease's hold."""
+        """Takes what was claimed, as the lease's hold."""
 
     # Restore: pages that a worker's inventory says hold the KV of a run.
 

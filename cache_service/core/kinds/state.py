@@ -76,7 +76,7 @@ class StateGroup(SparseGroup):
         return StateNeed(slot, is_fetched=not slot)
 
     def lacks(self, needs: dict[int, Any], num_pages: int) -> bool:
-        """An extend needs no slot."""
+        """Returns whether a slot is lacking; an extend needs none."""
         need: StateNeed | None = needs[self.number]
         if need is None:
             return False

@@ -78,7 +78,7 @@ class WindowGroup(SparseGroup):
         return f"the first chunk takes {pages} pages; group {spec.name} has {spec.num_pages}"
 
     def need(self, page_ids: bytes, boundary: int, acquire: Acquire) -> WindowNeed:
-        """The window before the boundary, and the first chunk."""
+        """Returns the pages of the window before the boundary, and of the first chunk."""
         start, num_tokens = boundary * self.page_tokens, len(acquire.tokens) // TOKEN_BYTES
         end = pages_of(min(num_tokens, start + (acquire.chunk_tokens or num_tokens)), self.page_tokens)
         first = self.first_page(start)
@@ -106,7 +106,7 @@ class WindowGroup(SparseGroup):
         return GroupPages(self.number, need.first, pack(0 if page in need.hits else page_id for page, page_id in ids))
 
     def table(self, lease: Lease) -> GroupPages:
-        """NO_PAGE where the window no longer reaches."""
+        """Returns the pages of the window, NO_PAGE before it."""
         hold: WindowHold = lease.holds[self.number]
         return GroupPages(self.number, 0, bytes(hold.first * PAGE_ID_BYTES) + pack(hold.page_ids))
 

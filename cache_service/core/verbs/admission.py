@@ -44,7 +44,8 @@ def match_of(plan: Plan, page_tokens: int) -> Match:
 def plan_acquire(
     cache: DeviceCache, acquire: Acquire, may_fetch: bool, hashes: PromptHashes | None = None
 ) -> Plan | Refusal:
-    """The best way in that fits: with a fetch, without, and from 0 where a pool could never hold what is resumed."""
+    """Returns the first plan that fits: with a fetch, without one, or from 0 where no pool could hold what is
+    resumed."""
     layout, tokens = cache.layout, acquire.tokens
     total = -(-len(tokens) // layout.page_key_bytes)
     if total + acquire.reserve_pages > layout.most_pages:
@@ -88,7 +89,7 @@ def _nothing(cache: DeviceCache, acquire: Acquire) -> PrefixMatch:
 
 
 def _boundaries(cache: DeviceCache, found: PrefixMatch) -> Sequence[int]:
-    """A fetch that pays, then what is usable, then 0: a pool may never hold what a usable boundary needs.
+    """Returns the boundaries to try: that of a fetch that pays, the usable one, and 0, if no pool has room for it.
 
     Where the host tier has more and is not asked for it, that is why no more is reused.
     """

@@ -31,8 +31,8 @@ from session.words import (
 
 
 def adopt(cache: DeviceCache, item: Adopt) -> Grant | Refusal:
-    """Refused (queue it again) where a page that it names is somebody else's by now, beyond the bytes that leases may
-    hold, or where a Clear call came before it, whose namespace it would fill again; nothing changed then."""
+    """Returns a refusal (queue it again), which changes nothing, where a page is somebody else's by now, leases hold
+    too many bytes, or the namespace was cleared since."""
     _check(cache, item)
     if not item.bypass_cache and cache.restored.is_cleared(item.namespace):
         return Refusal(item.sequence_id, RefusalReason.NO_ROOM, "the namespace was cleared")
@@ -105,7 +105,7 @@ def _check_slots(cache: DeviceCache, adopt: Adopt) -> None:
 
 
 def _shared(cache: DeviceCache, adopt: Adopt) -> Walk:
-    """The part of the computed path that is already in the tree."""
+    """Returns the part of the computed path that is already in the tree."""
     layout, root = cache.layout, cache.tree.roots.get(adopt.namespace)
     if root is None or adopt.bypass_cache:
         return Walk(Root(adopt.namespace, len(cache.groups)), None, 0)

@@ -41,7 +41,7 @@ def used_parts(cache: DeviceCache, found: PrefixMatch, now_ms: int) -> list[Used
 
 
 def _is_same(age: Age, age_ms: int) -> bool:
-    """Whether what was used that long ago is told as one with the part before it, which was not used longer ago."""
+    """Returns whether two neighbours count as one part; the former was not used longer ago."""
     least_ms = age.least_ms
     return (age == IN_USE) == (age_ms == 0) and age_ms < max(2 * least_ms, least_ms + SAME_MS)
 

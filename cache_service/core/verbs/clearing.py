@@ -37,7 +37,7 @@ class _Pace:
 def clear(
     caches: Iterable[DeviceCache], tiers: Iterable[HashIndex], namespace: Namespace | None, *, detach: bool
 ) -> Slices:
-    """Drop a namespace, or all (None)."""
+    """Drops a namespace, or all (None)."""
     pace = _Pace()
     roots = [(cache, root) for cache in caches for root in cache.tree.roots_of(namespace)]
     digest = namespace_digest(namespace) if namespace is not None else None
@@ -85,7 +85,7 @@ def count(caches: Iterable[DeviceCache], tiers: Iterable[HashIndex], namespace: 
 
 
 def _below(root: Root, pace: _Pace) -> Generator[None, None, list[Node]]:
-    """Every node, parents first."""
+    """Yields every node, parents first."""
     nodes: list[Node] = list(root.children.values())
     for node in nodes:
         nodes.extend(node.children.values())

@@ -23,7 +23,7 @@ from session.words import PAGE_ID_BYTES, GroupPages, MissReason, Transfer, Trans
 
 
 def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
-    """Open tickets for consecutive runs of pages, the first run first; the lease waits for all their acks.
+    """Opens tickets for consecutive runs of pages, the first run first; the lease waits for all their acks.
 
     One sequence takes at most half of the tickets that are left, so that others can fetch beside it. What lies beyond
     is fetched by the plan that follows the acks.
@@ -57,20 +57,20 @@ def _open(cache: DeviceCache, lease: Lease, plan: Plan, pages: range, moved: lis
 
 
 def _first_page(target: GroupPages) -> int:
-    """The page number of its first page; that behind its last one without any."""
+    """Returns the page number of its first page that is no hole; the end where all are."""
     num_zeros = len(target.page_ids) - len(target.page_ids.lstrip(b"\0"))
     return target.first_page + num_zeros // PAGE_ID_BYTES
 
 
 def _cut(target: GroupPages, pages: range) -> bytes:
-    """The packed ids of these pages, with holes before the target's first one."""
+    """Returns the packed ids of these pages, with holes before the target's first one."""
     holes = max(target.first_page - pages.start, 0)
     first, end = pages.start + holes - target.first_page, max(pages.stop - target.first_page, 0)
     return bytes(min(holes, len(pages)) * PAGE_ID_BYTES) + target.page_ids[first * PAGE_ID_BYTES : end * PAGE_ID_BYTES]
 
 
 def orphan(cache: DeviceCache, lease: Lease) -> dict[int, set[int]]:
-    """The lease ends before its acks: the open tickets keep their targets. Returns these, by group."""
+    """Ends a lease's fetch before its acks: the open tickets keep their targets. Returns these, by group."""
     kept: dict[int, set[int]] = {}
     for ticket in lease.fetches:
         fetch = cache.transfers.fetches[ticket]
@@ -119,7 +119,7 @@ def note_late(cache: DeviceCache, now_ms: int) -> None:
 
 
 def _leading(arrived: Iterable[Arrival]) -> int:
-    """The page number behind the pages that arrived without a gap; nothing moves between two tickets."""
+    """Returns the page number behind the pages that arrived without a gap."""
     done = 0
     for fetch, num_done in arrived:
         done = fetch.transfer.first_page + num_done
@@ -144,7 +144,7 @@ def _report(fetch: Fetch, ack: Ack, now_ms: int) -> None:
 
 
 def _touch(arrived: list[Arrival]) -> None:
-    """All runs at once, since tails go before heads whatever order the acks came in."""
+    """Marks the rows as used: all runs at once, since tails go before heads whatever order the acks came in."""
     for fetch, num_done in reversed(arrived):
         fetch.host.index.touch(fetch.host.fingerprint, fetch.hashes(num_done))
 

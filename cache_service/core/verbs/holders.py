@@ -36,7 +36,7 @@ def find_holders(cache: DeviceCache, found: PrefixMatch) -> Holders:
 
 
 class _HeldPages:
-    """How many leading pages of the prompt the holder of a node holds: those of the path down to that node."""
+    """Counts the leading pages of a prompt that the holder of a node holds: those of the path down to that node."""
 
     def __init__(self, cache: DeviceCache, found: PrefixMatch) -> None:
         walk = found.walk
@@ -47,7 +47,7 @@ class _HeldPages:
             self._ends[walk.child] = walk.end
 
     def up_to(self, node: Node) -> int:
-        """A walk up to the prompt's path, once for each node beside it."""
+        """Returns the count for a node, found by a walk up to the prompt's path."""
         passed: list[Node] = []
         step: Node | None = node
         while step is not None and step not in self._ends:

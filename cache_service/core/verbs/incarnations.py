@@ -1,4 +1,4 @@
-"""Which process speaks for a worker id, and what it may not change."""
+"""Which process owns a worker id, and what its Hello may not change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from session.messages import Hello
 
 
 def check_later(present: Hello, new: Hello) -> None:
-    """Of two processes with the same worker id the one that started later is right; 0 says nothing."""
+    """Raises Superseded where the new process started before the present one; a start of 0 is not known."""
     if present.started_ns and 0 < new.started_ns < present.started_ns:
         ahead_s = (present.started_ns - new.started_ns) / 1e9
         reason = f"an incarnation of {new.worker_id} that started {ahead_s:.3f} s later is here"
@@ -16,7 +16,7 @@ def check_later(present: Hello, new: Hello) -> None:
 
 
 def check_same(old: Hello, new: Hello) -> None:
-    """What one process says of its pages cannot change."""
+    """Raises InvalidInput where a process declares other pages than before."""
     for name in ("fingerprint", "page_tokens", "groups", "num_ranks", "model"):
         if getattr(new, name) != getattr(old, name):
             raise InvalidInput(f"hello.{name}", "differs from what this incarnation said before")

@@ -1,4 +1,4 @@
-"""Give a sequence its pages and take them back: acquire, extend, release, and the new plan after a fetch.
+"""Gives a sequence its pages and takes them back: acquire, extend, release, and the new plan after a fetch.
 
 A commit pins the hits, then evicts, then takes; it cannot fail.
 """
@@ -96,7 +96,7 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
 
 
 def _mark_use(cache: DeviceCache, node: Node, priority: int) -> None:
-    """Everything on the path was used again; pinned nodes stand in no order, so their place in it may change."""
+    """Counts a use of every node on the path. They are pinned, so in no order: their place in it may change."""
     selective = cache.host is not None and cache.config.spill is SpillPolicy.SELECTIVE
     step = node
     while step.parent is not None:
@@ -127,7 +127,7 @@ def _grant(
 
 
 def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
-    """Block tables from page 0 on."""
+    """Returns the block tables from page 0 on."""
     out = []
     for group in cache.groups:
         table = group.table(lease)
@@ -137,7 +137,7 @@ def tables(cache: DeviceCache, lease: Lease) -> tuple[GroupPages, ...]:
 
 
 def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
-    """After the acks of its fetches, from the tokens that the lease keeps; a refusal ends it."""
+    """Plans a lease anew after the acks of its fetches; a refusal ends it."""
     drop_holdings(cache, lease)
     cache.leases.remove(lease.sequence_id)
     page_tokens = cache.layout.page_tokens
@@ -225,7 +225,7 @@ def release(cache: DeviceCache, lease: Lease, reason: ReleaseReason, rolling_tok
 
 
 def drop_holdings(cache: DeviceCache, lease: Lease, kept: Mapping[int, Collection[int]] | None = None) -> None:
-    """Everything that the lease still holds, but what tickets keep; what is unpublished is freed."""
+    """Gives up all that the lease still holds, but what tickets keep; what is unpublished is freed."""
     for group in cache.groups:
         held = group.held(lease)
         if kept is not None and group.number in kept:

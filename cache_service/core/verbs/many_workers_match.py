@@ -1,4 +1,4 @@
-"""One prompt that many workers are asked about: hashed once, and the workers that hold nothing of it matched once."""
+"""Matches one prompt on many workers: hashed once, and workers that hold nothing of it share one match."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class PromptMatch:
         return _told(cache, *cold)
 
     def _on_device(self, num_pages: int, reason: MissReason, page_tokens: int) -> Match:
-        """Where no group has holes what is resident can be used. Workers that hold as much share one Match."""
+        """Returns the match where no group has holes: what is resident can be used. Workers that hold as much share
+        it."""
         found = self._warm.get((num_pages, reason, page_tokens))
         if found is None:
             tokens = num_pages * page_tokens

@@ -112,7 +112,7 @@ def resident(tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> tupl
 
 
 def _look_in_host(found: PrefixMatch, cache: DeviceCache, host: HostView, hashes: PromptHashes) -> None:
-    """Goes on from the matched pages and stops at the first absent page, so a long miss costs one hash."""
+    """Looks in the host tier behind the matched pages, up to the first absent page: a long miss costs one hash."""
     if not any(group.reach_pages() for group in cache.groups):
         return  # windows of one token read no page before a boundary: there is nothing to bring
     _seed(found, cache.tree, hashes)
@@ -140,7 +140,7 @@ def _seed(found: PrefixMatch, tree: RadixTree, hashes: PromptHashes) -> None:
 
 
 def _reach(found: PrefixMatch, layout: Layout, host: HostView, hashes: PromptHashes) -> int:
-    """The first page number from the matched ones on that the tier does not hold whole.
+    """Returns the first page number behind the matched ones that the tier does not hold whole.
 
     What was found for one worker holds for the next: 64 workers would look up the same 8,192 pages each.
     """

@@ -39,7 +39,8 @@ def connection(worker: Worker) -> Connection:
 
 
 def _below(workers: Mapping[WorkerId, Worker], worker: Worker, root: Root) -> Slices:
-    """A node's pages from a page number on: while it waits its head may be split off, which is told with it."""
+    """Yields the events of a namespace's nodes. A node waits with the page number from which it is to be told, since
+    its head may be split off meanwhile."""
     cache, num_pages = worker.cache, 0
     if cache.tree.roots.get(root.namespace) is not root:
         return 0

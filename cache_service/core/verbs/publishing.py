@@ -1,4 +1,4 @@
-"""Make computed pages findable: go on at the lease's own node, merge per group and page, say which pages to remap.
+"""Makes computed pages findable: goes on at the lease's own node, merges by group and page, says which to remap.
 
 tree    hole              -> takes the sequence's page
         a different page  -> the sequence is remapped to it, its own page is freed
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> Remap | None:
-    """Take over the accepted tokens and the computed length; every page wholly below it becomes findable."""
+    """Takes over the accepted tokens and the computed length; every page wholly below it becomes findable."""
     if tokens:
         cache.leases.accept(lease, tokens)
     lease.computed_tokens = computed
@@ -42,7 +42,7 @@ def publish(cache: DeviceCache, lease: Lease, tokens: bytes, computed: int) -> R
 
 
 def publish_pages(cache: DeviceCache, lease: Lease, end: int) -> list[GroupPages]:
-    """Put the lease's pages up to page number `end` into the tree; returns what to remap."""
+    """Puts the lease's pages up to page number `end` into the tree; returns what to remap."""
     remaps: list[GroupPages] = []
     runs: list[Run] | None = None
     if cache.host is not None or cache.events.is_wanted:
@@ -123,7 +123,7 @@ def queue_spills(cache: DeviceCache, nodes: Iterable[Node]) -> None:
 
 
 def tell(cache: DeviceCache, node: Node, runs: list[Run]) -> None:
-    """Says what became findable on the path down to `node`."""
+    """Records events of what became findable on the path down to `node`."""
     queue_spills(cache, [run.node for run in runs])
     if cache.events.is_wanted:
         cache.tree.ensure_hashes(node)
@@ -133,7 +133,7 @@ def tell(cache: DeviceCache, node: Node, runs: list[Run]) -> None:
 
 
 def stored_events(cache: DeviceCache, node: Node, start: int, stop: int) -> list[Stored]:
-    """Returns what tells of a node's pages, by page number, whose hashes are filled in: one event for each group."""
+    """Returns an event for each group of a node's pages start .. stop - 1, whose hashes must be known."""
     size = cache.layout.page_key_bytes
     first, end = start - node.start, stop - node.start
     packed = bytes(node.hashes[first * HASH_BYTES : end * HASH_BYTES])

@@ -1,6 +1,6 @@
-"""Keeps host copies of what is in use: hits renew them; what a store lost is refilled, a little at each tick.
+"""Keeps host copies of what is in use: hits renew them, and what a store lost is written again, some at each tick.
 
-And keeps the rows of a path in order: the quota drops those used longest ago, so heads are to be younger than tails.
+Rows of a path are kept in order: the quota drops those used longest ago, so heads are to be younger than tails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_WAITING = 256
 
 
 def note_hit(cache: DeviceCache, node: Node) -> None:
-    """A lease was granted this path: what was not renewed for long is due, and what lies before it follows."""
+    """Queues what was not renewed for long on the path of a granted lease, and all nodes before that."""
     if cache.host is None:
         return
     step, since_ms, is_behind = node, cache.now_ms - cache.config.host_renew_ms, False
@@ -39,7 +39,7 @@ def note_hit(cache: DeviceCache, node: Node) -> None:
 
 
 def note_spilled(cache: DeviceCache, node: Node, first_page: int) -> None:
-    """Rows were added from that page number of the path on: those before them are to be younger."""
+    """Queues the path before newly added rows, from `first_page` on: those before are to be younger."""
     if first_page == node.start:
         node.renewed_ms = cache.now_ms
     elif first_page > node.start:
@@ -51,7 +51,7 @@ def note_spilled(cache: DeviceCache, node: Node, first_page: int) -> None:
 
 
 def start_refill(cache: DeviceCache) -> None:
-    """The tier lost what it held, or is another one: every page may be spilled again."""
+    """Has every page spilled again: the tier lost what it held, or is another one."""
     cache.refill = _nodes(cache)
 
 
@@ -68,7 +68,8 @@ def tick(cache: DeviceCache) -> None:
 
 
 def _begin_round(cache: DeviceCache) -> bool:
-    """Everything that waits, deeper nodes first. In rounds, since what many prompts share is asked for all the time."""
+    """Takes all that waits as one round, deeper nodes first: what many prompts share would otherwise come again and
+    again."""
     for node in sorted(cache.renewals, key=_start, reverse=True):
         cache.renewing[node] = cache.renewals.pop(node)
     return bool(cache.renewing)
@@ -79,7 +80,7 @@ def _start(node: Node) -> int:
 
 
 def _renew(cache: DeviceCache, node: Node, in_store: bool) -> None:
-    """Rows that are gone while their pages are used are written again."""
+    """Renews a node's rows; those that are gone while their pages are used are written again."""
     assert cache.host is not None
     index, fingerprint = cache.host.index, cache.host.fingerprint
     cache.tree.ensure_hashes(node)
@@ -108,7 +109,7 @@ def _refill(cache: DeviceCache, nodes: Iterator[Node]) -> None:
 
 
 def is_wanted(cache: DeviceCache, node: Node) -> bool:
-    """Whether the tier is to have the node's pages; write_back looks for the cold end itself."""
+    """Returns whether the tier is to have the node's pages; write_back looks for the cold end itself."""
     spill = cache.config.spill
     return spill is SpillPolicy.WRITE_THROUGH or (spill is SpillPolicy.SELECTIVE and node.uses > 0)
 
@@ -119,7 +120,7 @@ def _queue(cache: DeviceCache, node: Node) -> None:
 
 
 def _nodes(cache: DeviceCache) -> Iterator[Node]:
-    """Every node, parents first, while the tree changes in between: of what was split since, both halves."""
+    """Yields every node, parents first, while the tree changes in between: of what was split since, both halves."""
     pending = [(child, child.start) for root in list(cache.tree.roots.values()) for child in root.children.values()]
     for node, start in pending:
         above = node.parent

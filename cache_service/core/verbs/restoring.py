@@ -1,4 +1,4 @@
-"""Put a worker's inventory into the tree: pages that still hold their KV after the manager lost its state.
+"""Puts a worker's inventory into the tree: pages that still hold their KV after the manager lost its state.
 
 A run begins where its parent run ends, or at the start of a prompt. Pages of it that stand in the tree already stay as
 they are, its others are taken from the free ones. A page of a group with holes that is not free any more is left out.
@@ -28,7 +28,7 @@ class _Start(NamedTuple):
 
 
 def restore(cache: DeviceCache, run: CachedRun) -> RunRefusal | None:
-    """Returns why not: a page is somebody else's by now, or what the run hangs on is gone. Nothing changed then.
+    """Restores a run. Returns why not, without a change, where a page is somebody else's by now or its parent is gone.
 
     Raises InvalidInput, TooMany.
     """
@@ -47,7 +47,7 @@ def restore(cache: DeviceCache, run: CachedRun) -> RunRefusal | None:
 
 
 def _start(cache: DeviceCache, run: CachedRun) -> _Start | str:
-    """Returns why there is none, where the run's parent was evicted, or its namespace cleared."""
+    """Returns where the run begins, or why nowhere: its parent was evicted, or its namespace cleared."""
     if not run.parent_run:
         if run.namespace is None:
             raise InvalidInput("namespace", "must be set")

@@ -33,7 +33,7 @@ MAX_WAITING = 4_096
 
 
 def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
-    """New orders for the queued nodes, as many as tickets may be open."""
+    """Returns new orders for the queued nodes, as many as tickets may be open."""
     queue = cache.spill_queue
     if not queue or cache.host is None:
         return ()
@@ -61,7 +61,7 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
 
 
 def _holds_much(cache: DeviceCache) -> bool:
-    """Open spills keep pages from eviction; they may not take more than a share of any pool."""
+    """Returns whether open spills keep more than their share of a pool from eviction."""
     transfers = [spill.transfer for spill in cache.transfers.spills.values()]
     return any(
         sum(map(group.num_copied, transfers)) * SPILL_SHARE >= group.spec.num_pages
@@ -70,7 +70,8 @@ def _holds_much(cache: DeviceCache) -> bool:
 
 
 def _next_order(cache: DeviceCache, node: Node) -> Transfer | None:
-    """Of a queued node; first of those above it that wait too: of a node that was split, the lower half is queued."""
+    """Returns the next order for a queued node, or for a node above it: of a node that was split only the lower half is
+    queued."""
     path, above = [node], node.parent
     while above is not None and above.parent is not None:
         if above.spilled < above.resident and renewal.is_wanted(cache, above):
@@ -84,7 +85,7 @@ def _next_order(cache: DeviceCache, node: Node) -> Transfer | None:
 
 
 def _order(cache: DeviceCache, node: Node) -> Transfer | None:
-    """The next run of pages of the node that the tier lacks; moves the node's mark on behind it."""
+    """Returns an order for the next run of the node's pages that the tier lacks; moves the node's mark behind it."""
     rows = _lacking(cache, node)
     if not rows:
         return None
@@ -112,7 +113,7 @@ def _order(cache: DeviceCache, node: Node) -> Transfer | None:
 
 
 def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
-    """By page number, at most one order's worth of pages."""
+    """Returns the rows that the tier lacks by page number, at most one order's worth."""
     assert cache.host is not None
     index, fingerprint, layout = cache.host.index, cache.host.fingerprint, cache.layout
     if node.spilled >= node.resident or node.root in cache.tree.detached:
@@ -134,7 +135,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
-    """Makes the leading done pages rows; the ticket gives its pages back."""
+    """Adds rows for the leading done pages, and ends the ticket's hold on its pages."""
     assert cache.host is not None
     spill = cache.transfers.spills.pop(ack.ticket)
     index, fingerprint = cache.host.index, cache.host.fingerprint
@@ -159,7 +160,7 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
 
 
 def void(cache: DeviceCache) -> None:
-    """The stream broke and the worker's mover is drained: no order of it is under way any more."""
+    """Ends all spills after a broken stream: the worker's mover is drained, so no order of it is under way."""
     for ticket in list(cache.transfers.abandoned):
         forget_abandoned(cache, ticket)
     for ticket in list(cache.transfers.spills):
@@ -171,7 +172,7 @@ def void(cache: DeviceCache) -> None:
 
 
 def abandon_old(cache: DeviceCache, now_ms: int) -> None:
-    """Let go of the pages of spills that nobody acknowledged for too long.
+    """Ends the hold on pages of spills that were not acknowledged for too long.
 
     The worker may read them later, when they hold something else, and write that under the old keys. So until its
     late ack, or its next Hello, these rows count as on their way: nobody spills them, and nothing makes them findable.
@@ -186,7 +187,7 @@ def abandon_old(cache: DeviceCache, now_ms: int) -> None:
 
 
 def forget_abandoned(cache: DeviceCache, ticket: TicketId) -> None:
-    """The late ack, or the end of the mover: what was written is nobody's row, and its keys are dropped."""
+    """Drops the keys of an abandoned spill, after its late ack or the end of the mover: no row stands for them."""
     spill = cache.transfers.abandoned.pop(ticket)
     _end_rows(cache, spill)
     _unmark(spill, spill.transfer.first_page)
@@ -224,7 +225,7 @@ def _release(cache: DeviceCache, spill: Spill) -> None:
 
 
 def _unmark(spill: Spill, page: int) -> None:
-    """Pages from this one on may be spilled again."""
+    """Lets pages from this one on be spilled again."""
     node: Node | None = spill.node
     while node is not None and node.end > page:
         node.spilled = min(node.spilled, max(page - node.start, 0))
@@ -232,7 +233,7 @@ def _unmark(spill: Spill, page: int) -> None:
 
 
 def queue_cold_end(cache: DeviceCache) -> None:
-    """write_back: spill what would go next, while free pages are below the low-water mark."""
+    """Queues what would be evicted next, for write_back, while free pages are below the low-water mark."""
     low = cache.config.write_back_low_water
     if cache.host is None or all(pool.num_free >= pool.num_pages * low for pool in cache.pools.values()):
         return

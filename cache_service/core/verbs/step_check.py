@@ -1,4 +1,4 @@
-"""What can be wrong with what a worker says, checked before it is applied. Reads only.
+"""Checks of a worker's messages, made before they are applied. Reads only.
 
 The field of an item's error is named from the item on, as "computed_tokens"; stepping puts "step.publishes[0]." before.
 """
@@ -39,7 +39,8 @@ def _not_running(cache: DeviceCache, sequence_id: SequenceId) -> FieldError:
 
 
 def check_acks(cache: DeviceCache, acks: Sequence[Ack]) -> None:
-    """A wrong ack belongs to no sequence: it ends the stream, and nothing of its Step is applied."""
+    """Raises InvalidInput or UnknownTicket. A wrong ack is of no sequence: it ends the stream, no part of its Step
+    counts."""
     for number, ack in enumerate(acks):
         open_transfer = cache.transfers.find(ack.ticket)
         if open_transfer is None:
@@ -132,7 +133,7 @@ def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
 
 
 def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:
-    """Raises where there may be no lease of this id in that namespace."""
+    """Raises InvalidInput, DuplicateSequence, TooMany where there may be no lease of this id in that namespace."""
     if not 0 <= sequence_id <= MAX_SEQUENCE_ID:
         raise InvalidInput("sequence_id", "is no uint64")
     if sequence_id in cache.leases:

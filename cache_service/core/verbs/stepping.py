@@ -1,4 +1,4 @@
-"""Apply a Step to one worker's cache: acks, publishes, releases, shrinks, adopts, inventory, extends, then acquires.
+"""Applies a Step to one worker's cache: acks, publishes, releases, shrinks, adopts, inventory, extends, then acquires.
 
 Each item is checked right before it is applied: one that is wrong is refused alone, and changes
 nothing. Any other exception in here is a fault of ours, and leaves the cache in no state to go on from.
@@ -64,7 +64,7 @@ class _Reply:
         answers: list[Answer],
         ended: frozenset[SequenceId] = frozenset(),
     ) -> None:
-        """Each item in turn. Those of sequences that this very step has `ended` count as done."""
+        """Applies each item in turn. Those of sequences that this very step has `ended` count as done."""
         seen: set[SequenceId] = set()
         for number, item in enumerate(items):
             sequence_id = item.sequence_id
@@ -88,7 +88,7 @@ class _Reply:
 
 
 def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
-    """The step's acks have passed `step_check.check_acks`."""
+    """Returns the reply. The step's acks must have passed `step_check.check_acks`."""
     cache.now_ms = now_ms
     reply = _Reply()
     if step.rates is not None:
@@ -130,7 +130,7 @@ def apply_step(cache: DeviceCache, step: Step, now_ms: int) -> StepReply:
 
 
 def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Grant | Refusal | None:
-    """A closed ticket's late or repeated ack changes nothing."""
+    """Applies an ack; a late or repeated one of a closed ticket changes nothing."""
     if ack.ticket in cache.transfers.fetches:
         lease = fetching.acknowledge(cache, ack, now_ms)
         if lease is not None:
@@ -151,7 +151,7 @@ def publish(cache: DeviceCache, item: Publish) -> Remap | None:
 
 
 def release(cache: DeviceCache, item: Release, *, ended: frozenset[SequenceId] = frozenset()) -> None:
-    """Also of a sequence that waits for an acquire to be granted: its kept prompt goes."""
+    """Ends a lease, or drops the kept prompt of a sequence that waits for its acquire to be granted."""
     sequence_id = item.sequence_id
     if sequence_id not in cache.leases and (cache.kept.drop(sequence_id) or sequence_id in ended):
         return
@@ -170,7 +170,7 @@ def extend(cache: DeviceCache, item: Extend) -> ExtendGrant | Refusal:
 
 
 def acquire(cache: DeviceCache, item: Acquire, *, barred: bool = False) -> Grant | Refusal:
-    """`barred`: an earlier sequence of the same step had no room, so this one may not be granted either."""
+    """Grants or refuses. `barred`: an earlier sequence of the same step had no room, so this one gets none either."""
     step_check.check_acquire(cache, item)
     if item.kept_tokens:
         head = cache.kept.head(item.sequence_id, item.kept_tokens)
@@ -194,7 +194,7 @@ def _barred(cache: DeviceCache, acquire: Acquire) -> Refusal:
 
 
 def _apply_adopts(cache: DeviceCache, step: Step, reply: _Reply) -> None:
-    """A page that is taken by now bars no acquire: it says nothing of room."""
+    """Applies adopts; one that is refused bars no acquire, since that says nothing of room."""
     num_pages, no_room = 0, reply.no_room
 
     def adopt(item: Adopt) -> Grant | Refusal:
@@ -211,7 +211,7 @@ def _apply_adopts(cache: DeviceCache, step: Step, reply: _Reply) -> None:
 
 
 def _apply_inventory(cache: DeviceCache, inventory: Inventory, reply: _Reply) -> None:
-    """A page that is taken by now bars no acquire."""
+    """Applies a part of the inventory; a run that is refused bars no acquire."""
     num_pages, most = 0, cache.config.max_adopt_pages
     for number, run in enumerate(inventory.runs):
         try:
@@ -231,7 +231,7 @@ def _apply_inventory(cache: DeviceCache, inventory: Inventory, reply: _Reply) ->
 
 
 def _merged(known: Rates, measured: Rates) -> Rates:
-    """Zero says unknown, which does not erase what was measured before."""
+    """Returns the rates with what was measured anew; 0 means unknown, and leaves the former value."""
     return Rates(
         measured.prefill_tokens_per_s or known.prefill_tokens_per_s,
         measured.fetch_bytes_per_s or known.fetch_bytes_per_s,

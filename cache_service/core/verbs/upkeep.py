@@ -1,4 +1,4 @@
-"""What people and time do to one worker's cache: soft pins and ticks."""
+"""Soft pins and ticks of one worker's cache."""
 
 from __future__ import annotations
 
