@@ -27,7 +27,7 @@ async def play(options: ClusterOptions, seed: int, numbers: Sequence[int], outpu
     async with Supervisor(state_dir() / "logs" / "demo", output.progress) as supervisor:
         cluster = await start_cluster(supervisor, options, output.progress)
         async with StemcacheClient(cluster.cache, cluster.workers) as client:
-            stage = await _stage(client, supervisor, cluster, options, seed)
+            stage = await _stage(client, supervisor, cluster, seed)
             return await play_scenes({number: SCENES[number - 1] for number in numbers}, stage, output)
 
 
@@ -54,12 +54,12 @@ async def _play_one(scene: Scene, stage: Stage) -> SceneResult:
         return SceneResult(title, same_answer=False, failures=[f"{type(error).__name__}: {error}"])
 
 
-async def _stage(
-    client: StemcacheClient, supervisor: Supervisor, cluster: Cluster, options: ClusterOptions, seed: int
-) -> Stage:
+async def _stage(client: StemcacheClient, supervisor: Supervisor, cluster: Cluster, seed: int) -> Stage:
     names = (cluster.worker_names[0], cluster.worker_names[1])
-    dtype = (await client.describe(cluster.workers[0])).dtype
-    return Stage(client, supervisor, names, options.page_tokens, cluster.shared_tier, seed, dtype)
+    worker = await client.describe(cluster.workers[0])
+    page = worker.page_tokens
+    interval = max([group.state_interval_tokens for group in worker.groups], default=0)
+    return Stage(client, supervisor, names, page, interval or page, cluster.shared_tier, seed, worker.dtype)
 
 
 def passed(results: Sequence[SceneResult]) -> bool:

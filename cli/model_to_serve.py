@@ -1,4 +1,4 @@
-"""Which model a command serves: the one it is given, else the one in the box; `random` has seeded random weights."""
+"""Which model a command serves: the one it is given, else one in the box; `random` has seeded random weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 
 from cli.output import Output
 from cli.run_file import state_dir
-from register_qa import MODEL_FOLDER
+from register_qa import HYBRID_FOLDER, MODEL_FOLDER
 
 RANDOM = "random"
+HYBRID = "hybrid"
 
 
 def model_to_serve(given: str, seed: int, output: Output) -> str:
-    """A folder or a hub id. `random` is made when it is first asked for."""
+    """Returns a folder or a hub id. `random` is made when it is first asked for."""
+    if given == HYBRID:
+        return str(HYBRID_FOLDER)
     if given != RANDOM:
         return given or str(MODEL_FOLDER)
     folder = _random_folder(seed)

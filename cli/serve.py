@@ -19,7 +19,7 @@ from cli.addresses import CannotStart
 from cli.app import JsonOption, app, check_choice, fail, run
 from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, start_cluster
 from cli.demo import as_json, passed, play
-from cli.model_to_serve import RANDOM, model_to_serve
+from cli.model_to_serve import HYBRID, RANDOM, model_to_serve
 from cli.output import Output, plain, table
 from cli.places import command_name
 from cli.run_file import AlreadyRunning, RunRecord, claim_state_dir, is_claimed, read_record, state_dir, write_record
@@ -30,9 +30,10 @@ from cli.supervisor import ChildFailed, Supervisor
 DEVICES = ("auto", "cpu", "cuda")
 DOWN_WAIT_S = 60.0
 DEMO_POOL_MB = 512
-DEMO_PAGE_TOKENS = 16
 
-MODEL_HELP = f"Folder or hub id of a checkpoint, or {RANDOM}: random weights; default: the one in the box."
+MODEL_HELP = (
+    f"Folder or hub id, {HYBRID}: the box's other model, or {RANDOM}: random weights; default: the one in the box."
+)
 TIER_HELP = f"Where pages spill to: {', '.join(HOST_TIERS)}."
 DEVICE_HELP = f"Where the model runs: {', '.join(DEVICES)}."
 POOL_HELP = "MiB of pages of each worker; 0: 512 on a CPU, its share of 90 % of a GPU's."
@@ -140,9 +141,7 @@ def demo(
     check_choice("--device", device, DEVICES)
     output = Output(as_json=json_)
     folder = model_to_serve(model, seed, output)
-    options = ClusterOptions(
-        folder, host_tier=host_tier, device=device, pool_mb=DEMO_POOL_MB, page_tokens=DEMO_PAGE_TOKENS
-    )
+    options = ClusterOptions(folder, host_tier=host_tier, device=device, pool_mb=DEMO_POOL_MB)
     numbers = sorted(set(scene or range(1, len(SCENES) + 1)))
     # As Ctrl-C: every child is ended before we are.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -84,12 +84,16 @@ class SceneResult:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Two workers, their supervisor, and whether they share a host tier."""
+    """Two workers, their supervisor, and whether they share a host tier.
+
+    A model with recurrent states leaves snapshots each `snapshot_tokens` tokens; others have `page_tokens` there.
+    """
 
     client: StemcacheClient
     supervisor: Supervisor
     worker_names: tuple[str, str]
     page_tokens: int
+    snapshot_tokens: int
     shared_tier: bool
     seed: int
     dtype: str
@@ -134,6 +138,10 @@ class Stage:
 
     def whole_pages(self, num_tokens: int) -> int:
         return num_tokens // self.page_tokens * self.page_tokens
+
+    def left_by_one(self, num_tokens: int) -> int:
+        """Returns what the first other request reuses of a prefix that one request left, in whose middle it ends."""
+        return num_tokens // self.snapshot_tokens * self.snapshot_tokens
 
 
 def wording(question: Question) -> str:

@@ -1,6 +1,7 @@
-"""The small real model in the box, and its task: questions about a register, which is nothing but reading the prefix.
+"""The small real models in the box, and their task: questions about a register, nothing but reading the prefix.
 
-A register is a text, a question is a suffix, and the model is a folder.
+A register is a text, a question is a suffix, and a model is a folder: one with attention in every layer, and a hybrid
+with two layers of recurrent states for each of attention.
 """
 
 from pathlib import Path
@@ -19,8 +20,10 @@ from register_qa.register import (
 )
 
 MODEL_FOLDER = Path(__file__).parent / "model"
+HYBRID_FOLDER = Path(__file__).parent / "hybrid_model"
 
 __all__ = [
+    "HYBRID_FOLDER",
     "MAX_HOLDINGS",
     "MIN_HOLDINGS",
     "MODEL_FOLDER",

@@ -19,7 +19,7 @@ from cli.evaluation.run import Evaluation, LeastAccuracy, as_json, evaluate
 from cli.evaluation.sheets import SheetPlan
 from cli.evaluation.table import eval_table
 from cli.evaluation.ways import WAYS
-from cli.model_to_serve import model_name, model_to_serve
+from cli.model_to_serve import HYBRID, model_name, model_to_serve
 from cli.output import Output
 from cli.serve import DEVICES, DeviceOption, ModelOption, SeedOption
 from cli.supervisor import ChildFailed
@@ -30,7 +30,7 @@ POOL_MB = 512
 CACHE_ENV = {"STEMCACHE_CACHE_FETCH": "always"}
 KV_DTYPES = ("auto", "fp8_e4m3")
 KINDS = tuple(kind.value for kind in Kind)
-# Of the model in the box, over enough questions to tell.
+# Of the models in the box, over enough questions to tell.
 BOXED = LeastAccuracy(one_fact=0.97, two_facts=0.90)
 ENOUGH_QUESTIONS = 100
 # A sibling needs an earlier request, and a small pool drops a register only for another one.
@@ -79,7 +79,7 @@ def eval_command(
     environ = {"STEMCACHE_WORKER_KV_DTYPE": kv_dtype}
     options = ClusterOptions(folder, device=device, pool_mb=POOL_MB, cache_env=CACHE_ENV, environ=environ)
     plan = SheetPlan(questions, registers, tokens, tuple(map(Kind, kinds or KINDS)), seed)
-    least = BOXED if not model and questions >= ENOUGH_QUESTIONS else LeastAccuracy()
+    least = BOXED if model in ("", HYBRID) and questions >= ENOUGH_QUESTIONS else LeastAccuracy()
     found = _evaluated(options, plan, tuple(ways or WAYS), least, output)
     output.show(eval_table(found.results, output.console.width))
     report = as_json(found, model_name(model))

@@ -62,8 +62,12 @@ class EvalServices:
 
     @property
     def tight_pages(self) -> int:
-        """A pool that holds one longest prompt with its answer, and nothing else."""
-        return -(-(max(sheet.longest for sheet in self.sheets) + MAX_ANSWER_TOKENS) // self.page_tokens)
+        """A pool that holds one longest prompt with its answer, and nothing else.
+
+        Two pages at least for the answer: a neighbour that shares the register ends in a page of its own.
+        """
+        prompt_pages = -(-max(sheet.longest for sheet in self.sheets) // self.page_tokens)
+        return prompt_pages + max(-(-MAX_ANSWER_TOKENS // self.page_tokens), 2)
 
     async def tight_worker(self) -> SpecialWorker:
         """Its pool holds one register only. Without pages ahead, a request lacks one at a token that is known."""

@@ -9,13 +9,14 @@ import pytest
 from cli.model_to_serve import model_name, model_to_serve
 from cli.output import Output
 from cli.run_file import STATE_DIR_VARIABLE
-from register_qa import MODEL_FOLDER
+from register_qa import HYBRID_FOLDER, MODEL_FOLDER
 
 OUTPUT = Output(as_json=True)
 
 
 def test_the_model_in_the_box_is_served_unless_another_is_named(tmp_path: Path) -> None:
     assert model_to_serve("", 0, OUTPUT) == str(MODEL_FOLDER)
+    assert model_to_serve("hybrid", 0, OUTPUT) == str(HYBRID_FOLDER)
     assert model_to_serve(str(tmp_path), 0, OUTPUT) == str(tmp_path)
     assert model_to_serve("some/hub-id", 0, OUTPUT) == "some/hub-id"
     assert (model_name(""), model_name("random")) == ("the one in the box", "random")

