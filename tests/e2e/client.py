@@ -23,6 +23,7 @@ class Answer(NamedTuple):
     tokens: list[int]
     text: str
     usage: worker_pb2.Usage
+    logprobs: tuple[float, ...] = ()
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -69,26 +70,36 @@ class Client:
         *,
         salt: str = "",
         ignore_eos: bool = True,
+        logprobs: bool = False,
         on_token: Callable[[int], None] = lambda count: None,
     ) -> Answer:
         """Greedy, without an early end unless asked for; `on_token` hears how many tokens there are so far."""
-        tokens, text, usage = array("i"), "", worker_pb2.Usage()
-        async for response in self.stream(worker, prompt, max_tokens, salt=salt, ignore_eos=ignore_eos):
+        tokens, text, usage, told = array("i"), "", worker_pb2.Usage(), list[float]()
+        call = self.stream(worker, prompt, max_tokens, salt=salt, ignore_eos=ignore_eos, logprobs=logprobs)
+        async for response in call:
             tokens.frombytes(response.token_ids)
             text += response.text
+            told += [entry.logprob for entry in response.logprobs]
             if response.finish_reason:
                 usage = response.usage
             on_token(len(tokens))
-        return Answer(tokens.tolist(), text, usage)
+        return Answer(tokens.tolist(), text, usage, tuple(told))
 
     def stream(
-        self, worker: str, prompt: Sequence[int], max_tokens: int, *, salt: str = "", ignore_eos: bool = True
+        self,
+        worker: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        ignore_eos: bool = True,
+        logprobs: bool = False,
     ) -> grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]:
-        request = worker_pb2.GenerateRequest(
-            token_ids=worker_pb2.TokenIds(ids=array("i", prompt).tobytes()),
-            sampling=worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
-            salt=salt,
-        )
+        sampling = worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        if logprobs:
+            sampling.logprobs = 0
+        token_ids = worker_pb2.TokenIds(ids=array("i", prompt).tobytes())
+        request = worker_pb2.GenerateRequest(token_ids=token_ids, sampling=sampling, salt=salt)
         return self.worker(worker).Generate(request, timeout=CALL_S)
 
     async def stats(self, cache: str) -> cache_pb2.StatsResponse:

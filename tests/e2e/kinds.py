@@ -111,9 +111,34 @@ KINDS = {
 _INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 24}
 KINDS["deepseek-v32"] = Kind("DeepseekV32", ("full",), {**KINDS["deepseek-v3"].fields, **_INDEXER})
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+# A window, and entries of 4 and of 128 tokens: a page has whole blocks of both.
+KINDS["deepseek-v4"] = Kind(
+    "DeepseekV4",
+    ("entries4", "entries128", "window1", "window8", "window128"),
+    {
+        **_EXPERTS,
+        **_INDEXER,
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.25,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "n_routed_experts": 8,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    },
+    page=128,
+)
 
 _LATENTS = {**KINDS["deepseek-v3"].fields, "n_shared_experts": 1}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 # More families, in tests/e2e/test_families.py: what their layers need is one of the kinds, or nearly.
 FAMILIES = {
@@ -166,29 +191,6 @@ FAMILIES = {
         "GlmMoeDsa",
         ("full-40", "full-40+16"),
         {**_LATENTS, **_INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
-    ),
-    "deepseek-v4": Kind(
-        "DeepseekV4",
-        ("entries4", "entries128", "window1", "window8", "window128"),
-        {
-            **_EXPERTS,
-            **_INDEXER,
-            "head_dim": 32,
-            "q_lora_rank": 32,
-            "num_key_value_heads": 1,
-            "partial_rotary_factor": 0.25,
-            "o_groups": 2,
-            "o_lora_rank": 32,
-            "n_routed_experts": 8,
-            "layer_types": [
-                "sliding_attention",
-                "compressed_sparse_attention",
-                "heavily_compressed_attention",
-                "compressed_sparse_attention",
-            ],
-            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-        },
-        page=128,
     ),
     "glm4-lite": Kind("Glm4MoeLite", ("full",), {**_LATENTS, "n_group": 1, "topk_group": 1}),
 }

@@ -99,10 +99,12 @@ async def check_worker_kill(client: Client, served: Served, draw: Draw) -> None:
     assert here.announced["incarnation"] in {worker.incarnation for worker in stats.workers}
 
 
-async def check_cache_kill(client: Client, served: Served, draw: Draw, prompts: list[list[int]]) -> None:
+async def check_cache_kill(
+    client: Client, served: Served, draw: Draw, prompts: list[list[int]], max_tokens: int = 200
+) -> None:
     """Running sequences go on; what the last of them had computed, before and after, is findable again."""
     cache, here = served.cache, served.here
-    running = Running(client, here.address, prompts)
+    running = Running(client, here.address, prompts, max_tokens)
     await running.decoding.wait()
     cache.kill()
     assert running.all_run, "they ended before the cache service did"
@@ -113,7 +115,7 @@ async def check_cache_kill(client: Client, served: Served, draw: Draw, prompts: 
     await running.check()
     prompt, task = running.prompts[-1], running.tasks[-1]
     turn = prompt + task.result().tokens + draw(20)
-    known = (len(prompt) + running.max_tokens - 1) // served.page_tokens * served.page_tokens
+    known = (len(prompt) + max_tokens - 1) // served.page_tokens * served.page_tokens
     again = await client.generate(here.address, turn, ANSWER)
     assert again.counts == (known, 0, len(turn) - known)
     assert again.tokens == await cold(client, here, turn)

@@ -19,8 +19,7 @@ from tests.e2e.conftest import Starter
 from tests.e2e.kinds import FAMILIES, PAGE, make_kind
 from tests.e2e.running import Draw, healthy
 from tests.e2e.sabotage import Stand, open_stand
-from tests.e2e.test_kinds_sabotage import FIRST_SEEN, NUM_PAGES, Prefix, replaced
-from tests.e2e.test_reuse import check_mid_flight
+from tests.e2e.test_kinds_sabotage import Prefix, replaced
 from tests.redis_process import RedisProcess
 
 LENGTH = 333
@@ -81,7 +80,6 @@ async def pair(
         "redis_url": shared.redis_url,
         "token_budget": 128,
         "pool_mb": 64,
-        "page_tokens": FAMILIES[request.param].page,
     }
     async with AsyncExitStack() as stack:
         here, there = [
@@ -95,8 +93,7 @@ async def pair(
 
 async def test_a_family_hits_and_fetches(pair: Pair, draw: Draw) -> None:
     """Repeated, branched off in the middle, gone on from in a second turn, and fetched by the other worker."""
-    page = FAMILIES[pair.family].page
-    whole, middle = LENGTH // page * page, 200 // page * page
+    whole, middle = LENGTH // PAGE * PAGE, 200 // PAGE * PAGE
     here, there, prompt = pair.here, pair.there, draw(LENGTH)
     assert [spec.name for spec in here.pages.specs()] == list(FAMILIES[pair.family].groups)
     rows = (await pair.at_rest()).host_tier.num_rows
@@ -106,16 +103,16 @@ async def test_a_family_hits_and_fetches(pair: Pair, draw: Draw) -> None:
     branch, turn = prompt[:200] + draw(30), prompt + first.tokens + draw(20)
     branched, second = await pair.generate(here, branch), await pair.generate(here, turn)
     # The last token that was sampled never went through the model, so it has no KV.
-    known = (LENGTH + ANSWER - 1) // page * page
+    known = (LENGTH + ANSWER - 1) // PAGE * PAGE
     assert [branched.counts, second.counts] == [(middle, 0, 230 - middle), (known, 0, len(turn) - known)]
 
-    published = (len(turn) + ANSWER - 1) // page + (len(branch) + ANSWER - 1) // page - 200 // page
+    published = (len(turn) + ANSWER - 1) // PAGE + (len(branch) + ANSWER - 1) // PAGE - 200 // PAGE
     await pair.client.until(pair.cache, lambda stats: stats.host_tier.num_rows >= rows + published)
     fetched = [await pair.generate(there, prompt) for _ in range(2)]
     assert [answer.counts for answer in fetched] == [(0, whole, LENGTH - whole), (whole, 0, LENGTH - whole)]
     elsewhere = await pair.generate(there, branch[:-1])
     # The window before that boundary was not fetched with the prompt; pages that see everything were.
-    missing = (len(branch) - 2) // page * page
+    missing = (len(branch) - 2) // PAGE * PAGE
     assert elsewhere.usage.cached_tokens + elsewhere.usage.fetched_tokens == missing
     assert (elsewhere.usage.cached_tokens == 0) == pair.has_window
 
@@ -128,14 +125,6 @@ async def test_a_family_hits_and_fetches(pair: Pair, draw: Draw) -> None:
     await pair.at_rest()
 
 
-@pytest.mark.parametrize("pair", ["deepseek-v4"], indirect=True)
-async def test_a_sibling_hits_large_pages_mid_flight(pair: Pair, draw: Draw) -> None:
-    await check_mid_flight(pair.client, pair.here.address, draw(338), (256, 0, 82))
-    await pair.at_rest()
-
-
-# Of families with larger pages each one is replaced in tests/worker_service/test_compressed_attention.py.
-@pytest.mark.parametrize("pair", [name for name, kind in FAMILIES.items() if kind.page == PAGE], indirect=True)
 async def test_a_page_of_another_prefix_changes_the_text(pair: Pair, draw: Draw) -> None:
     """One page of each group: the texts above depend on them."""
     stand = pair.here
@@ -144,7 +133,7 @@ async def test_a_page_of_another_prefix_changes_the_text(pair: Pair, draw: Draw)
     await other.compute()
     sound = await prefix.ask()
     for group, spec in enumerate(stand.pages.specs()):
-        page = FIRST_SEEN if spec.window_tokens else NUM_PAGES // 2
+        page = prefix.first_seen(spec.window_tokens) if spec.window_tokens else prefix.num_pages // 2
         await pair.at_rest()
         with replaced(stand.pages, group, prefix.page_ids[group][page], other.page_ids[group][page]):
             assert await prefix.ask() != sound, f"page {page} of group {spec.name}"

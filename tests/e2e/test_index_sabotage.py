@@ -16,7 +16,7 @@ from tests.e2e.conftest import Starter
 from tests.e2e.kinds import make_kind
 from tests.e2e.running import Draw
 from tests.e2e.sabotage import Stand, open_stand
-from tests.e2e.test_kinds_sabotage import NUM_PAGES, Prefix
+from tests.e2e.test_kinds_sabotage import Prefix
 from worker_service.gpu.page_pools import PagePools
 
 NAME = "deepseek-v32"
@@ -53,7 +53,8 @@ async def test_index_keys_of_another_prefix_change_the_text(stand: Stand, draw: 
     where = index_bytes(stand.pages)
     wrong[:, where] = stand.pages.read_pages(GROUP, others)[:, where]
     assert torch.equal(wrong[:, : where.start], kept[:, : where.start]), "latents were changed"
-    for chosen in (slice(0, NUM_PAGES), slice(NUM_PAGES // 2, NUM_PAGES // 2 + 2)):
+    middle = prefix.num_pages // 2
+    for chosen in (slice(0, prefix.num_pages), slice(middle, middle + 2)):
         stand.pages.write_pages(GROUP, ids[chosen], wrong[chosen])
         assert await prefix.ask() != sound, f"pages {chosen}"
         stand.pages.write_pages(GROUP, ids[chosen], kept[chosen])

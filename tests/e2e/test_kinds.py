@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import Starter
-from tests.e2e.kinds import KINDS, PAGE, make_kind
+from tests.e2e.kinds import KINDS, make_kind
 from tests.e2e.running import Draw, lengths
 from tests.e2e.served import (
     ANSWER,
@@ -27,12 +27,13 @@ from tests.e2e.served import (
 from tests.e2e.test_reuse import check_mid_flight
 from tests.redis_process import RedisProcess
 
-WHOLE = LENGTH // PAGE * PAGE
+# Of the worker with few pages.
+LARGE_PAGE, MOST_TOKENS = 64, 800
 
 
 @dataclass(frozen=True)
 class ServedKind(Served):
-    """`small` has pages of 64 tokens."""
+    """`small` has pages of 64 tokens, or larger ones where the kind has."""
 
     kind: str
 
@@ -53,28 +54,32 @@ def served(
         tier = {"host_tier": "redis", "redis_url": redis.url}
         # With pages for the rest of their answers, requests would end while the cache service is away.
         here, there = start.workers(cache.address, 2, token_budget=128, max_decode_ahead_tokens=0, **tier)
-        tight = {"page_tokens": 64, "pool_pages": 13, "max_model_len": 800, "max_num_seqs": 8}
-        (small,) = start.workers(cache.address, 1, 3, token_budget=64, **tight)
-        yield ServedKind(PAGE, redis, cache, here, there, small, name)
+        page, large = KINDS[name].page, max(KINDS[name].page, LARGE_PAGE)
+        # Pages for one sequence of the greatest length.
+        tight = {"page_tokens": large, "pool_pages": -(-MOST_TOKENS // large), "max_model_len": MOST_TOKENS}
+        (small,) = start.workers(cache.address, 1, 3, token_budget=64, max_num_seqs=8, **tight)
+        yield ServedKind(page, redis, cache, here, there, small, name)
 
 
 async def test_hits_on_one_device(client: Client, served: ServedKind, draw: Draw) -> None:
     """Repeated, branched off in the middle, and gone on from in a second turn."""
-    here, prompt = served.here, draw(LENGTH)
+    here, page, prompt = served.here, served.page_tokens, draw(LENGTH)
+    whole, rest = served.reused
     stats = await served.all_well(client)
     assert [tuple(group.name for group in worker.groups) for worker in stats.workers] == [KINDS[served.kind].groups] * 3
     before = await client.worker_stats(served.cache.address, "worker-1")
 
     first = await client.generate(here.address, prompt, ANSWER)
     again = await client.generate(here.address, prompt, ANSWER)
-    assert [first.counts, again.counts] == [(0, 0, LENGTH), (WHOLE, 0, LENGTH - WHOLE)]
-    branches = [prompt[:length] + draw(30) for length in (330, 200, 100)]
+    assert [first.counts, again.counts] == [(0, 0, LENGTH), (whole, 0, rest)]
+    shared = {length: length // page * page for length in (330, 200, 100)}
+    branches = [prompt[:length] + draw(30) for length in shared]
     hot = await asyncio.gather(*(client.generate(here.address, branch, ANSWER) for branch in branches))
-    assert [answer.counts for answer in hot] == [(320, 0, 40), (192, 0, 38), (96, 0, 34)]
+    assert [answer.counts for answer in hot] == [(hit, 0, length + 30 - hit) for length, hit in shared.items()]
     turn = prompt + first.tokens + draw(20)
     second = await client.generate(here.address, turn, ANSWER)
     # The last token that was sampled never went through the model, so it has no KV.
-    known = (LENGTH + ANSWER - 1) // PAGE * PAGE
+    known = (LENGTH + ANSWER - 1) // page * page
     assert second.counts == (known, 0, len(turn) - known)
 
     after = await client.worker_stats(served.cache.address, "worker-1")
@@ -88,9 +93,10 @@ async def test_hits_on_one_device(client: Client, served: ServedKind, draw: Draw
 
 
 async def test_a_sibling_hits_while_the_first_still_decodes(client: Client, served: ServedKind, draw: Draw) -> None:
-    """Cases 20 and 24, with pages of 16 and of 64."""
-    await check_mid_flight(client, served.here.address, draw(338), (336, 0, 2))
-    await check_mid_flight(client, served.small.address, draw(338), (320, 0, 18))
+    """Cases 20 and 24, with pages of 16 (336 cached, 2 computed) and of 64 (320 and 18), or of 128 (256 and 82)."""
+    for worker, page in ((served.here, served.page_tokens), (served.small, max(served.page_tokens, LARGE_PAGE))):
+        hit = 337 // page * page
+        await check_mid_flight(client, worker.address, draw(338), (hit, 0, 338 - hit))
 
 
 async def test_the_other_worker_fetches(client: Client, served: ServedKind, draw: Draw) -> None:
@@ -99,14 +105,15 @@ async def test_the_other_worker_fetches(client: Client, served: ServedKind, draw
     branch = prompt[:200] + draw(30)
     elsewhere = await client.generate(served.there.address, branch, ANSWER)
     # Without the host tier no window before that boundary would be there, and nothing could be skipped.
-    has_window = len(KINDS[served.kind].groups) > 1
-    assert elsewhere.counts == ((0, 192, 38) if has_window else (192, 0, 38))
+    has_window, known = len(KINDS[served.kind].groups) > 1, 200 // served.page_tokens * served.page_tokens
+    assert elsewhere.counts == ((0, known, 230 - known) if has_window else (known, 0, 230 - known))
     assert elsewhere.tokens == await cold(client, served.there, branch)
     await served.all_well(client)
 
 
 async def test_preempted_requests_answer_as_when_alone(client: Client, served: ServedKind, draw: Draw) -> None:
-    await check_preemption(client, served, [draw(40 + 9 * at) for at in range(6)], 120)
+    # Five sequences in the end have 3 pages of 64, or 2 of 128; there are 13, or 7.
+    await check_preemption(client, served, [draw(60 + 9 * at) for at in range(5)], 80)
     stats = await served.all_well(client)
     assert {worker.worker_id: worker.num_refusals > 0 for worker in stats.workers}["worker-3"]
 
@@ -116,4 +123,4 @@ async def test_a_worker_is_killed_and_started_again(client: Client, served: Serv
 
 
 async def test_the_cache_service_is_killed_and_started_again(client: Client, served: ServedKind, draw: Draw) -> None:
-    await check_cache_kill(client, served, draw, lengths(draw))
+    await check_cache_kill(client, served, draw, lengths(draw), 120)
