@@ -183,6 +183,12 @@ QUESTIONS = st.one_of(
         st.builds(kind, namespace=NAMESPACES, tokens=TOKENS, worker_id=st.sampled_from(["", "w1", "w2"]))
         for kind in (cache_pb2.MatchRequest, cache_pb2.ExplainRequest)
     ),
+    st.builds(
+        cache_pb2.ExplainRequest,
+        namespace=st.one_of(st.none(), NAMESPACES),
+        page_ids=st.sampled_from([b"", b"i" * 31, b"i" * 64]),
+        attachment=SMALL,
+    ),
     st.builds(cache_pb2.PinRequest, namespace=NAMESPACES, tokens=TOKENS, ttl_ms=IDS),
     st.builds(cache_pb2.ClearRequest, namespace=NAMESPACES, unused_only=st.booleans()),
 )
@@ -255,6 +261,11 @@ def test_well_formed_nonsense_of_an_attached_engine(calls: list[tuple[Any, int]]
                 if code is not grpc.StatusCode.OK:
                     assert snapshot(client.manager) == before, request
                 audit.check(client.manager)
+                before = snapshot(client.manager)
+                for page_ids in (b"", engine.path("xyxy").page_ids):
+                    asked = cache_pb2.ExplainRequest(attachment=request.attachment, page_ids=page_ids)
+                    assert await answer(client.stub.Explain(asked)) in ALLOWED
+                assert snapshot(client.manager) == before
             client.manager.host_lost(engine.TIER)
             audit.check(client.manager)
             index = client.manager.tiers.shared[engine.TIER]

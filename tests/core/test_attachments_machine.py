@@ -12,12 +12,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_service.core.attachments.messages import Commit, Found, GroupRange, LeaseEnd, Path, Reserved, WrittenPages
+from cache_service.core.attachments.messages import (
+    Commit,
+    ExplainedPath,
+    Found,
+    GroupRange,
+    LeaseEnd,
+    Path,
+    Reserved,
+    WrittenPages,
+)
 from cache_service.core.base.errors import Detached, LeasesInScope
 from session.errors import TooMany
-from session.words import Namespace, TransferStatus
+from session.words import MissReason, Namespace, TransferStatus
 from tests.core import audit
-from tests.core.at_once import clear_at_once
+from tests.core.at_once import clear_at_once, to_the_end
 from tests.core.attached import (
     DONE,
     FAILED,
@@ -125,6 +134,24 @@ class Machine(RuleBasedStateMachine):
         assert bool(found.pages) == (found.usable_pages > local) and bool(found.lease) == (lease and bool(found.pages))
         if found.lease:
             self.leases.append((engine, found))
+
+    @rule(at=INDEX, asked=PATHS)
+    def explain(self, at: int, asked: Path) -> None:
+        """Says what a Lookup finds, and of each group what the rows say."""
+        engine = self.engine(at)
+        hashes, has = self.has(engine, asked)
+        limit, is_open = hashes.reusable_pages, engine.attachment().view.index.breaker.is_open
+        question = ExplainedPath(engine.attached.attachment, "model", asked)
+        (told,) = to_the_end(self.stage.manager.attachments.explaining(question, self.stage.now_ms))
+        self.stage.settle()
+        assert told.miss_reason is not MissReason.UNSPECIFIED and told.notes[0]
+        if not is_open:
+            assert (told.usable_pages, told.matched_pages) == expected(self.groups, has, 0, limit)
+        for number, one in enumerate(told.groups):
+            there = [has(number, page) for page in range(limit)]
+            assert (one.resident_pages, one.leading_pages) == (sum(there), [*there, False].index(False))
+            assert one.missing_page is None or not there[one.missing_page]
+            assert (one.miss_reason is MissReason.NONE) == (one.missing_page is None)
 
     @rule(at=INDEX, asked=PATHS, parts=st.lists(st.tuples(INDEX, INDEX, st.integers(1, 7)), min_size=1, max_size=4))
     def reserve(self, at: int, asked: Path, parts: list[tuple[int, int, int]]) -> None:

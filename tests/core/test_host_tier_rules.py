@@ -91,31 +91,45 @@ def test_breaker_stops_fetches_and_lets_them_again() -> None:
 def test_spills_wait_while_the_tier_fails_and_follow_when_it_is_back() -> None:
     world = stage(breaker_failures=2, breaker_ms=1000)
     worker = join(world, full(40))
-    worker.run(span(1, 8))
-    world.tick()
+    prompts = [span(first, first + 7) for first in (1, 20, 40)]
     for _ in range(2):
         world.manager.tiers.report_failure("redis", world.now_ms)
-    worker.do_spill(num_done=1, status=FAILED)
-    for first in (20, 40):
-        worker.run(span(first, first + 7))
+    for prompt in prompts:
+        worker.run(prompt)
     world.tick()
     assert not worker.spills, "the breaker is open"
     world.tick(1000)
     assert len(worker.spills) == 1, "one order tries whether the tier is back"
-    worker.do_spill(num_done=0, status=FAILED)
-    world.tick(1000)
-    assert len(worker.spills) == 1
     worker.do_spill()
     assert len(worker.spills) == 2, "it is: the others follow at once"
     worker.spill_all()
     assert len(worker.store) == 12
     churn(worker)
-    for first in (1, 20, 40):
-        live = worker.start([*span(first, first + 7), 9])
+    for prompt in prompts:
+        live = worker.start([*prompt, 9])
         assert live.fetch is not None and live.fetch.num_pages == 4
         worker.fetch_all(live)
         worker.prefill(live)
         worker.release(live)
+
+
+def test_spills_do_not_wait_for_a_store_that_takes_nothing() -> None:
+    """A full one is asked once more, then what waited is dropped: fetches work, and are not to wait for its room."""
+    world = stage(breaker_failures=1, breaker_ms=1000)
+    worker = warm(world, full(40))
+    for first in (20, 40, 60):
+        worker.run(span(first, first + 7))
+    world.tick()
+    worker.do_spill(num_done=0, status=FAILED)
+    while worker.spills:
+        worker.do_spill(num_done=0, status=FAILED)
+    worker.run(span(80, 87))
+    world.tick(1000)
+    assert len(worker.spills) == 1
+    worker.do_spill(num_done=0, status=FAILED)
+    world.tick(1000)
+    assert not worker.spills
+    assert worker.start(span(1, 10)).fetch is not None
 
 
 def test_few_spills_wait_for_a_tier_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from session.words import (
 # Open spills may hold one page of a pool in this many.
 SPILL_SHARE = 4
 
-# Nodes that wait while the tier fails; of more, those that were queued first are dropped.
+# Nodes that wait while the breaker is open; of more, those that were queued first are dropped.
 MAX_WAITING = 4_096
 
 
@@ -46,8 +46,8 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         return ()  # after a restart the store has most of them
     orders = []
     transfers = cache.transfers
-    # After a failure one order tries whether the tier is back.
-    most = 1 if breaker.failures else cache.config.max_open_tickets
+    # After the pause one order tries whether the tier is back.
+    most = 1 if breaker.is_trying else cache.config.max_open_tickets
     while queue and len(transfers.spills) < most and not _holds_much(cache):
         if len(transfers.abandoned) >= cache.config.max_open_tickets:
             break
@@ -150,10 +150,11 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
     if done:
         renewal.note_spilled(cache, spill.node, spill.transfer.first_page)
     if ack.status is TransferStatus.FAILED:
+        if index.breaker.is_trying:
+            # A full store answers and takes nothing: to go on trying would keep the breaker open, for fetches too.
+            cache.spill_queue.clear()
         index.breaker.failed(now_ms)
         _unmark(spill, spill.transfer.first_page + ack.num_done)
-        if spill.node.resident:
-            cache.spill_queue[spill.node] = None
     else:
         index.breaker.succeeded()
     index.shrink()
