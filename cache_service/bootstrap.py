@@ -33,7 +33,7 @@ from rpc.address import HostPort
 from rpc.collector import LONG_LIVED, seldom_collected
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
-from rpc.interceptor import Around
+from rpc.interceptor import Middleware
 from rpc.lifecycle import stop_event
 from rpc.logs import announcement
 from rpc.metrics import RpcMetrics
@@ -170,7 +170,7 @@ async def _serving(
     config: CacheConfig, sessions: Sessions, watchers: Watchers, registry: CollectorRegistry
 ) -> AsyncIterator[tuple[HostPort | None, HostPort]]:
     """The admin address and the public one. The admin listener is there first, and closes last."""
-    arounds: list[Around] = [
+    middleware: list[Middleware] = [
         RpcMetrics(registry),
         with_request_id,
         errors_to_status(status.CODES),
@@ -184,8 +184,8 @@ async def _serving(
         Service(SERVICE_NAME, cache_pb2_grpc.add_PrefixCacheServicer_to_server, servicer),
         Service(HOST_TIER.full_name, host_tier_pb2_grpc.add_HostTierServicer_to_server, HostTierServicer(sessions)),
     ]
-    async with listening(RpcServer([admin_service], arounds, limits), config.admin_listen, ADMIN_GRACE_S) as admin:
-        server = RpcServer(services, arounds, limits)
+    async with listening(RpcServer([admin_service], middleware, limits), config.admin_listen, ADMIN_GRACE_S) as admin:
+        server = RpcServer(services, middleware, limits)
         address = await server.start(config.listen)
         try:
             yield admin, address

@@ -28,7 +28,7 @@ SHORT_LIVED = Thresholds(50_000, 5, 100)
 
 @contextmanager
 def seldom_collected(thresholds: Thresholds) -> Iterator[None]:
-    """What exists by now (modules, the server) is left out of every collection until the end; full ones are rare."""
+    """Leaves what exists by now (modules, the server) out of every collection inside; full collections are rare."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -13,23 +13,23 @@ from typing import Any
 
 import grpc
 
-from rpc.interceptor import Around, Call, Proceed
+from rpc.interceptor import Call, Middleware, Proceed
 
 _log = logging.getLogger("rpc.deadline")
 
 
-def deadlines(default_s: float, by_method: Mapping[str, float | None] | None = None) -> Around:
-    """At most `default_s` for each unary call; `by_method` has other maxima by full method name, of streams too.
+def deadlines(default_s: float, by_method: Mapping[str, float | None] | None = None) -> Middleware:
+    """Returns a middleware: `default_s` for a unary call, other limits `by_method` (full names), for streams too.
 
     None is for methods that never wait: no timer could end them, and each costs such a call some 25 us.
     """
     maxima = dict(by_method or {})
 
-    async def around(call: Call, proceed: Proceed) -> Any:
+    async def middleware(call: Call, proceed: Proceed) -> Any:
         maximum_s = maxima.get(call.method, default_s if call.is_unary else None)
         return await (proceed() if maximum_s is None else _limited(call, proceed, maximum_s))
 
-    return around
+    return middleware
 
 
 async def _limited(call: Call, proceed: Proceed, maximum_s: float) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from rpc.interceptor import Around, Call, Proceed, UndecodableRequest
+from rpc.interceptor import Call, Middleware, Proceed, UndecodableRequest
 from rpc.request_id import current_request_id
 
 ErrorTable = Mapping[type[Exception], grpc.StatusCode]
@@ -38,10 +38,10 @@ def clipped(details: str) -> str:
     return details if len(details) <= MAX_DETAILS else details[: MAX_DETAILS - 1] + "…"
 
 
-def errors_to_status(table: ErrorTable) -> Around:
-    """An around that ends failed calls with `table`'s codes."""
+def errors_to_status(table: ErrorTable) -> Middleware:
+    """Returns a middleware that ends failed calls with `table`'s codes."""
 
-    async def around(call: Call, proceed: Proceed) -> Any:
+    async def middleware(call: Call, proceed: Proceed) -> Any:
         try:
             return await proceed()
         except (grpc.aio.AbortError, asyncio.CancelledError):
@@ -54,11 +54,11 @@ def errors_to_status(table: ErrorTable) -> Around:
             except _PEER_GONE:
                 _give_up(call, error)
 
-    return around
+    return middleware
 
 
 def _give_up(call: Call, error: Exception) -> NoReturn:
-    """The peer has left, and a write to it failed, maybe that of the status: no status can be sent."""
+    """Ends a call whose peer has left: a write to it failed, maybe that of the status, so no status can be sent."""
     _log.debug("call ended by its peer", extra={"method": call.method})
     raise asyncio.CancelledError from error
 

@@ -1,6 +1,6 @@
-"""Runs every call of a server inside a chain of arounds, and decodes its requests within that chain.
+"""Runs every call of a server inside a chain of middleware, and decodes its requests within that chain.
 
-An around is told which call it surrounds, and awaits `proceed` for what lies inside. A
+A middleware gets the call, and awaits `proceed` for what lies inside. A
 coroutine for each costs a unary call 2 us; context managers on an exit stack cost 12. Requests are decoded here and not
 by gRPC, since gRPC's own status for unparsable bytes is UNKNOWN.
 
@@ -43,7 +43,7 @@ class Progress:
 
 
 class Call(NamedTuple):
-    """One call as the arounds see it."""
+    """One call as middleware sees it."""
 
     method: str
     is_unary: bool
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 Proceed = Callable[[], Awaitable[Any]]
-Around = Callable[[Call, Proceed], Awaitable[Any]]
+Middleware = Callable[[Call, Proceed], Awaitable[Any]]
 
 
 class UndecodableRequest(Exception):
@@ -60,12 +60,12 @@ class UndecodableRequest(Exception):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Rebuilds each method handler so that it runs inside the arounds, outermost first."""
+    """Rebuilds each method handler so that it runs inside the middleware, outermost first."""
 
-    def __init__(self, arounds: Sequence[Around]) -> None:
-        self._arounds = tuple(arounds)
+    def __init__(self, middleware: Sequence[Middleware]) -> None:
+        self._middleware = tuple(middleware)
         self._given_up: set[asyncio.Task[None]] = set()
-        self._rebuilt: dict[str, tuple[Handler, Handler]] = {}  # by method: as it was, and inside the arounds
+        self._rebuilt: dict[str, tuple[Handler, Handler]] = {}  # by method: as it was, and inside the middleware
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -80,29 +80,29 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
-        surround = _Surround(self._arounds, handler, method, self._given_up)
+        wrapped = _WrappedMethod(self._middleware, handler, method, self._given_up)
         serializer = _unless_serialized(handler.response_serializer)
         if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(surround.streaming, None, serializer)
+            return grpc.stream_stream_rpc_method_handler(wrapped.streaming, None, serializer)
         if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(surround.unary, None, serializer)
+            return grpc.stream_unary_rpc_method_handler(wrapped.unary, None, serializer)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(surround.streaming, None, serializer)
-        return grpc.unary_unary_rpc_method_handler(surround.unary, None, serializer)
+            return grpc.unary_stream_rpc_method_handler(wrapped.streaming, None, serializer)
+        return grpc.unary_unary_rpc_method_handler(wrapped.unary, None, serializer)
 
 
 def _unless_serialized(serialize: Encode | None) -> Encode:
-    """Responses that are bytes are serialized already."""
+    """Returns a serializer that passes bytes on: they are serialized already."""
     return lambda response: response if serialize is None or isinstance(response, bytes) else serialize(response)
 
 
-class _Surround:
-    """One method's behaviour inside the arounds; gRPC gives it raw bytes."""
+class _WrappedMethod:
+    """One method's behaviour inside the middleware; gRPC gives it raw bytes."""
 
     def __init__(
-        self, arounds: Sequence[Around], handler: Handler, method: str, given_up: set[asyncio.Task[None]]
+        self, middleware: Sequence[Middleware], handler: Handler, method: str, given_up: set[asyncio.Task[None]]
     ) -> None:
-        self._innermost_first = arounds[::-1]
+        self._innermost_first = middleware[::-1]
         self._given_up = given_up
         self._method = method
         self._request_streaming = bool(handler.request_streaming)
@@ -126,8 +126,8 @@ class _Surround:
         await self._within(call, partial(self._write, request, context, call.progress))
 
     def _within(self, call: Call, proceed: Proceed) -> Awaitable[Any]:
-        for around in self._innermost_first:
-            proceed = partial(around, call, proceed)
+        for layer in self._innermost_first:
+            proceed = partial(layer, call, proceed)
         return proceed()
 
     async def _answer(self, request: Any, context: Context) -> Any:

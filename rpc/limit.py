@@ -16,7 +16,7 @@ FREE_PREFIX = "/grpc."
 
 
 class CallLimit:
-    """An around that refuses calls beyond the limit with RESOURCE_EXHAUSTED."""
+    """Middleware that refuses calls beyond the limit with RESOURCE_EXHAUSTED."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -53,7 +53,7 @@ class Durations:
 
 
 class _Method:
-    """What one method's calls came to."""
+    """Counts of one method's calls."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -66,7 +66,7 @@ class _Method:
 
 
 class RpcMetrics(Collector):
-    """An around that feeds three Prometheus families. Calls and scrapes share the event loop, so it takes no lock."""
+    """Middleware that feeds three Prometheus families. Calls and scrapes share the event loop, so it takes no lock."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._methods: dict[str, _Method] = {}

@@ -68,7 +68,7 @@ class MetricsServer:
 
 @asynccontextmanager
 async def serving_metrics(registry: CollectorRegistry, address: str) -> AsyncIterator[HostPort | None]:
-    """The endpoint while the context is open, with its real port; None for an empty address."""
+    """Serves while the context is open; yields the address with its real port, None for an empty one."""
     if not address:
         yield None
         return

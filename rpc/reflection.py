@@ -34,7 +34,7 @@ def add_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def _pool() -> descriptor_pool.DescriptorPool:
-    """The default pool, with the v1 descriptor in it."""
+    """Returns the default pool, with the v1 descriptor in it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(V1_FILE)

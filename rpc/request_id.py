@@ -24,7 +24,7 @@ def current_request_id() -> str:
 
 
 def draw_request_id() -> str:
-    """An id is no secret: this takes no system call."""
+    """Returns a random id. It is no secret, so it is drawn without a system call."""
     return f"{random.getrandbits(64):016x}"
 
 
@@ -36,7 +36,7 @@ def accepted_request_id(offered: str | bytes | None) -> str:
 
 
 async def with_request_id(call: Call, proceed: Proceed) -> Any:
-    """An around: inside of it `current_request_id` is the call's."""
+    """Middleware inside of which `current_request_id` returns the call's id."""
     token = _request_id.set(accepted_request_id(_offered(call)))
     try:
         return await proceed()

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from rpc.address import HostPort, parse_address
 from rpc.health import NOT_SERVING, SERVING, Health
 from rpc.health import SERVICE_NAME as HEALTH_NAME
-from rpc.interceptor import Around, CallInterceptor
+from rpc.interceptor import CallInterceptor, Middleware
 from rpc.limit import CallLimit
 from rpc.options import ServerLimits, server_options
 from rpc.reflection import add_reflection
@@ -44,11 +44,11 @@ class CannotListen(Exception):
 class RpcServer:
     """Listens after `start`; `stop` says NOT_SERVING, lets calls finish, then closes."""
 
-    def __init__(self, services: Sequence[Service], arounds: Sequence[Around], limits: ServerLimits) -> None:
+    def __init__(self, services: Sequence[Service], middleware: Sequence[Middleware], limits: ServerLimits) -> None:
         self.health = Health(service.name for service in services)
         self._server = grpc.aio.server(
             # Innermost, so that a refusal is counted and logged like any other.
-            interceptors=(CallInterceptor([*arounds, CallLimit(limits.max_concurrent_calls)]),),
+            interceptors=(CallInterceptor([*middleware, CallLimit(limits.max_concurrent_calls)]),),
             options=server_options(limits),
             maximum_concurrent_rpcs=limits.max_concurrent_calls * UNREAD_FACTOR,
         )
@@ -69,7 +69,8 @@ class RpcServer:
         return HostPort(wanted.host, port)
 
     async def stop(self, grace_s: float, before_close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """`before_close` ends long-lived streams in their own words; what is left after `grace_s` is cut."""
+        """Stops serving. `before_close` ends long-lived streams in order; calls that are left after `grace_s` are cut
+        off."""
         await self.health.set_all(NOT_SERVING)
         if before_close is not None:
             try:
@@ -83,7 +84,7 @@ class RpcServer:
 
 @asynccontextmanager
 async def listening(server: RpcServer, address: str, grace_s: float) -> AsyncIterator[HostPort | None]:
-    """The server at `address` while inside, and the address with its real port; an empty address starts nothing."""
+    """Serves at `address` while inside; yields the address with its real port. An empty one starts nothing."""
     if not address:
         yield None
         return

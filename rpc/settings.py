@@ -45,7 +45,8 @@ def setting(
 
 
 def load(cls: type[T], prefix: str, argv: Sequence[str], environ: Mapping[str, str], prog: str = "") -> T:
-    """`cls` from `PREFIX_NAME` variables and `--name` flags. Exits with help on --help; raises SettingsError."""
+    """Returns `cls` with the values of `PREFIX_NAME` variables and `--name` flags. --help exits; raises
+    SettingsError."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kinds = typing.get_type_hints(cls)
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Which version of the package runs."""
+"""The version of the installed package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whether a Hello, or the groups that somebody declares, make sense in themselves.
 
-Decoding asks, and the manager again, for callers without a wire.
+Checked when a Hello is decoded, and again by the manager, for callers that decode nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_groups(groups: Sequence[GroupSpec], page_tokens: int, field: str) -> None:
-    """Raises InvalidInput for what is no set of groups; `field`: where they stand."""
+    """Raises InvalidInput where the groups contradict each other or the page size; `field` is their name in the
+    message."""
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise InvalidInput(field, f"{len(groups)} groups; 1..{MAX_GROUPS} are allowed")
     names = set()

@@ -1,4 +1,4 @@
-"""What both sides must call by the same name: the protocol's version and the keys of the host tier's store.
+"""The protocol's version, its optional parts, and the names of keys in the host tier's store.
 
 Limits are in limits.py, messages in messages.py.
 """

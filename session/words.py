@@ -22,7 +22,7 @@ HASH_BYTES = 32
 
 
 class GroupKind(IntEnum):
-    """Resume rules."""
+    """How cached pages of a group may be resumed from: docs/architecture.md has the rules."""
 
     FULL = 1
     WINDOW = 2

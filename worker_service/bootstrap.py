@@ -23,7 +23,7 @@ from rpc.collector import SHORT_LIVED, seldom_collected
 from rpc.deadline import deadlines
 from rpc.errors import errors_to_status
 from rpc.health import NOT_SERVING, SERVING
-from rpc.interceptor import Around
+from rpc.interceptor import Middleware
 from rpc.lifecycle import stop_event
 from rpc.logs import announcement
 from rpc.metrics import RpcMetrics
@@ -196,9 +196,9 @@ class _Worker:
             CALL_TIMEOUT_S,
             dict.fromkeys((f"/{SERVICE_NAME}/Generate", f"/{ADMIN_NAME}/Drain"), config.request_timeout_s),
         )
-        arounds: list[Around] = [RpcMetrics(self.registry), with_request_id, errors_to_status(CODES), calls]
+        middleware: list[Middleware] = [RpcMetrics(self.registry), with_request_id, errors_to_status(CODES), calls]
         limits = ServerLimits(MAX_MESSAGE_BYTES)
-        return RpcServer([service], arounds, limits), RpcServer([admin], arounds, limits)
+        return RpcServer([service], middleware, limits), RpcServer([admin], middleware, limits)
 
     def _description(self) -> codec.WorkerDescription:
         compute, spec = self.compute, self.compute.loaded.spec

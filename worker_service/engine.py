@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose callers still wait for something."""
+        """Returns how many requests' callers still wait for something."""
         return self._delivery.num_unfinished
 
     def require_room(self) -> None:
@@ -109,7 +109,7 @@ class Engine:
         self.scheduler.require_room()
 
     def submit(self, request: EngineRequest, detokenizer: Detokenizer) -> Generation:
-        """Queues a request and returns its Generation. Raises QueueFull, Draining, or InvalidField."""
+        """Queues a request and returns its Generation. Raises QueueFull, Draining, InvalidField."""
         self.require_room()
         sequence_id = SequenceId(next(self._numbers))
         now_s = time.monotonic()
@@ -139,7 +139,7 @@ class Engine:
         return DrainResult(num_before - num_aborted, num_aborted)
 
     def reconnect_soon(self) -> None:
-        """Facts that Hello reported have changed: connect again."""
+        """Connects again soon: facts that Hello reported have changed."""
         self._session.ask_for_hello("this worker has news for its Hello")
 
     def stop(self) -> None:

@@ -59,11 +59,11 @@ class Generation:
 
     @property
     def last_token_s(self) -> float | None:
-        """When the last token was sampled; None before the first."""
+        """Returns when the last token was sampled; None before the first."""
         return self._last_token_s
 
     def started(self, now_s: float) -> None:
-        """The first launch with a token of this request went out."""
+        """Notes that the first launch with a token of this request went out."""
         self._started_s = now_s if self._started_s is None else self._started_s
 
     def push(

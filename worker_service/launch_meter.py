@@ -1,4 +1,4 @@
-"""What ended launches say: device time and idle time, the rates that the cache service is told, failures."""
+"""Measures ended launches: device time and idle time, the rates that the cache service gets, failures."""
 
 from __future__ import annotations
 

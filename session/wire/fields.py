@@ -21,7 +21,7 @@ SEQUENCE_ID_BYTES = 8
 
 
 def nothing_unknown(message: Message, field: str) -> None:
-    """Refuses fields that this service does not know: one may be part of an identity, and must not be ignored."""
+    """Raises InvalidInput for fields that this service does not know: one may be part of an identity."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         number = unknown[0].field_number

@@ -1,4 +1,4 @@
-"""Hello and Welcome: what a worker and the cache service say of themselves when a stream begins."""
+"""Hello and Welcome, the first messages of a stream, to and from protobuf."""
 
 from __future__ import annotations
 

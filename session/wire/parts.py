@@ -38,7 +38,7 @@ _MISS_REASONS = {int(reason): reason for reason in MissReason}
 
 
 def as_fields(value: Any) -> Any:
-    """Returns a NamedTuple as the fields of the message that has the same names, and what lies in it likewise."""
+    """Returns a NamedTuple as fields of the message with the same names, nested ones likewise."""
     if isinstance(value, Enum):
         return value.value
     if not isinstance(value, tuple):

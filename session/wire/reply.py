@@ -84,7 +84,7 @@ def _fill_extend_grants(message: cache_pb2.ExtendGrants, grants: Sequence[Extend
 
 
 def _without_gaps(pages: Iterable[GroupPages], num_groups: int) -> list[GroupPages]:
-    """One item for each group; no page where there was no item."""
+    """Returns an item for each group; one without pages where there was none."""
     items = [GroupPages(group, 0, b"") for group in range(num_groups)]
     for item in pages:
         items[item.group] = item

@@ -130,7 +130,8 @@ def _fill_adopt(message: cache_pb2.Adopt, value: Adopt) -> None:
 
 
 def decode_step(message: cache_pb2.Step, limits: SessionLimits) -> Step:
-    """Raises for what belongs to no item; an item that is malformed becomes a BadItem in its place."""
+    """Returns the step, with a BadItem in place of each malformed item. Raises InvalidInput, TooMany for what is in no
+    item."""
     if not message.step_id:
         raise InvalidInput("step.step_id", "must be at least 1")
     most, most_tokens = limits.max_step_items, limits.max_sequence_tokens

@@ -92,10 +92,10 @@ def add_echo(servicer: Any, server: Any) -> None:
 
 @asynccontextmanager
 async def serving(
-    *arounds: Any, limits: ServerLimits = LIMITS
+    *middleware: Any, limits: ServerLimits = LIMITS
 ) -> AsyncIterator[tuple[Echo, grpc.aio.Channel, RpcServer]]:
     echo = Echo()
-    server = RpcServer([Service(NAME, add_echo, echo)], arounds, limits)
+    server = RpcServer([Service(NAME, add_echo, echo)], middleware, limits)
     address = await server.start("127.0.0.1:0")
     echo.address = str(address)
     async with open_channel(str(address), MAX_MESSAGE_BYTES) as channel:

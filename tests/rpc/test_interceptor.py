@@ -1,4 +1,4 @@
-"""Calls of all four shapes through the whole chain of arounds."""
+"""Calls of all four shapes through the whole chain of middleware."""
 
 from __future__ import annotations
 

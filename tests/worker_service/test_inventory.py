@@ -80,7 +80,7 @@ class InventoryMachine(RuleBasedStateMachine):
 
     @rule(group=st.integers(0, 3), page_ids=st.lists(PAGE_IDS, max_size=3))
     def grant(self, group: int, page_ids: list[int]) -> None:
-        self.inventory.kill(group, page_ids)
+        self.inventory.forget_pages(group, page_ids)
         for page_id in page_ids:
             self.truth.pop((group, page_id), None)
 

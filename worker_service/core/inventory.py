@@ -2,8 +2,8 @@
 
 A cache service that has lost its state is offered it (restoration.py). An entry says that the page holds the KV of
 exactly these tokens, written by this process; it is made when a completed launch has written the page, or a fetch has
-filled it, and it dies when a reply names the page for writing, before anything is written. So it needs no word of the
-service that is gone.
+filled it, and dropped when a reply names the page for writing, before anything is written. So nothing has to be asked
+of the service that is gone.
 
     page of the leading group   its tokens · the page before it · when it was recorded and last used · namespace
     page of another group       the page of the leading group that stands at the same place of the same chain
@@ -132,7 +132,7 @@ class Inventory:
 
     # -- what is forgotten --
 
-    def kill(self, group: int, page_ids: Iterable[int]) -> None:
+    def forget_pages(self, group: int, page_ids: Iterable[int]) -> None:
         """Forgets these pages: they may be written from now on."""
         if group == self.leading:
             stamps = self.stamps
@@ -145,7 +145,7 @@ class Inventory:
                 lead_stamps[page_id] = 0
 
     def forget(self, namespaces: Iterable[Namespace] | None) -> None:
-        """Everything of these namespaces, or of all (None). Takes time with the pool's size."""
+        """Forgets all pages of these namespaces, or of all (None). Takes time with the pool's size."""
         for namespace in list(self._number_of) if namespaces is None else namespaces:
             number = self._number_of.get(namespace)
             if number is not None:

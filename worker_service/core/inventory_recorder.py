@@ -68,16 +68,16 @@ class Recorder:
 
     def granted(self, grant: Grant) -> None:
         """Pages behind the usable ones are to be written, and those that a fetch is to fill, at once."""
-        kill = self._inventory.kill
+        forget = self._inventory.forget_pages
         for fetch in grant.fetches:
             for moved in fetch.groups:
-                kill(moved.group, _ids(moved.page_ids))
+                forget(moved.group, _ids(moved.page_ids))
         if grant.fetches:
             return
         usable = grant.usable_tokens // self._inventory.page_tokens
         for pages in grant.tables:
             at = max(usable - pages.first_page, 0)
-            kill(pages.group, _ids(pages.page_ids, at))
+            forget(pages.group, _ids(pages.page_ids, at))
             if at and pages.group == self._inventory.leading:
                 self._inventory.use(_ids(pages.page_ids, at - 1, at)[0])
         for slots in (grant.leave, grant.working, grant.rolling):
@@ -94,12 +94,12 @@ class Recorder:
 
     def extended(self, extend: ExtendGrant) -> None:
         for pages in extend.pages:
-            self._inventory.kill(pages.group, _ids(pages.page_ids))
+            self._inventory.forget_pages(pages.group, _ids(pages.page_ids))
         self._kill_slots(extend.leave)
 
     def _kill_slots(self, slots: Iterable[SnapshotSlot]) -> None:
         for slot in slots:
-            self._inventory.kill(slot.group, (slot.slot,))
+            self._inventory.forget_pages(slot.group, (slot.slot,))
 
     # -- losses --
 

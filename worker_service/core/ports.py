@@ -34,11 +34,11 @@ class CachePort(Protocol):
         ...
 
     async def disconnect(self) -> None:
-        """End the stream. No order of it is handed out afterwards."""
+        """Ends the stream. No order of it is returned afterwards."""
         ...
 
     async def close(self) -> None:
-        """Say Goodbye and end the stream."""
+        """Says Goodbye and ends the stream."""
         ...
 
 
@@ -65,19 +65,19 @@ class HostTier(Protocol):
     def kind(self) -> HostTierKind: ...
 
     def identity(self) -> str:
-        """The sentinel's value, made on first use; it changes when the store was flushed."""
+        """Returns the sentinel's value, made on first use; it changes when the store was flushed."""
         ...
 
     def put(self, keys: Seq[bytes], values: Seq[Seq[bytes | memoryview]]) -> int:
-        """Store each value, given as buffers. Returns how many leading ones were stored: fewer in a full store."""
+        """Stores each value, given as buffers. Returns how many leading ones were stored: fewer in a full store."""
         ...
 
     def get(self, keys: Seq[bytes], max_bytes: int) -> list[bytearray | None]:
-        """The values in order, None for absent keys; a value longer than `max_bytes` counts as absent."""
+        """Returns the values in order, None for absent keys; a value longer than `max_bytes` counts as absent."""
         ...
 
     def put_parts(self, key: bytes, parts: Iterable[Seq[bytes | memoryview]]) -> bool:
-        """Store a value part by part, each given as buffers, as the iterable makes it.
+        """Stores a value part by part, each given as buffers, as the iterable makes it.
 
         A part may be overwritten when the next one is asked for. Nobody finds the value before its last part is stored.
         Returns False in a full store.
@@ -85,9 +85,9 @@ class HostTier(Protocol):
         ...
 
     def get_parts(self, key: bytes, num_parts: int, max_bytes: int) -> Generator[bytearray | None, None, None]:
-        """The first `num_parts` parts of a value that was stored so, read as they are taken.
+        """Yields the first `num_parts` parts of a value that was stored so, read as they are taken.
 
-        Ends with a None at the first part that is absent or longer than `max_bytes`. To be closed by who stops early.
+        Ends with a None at the first part that is absent or longer than `max_bytes`. Close it to stop early.
         """
         ...
 

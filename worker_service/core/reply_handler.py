@@ -26,7 +26,7 @@ _FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
 
 
 class Fetch(NamedTuple):
-    """Start this transfer and report its ack, also when the sequence ends: the ticket pins pages until then."""
+    """A transfer to start. Its ack is reported also when the sequence ends: the ticket pins pages until then."""
 
     sequence_id: SequenceId
     transfer: Transfer
@@ -53,7 +53,8 @@ class ReplyHandler:
         self._admission = admission
 
     def apply(self, reply: StepReply) -> Applied:
-        """Remaps first: they concern pages from before, and what they freed may be granted in the same reply."""
+        """Applies a reply. Remaps come first: they concern pages from before, and what they freed may be granted in
+        it."""
         self._check(reply)
         asked = self._steps.take_asked()
         self._steps.free_pages = reply.free_pages
@@ -101,7 +102,8 @@ class ReplyHandler:
         self._admission.freed()
 
     def _grant(self, grant: Grant, asked: Asked) -> Iterable[Fetch]:
-        """An aborted sequence has its lease too: it ends with the next step, and its ticket needs an ack."""
+        """Applies a grant, also for an aborted sequence: its lease ends with the next step, and its ticket needs an
+        ack."""
         sequence = asked.sequence
         if asked.ask is Ask.ADOPT:
             take_over(sequence, grant)
@@ -143,7 +145,7 @@ class ReplyHandler:
         return ()
 
     def _refuse_running(self, asked: Asked | None, refusal: Refusal) -> Iterable[Failed]:
-        """An extend, or anything that was only said of a sequence; that one fails when it is invalid."""
+        """Applies the refusal of an extend, or of an item about a running sequence; that fails where it is invalid."""
         sequence = asked.sequence if asked is not None else self._queues.unfinished.get(refusal.sequence_id)
         if sequence is None or sequence.state is State.FINISHED:
             return ()
@@ -156,7 +158,8 @@ class ReplyHandler:
         return ()
 
     def _kept(self, sequence: Sequence, refusal: Refusal) -> int:
-        """Tokens that the cache service keeps of what it refused; after RESEND none, and they are sent at once."""
+        """Returns how many tokens the cache service keeps of what it refused; after RESEND none: they are sent at
+        once."""
         return self._admission.keeps(len(sequence.tokens)) if refusal.reason is RefusalReason.NO_ROOM else 0
 
     def _fail(self, sequence: Sequence, refusal: Refusal) -> Failed:
@@ -166,7 +169,7 @@ class ReplyHandler:
         return Failed(sequence.sequence_id, refusal.detail, field or "prompt")
 
     def _preempt(self) -> None:
-        """The youngest: it is younger than every starving one, or starves itself. At most one for each reply, and none
+        """Preempts the youngest: younger than every starving one, or starving itself. At most one for each reply, and none
         while the pages of another are on their way."""
         leased = self._queues.leased
         if self._queues.departures or len(leased) < 2:
@@ -184,7 +187,7 @@ def _require_each_once(field: str, named: list[SequenceId], asked: Collection[Se
 
 
 def take_pages(sequence: Sequence, grant: Grant) -> None:
-    """The launch starts where the cached prefix ends.
+    """Takes the grant's pages; the next launch starts where the cached prefix ends.
 
     Counters stay once something was computed: what is cached after a preemption is the request's own work."""
     for table in sequence.tables:

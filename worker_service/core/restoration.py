@@ -57,7 +57,7 @@ class Restoration:
         return self._runs is not None
 
     def begin(self) -> None:
-        """The service has a new state, which knows no page."""
+        """Begins to offer all that is known: the service has a new state, which knows no page."""
         self.end()
         if self._inventory.leading is not None and self._inventory.num_pages:
             self._horizon, self._last_number = self._inventory.clock, 0
@@ -65,7 +65,7 @@ class Restoration:
             self._runs = iter(_oldest_first(self._all_runs()))
 
     def end(self) -> None:
-        """Nothing more is offered."""
+        """Offers nothing more."""
         self._runs = self._run = None
         self._page_of = {}
 

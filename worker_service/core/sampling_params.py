@@ -50,7 +50,7 @@ class SamplingParams:
         return self.temperature == 0.0 and not self.has_penalties
 
     def validate(self) -> None:
-        """Raise InvalidField for the first value out of its range. NaN fails every comparison, so it fails here.
+        """Raises InvalidField for the first value out of its range. NaN fails every comparison, so it fails here.
 
         What passes can be put into the arrays of a launch: a launch is shared, so no row may make it fail.
         """

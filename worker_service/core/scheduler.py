@@ -160,12 +160,12 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Requests that the last step held back for a sibling."""
+        """Returns how many requests the last step held back for a sibling."""
         return self._admission.num_held
 
     @property
     def num_adopting(self) -> int:
-        """Sequences whose adopts are still to be sent; none of them runs before its reply."""
+        """Returns how many sequences' adopts are still to be sent; none of them runs before its reply."""
         return self._adoptions.num_pending
 
     @property
@@ -294,7 +294,7 @@ class Scheduler:
 
     @property
     def generation(self) -> int:
-        """For Hello: the state of the cache service to go on from; 0 asks for a new one."""
+        """Returns what Hello is to name: the state of the cache service to go on from; 0 asks for a new one."""
         return self._readmitter.generation
 
     def readmit(self, welcome: Welcome) -> Readmission:

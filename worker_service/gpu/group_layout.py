@@ -28,7 +28,7 @@ class PageTensor(NamedTuple):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one page in one layer."""
+        """Returns the bytes of one page in one layer."""
         return self.planes * math.prod(self.page_shape) * self.dtype.itemsize
 
     @property
@@ -72,13 +72,13 @@ class GroupLayout(NamedTuple):
 
     @property
     def dtype_code(self) -> int:
-        """Of the group's pages, for their headers."""
+        """Returns the code of the group's dtypes, for the headers of its pages."""
         first, *others = {tensor.dtype for tensor in self.tensors}
         return MIXED_DTYPES if others else DTYPE_CODES[first]
 
     @property
     def text(self) -> str:
-        """All that two workers must agree on to exchange this group's pages."""
+        """Returns all that two workers must agree on to exchange this group's pages."""
         tensors = "+".join(tensor.text for tensor in self.tensors)
         return f"{self.name}:{'.'.join(map(str, self.layers))}:{tensors}"
 

@@ -91,7 +91,7 @@ class PagePools:
 
     @property
     def layout_id(self) -> str:
-        """What must agree before page bytes may be exchanged between workers; part of the fingerprint."""
+        """Returns what must agree before workers may exchange page bytes; part of the fingerprint."""
         return f"v2/{LAYOUT}/page{self.page_tokens}/{','.join(layout.text for layout in self.layouts)}"
 
     def specs(self) -> tuple[GroupSpec, ...]:
@@ -196,7 +196,7 @@ class PagePools:
         return torch.empty((num_pages, self.page_bytes(group)), dtype=torch.uint8, pin_memory=pin)
 
     def _parts(self, group: int, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of the group with its columns of the page rows."""
+        """Yields each tensor of the group with its columns of the page rows."""
         layout = self.layouts[group]
         sizes = [len(layout.layers) * tensor.layer_bytes for tensor in layout.tensors]
         return list(zip(self._tensors[group], torch.split(rows, sizes, dim=1), strict=True))

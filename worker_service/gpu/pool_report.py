@@ -29,7 +29,8 @@ class PoolReport(NamedTuple):
 
 
 def pool_report(specs: Sequence[GroupSpec], page_tokens: int, max_model_len: int, max_num_seqs: int) -> PoolReport:
-    """A prompt hits by whole pages, must compute one token, and must leave room for one generated token."""
+    """Returns the report. A prompt hits by whole pages, computes one token at least, and leaves room for a generated
+    one."""
     groups = tuple(_capacity(spec, page_tokens, max_num_seqs) for spec in specs)
     least_hit_tokens = page_tokens + 1
     return PoolReport(groups, least_hit_tokens, _obstacle(specs, least_hit_tokens, max_model_len, max_num_seqs))

@@ -14,7 +14,7 @@ MMAP_THRESHOLD_BYTES = 32 << 20  # glibc's upper limit
 
 
 def keep_freed_blocks(num_bytes: int = 256 << 20) -> bool:
-    """Keep up to `num_bytes` of freed blocks, in the whole process; False where the C library has no such setting."""
+    """Keeps up to `num_bytes` of freed blocks in the process. Returns False where the C library has no such setting."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

@@ -44,7 +44,7 @@ class WeightFiles:
         return Header(tuple(part.get_shape()), part.get_dtype())
 
     def expect(self, names: Iterable[str]) -> None:
-        """Says which tensors will be read, each once."""
+        """Takes the names of the tensors that will be read, each once."""
         self._num_unread = Counter(self._file_of[name] for name in names)
 
     def read(self, name: str) -> torch.Tensor:
@@ -64,7 +64,7 @@ class WeightFiles:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold the folder's tensors, sorted."""
+    """Returns the names of the files that hold the folder's tensors, sorted."""
     return sorted(set(_files_by_tensor(folder).values()))
 
 
@@ -86,7 +86,7 @@ def _indexed_files(folder: Path) -> dict[str, str]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Each tensor's file, by the folder's index of shards."""
+    """Returns each tensor's file, by the folder's index of shards."""
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ModelError(INDEX, "weight_map must be an object that names each tensor's file")

@@ -76,13 +76,13 @@ class Decoder:
         return self._embeddings.dtype
 
     def linears(self) -> list[Linear]:
-        """Every projection, the head last."""
+        """Returns every projection, the head last."""
         return [*self._stack.linears(), self._head]
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, states: States, gemm: Gemm
     ) -> torch.Tensor:
-        """Hidden states behind the final norm."""
+        """Returns the hidden states behind the final norm."""
         step = Step(token_ids, positions, attention, states, gemm)
         hidden = self._embeddings[token_ids]
         if self._scale != 1.0:
@@ -90,7 +90,7 @@ class Decoder:
         return self._stack(hidden, step)
 
     def logits(self, normed: torch.Tensor, gemm: Gemm) -> torch.Tensor:
-        """[num_rows, vocab_size] in the model's dtype."""
+        """Returns [num_rows, vocab_size] in the model's dtype."""
         logits = gemm(normed, self._head)
         if self.spec.logits_scale != 1.0:
             logits = logits * self.spec.logits_scale
@@ -188,7 +188,7 @@ def _branches(number: int, source: TensorSource, spec: ModelSpec, rotary: Rotary
 
 
 def _take_ends(source: TensorSource, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The embeddings, the final norm, and the head where it is a matrix of its own."""
+    """Takes the embeddings, the final norm, and the head where it is a matrix of its own."""
     family = family_of(spec.architecture)
     embeddings = source.take(f"{ROOT}{family.embeddings}.weight", spec.vocab_size, spec.hidden_size)
     norm = source.take(f"{ROOT}{family.final_norm}.weight", spec.hidden_size)

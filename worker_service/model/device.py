@@ -37,7 +37,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """`auto`: fp32 on a CPU, the checkpoint's 16-bit type on CUDA, bf16 for fp32 ones: its kernels have no fp32."""
+    """Returns the dtype. `auto`: fp32 on a CPU; on CUDA the checkpoint's 16-bit type, bf16 for fp32: kernels have
+    none."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else "float16" if checkpoint == "float16" else "bfloat16"
     if name not in DTYPES:
@@ -80,7 +81,7 @@ def _major_minor(release: str) -> str:
 
 
 def prepare_process(device: torch.device, num_threads: int, *, stable_gemms: bool = True) -> None:
-    """Process-wide settings, before the first tensor: threads on a CPU (0 = all cores), stable GEMMs on CUDA."""
+    """Makes settings of the process, before the first tensor: threads on a CPU (0: all cores), stable GEMMs on CUDA."""
     if device.type == "cpu":
         torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
         # Attention weights far from the best are denormal numbers, which a CPU computes with twenty times slower.

@@ -25,7 +25,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def merged(fields: Fields) -> Fields:
-    """The top level's fields over those of `text_config`; a null says nothing where the nested config has a value."""
+    """Returns the top level's fields over those of `text_config`; a null counts only where the nested config has
+    none."""
     nested = fields.get("text_config")
     if not isinstance(nested, dict):
         return fields
@@ -68,7 +69,7 @@ def flag(fields: Fields, name: str, default: bool = False) -> bool:
 
 
 def one_of(fields: Fields, name: str, known: Mapping[str, Any], default: str) -> Any:
-    """What `known` has for the field's value."""
+    """Returns what `known` has for the field's value."""
     value = fields.get(name)
     value = default if value is None else value
     if not _is_one_of(value, known):
@@ -87,7 +88,7 @@ def _verb(known: Mapping[str, Any]) -> str:
 def layer_types(
     fields: Fields, num_layers: int, known: Mapping[str, Any], name: str = "layer_types"
 ) -> list[Any] | None:
-    """What `known` has for each layer's kind; None where the field is missing."""
+    """Returns what `known` has for each layer's kind; None where the field is missing."""
     kinds = fields.get(name)
     if kinds is None:
         return None
@@ -107,7 +108,7 @@ def layers_by_index(fields: Fields, num_layers: int, name: str) -> list[bool] | 
 
 
 def eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
-    """The generation config's, else the config's; null in either says nothing."""
+    """Returns the generation config's ids, else the config's; a null counts as missing."""
     value = generation.get("eos_token_id")
     if value is None:
         value = fields.get("eos_token_id")

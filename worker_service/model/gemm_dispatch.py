@@ -67,7 +67,7 @@ class GemmDispatch:
             _log.info("GEMM routes chosen", extra={"shapes": len(shapes), "tiled": sorted(map(str, self.tiled))})
 
     def num_padding(self, num_rows: int) -> int:
-        """Rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
+        """Returns how many rows to append, so that a GEMM gets as many as it needs to keep a row's bits."""
         return max(self.least_rows - num_rows, 0) if num_rows else 0
 
     def __call__(self, x: torch.Tensor, linear_: Linear) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Bamba: Mamba2 in most layers, attention with half-turned heads in a few, an MLP in all."""
+"""Bamba: Mamba2 in most layers, attention in a few, whose rotary embeddings cover half a head, an MLP in all."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DEFAULTS: Fields = {
     "max_position_embeddings": 262_144,
     "eos_token_id": 2,
 }
-# Of each head, where no field says otherwise.
-TURNED = 0.5
+# Share of a head that is rotated, where no field says it.
+ROTARY_SHARE = 0.5
 
 
 def read_spec(fields: Fields) -> ModelSpec:
@@ -60,14 +60,14 @@ def read_spec(fields: Fields) -> ModelSpec:
 
 
 def _rotary_dim(fields: Fields, head_dim: int) -> int:
-    """By `attn_rotary_emb`, which counts elements, else by a share of the head."""
+    """Returns how many elements are rotated: `attn_rotary_emb`, else a share of the head."""
     if fields.get("attn_rotary_emb") is not None:
         turned = whole(fields, "attn_rotary_emb")
         if turned % 2 or turned > head_dim:
             raise ModelError("attn_rotary_emb", f"{turned} is odd, or more than the {head_dim} elements of a head")
         return turned
     share = rope_parameters(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    return rotary_dim({"partial_rotary_factor": TURNED if share is None else share}, head_dim)
+    return rotary_dim({"partial_rotary_factor": ROTARY_SHARE if share is None else share}, head_dim)
 
 
 FAMILY = Family(

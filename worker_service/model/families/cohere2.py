@@ -1,4 +1,4 @@
-"""Cohere2: attention and MLP side by side behind one norm; layers that see everything do not see positions."""
+"""Cohere2: attention and MLP side by side behind one norm; layers without a window have no rotary embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every family's reader does: the fields around the layers, heads, positions and windows."""
+"""What the readers of all families share: the fields beside the layers, heads, positions and windows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model_spec(
 
 
 def architecture_of(fields: Fields) -> str:
-    """By `architectures`: several families share one `model_type`."""
+    """Returns the name in `architectures`: several families share one `model_type`."""
     names = fields.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelError("architectures", f"must be a list with one name, not {names!r}")
@@ -52,12 +52,13 @@ def architecture_of(fields: Fields) -> str:
 
 
 def read_num_mtp_layers(fields: Fields) -> int:
-    """Layers for predicting further tokens, which a folder holds behind the others; where no field says so, one."""
+    """Returns how many layers for multi-token prediction the folder has behind the others; one where no field says
+    it."""
     return whole(fields, first_of(fields, "num_nextn_predict_layers", "num_mtp_layers"), 1, least=0)
 
 
 def read_activation(fields: Fields, name: str, known: tuple[Activation, ...]) -> Activation:
-    """The first known one is the default."""
+    """Returns the activation; the first known one is the default."""
     supported = {said: made for said, made in ACTIVATIONS.items() if made in known}
     activation: Activation = one_of(fields, name, supported, next(iter(supported)))
     return activation
@@ -70,7 +71,7 @@ class Heads(NamedTuple):
 
 
 def read_heads(fields: Fields, default_head_dim: int | None = None) -> Heads:
-    """A missing head_dim is `default_head_dim`, else the hidden size divided by the heads."""
+    """Returns the heads. A missing head_dim is `default_head_dim`, else the hidden size divided by the heads."""
     num_heads = whole(fields, "num_attention_heads")
     heads = Heads(num_heads, whole(fields, "num_key_value_heads", num_heads), _head_dim(fields, default_head_dim))
     if num_heads % heads.num_kv_heads:
@@ -101,18 +102,18 @@ def read_positions(fields: Fields) -> Positions:
 
 
 def require_whole_rope(fields: Fields) -> None:
-    """Raises ModelError where only a part of each head turns, for families in which all of it does."""
+    """Raises ModelError where only a part of each head is rotated, for families in which all of it is."""
     share = rope_parameters(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise ModelError("partial_rotary_factor", f"{share!r} is not supported; 1.0 is")
 
 
 def read_sliding(fields: Fields, num_layers: int) -> list[bool] | None:
-    """Which layers have the window, by `layer_types`; None where the field is missing."""
+    """Returns which layers have the window, by `layer_types`; None where the field is missing."""
     return layer_types(fields, num_layers, SLIDING)
 
 
 def read_dense_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Which layers have no experts, by `mlp_layer_types`; without it the first one."""
+    """Returns which layers have no experts, by `mlp_layer_types`; without it the first one."""
     default = [layer == 0 for layer in range(num_layers)]
     return layer_types(fields, num_layers, DENSE, "mlp_layer_types") or default

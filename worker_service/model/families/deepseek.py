@@ -92,7 +92,7 @@ def read_latents(fields: Fields) -> LatentSpec:
 
 
 def _first_layers(fields: Fields, default: int) -> list[bool]:
-    """Which layers have no experts: the first ones."""
+    """Returns which layers have no experts: the first ones."""
     num_dense = whole(fields, "first_k_dense_replace", default, least=0)
     return [layer < num_dense for layer in range(whole(fields, "num_hidden_layers"))]
 

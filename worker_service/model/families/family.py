@@ -1,4 +1,4 @@
-"""What a family of models states: how its config reads, and under which names its tensors lie."""
+"""What a family of models defines: how its config is read, and the names of its tensors."""
 
 from __future__ import annotations
 

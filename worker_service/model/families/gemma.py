@@ -1,6 +1,6 @@
 """Gemma 2 and Gemma 3: windows in most layers, norms on both sides of each branch, weights of norms counted from one.
 
-Gemma 2 caps scores and logits; Gemma 3 norms the heads and turns the layers with a window by a rope of their own. Files
+Gemma 2 caps scores and logits; Gemma 3 norms the heads, and its layers with a window have a rope of their own. Files
 of Gemma 3 leave out most fields; what is missing has the value that transformers gives it.
 """
 
@@ -64,7 +64,7 @@ def read_gemma3(fields: Fields) -> ModelSpec:
 
 
 def _read_spec(fields: Fields, mixer: AttentionSpec, ropes: dict[bool, RopeConfig]) -> ModelSpec:
-    """`ropes`: of layers without and with a window."""
+    """Returns the spec; `ropes` are those of layers without and with a window."""
     mlp = DenseSpec(
         whole(fields, "intermediate_size", 9216),
         read_activation(fields, "hidden_activation", (Activation.GELU_TANH,)),
@@ -108,7 +108,7 @@ def _cap(fields: Fields, name: str) -> float:
 
 
 def _sliding(fields: Fields) -> list[bool]:
-    """By `layer_types`; without it every layer but each n-th one has the window."""
+    """Returns which layers have the window: by `layer_types`, else all but each n-th one."""
     num_layers = whole(fields, "num_hidden_layers")
     pattern = whole(fields, "sliding_window_pattern")
     default = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
@@ -116,7 +116,7 @@ def _sliding(fields: Fields) -> list[bool]:
 
 
 def _gemma3_ropes(fields: Fields) -> dict[bool, RopeConfig]:
-    """Both spellings: a rope by kind of layer, or `rope_theta` and `rope_scaling` for the layers that see everything
+    """Reads both spellings: a rope by kind of layer, or `rope_theta` and `rope_scaling` for the layers without a window
     and `rope_local_base_freq` for the others."""
     max_tokens = whole(fields, "max_position_embeddings")
     named = read_ropes(fields, tuple(SLIDING), max_tokens)

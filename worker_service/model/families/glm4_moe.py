@@ -1,4 +1,4 @@
-"""GLM-4-MoE: heads that turn in part, experts chosen by biased sigmoid scores, and a shared one."""
+"""GLM-4-MoE: rotary embeddings over a part of each head, experts chosen by biased sigmoid scores, and a shared one."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def take_layer(source: TensorSource, prefix: str, spec: ModelSpec, layer: LayerS
 
 
 def _take_experts(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int) -> MoeWeights:
-    """All experts lie in one tensor, columns as outputs; gates and ups alternate."""
+    """Takes the experts; all lie in one tensor, columns as outputs, gates and ups in turn."""
     count, inner, names = spec.num_experts, spec.intermediate_size, f"{prefix}.experts"
     return MoeWeights(
         router=take_linear(source, [f"{prefix}.router"], [count], hidden, bias=True),

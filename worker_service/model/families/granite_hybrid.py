@@ -36,7 +36,7 @@ DEFAULTS: Fields = {
     "max_position_embeddings": 2048,
     "eos_token_id": 2,
 }
-# Whether attention turns its heads; a null says no.
+# Whether attention has rotary embeddings; a null says no.
 POSITIONS = {"rope": True, "nope": False}
 
 
@@ -106,7 +106,7 @@ def _take_shared(source: TensorSource, prefix: str, spec: DenseSpec | None, hidd
 
 
 def _take_moe(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int) -> MoeWeights:
-    """All experts of a layer lie in one tensor."""
+    """Takes the experts; all of a layer lie in one tensor."""
     count, inner, moe = spec.num_experts, spec.intermediate_size, f"{prefix}.block_sparse_moe"
     return MoeWeights(
         Linear(source.take(f"{moe}.router.layer.weight", count, hidden), None),

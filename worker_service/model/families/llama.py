@@ -45,7 +45,7 @@ def read_spec(fields: Fields) -> ModelSpec:
 
 
 def read_attention(architecture: str, fields: Fields) -> AttentionSpec:
-    """Returns the attention of a layer that sees everything."""
+    """Returns the attention of a layer without a window."""
     require_whole_rope(fields)
     heads = read_heads(fields, QWEN3_HEAD_DIM if architecture == QWEN3 else None)
     bias = flag(fields, "attention_bias")
@@ -60,7 +60,7 @@ def read_attention(architecture: str, fields: Fields) -> AttentionSpec:
 
 
 def read_windows(architecture: str, fields: Fields) -> tuple[int, ...]:
-    """Each layer's sliding window. Qwen has a switch and mixes layers; Mistral's null means that nothing slides."""
+    """Returns each layer's sliding window. Qwen has a switch and mixes layers; Mistral's null means no window."""
     num_layers = whole(fields, "num_hidden_layers")
     if architecture == LLAMA:
         return (0,) * num_layers

@@ -49,7 +49,7 @@ def read_mamba2(fields: Fields, inner_size: int | None = None) -> Mamba2Spec:
 
 
 def read_step_limit(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
-    """Returns what the size of a token's step is held within."""
+    """Returns the bounds of a token's step size."""
     value = fields.get(name)
     if value is None:
         return UNLIMITED

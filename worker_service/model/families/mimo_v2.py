@@ -48,7 +48,7 @@ def read_spec(given: Fields) -> ModelSpec:
 
 
 def _attention(fields: Fields) -> tuple[dict[bool, AttentionSpec], int]:
-    """The mixers of layers without and with a window, and how far the model reaches."""
+    """Returns the mixers of layers without and with a window, and the longest sequence."""
     heads, max_tokens = read_heads(fields), whole(fields, "max_position_embeddings")
     ropes = read_ropes(fields, tuple(SLIDING), max_tokens)
     if ropes is None:

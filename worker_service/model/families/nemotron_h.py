@@ -97,7 +97,7 @@ def _kinds(fields: Fields) -> list[str]:
 
 
 def _read_mamba2(fields: Fields) -> Mamba2Spec:
-    """By this family's names, or those of older files. Steps are within `time_step_limit`: `time_step_min` and `_max`
+    """Reads this family's names, or those of older files. `time_step_limit` bounds steps: `time_step_min` and `_max`
     are for training."""
     num_heads = whole(fields, "mamba_num_heads", 128)
     num_groups = whole(fields, first_of(fields, "mamba_n_groups", "n_groups"), 8)

@@ -49,7 +49,7 @@ def read_experts(fields: Fields) -> MoeSpec:
 
 
 def expert_layers(fields: Fields) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
+    """Returns which layers have experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
     step = whole(fields, "decoder_sparse_step", 1)
     only = fields.get("mlp_only_layers") or []
     if not isinstance(only, list) or not all(isinstance(layer, int) for layer in only):

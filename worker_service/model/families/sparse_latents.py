@@ -38,7 +38,7 @@ def read_v32(fields: Fields) -> ModelSpec:
 
 
 def read_glm_dsa(fields: Fields) -> ModelSpec:
-    """Some layers take the choice of one before them."""
+    """Returns the spec of GLM-5; some layers share the indexer's choice of one before them."""
     index = _read_index(fields, default_heads=32, interleaved=True)
     return _read_spec(fields, [replace(index, is_shared=shared) for shared in _shared_layers(fields)], norm_eps=1e-5)
 
@@ -73,7 +73,7 @@ def _read_index(fields: Fields, default_heads: int, *, interleaved: bool) -> Ind
 
 
 def _dense_layers(fields: Fields) -> list[bool]:
-    """Which layers have no experts: by name, else the first ones."""
+    """Returns which layers have no experts: by name, else the first ones."""
     num_layers = whole(fields, "num_hidden_layers")
     num_dense = whole(fields, "first_k_dense_replace", 3, least=0)
     named = layer_types(fields, num_layers, DENSE, "mlp_layer_types")
@@ -81,7 +81,7 @@ def _dense_layers(fields: Fields) -> list[bool]:
 
 
 def _shared_layers(fields: Fields) -> list[bool]:
-    """Which layers have no indexer: by name, by a pattern, else all but every `index_topk_freq`-th one."""
+    """Returns which layers have no indexer: by name, by a pattern, else all but every `index_topk_freq`-th one."""
     num_layers = whole(fields, "num_hidden_layers")
     shared = layer_types(_with_pattern(fields), num_layers, IS_SHARED, "indexer_types")
     if shared is None:
@@ -94,7 +94,7 @@ def _shared_layers(fields: Fields) -> list[bool]:
 
 
 def _with_pattern(fields: Fields) -> Fields:
-    """The fields; a pattern of letters stands for the list of names, where there is none."""
+    """Returns the fields with a list of names; where there is none, it is made of a pattern of letters."""
     pattern = fields.get("index_topk_pattern")
     if fields.get("indexer_types") is not None or pattern is None:
         return fields
