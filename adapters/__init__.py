@@ -1,1 +1,1 @@
-"""Plug-ins that put Stemcache under engines of others. Each imports its engine; the services import none of them."""
+"""Plug-ins that put Stemcache under other projects' engines. Each imports its engine; the services import none."""

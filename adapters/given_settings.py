@@ -1,4 +1,4 @@
-"""What an engine's configuration says to our plug-in: a JSON object, read into a dataclass of settings."""
+"""Settings of a plug-in, read from a JSON object in its engine's configuration into a dataclass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names the weights that an engine loads from a folder."""
+"""A digest of the weights that an engine loads from a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Refused(ValueError):
 
 
 def files_digest(folder: Path) -> bytes:
-    """Of names and contents of the weight files. Raises Refused where there is none."""
+    """Returns a digest of the weight files' names and contents. Raises Refused where there is none."""
     files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
     if not files:
         raise Refused(f"no weights in the model's folder {folder.name!r}: set model_digest")

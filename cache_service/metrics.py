@@ -148,7 +148,7 @@ def _families(
     names: Sequence[str],
     values: Iterable[tuple[Sequence[str], object]],
 ) -> Iterator[Metric]:
-    """Returns a family for each row, with a series for each pair of labels and stats."""
+    """Yields a family for each row, with a series for each pair of labels and stats."""
     for name, text, field in rows:
         family = kind(PREFIX + name, text, labels=names)
         for labels, stats in values:

@@ -1,4 +1,4 @@
-"""Stops asking what failed, and asks again after a pause: an engine never waits twice for what is away."""
+"""A circuit breaker: what failed is not asked again before a pause is over, so an engine does not wait for it twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody should be asked now."""
+        """Returns whether nothing should be asked now."""
         with self._lock:
             return self._clock() < self._closed_from_s
 

@@ -1,4 +1,4 @@
-"""The calls of HostTier with short deadlines. Raises nothing: None says that the service gave no answer.
+"""The calls of HostTier with short deadlines. They raise nothing: None says that there was no reply.
 
 After a failure nothing is asked for a while. An attachment that has ended is made anew by the next call.
 """
@@ -68,7 +68,7 @@ class HostTierCalls:
         self._channel.close()
 
     def attached(self) -> Attachment | None:
-        """The attachment, made anew where it has ended; None while that cannot be."""
+        """Returns the attachment, made anew where it has ended; None while that is not possible."""
         with self._lock:
             if self._is_suspect or self._attachment is None:
                 identity = None if self._breaker.is_open else self._identity()
@@ -80,7 +80,8 @@ class HostTierCalls:
             return self._attachment
 
     def suspect_store(self) -> None:
-        """A page was missing, or the store failed: it may have lost everything. The next call looks which one it is."""
+        """Has the next call look which store it is: a page was missing, or the store failed, so it may have lost
+        everything."""
         self._is_suspect = True
 
     def _attach(self, identity: str) -> Attachment | None:
@@ -112,7 +113,7 @@ class HostTierCalls:
         return Attachment(answer.epoch, answer.attachment)
 
     def lookup(self, path: PagePath, local_pages: int) -> Hit | None:
-        """Where the engine can resume, under a lease."""
+        """Returns where the engine can resume, under a lease."""
         asked = self._leading(path)
         if asked is None:
             return None
@@ -134,7 +135,7 @@ class HostTierCalls:
         return Hit(answer.usable_pages, local_pages, answer.lease, pages, reason, answer.limiting_group, attachment)
 
     def reserve(self, path: PagePath, ranges: Iterable[PageRange]) -> Ticket | None:
-        """Which of these pages are to be written; None also while the service takes none."""
+        """Returns which of these pages are to be written; None also while the service takes none."""
         asked = self._leading(path)
         if asked is None:
             return None
@@ -181,7 +182,7 @@ class HostTierCalls:
         return self._ask(self._stub.Release, request, hit.attachment) is not None
 
     def _leading(self, path: PagePath) -> host_tier_pb2.TierPath | None:
-        """The first pages of a path, as many as the service takes; None for tokens that are none."""
+        """Returns the first pages of a path, as many as the service takes; None for tokens that are not valid."""
         ids = path.page_ids[: self._max_pages * HASH_BYTES]
         try:
             tokens = array("i", path.tokens[: self._max_pages * self._config.page_tokens + 1]).tobytes()

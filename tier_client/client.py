@@ -1,4 +1,4 @@
-"""The host tier for an engine that is no worker of ours: fetch what others computed, save what was computed here.
+"""The host tier for another project's engine: fetch what others computed, save what was computed here.
 
 Nothing here raises into the engine, and nothing waits for long: while the service or the store is away, a fetch is a
 miss and a save writes nothing. Calls block, so an engine that must not wait calls from a thread of its own.

@@ -1,4 +1,4 @@
-"""How fast this engine reads pages: what a Lookup says, so that the service declines what is computed sooner."""
+"""How fast this engine reads pages. A Lookup states it, so that the service declines what is computed sooner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FetchRate:
         self._bytes_per_s = 0.0
 
     def add(self, num_bytes: int, took_s: float) -> None:
-        """One read of verified pages; what read nothing tells nothing."""
+        """Counts a read of verified pages; an empty one is ignored."""
         if num_bytes <= 0 or took_s <= 0:
             return
         rate = num_bytes / took_s
@@ -25,6 +25,6 @@ class FetchRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """0 before the first read."""
+        """Returns the mean rate; 0 before the first read."""
         with self._lock:
             return self._bytes_per_s

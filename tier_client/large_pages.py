@@ -1,6 +1,6 @@
 """Moves a page that is too large for one value, a recurrent state's snapshot for one: part by part.
 
-For workers and for engines of others alike, so both cut, frame and check in one way.
+Workers and other projects' engines both use it, so they cut, frame and check in one way.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ class LargePage(NamedTuple):
 def parts_text(largest_page_bytes: int, part_bytes: int) -> tuple[str, ...]:
     """Returns what a fingerprint says of parts: their size, where some page is larger.
 
-    Who cuts pages otherwise cannot read them.
+    Engines that cut pages into other sizes cannot read them.
     """
     return (f"parts of {part_bytes}",) if largest_page_bytes > part_bytes else ()

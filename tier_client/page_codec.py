@@ -29,7 +29,7 @@ assert _FIELDS.size == HEADER_BYTES
 
 
 class PageKind(NamedTuple):
-    """What must agree between the writer and the reader of a page, beside the key."""
+    """What must agree between the writer and the reader of a page, besides the key."""
 
     codec: int
     dtype: int

@@ -139,7 +139,7 @@ class PageStore:
             found.append(decode(value, kind, key, page_bytes, xxhash.xxh3_128_digest))
 
     def _check_time(self, until_s: float) -> None:
-        """A store that answers each command just in time would keep an engine waiting. Raises HostTierError."""
+        """Raises HostTierError after `until_s`: each command may be in time, and all of them together take too long."""
         if self._clock() >= until_s:
             raise HostTierError(f"a transfer took longer than {self._transfer_timeout_s:g} s")
 

@@ -1,4 +1,4 @@
-"""What an engine says to the client of HostTier, and what it gets."""
+"""Arguments and results of the client of HostTier."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TierClientConfig:
             raise ValueError("compute_tokens_per_s: must not be negative")
 
     def attached_fingerprint(self) -> bytes:
-        """`fingerprint`, and where some page is larger than a part, the size of parts."""
+        """Returns `fingerprint`, and where some page is larger than a part, the size of parts."""
         parts = parts_text(max(group.page_bytes for group in self.groups), self.part_bytes)
         return fingerprint_of({"engine": self.fingerprint.hex(), "parts": parts}) if parts else self.fingerprint
 

@@ -79,7 +79,7 @@ def _window_pool(pool: Any, layers: Mapping[int, int], page_tokens: int, window_
 
 
 def _state_pool(requests: Any) -> DevicePool:
-    """A state is one slot, in all layers. Pages are named by the boundary that the state is of."""
+    """Returns the pool of states: a page is one slot in all layers, named by the boundary that the state is of."""
     pool = requests.mamba_pool
     if type(pool).__name__ != "MambaPool" or requests.mamba_ckpt_pool is not None:
         raise Refused(f"states in a {type(pool).__name__}, or in an int8 checkpoint pool, are not supported")

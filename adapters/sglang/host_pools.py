@@ -41,7 +41,7 @@ class HostPool:
         self.is_all = stored.group.kind is GroupKind.FULL
 
     def reach_pages(self, page_tokens: int) -> int:
-        """How many pages before a boundary are found with it."""
+        """Returns how many pages before a boundary are needed to resume there."""
         group = self.stored.group
         return -(-(group.window_tokens - 1) // page_tokens) if group.window_tokens else 1
 
@@ -71,7 +71,7 @@ class HostPool:
         return found + [None] * (len(keys) - len(found))
 
     def _slots(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[int]:
-        """Of each page; none where there are not as many rows as pages have."""
+        """Returns a slot for each page; none where there are not as many rows as pages have."""
         size = self.pool.page_size
         if host_indices is None or host_indices.numel() != len(keys) * size:
             return []

@@ -55,7 +55,7 @@ def fingerprint(
 
 
 def folder_digest(model_path: str) -> str:
-    """Names the weights and the config in a folder. Raises Refused where it is none."""
+    """Returns a digest of the weights and the config in a folder. Raises Refused where it has none."""
     folder = Path(model_path)
     if not folder.is_dir():
         raise Refused(

@@ -69,7 +69,7 @@ class Offloads:
         return self._ended.popleft()
 
     def drain(self) -> None:
-        """Returns when nothing reads the device's pages any more; what waits is not written, and nobody is told."""
+        """Waits until nothing reads the device's pages any more; what is queued is not written, and is not reported."""
         self._is_void.set()
         idle = threading.Event()
         self._queue.put(Offload((), (), idle.set))

@@ -29,7 +29,7 @@ def pool_hits(tokens: str, pools: Mapping[str, Pool], ids: Sequence[bytes]) -> P
         before = usable
         for name, pool in others.items():
             usable = by_pool[name] = pool.num_present(ids[:usable]) if usable else 0
-        # What one pool alone has found needs no other's word.
+        # A single pool decides alone.
         if usable == before or len(others) < 2:
             break
     else:

@@ -1,4 +1,4 @@
-"""Pages that requests are about to need, read and verified before SGLang counts on them.
+"""Pages that requests are about to need, read and verified before SGLang is told of them.
 
 SGLang aborts a request whose load fails after the linker has agreed to it, and asks its linker in the scheduler's
 thread. So a lookup begins to read at once in another thread, waits a little, and counts the pages that have come whole.
@@ -180,5 +180,5 @@ class _Read:
 
 
 def _reach_pages(group: PageGroup, page_tokens: int) -> int:
-    """How many pages before a boundary resuming there reads of the group."""
+    """Returns how many pages of the group before a boundary are read to resume there."""
     return -(-(group.window_tokens - 1) // page_tokens) if group.window_tokens else 1

@@ -1,4 +1,4 @@
-"""What SGLang's configuration says to the linker and to the storage."""
+"""Settings of the linker and of the storage, from SGLang's configuration."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def window_tokens() -> int | None:
-    """Of the model that SGLang serves."""
+    """Returns the sliding window of the model that SGLang serves."""
     found: int | None = ModelConfig.from_server_args(server_args()).sliding_window_size
     return found
 
@@ -144,7 +144,7 @@ class StemcacheStorage(HiCacheStorage):
     # The second version: any pools.
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Where a prefix can end for all these pools; with windows or states the last such page alone is named."""
+        """Returns where a prefix can end for all these pools; with windows or states the last such page alone."""
         transfers = {str(transfer.name): transfer for transfer in pool_transfers or [] if str(transfer.name) != KV}
         for name, transfer in transfers.items():
             if not self._serves(name, transfer):
@@ -155,7 +155,7 @@ class StemcacheStorage(HiCacheStorage):
         return PoolTransferResult(found.usable, found.by_pool, list(ends))
 
     def _serves(self, name: str, transfer: Any) -> bool:
-        """Whether the pool's rule gives SGLang all that it asks for."""
+        """Returns whether the pool's rule gives SGLang all that it asks for."""
         pool = self._pools.get(name)
         is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
         if pool is None or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or is_trailing == pool.is_all:

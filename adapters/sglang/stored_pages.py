@@ -1,4 +1,4 @@
-"""What SGLang's storage threads ask of the host tier by page ids: which are there, their bytes, to keep new ones."""
+"""The host tier as SGLang's storage threads use it, by page ids: which pages are there, reading and writing them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StoredPages:
         self._hits: OrderedDict[bytes, Hit] = OrderedDict()  # by the first or the last page that is read
 
     def num_present(self, ids: Sequence[bytes]) -> int:
-        """Returns at which page a prefix of `ids` can end, the last one; its pages stay for a while."""
+        """Returns the last page at which a prefix of `ids` can end; its pages stay for a while."""
         hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0) if ids else None
         if hit is None or not hit.lease:
             return 0
@@ -62,7 +62,7 @@ class StoredPages:
         return got.values
 
     def _hit_of(self, ids: Sequence[bytes]) -> Hit | None:
-        """What `num_present` has found, or finds now, if it has pages for the first of these."""
+        """Returns what `num_present` has found, or finds now, if it has pages for the first of these."""
         with self._lock:
             hit = self._hits.pop(ids[self._anchor], None)
         if hit is None or len(hit.pages[0].pages) < len(ids):

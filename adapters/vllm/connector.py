@@ -100,7 +100,7 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A page that is not saved is a miss later."""
+        """Returns False: a page that is not saved is a miss later."""
         return False
 
     # The scheduler's side.
@@ -168,10 +168,10 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: the pass has no request whose pages are still being loaded."""
+        """Does nothing: the pass has no request whose pages are still being loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: pages are copied after the pass."""
+        """Does nothing: pages are copied after the pass."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -200,7 +200,7 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _scheduled(output: Any) -> Iterator[Scheduled]:
-    """The requests of a step, with the block tables that they have now."""
+    """Yields the requests of a step, with the block tables that they have now."""
     tables = output.kv_connector_block_state
     cached = output.scheduled_cached_reqs
     computed = [(one.req_id, one.num_computed_tokens) for one in output.scheduled_new_reqs]
@@ -212,7 +212,8 @@ def _scheduled(output: Any) -> Iterator[Scheduled]:
 
 
 def _new_blocks(output: Any) -> Iterator[int]:
-    """Blocks that the step may write anew. Those of a new request's local hit are among them, and do no harm."""
+    """Yields blocks that the step may write anew. Those of a new request's local hit are among them; that is
+    harmless."""
     given = [one.block_ids for one in output.scheduled_new_reqs] + output.scheduled_cached_reqs.new_block_ids
     for groups in given:
         for group in groups or ():

@@ -71,7 +71,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; what JSON does not know by its text."""
+    """Returns the value as JSON has it; its text where JSON has no form for it."""
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items() if name not in _INCIDENTAL}
     if isinstance(value, list | tuple):
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 def weights_identity(model: Any, load_format: str, given: str) -> bytes:
-    """What names the weights: `given` if any, the digest of a folder's files, or the hub's name and commit.
+    """Returns what names the weights: `given` if any, the digest of a folder's files, or the hub's name and commit.
 
     Raises Refused where a name could mean other weights tomorrow.
     """

@@ -78,7 +78,7 @@ def _group(number: int, group: Any, kind: str, specs: Any) -> GroupLayout:
 
 
 def _states(number: int, specs: Any) -> str:
-    """What a group's states are. Raises ValueError where vLLM keeps none at the ends of blocks."""
+    """Returns shapes and dtypes of a group's states. Raises ValueError where vLLM keeps none at the ends of blocks."""
     for spec in specs:
         if spec.mamba_cache_mode != "align":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the tier has for each waiting request. The tier is asked in a thread; the scheduler never waits for long."""
+"""Lookups of waiting requests in the tier, made in a thread: the scheduler never waits for long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tier_client.values import Hit, PagePath
 
 # The service takes this many pages in one call.
 MAX_PAGES = 16_384
-# An answer is used for this long; the service's leases last longer.
+# A result is used for this long; the service's leases last longer.
 ANSWER_S = 10.0
 NOTHING = Hit(0)
 
@@ -56,7 +56,7 @@ class Asked:
 
 
 class Lookups:
-    """At most one for each request. Answers that nobody takes are released."""
+    """At most one lookup for each request. Results that are not taken are released."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Lookups:
         return len(self._asked)
 
     def tokens(self, request: Request, local_pages: int) -> int | None:
-        """Tokens behind `local_pages` that can be read from the tier. None: ask again at the next step."""
+        """Returns how many tokens behind `local_pages` can be read from the tier. None: ask again at the next step."""
         end = min((request.num_tokens - 1) // self._page_tokens, len(request.block_hashes), MAX_PAGES)
         asked = self._asked.get(request.request_id)
         if asked is not None and not self._still_holds(asked, local_pages, end):
@@ -92,7 +92,7 @@ class Lookups:
         return max((found or NOTHING).usable_pages - local_pages, 0) * self._page_tokens
 
     def take(self, request_id: str) -> tuple[int, Hit] | None:
-        """The answer that the scheduler goes by, and the local pages it was asked for. The caller releases it."""
+        """Returns the result that the scheduler used, and the local pages it was asked for. The caller releases it."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None
@@ -123,7 +123,7 @@ class Lookups:
         return asked
 
     def _answered(self, asked: Asked) -> Hit | None:
-        """None while there is no answer; a call that failed found nothing."""
+        """Returns the result, None while there is none; a call that failed found nothing."""
         try:
             return asked.answer.result(timeout=self._inline_wait_s) or NOTHING
         except TimeoutError:
@@ -132,7 +132,7 @@ class Lookups:
             return NOTHING
 
     def _release_later(self, asked: Asked) -> None:
-        """When the answer is there, if it is not yet."""
+        """Releases the result as soon as it is there."""
 
         def release(answer: Future[Hit | None]) -> None:
             if not answer.cancelled() and answer.exception() is None:

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers in a step, and what they tell it afterwards.
+"""Messages between the scheduler's side and the workers: orders of a step, and reports afterwards.
 
 Plain values: vLLM sends them between its processes.
 """
@@ -84,7 +84,7 @@ class WriteReport:
 
 @dataclass(slots=True)
 class StepReports:
-    """Of one rank, then of all of them."""
+    """The reports of one rank, or of all ranks together."""
 
     loads: list[LoadReport] = field(default_factory=list)
     writes: list[WriteReport] = field(default_factory=list)

@@ -15,7 +15,7 @@ GATHER_BYTES = 32 << 20
 
 
 class Event:
-    """When some copies have ended. On a CPU they have ended when they return."""
+    """Marks the end of some copies. On a CPU they have ended when they return."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._event = torch.cuda.Event() if stream is not None else None  # type: ignore[no-untyped-call]
@@ -23,12 +23,12 @@ class Event:
             self._event.record(stream)
 
     def wait(self) -> None:
-        """In the calling thread."""
+        """Waits in the calling thread."""
         if self._event is not None:
             self._event.synchronize()
 
     def hold_back(self, stream: torch.cuda.Stream | None) -> None:
-        """What is launched on the stream from now on comes later; the caller goes on at once."""
+        """Makes what is launched on the stream from now on wait; the caller goes on at once."""
         if self._event is not None and stream is not None:
             stream.wait_event(self._event)
 
@@ -48,11 +48,11 @@ class PageCopies:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._save_stream is not None)
 
     def forward_event(self) -> Event:
-        """When what this thread has launched so far has ended."""
+        """Returns an event that ends with what this thread has launched so far."""
         return Event(torch.cuda.current_stream(self.device) if self._save_stream is not None else None)
 
     def stage(self, group: int, blocks: Sequence[int], after: Event) -> tuple[torch.Tensor, Event]:
-        """Begin to copy these blocks to host memory. Returns the bytes, and when they are there."""
+        """Begins to copy these blocks to host memory. Returns the bytes, and the event of their arrival."""
         staged = self.host_buffer(group, len(blocks))
         after.hold_back(self._save_stream)
         with _on(self._save_stream):
@@ -62,7 +62,7 @@ class PageCopies:
         return staged, Event(self._save_stream)
 
     def place(self, group: int, blocks: Sequence[int], pages: torch.Tensor, after: Event) -> None:
-        """Copy these bytes to blocks that nobody uses, behind what `after` stands for. They are there on return."""
+        """Copies these bytes to blocks that nobody uses, after the event `after`. They are there on return."""
         after.hold_back(self._load_stream)
         with _on(self._load_stream):
             for rows in self._slices(group, len(blocks)):
@@ -73,7 +73,7 @@ class PageCopies:
         Event(self._load_stream).wait()
 
     def hold_back_forward(self, copies: Sequence[Event]) -> None:
-        """What the forward pass launches from now on comes after these copies; so do the loads of this step."""
+        """Makes the forward pass, and the loads of this step, wait for these copies."""
         for event in copies:
             event.hold_back(torch.cuda.current_stream(self.device) if self._save_stream is not None else None)
 
@@ -86,7 +86,7 @@ class PageCopies:
         return gathered
 
     def _parts(self, group: int, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor with its bytes of these pages."""
+        """Yields each tensor with its bytes of these pages."""
         first = 0
         for tensor in self._tensors[group]:
             size = tensor[0].numel()
@@ -100,7 +100,7 @@ class PageCopies:
 
 
 def _tensors(group: GroupLayout, kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
-    """Bytes of a group's layers, layer by layer; recurrent states are several tensors in a layer."""
+    """Returns a group's tensors as bytes, layer by layer; recurrent states are several tensors in a layer."""
     found = []
     for name, size in zip(group.layers, group.layer_bytes, strict=True):
         cache = kv_caches.get(name)
@@ -113,7 +113,7 @@ def _tensors(group: GroupLayout, kv_caches: Mapping[str, Any], num_blocks: int) 
 
 
 def _as_bytes(name: str, cache: Any, num_blocks: int) -> torch.Tensor:
-    """A tensor as [blocks, ..., bytes]; kernels may cut a block in several, which come one after the other."""
+    """Returns a tensor as [blocks, ..., bytes]; kernels may cut a block in several, which come one after the other."""
     if not isinstance(cache, torch.Tensor):
         raise ValueError(f"layer {name} has no KV cache of its own here")
     if cache.shape[0] % num_blocks or cache.stride(-1) != 1:

@@ -36,7 +36,7 @@ class BoundaryState(NamedTuple):
 
 
 def state_table(states: Iterable[BoundaryState], group: int, page_tokens: int) -> list[int]:
-    """A group's block table with nothing but the states at ends of pages that a step leaves.
+    """Returns a group's block table that has only the states at ends of pages that a step leaves.
 
     vLLM's own has the running state too, whose block is of a page that is not complete.
     """
@@ -56,7 +56,7 @@ class Cursor:
     def advance(
         self, page_ids: Sequence[bytes], tables: Sequence[Sequence[int]], computed: int, end: int, page_tokens: int
     ) -> list[Completed]:
-        """The pages that are complete after a step that computes tokens `computed` .. `end` - 1.
+        """Returns the pages that are complete after a step that computes tokens `computed` .. `end` - 1.
 
         `page_ids` has the pages whose tokens are known: behind a token that is drafted or still being sampled none is
         complete. `tables` are as the step finds them, so a block in them has what the page's id says.
@@ -107,7 +107,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(adapter: str, salt: str, completed: Iterable[Completed], num_groups: int, most: int) -> Batch:
-    """At most `most` pages; what is beyond them is not saved. The same page of two requests is taken once."""
+    """Returns a batch of at most `most` pages; what is beyond is not saved, a page of two requests is taken once."""
     unique = list({page.page_id: page for page in completed}.values())[:most]
     staged: list[tuple[int, ...]] = []
     blocks: list[tuple[int, ...]] = []
@@ -121,7 +121,7 @@ def make_batch(adapter: str, salt: str, completed: Iterable[Completed], num_grou
 
 
 def _runs(group: int, rows: Sequence[int]) -> list[PageRange]:
-    """Rising numbers as ranges without gaps."""
+    """Returns rising numbers as ranges without gaps."""
     found: list[PageRange] = []
     for row in rows:
         if found and found[-1].end_page == row:

@@ -78,7 +78,7 @@ class SchedulerSide:
     # Loads.
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens behind `computed` that can be loaded; None: the tier has not answered yet."""
+        """Returns how many tokens behind `computed` can be loaded; None: the tier has not replied yet."""
         self._requests[request.request_id] = request
         # A load that failed once is not tried again: the store may go on failing for as long as it is asked.
         if not self._loads or request.skip_reading_prefix_cache or request.request_id in self._failed:
@@ -89,7 +89,8 @@ class SchedulerSide:
         return self._lookups.tokens(request, computed // self._layout.page_tokens)
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], num_loaded_tokens: int) -> None:
-        """Blocks were found for the request; `num_loaded_tokens` of what `matched_tokens` offered are to be loaded."""
+        """Orders the load of `num_loaded_tokens` of what `matched_tokens` offered: blocks were found for the
+        request."""
         if not num_loaded_tokens:
             self._lookups.drop(request.request_id)
             return
@@ -121,7 +122,7 @@ class SchedulerSide:
     # Steps.
 
     def step(self, scheduled: Iterable[Scheduled], new_blocks: Iterable[int]) -> StepOrders:
-        """Orders for the workers in this step. `new_blocks`: what this step writes anew, or more."""
+        """Returns the orders for the workers in this step. `new_blocks`: what this step writes anew, or more."""
         orders, self._orders = self._orders, StepOrders()
         orders.overwritten.update(new_blocks)
         orders.overwritten.discard(NULL_BLOCK)
@@ -161,7 +162,7 @@ class SchedulerSide:
         orders.stages.append(batch.stage_order(save.number))
 
     def _order_writes(self, orders: StepOrders) -> None:
-        """What the tier has answered since the last step."""
+        """Adds write orders for the saves that the tier has replied to since the last step."""
         for save in list(self._saving.values()):
             if save.ticket is None and save.asked.done():
                 failed = save.asked.cancelled() or save.asked.exception() is not None
@@ -178,7 +179,7 @@ class SchedulerSide:
             self._thread.submit(self._end_ticket, save)
 
     def _end_ticket(self, save: Save) -> None:
-        """Others may write what this save was to write. Runs behind the save's Reserve call."""
+        """Ends a save's ticket, so that others may write its pages. Runs behind the save's Reserve call."""
         ticket = None if save.asked.cancelled() or save.asked.exception() is not None else save.asked.result()
         if ticket is not None and ticket.number:
             for rank in [rank for rank in range(self._num_ranks) if rank not in save.reported]:
@@ -188,7 +189,7 @@ class SchedulerSide:
         del self._saving[save.number]
         orders.drops.append(save.number)
 
-    # What the workers told.
+    # Reports of the workers.
 
     def reported(self, reports: StepReports) -> None:
         statuses = {load.status for load in reports.loads} | {write.status for write in reports.writes}
@@ -225,14 +226,15 @@ class SchedulerSide:
             del self._saving[report.number]
 
     def finished(self, request_id: str) -> None:
-        """Its blocks may be freed at once: what was to be saved of them is staged before anything overwrites them."""
+        """Forgets a request. Its blocks may be freed at once: what is to be saved is staged before it is
+        overwritten."""
         self._lookups.drop(request_id)
         self._requests.pop(request_id, None)
         self._cursors.pop(request_id, None)
         self._failed.discard(request_id)
 
     def has_open_saves(self) -> bool:
-        """Whether later steps have something to tell the workers, or to hear from them. Gives up what took too long."""
+        """Returns whether saves are open, for which later steps have orders or reports. Gives up what took too long."""
         self._give_up_late(self._orders)
         return bool(self._saving)
 

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` says to the connector."""
+"""Settings of the connector, from `kv_connector_extra_config`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the connector asks of the host tier: parts of the client's `HostTierCalls` and `PageStore`.
+"""The host tier as the connector uses it: parts of the client's `HostTierCalls` and `PageStore`.
 
-Both answer soon and raise nothing. When the cache service or the store is away, a lookup finds nothing, a reserve takes
+Both return soon and raise nothing. When the cache service or the store is away, a lookup finds nothing, a reserve takes
 nothing, and reads and writes have failed: the engine computes as if there were no tier.
 """
 
@@ -15,7 +15,7 @@ from tier_client.values import Hit, PagePath, PageRange, Ticket
 
 
 class PageIndex(Protocol):
-    """The connector calls it in a thread of its own. None: no answer."""
+    """Called in a thread of the connector's own. None: no reply."""
 
     def lookup(self, path: PagePath, local_pages: int) -> Hit | None: ...
 
@@ -28,11 +28,11 @@ class PageIndex(Protocol):
     def release(self, hit: Hit, num_pages: int, status: TransferStatus) -> bool: ...
 
     def was_read(self, num_bytes: int, took_s: float) -> None:
-        """What a worker read, and how long that took."""
+        """Counts what a worker read, and how long that took."""
         ...
 
     def is_away(self) -> bool:
-        """Whether calls would find and take nothing at the moment. Does not wait."""
+        """Returns whether calls would find and take nothing at the moment. Does not wait."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The tier as the connector's settings name it."""
+"""Clients of the tier that the connector's settings name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tier_client.values import PageGroup, TierClientConfig
 
 
 class Engine(NamedTuple):
-    """What this engine tells the service HostTier that it is. `fingerprint` has 32 bytes."""
+    """This engine as the service HostTier is told of it. `fingerprint` has 32 bytes."""
 
     name: str
     fingerprint: bytes
@@ -32,7 +32,7 @@ class ServiceIndex(HostTierCalls):
         super().__init__(config, store.identity, self._answers, self._read_rate)
 
     def was_read(self, num_bytes: int, took_s: float) -> None:
-        """By a worker, whose store is another process's."""
+        """Counts what a worker read, whose store is in another process."""
         self._read_rate.add(num_bytes, took_s)
 
     def is_away(self) -> bool:
@@ -44,7 +44,7 @@ class ServiceIndex(HostTierCalls):
 
 
 def make_index(settings: Settings, engine: Engine) -> ServiceIndex:
-    """Asks nothing yet: the first call attaches."""
+    """Returns the client; the first call attaches."""
     config = TierClientConfig(
         cache_address=settings.cache,
         redis_url=settings.redis,
@@ -75,7 +75,7 @@ def _store(settings: Settings, layout: Layout, rank: int, num_connections: int) 
 
 
 def _groups(layout: Layout) -> tuple[PageGroup, ...]:
-    """Named by their numbers: which layers they have is in the fingerprint."""
+    """Returns the groups, named by their numbers: which layers they have is in the fingerprint."""
     return tuple(
         PageGroup(
             f"{group.kind.name.lower()}{number}", group.kind, group.page_bytes, group.window_tokens, group.replicated

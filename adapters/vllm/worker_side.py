@@ -93,7 +93,7 @@ class WorkerSide:
                 self._load_threads.submit(self._load, order, after)
 
     def after_forward(self, orders: StepOrders) -> None:
-        """Stage what this step has completed, and begin to write what was staged before."""
+        """Stages what this step has completed, and begins to write what was staged before."""
         for number in orders.drops:
             self._forget(number)
         if orders.stages:
@@ -121,7 +121,7 @@ class WorkerSide:
     # Loads.
 
     def _load(self, order: LoadOrder, after: Event) -> None:
-        """Never raises: a load without a result would keep its request waiting for ever."""
+        """Loads pages. Never raises: a load without a result would keep its request waiting for ever."""
         start_s = time.monotonic()
         try:
             end, status = self._read(order, after)
@@ -193,7 +193,7 @@ class WorkerSide:
             self._staged[order.number] = staged
 
     def _write(self, order: WriteOrder) -> None:
-        """Reports also where nothing is staged any more: the ticket ends with it."""
+        """Writes and reports, also where nothing is staged any more: the ticket ends with the report."""
         written: list[tuple[int, int]] = []
         status = TransferStatus.DONE
         try:

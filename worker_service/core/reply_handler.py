@@ -169,7 +169,7 @@ class ReplyHandler:
         return Failed(sequence.sequence_id, refusal.detail, field or "prompt")
 
     def _preempt(self) -> None:
-        """Preempts the youngest: younger than every starving one, or starving itself. At most one for each reply, and none
+        """Preempts the youngest: younger than every starving one, or starving itself. At most one for a reply, and none
         while the pages of another are on their way."""
         leased = self._queues.leased
         if self._queues.departures or len(leased) < 2:

@@ -196,7 +196,7 @@ class PagePools:
         return torch.empty((num_pages, self.page_bytes(group)), dtype=torch.uint8, pin_memory=pin)
 
     def _parts(self, group: int, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields each tensor of the group with its columns of the page rows."""
+        """Returns each tensor of the group with its columns of the page rows."""
         layout = self.layouts[group]
         sizes = [len(layout.layers) * tensor.layer_bytes for tensor in layout.tensors]
         return list(zip(self._tensors[group], torch.split(rows, sizes, dim=1), strict=True))

@@ -32,7 +32,7 @@ def page_hashes(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_ke
 
 
 def chain(digest: bytes, parent: bytes, tokens: bytes | bytearray, page_key_bytes: int) -> list[bytes]:
-    """Yields the same hashes one by one."""
+    """Returns the same hashes as a list."""
     head = frame(_PAGE_TAG) + frame(digest)
     length = page_key_bytes.to_bytes(8, "little")
     inner = sha256(head + HASH_BYTES.to_bytes(8, "little"))
