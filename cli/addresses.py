@@ -18,7 +18,7 @@ ANY = HostPort(LOOPBACK, 0)
 
 
 class CannotStart(Exception):
-    """What was asked for is not possible here; the text names the option or the variable."""
+    """What was asked for is not possible on this machine; the text names the option or the variable."""
 
 
 class Listens(NamedTuple):
@@ -31,7 +31,7 @@ class Listens(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An address and the option or variable that named it.
+    """An address, and the option or variable that set it.
 
     `fixed`: fail if its port is in use, instead of taking another.
     """
@@ -75,7 +75,7 @@ class Chosen(NamedTuple):
 
 
 def choose(num_workers: int, cache_port: int | None, worker_port: int | None, environ: Mapping[str, str]) -> Chosen:
-    """Ports of None leave it to the variable, else to 7400 and 7500. Raises CannotStart.
+    """Returns the addresses. Ports of None leave it to the variable, else to 7400 and 7500. Raises CannotStart.
 
     Every fixed port is taken before any free one is drawn.
     """
@@ -96,7 +96,7 @@ def choose(num_workers: int, cache_port: int | None, worker_port: int | None, en
 
 
 def _order(want: Wanted | None) -> tuple[bool, bool]:
-    """Fixed ones first, then those with a usual port, then any free ones."""
+    """Returns the sort key: fixed ones first, then those with a usual port, then any free ones."""
     return (want is None or not want.fixed, want is None or want.address.port == 0)
 
 
@@ -110,7 +110,7 @@ def _wanted(option: str, port: int | None, variable: str, usual_port: int, envir
 def _beside(
     prefix: str, metrics_port: int, calls: Wanted, environ: Mapping[str, str]
 ) -> tuple[Wanted | None, Wanted | None]:
-    """The admin and the metrics address; None where a variable is set and empty."""
+    """Returns the admin and the metrics address; None where a variable is set and empty."""
     return (
         _variable_or(f"{prefix}_ADMIN_LISTEN", ANY, environ),
         _variable_or(f"{prefix}_METRICS_LISTEN", usual(metrics_port, calls.address.port), environ),
@@ -145,7 +145,7 @@ def _parse(variable: str, text: str) -> HostPort:
 
 
 def connectable(address: str) -> str:
-    """The address under which a service that listens here is reached from here."""
+    """Returns the address under which this machine reaches a service that listens here."""
     host, port = parse_address(address)
     return str(HostPort({"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host), port))  # noqa: S104 - compared, not bound
 

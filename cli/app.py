@@ -133,7 +133,7 @@ def common(
 
 
 def fail(message: str) -> NoReturn:
-    """One clear line on stderr and exit code 1; stdout stays empty, with --json too."""
+    """Ends the command with a line on stderr and exit code 1; stdout stays empty, with --json too."""
     stderr.print(f"[red]error:[/red] {plain(message)}", soft_wrap=True)
     raise typer.Exit(1)
 
@@ -144,7 +144,7 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
 
 
 def run(command: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine; a refusal of a service becomes one clear line and exit code 1."""
+    """Runs a command's coroutine; a service's refusal becomes a line on stderr and exit code 1."""
     try:
         return asyncio.run(command)
     except WrongService as error:

@@ -43,7 +43,8 @@ class Finding(NamedTuple):
 
 
 async def look_at_services(cache: str) -> list[Finding]:
-    """Those of this cache address, else those that the environment names, else those of `stemcache up` here."""
+    """Checks the services of this cache address, else those that the environment names, else those of `stemcache up`
+    here."""
     record = read_record()
     address = cache or cache_from_environment() or (record.cache if record else "")
     workers = () if cache else workers_from_environment() or (record.workers if record else ())
@@ -69,7 +70,7 @@ def _ports() -> Finding:
 
 
 def _url_of_child(pid: int) -> str:
-    """Of the cache service that this supervisor started; empty where /proc does not tell."""
+    """Returns the URL of the cache service that this supervisor started; empty where /proc does not tell."""
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             entries = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
@@ -102,7 +103,7 @@ def _sessions(stats: cache_pb2.StatsResponse) -> Finding:
 
 
 def _version(name: str, found: str) -> list[Finding]:
-    """Nothing where it is this command's own."""
+    """Returns a note on another version than this command's own."""
     if found == package_version():
         return []
     seen = f"{name} is {found or 'of an older version'}, this command is {package_version()}"
@@ -120,12 +121,12 @@ async def _worker(client: StemcacheClient, address: str) -> list[Finding]:
 
 
 def _logs() -> str:
-    """Where to read on, when these are services of `stemcache up`."""
+    """Returns a note on the logs of services of `stemcache up`."""
     return f"; see the logs in {state_dir() / 'logs'}" if read_record() else ""
 
 
 def described(one: worker_pb2.DescribeResponse) -> str:
-    """Its name, what it serves, and on what."""
+    """Returns a worker's name, its model and its device."""
     model = one.config.get("model", "") or one.model_type
     return f"{one.worker_id}: {model} in {one.dtype} on {one.device}, up to {one.max_model_len:,} tokens"
 
@@ -151,7 +152,7 @@ async def _redis(url: str) -> list[Finding]:
 
 
 def judge_redis(info: Mapping[str, object]) -> Finding:
-    """`info` is what INFO says."""
+    """Returns a finding on Redis' settings; `info` is the reply to INFO."""
     used, limit = int(str(info.get("used_memory", 0))), int(str(info.get("maxmemory", 0)))
     policy = str(info.get("maxmemory_policy", ""))
     memory = f"{binary_size(used)} of {binary_size(limit)}" if limit else f"{binary_size(used)}, no maxmemory"

@@ -91,7 +91,7 @@ class StemcacheClient:
                 raise WrongService(f"{address} is {found}, not {NAMES[service]}")
 
     async def _serves(self, address: str, service: str) -> bool | None:
-        """Whether this service is at `address`; None when nothing replies."""
+        """Returns whether this service is at `address`; None when nothing replies."""
         stub = health_pb2_grpc.HealthStub(self._channels[address])
         try:
             await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
@@ -155,7 +155,7 @@ class StemcacheClient:
         raise ValueError("workers: at least one is needed")
 
     async def healthy_worker(self) -> str:
-        """The first worker that is serving, else the first one, whose error will say what is wrong."""
+        """Returns the first worker that is serving, else the first one, whose error will say what is wrong."""
         for worker in self.workers:
             if await self.is_serving(worker):
                 return worker
@@ -227,17 +227,17 @@ class StemcacheClient:
 
 
 def greedy(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
-    """The most likely token each time, exactly `max_tokens` of them."""
+    """Returns greedy sampling of exactly `max_tokens` tokens."""
     return worker_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
 
 
 def sentence(max_tokens: int, logprobs: int | None = None) -> worker_pb2.SamplingParams:
-    """The most likely token each time, until the model ends its answer; `max_tokens` at the most."""
+    """Returns greedy sampling until the model ends its answer; `max_tokens` at the most."""
     return worker_pb2.SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
 
 
 async def wait_serving(address: str) -> None:
-    """Return once the service at `address` is healthy; forever if it never is, so give it a timeout."""
+    """Waits until the service at `address` is healthy. Has no timeout of its own."""
     while True:
         async with StemcacheClient(address, ()) as client:  # a fresh channel: no connection backoff
             if await client.is_serving(address):
@@ -246,7 +246,7 @@ async def wait_serving(address: str) -> None:
 
 
 def to_dict(message: Message) -> dict[str, object]:
-    """A message as JSON-ready values: numbers stay numbers (protobuf's own JSON makes strings of the large ones)."""
+    """Returns a message as JSON-ready values: numbers stay numbers (protobuf's own JSON makes large ones strings)."""
     made: dict[str, object] = {}
     for one in message.DESCRIPTOR.fields:
         value = getattr(message, one.name)

@@ -37,7 +37,7 @@ HOST_TIERS = ("auto", "redis", "memory", "none")
 DRAIN_TIMEOUT_S = 5
 PROGRESS_S = 10.0
 REDIS_VARIABLES = ("STEMCACHE_CACHE_REDIS_URL", "STEMCACHE_WORKER_REDIS_URL")
-# What the services could read but only the one who starts several of them can know.
+# Settings that depend on what else is started.
 DECIDED_HERE = ("STEMCACHE_WORKER_WORKER_ID", "STEMCACHE_WORKER_CACHE")
 
 
@@ -66,7 +66,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """Where workers spill to; `redis_url` is a secret. `server` is ours to start, or None."""
+    """Where workers spill to; `redis_url` is a secret. `server` is to be started, or None."""
 
     kind: str
     redis_url: str = field(default="", repr=False)
@@ -92,7 +92,7 @@ class Cluster:
 
     @property
     def shared_tier(self) -> bool:
-        """Whether the workers reach each other's spilled pages."""
+        """Returns whether the workers reach each other's spilled pages."""
         return self.tier.kind == "redis"
 
 
@@ -138,7 +138,7 @@ async def start_cluster(supervisor: Supervisor, options: ClusterOptions, report:
 async def _start_workers(
     supervisor: Supervisor, specs: list[ChildSpec], model: str, report: Callable[[str], None]
 ) -> None:
-    """Side by side; says which one serves, and every few seconds what the others last wrote."""
+    """Starts workers side by side; reports which one serves, and every few seconds what the others last wrote."""
     size = weights_bytes(model)
     what = f"the model ({size / 1e9:.1f} GB)" if size >= 1e8 else "the model"
     report(f"starting {len(specs)} worker{'s' * (len(specs) > 1)} and loading {what}")
@@ -162,7 +162,7 @@ async def _start_workers(
 
 
 def _last_words(supervisor: Supervisor, specs: list[ChildSpec]) -> str:
-    """A download writes its progress into the worker's log, between carriage returns."""
+    """Returns the last line of a log: a download writes its progress there, between carriage returns."""
     child = supervisor.children[specs[0].name]
     lines = [line for line in child.log_tail(1).replace("\r", "\n").splitlines() if not line.startswith("{")]
     return lines[-1].strip()[:100] if lines and lines[-1].strip() else f"the log is {child.log_path}"
@@ -171,7 +171,7 @@ def _last_words(supervisor: Supervisor, specs: list[ChildSpec]) -> str:
 async def start_worker(
     supervisor: Supervisor, cluster: Cluster, options: ClusterOptions, name: str, env: Mapping[str, str]
 ) -> str:
-    """One more worker of a running cluster, with settings of its own, on a CPU or the first GPU; its address."""
+    """Starts one more worker, with settings of its own, on a CPU or the first GPU. Returns its address."""
     listens = Listens(f"{LOOPBACK}:{free_port()}", "", "")
     gpus = await asyncio.to_thread(count_gpus, options.device)
     placement = placements(1, gpus, os.environ)[0]
@@ -181,7 +181,8 @@ async def start_worker(
 
 
 async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Child]]) -> None:
-    """Side by side; the first failure cancels the others and is raised, so that nothing starts any more after it."""
+    """Runs starts side by side; the first failure cancels the others and is raised: nothing starts any more after
+    it."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
@@ -192,7 +193,7 @@ async def _all_or_none(starts: Iterable[Coroutine[Any, Any, Child]]) -> None:
 
 
 def _host_tier(options: ClusterOptions, report: Callable[[str], None]) -> HostTier:
-    """A Redis that a variable names, else one of our own, else each worker's memory. Raises CannotStart."""
+    """Returns a Redis that a variable names, else one to start, else each worker's memory. Raises CannotStart."""
     urls = {name: options.environ[name] for name in REDIS_VARIABLES if options.environ.get(name)}
     if len(set(urls.values())) > 1:
         raise CannotStart(f"{' and '.join(urls)} name two Redis; all services need the same one")

@@ -22,7 +22,7 @@ SCENE_TIMEOUT_S = 300.0
 
 
 async def play(options: ClusterOptions, seed: int, numbers: Sequence[int], output: Output) -> list[SceneResult]:
-    """The scenes of these numbers, on services of their own, which are gone on return."""
+    """Plays the scenes of these numbers on services of their own, which have ended on return."""
     # Logs of its own, for `stemcache up` may be running here.
     async with Supervisor(state_dir() / "logs" / "demo", output.progress) as supervisor:
         cluster = await start_cluster(supervisor, options, output.progress)

@@ -14,7 +14,7 @@ MEMORY_SHARE = 0.9
 
 
 def count_gpus(device: str) -> int:
-    """CUDA devices that workers may use. Imports nothing where there is no sign of a driver."""
+    """Returns the number of CUDA devices that workers may use. Imports nothing where there is no sign of a driver."""
     if device == "cpu" or (device == "auto" and not _has_driver()):
         return 0
     # In a process of its own, so that the supervisor never holds a CUDA context.
@@ -29,7 +29,7 @@ def count_gpus(device: str) -> int:
 
 
 def placements(num_workers: int, num_gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Variables for each worker: its GPU in turn, and an equal share of the memory that is free there."""
+    """Returns variables for each worker: its GPU in turn, and an equal share of the memory that is free there."""
     if not num_gpus:
         return [{} for _ in range(num_workers)]
     names = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -49,7 +49,7 @@ def _sharers(gpu: int, num_workers: int, num_gpus: int) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether a driver shows one, and it is not hidden."""
+    """Returns whether a driver shows a GPU, and no variable hides it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not hidden and (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists())
 

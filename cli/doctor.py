@@ -69,7 +69,7 @@ def _version(package: str) -> str:
 
 
 def _accelerator() -> Finding:
-    """Without importing PyTorch, which takes seconds: the driver says what it has."""
+    """Returns a finding on the GPUs that the driver shows: to import PyTorch takes seconds."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Formats what the cache service counts of engines of others: what they asked, found and wrote, and why they missed."""
+"""Formats the counts of other projects' engines: what they asked, found and wrote, and why they missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_MISS = "none"
 
 
 def engine_tables(stats: cache_pb2.AttachmentStats) -> list[RenderableType]:
-    """No table where no engine has ever looked anything up or written anything."""
+    """Returns the tables; none where no engine has ever looked anything up or written anything."""
     if not (stats.num_attachments or stats.num_lookups or stats.reserved_pages):
         return []
     engines = sorted(stats.engines, key=lambda one: (-one.num_lookups, one.attachment))

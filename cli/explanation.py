@@ -16,7 +16,7 @@ _DECLINED: dict[types_pb2.MissReason.ValueType, str] = {
 
 
 def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> RenderableType:
-    """Where each stretch of the prompt is on each worker, the best worker first."""
+    """Returns where each stretch of the prompt is on each worker, the best worker first."""
     if not explained.workers:
         return "no worker of this model is known to the cache service"
     workers = sorted(explained.workers, key=lambda one: (-_within_reach(one), -one.match.usable_tokens, one.worker_id))
@@ -31,7 +31,7 @@ def explanation_view(num_tokens: int, explained: cache_pb2.ExplainResponse) -> R
 
 
 def _held(one: cache_pb2.WorkerExplanation) -> list[str]:
-    """Who keeps how much of it from being evicted."""
+    """Returns which sequences and spills keep how much of it from being evicted."""
     notes = []
     if one.num_holders:
         named = ", ".join(f"{holder.sequence_id} ({holder.num_tokens:,} tokens)" for holder in one.holders)
@@ -50,7 +50,7 @@ def _pin_note(one: cache_pb2.WorkerExplanation) -> list[str]:
 
 
 def span(seconds: float) -> str:
-    """In the largest unit of which there are two and more: 90 s, 3 min, 47 h."""
+    """Returns a time in the largest unit of which there are two or more: 90 s, 3 min, 47 h."""
     for unit, size_s in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.0f} {unit}"
@@ -85,7 +85,7 @@ def _stretches(one: cache_pb2.WorkerExplanation) -> list[tuple[object, ...]]:
 
 
 def _when(segment: cache_pb2.Segment) -> str:
-    """When it was last used, or when it went; nothing where the cache service does not say."""
+    """Returns when it was last used or evicted; nothing where the cache service does not say."""
     if segment.HasField("gone"):
         return f"went {_ago(segment.gone)}"
     if not segment.HasField("last_used"):

@@ -29,17 +29,17 @@ def model_to_serve(given: str, seed: int, output: Output) -> str:
 
 
 def model_name(given: str) -> str:
-    """The same for people."""
+    """Returns its name for people."""
     return given or "the one in the box"
 
 
 def _random_folder(seed: int) -> Path:
-    """Named by our version too: another version may make another model of the same seed."""
+    """Returns the folder's path. It has our version in it, as another one may make another model of the same seed."""
     return state_dir() / "models" / f"random-{version('stemcache')}-{seed}"
 
 
 def _make(folder: Path, seed: int) -> None:
-    """Whole or not at all: Ctrl-C may come at any moment, and another process may be making it, too."""
+    """Makes the model whole or not at all: Ctrl-C may come, and another process may be making it too."""
     from cli.random_model import make_random_model
 
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}")

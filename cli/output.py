@@ -33,18 +33,18 @@ class Output:
         self.console = _console(stderr=False)
 
     def emit(self, value: Mapping[str, object]) -> None:
-        """The command's result, in JSON mode."""
+        """Prints the command's result, in JSON mode."""
         if self.as_json:
             sys.stdout.write(json.dumps(value) + "\n")
 
     def show(self, *renderables: RenderableType) -> None:
-        """The command's result, for people."""
+        """Prints the command's result, for people."""
         if not self.as_json:
             for renderable in renderables:
                 self.console.print(renderable)
 
     def show_as_it_is(self, text: str) -> None:
-        """A text that another command may read: no line is broken anew."""
+        """Prints a text that another command may read: no line is wrapped."""
         if not self.as_json:
             sys.stdout.write(text.rstrip("\n") + "\n")
 
@@ -53,7 +53,7 @@ class Output:
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """A spinner on a terminal, one line elsewhere."""
+        """Shows a spinner on a terminal, one line elsewhere."""
         if not stderr.is_terminal:
             self.progress(text)
             yield
@@ -63,7 +63,8 @@ class Output:
 
     @contextmanager
     def counting(self, text: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar on a terminal, one line elsewhere; to be called for each of `total` things that are done."""
+        """Yields a function to call for each of `total` things that are done: a bar on a terminal, one line
+        elsewhere."""
         if not stderr.is_terminal:
             self.progress(text)
             yield lambda: None
@@ -75,7 +76,7 @@ class Output:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> RenderableType:
-    """A table whose first `left` columns are text and the others numbers, aligned right.
+    """Returns a table whose first `left` columns are text and the others numbers, aligned right.
 
     Whole numbers get their commas here. A cell's text may be rich markup; what comes from outside goes through `plain`.
     """
@@ -96,7 +97,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def stacked(renderables: Sequence[RenderableType]) -> RenderableType:
-    """One below the other, with an empty line between."""
+    """Returns them one below the other, with an empty line between."""
     return Group(*(part for one in renderables for part in (one, "")))
 
 

@@ -20,7 +20,7 @@ WORKERS_VARIABLE = "STEMCACHE_WORKERS"
 
 
 def check_address(option: str, address: str) -> str:
-    """The address itself. Ends the command when it is not host:port."""
+    """Returns the address. Ends the command when it is not host:port."""
     try:
         parse_address(address)
     except ValueError as error:
@@ -29,7 +29,7 @@ def check_address(option: str, address: str) -> str:
 
 
 def cache_from_environment() -> str:
-    """Empty when the environment names none."""
+    """Returns the addresses in the environment; empty when it names none."""
     address = os.environ.get(CACHE_VARIABLE, "")
     return address and check_address(CACHE_VARIABLE, address)
 
@@ -40,14 +40,14 @@ def workers_from_environment() -> tuple[str, ...]:
 
 
 def find_cache(given: str) -> str:
-    """One address; ends the command when there is none."""
+    """Returns one address; ends the command when there is none."""
     if given:
         return check_address("--cache", given)
     return cache_from_environment() or _record("no cache service", "start one", "it with --cache host:port").cache
 
 
 def find_admin(given: str) -> str:
-    """The admin address of the cache service; ends the command when none is known."""
+    """Returns the admin address of the cache service; ends the command when none is known."""
     if given:
         return check_address("--admin", given)
     if address := os.environ.get(ADMIN_VARIABLE, ""):
@@ -56,14 +56,14 @@ def find_admin(given: str) -> str:
 
 
 def find_workers(given: str) -> tuple[str, ...]:
-    """The given address alone, else those of all workers; ends the command when there are none."""
+    """Returns the given address alone, else those of all workers; ends the command when there are none."""
     if given:
         return (check_address("--worker", given),)
     return workers_from_environment() or _record("no worker", "start some", "one with --worker host:port").workers
 
 
 def find_worker_admin(worker: str) -> str:
-    """`worker` is an admin address, or the name of a worker of `stemcache up` here."""
+    """Returns a worker's admin address; `worker` is one, or the name of a worker of `stemcache up` here."""
     if ":" in worker:
         return check_address("WORKER", worker)
     admins = _record("no worker", "start some", "a worker's admin address").worker_admins
@@ -74,7 +74,7 @@ def find_worker_admin(worker: str) -> str:
 
 
 def cache_of_workers(given: str) -> str:
-    """The cache service to ask where a prompt is cached; empty when a worker was given, or when none is known."""
+    """Returns the cache service to ask where a prompt is cached; empty when a worker was given, or none is known."""
     if given:
         return ""
     record = read_record()
@@ -89,7 +89,7 @@ def _record(what: str, start: str, name: str) -> RunRecord:
 
 
 def command_name() -> str:
-    """How to type the command: its path, unless PATH has it."""
+    """Returns how to type the command: its path, unless PATH has it."""
     if shutil.which("stemcache"):
         return "stemcache"
     own = Path(sys.executable).parent / "stemcache"

@@ -58,7 +58,7 @@ def check_device(device: str) -> None:
 
 
 def check_model(model: str) -> None:
-    """A folder is looked into; a hub id is only checked for its form. Raises CannotStart, which names the folder."""
+    """Checks a folder's content, or a hub id's form. Raises CannotStart, which names the folder."""
     from worker_service.core.errors import ModelError
     from worker_service.model.config import read_model_spec
 
@@ -78,7 +78,7 @@ def check_model(model: str) -> None:
 
 
 def weights_bytes(model: str) -> int:
-    """What is to be read from the folder; 0 where that is not known yet."""
+    """Returns the bytes to be read from the folder; 0 where that is not known yet."""
     folder = Path(model)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
 
@@ -91,7 +91,7 @@ def start_limit_s(model: str) -> float:
 
 
 def _named(prefix: str, error: SettingsError) -> str:
-    """A rule between settings names the field; a person knows the variable."""
+    """Returns the error with the variable in place of the field's name, which a person does not know."""
     return str(error) if error.key.startswith(prefix) else f"{prefix}{error.key.upper()}: {error.reason}"
 
 

@@ -1,4 +1,4 @@
-"""What happens per second: the difference between two looks at the cache service's counters.
+"""Rates: the difference between two readings of the cache service's counters.
 
 Counters start anew with their worker, and with the service (its epoch).
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from protos.v1 import cache_pb2
 
-# Rates are over the looks of this time: long enough to be steady, short enough to follow.
+# Rates are over readings of this time: long enough to be steady, short enough to follow.
 WINDOW_S = 10.0
 
 
 class Rates(NamedTuple):
-    """Of one worker. `hit_rate` is None while no prompt token came."""
+    """Rates of one worker. `hit_rate` is None while no prompt token came."""
 
     requests_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
@@ -29,7 +29,7 @@ class _Look(NamedTuple):
 
 
 class RecentLooks:
-    """The looks of the last WINDOW_S seconds; at least two once there were two."""
+    """The readings of the last WINDOW_S seconds; at least two once there were two."""
 
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque()
@@ -42,7 +42,7 @@ class RecentLooks:
             self._looks.popleft()
 
     def rates(self) -> dict[str, Rates]:
-        """By worker id; a worker that was not there at the oldest look counts from zero."""
+        """Returns rates by worker id; a worker that is not in the oldest reading counts from zero."""
         if len(self._looks) < 2:
             return {}
         oldest, newest = self._looks[0], self._looks[-1]

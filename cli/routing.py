@@ -31,13 +31,13 @@ class Choice(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """The highest is taken. Requests so far come last, so that idle workers take turns."""
+        """Returns the sort key: the highest is taken. Requests so far come last, so that idle workers take turns."""
         within_reach = self.usable_tokens + self.host_tokens
         return (self.known, within_reach, self.usable_tokens, -self.num_unfinished, -self.num_requests)
 
 
 async def pick_worker(client: StemcacheClient, prompt: str, salt: str) -> str:
-    """An address of the client's; the first one when none replies, whose error will say what is wrong.
+    """Returns an address of the client's; the first one when none replies, whose error will say what is wrong.
 
     Without a cache service to ask, load alone decides.
     """
@@ -79,7 +79,7 @@ async def _describe(client: StemcacheClient, worker: str) -> tuple[str, worker_p
 
 
 async def _ask_the_cache(client: StemcacheClient, worker: str, prompt: str, salt: str) -> dict[str, Choice]:
-    """By worker id; nothing when the cache service is away: workers serve without it."""
+    """Returns matches by worker id; none when the cache service is away: workers serve without it."""
     if not client.cache:
         return {}
     try:

@@ -36,7 +36,7 @@ class AlreadyRunning(Exception):
 
 
 def state_dir() -> Path:
-    """STEMCACHE_STATE_DIR, else .stemcache in the current folder."""
+    """Returns STEMCACHE_STATE_DIR, else .stemcache in the current folder."""
     return Path(os.environ.get(STATE_DIR_VARIABLE, ".stemcache"))
 
 
@@ -58,7 +58,7 @@ def claim_state_dir() -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    """Tries again for a moment: a reader of the record holds the lock while it looks."""
+    """Takes the lock; tries again for a moment, as a reader of the record holds it for a moment."""
     for _ in range(CLAIM_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ def _lock(descriptor: int) -> None:
 
 
 def is_claimed() -> bool:
-    """Whether a process has claimed the state folder; it may still be starting its services."""
+    """Returns whether a process has claimed the state folder; it may still be starting its services."""
     try:
         descriptor = os.open(_lock_path(), os.O_RDWR)
     except OSError:
@@ -85,7 +85,7 @@ def is_claimed() -> bool:
 
 
 def write_record(record: RunRecord) -> None:
-    """Whole or not at all: readers may look at any moment."""
+    """Writes the record whole or not at all: it may be read at any moment."""
     path = _record_path()
     fresh = path.with_suffix(".new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -95,7 +95,7 @@ def write_record(record: RunRecord) -> None:
 
 
 def read_record() -> RunRecord | None:
-    """The record of a supervisor that still lives, else None."""
+    """Returns the record of a supervisor that still runs, else None."""
     record = _parse_record()
     return record if record is not None and is_claimed() else None
 

@@ -20,7 +20,7 @@ TIES = "{} of the compared answers parted from their cold run at a tie: they reu
 
 
 def scene_table(results: Sequence[SceneResult], num_columns: int) -> RenderableType:
-    """For a terminal of `num_columns`."""
+    """Returns the table for a terminal of `num_columns`."""
     titled = num_columns >= TITLES_FROM_COLUMNS
     head = ("", "scene") if titled else ("",)
     rows = [[result.number, *([plain(result.title)] if titled else []), *_numbers(result)] for result in results]
@@ -53,7 +53,7 @@ def _remarks(results: Sequence[SceneResult], *, titles: bool) -> RenderableType:
 
 
 def _sentences(results: Sequence[SceneResult]) -> RenderableType:
-    """Question, answer and saved tokens side by side."""
+    """Returns questions, answers and saved tokens side by side."""
     rows = [
         (result.number if at == 0 else "", *_sentence(shown))
         for result in results

@@ -60,7 +60,7 @@ class SceneResult:
             self.computed += answer.usage.computed_tokens
 
     def show(self, question: Question, answer: Answer) -> None:
-        """For people to read: the question without its frame, and the answer's sentence."""
+        """Shows the question without its frame, and the answer's first sentence."""
         usage = answer.usage
         text = first_sentence(answer.text)
         saved = usage.cached_tokens + usage.fetched_tokens
@@ -71,7 +71,8 @@ class SceneResult:
             self.failures.append(otherwise)
 
     def compare(self, warm: Sequence[Answer], cold: Sequence[Answer], *, ties: bool = False) -> None:
-        """Token for token, or `ties` apart; and the cold runs must really have been cold."""
+        """Counts the answer as equal, token by token or but for `ties`; adds a failure for a cold run that reused
+        pages."""
         found = [compare(a, b) for a, b in zip(warm, cold, strict=True)]
         self.ties += found.count(Likeness.TIE) if ties else 0
         wrong = (Likeness.OTHER,) if ties else (Likeness.OTHER, Likeness.TIE)
@@ -112,14 +113,14 @@ class Stage:
         return self.client.workers[1]
 
     def register(self, number: int) -> Register:
-        """A register that the model in the box was not trained on; each scene has numbers of its own."""
+        """Returns a register that the model in the box was not trained on; each scene has numbers of its own."""
         return draw_register(self.seed * 1000 + number, split=Split.EVAL, holdings=HOLDINGS)
 
     async def token_ids(self, text: str) -> list[int]:
         return array("i", (await self.client.tokenize(self.first, text)).token_ids).tolist()
 
     async def further_ids(self, text: str) -> list[int]:
-        """Of a text that goes on from another one: without what the tokenizer puts before a prompt."""
+        """Returns the ids of a text that continues another one: without what the tokenizer puts before a prompt."""
         return (await self.token_ids(text))[len(await self.token_ids("")) :]
 
     async def cold(self, worker: str, prompt: Sequence[int], sampling: worker_pb2.SamplingParams) -> Answer:
@@ -133,7 +134,7 @@ class Stage:
         return await self.client.generate(worker, prompt, sentence(MAX_ANSWER_TOKENS))
 
     async def all_cold(self, worker: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-        """Cold answers to all of these at once."""
+        """Returns cold answers to all of these at once."""
         return await asyncio.gather(*(self.cold(worker, prompt, sentence(MAX_ANSWER_TOKENS)) for prompt in prompts))
 
     def whole_pages(self, num_tokens: int) -> int:
@@ -145,17 +146,17 @@ class Stage:
 
 
 def wording(question: Question) -> str:
-    """What is asked, without the words that frame it in the prompt."""
+    """Returns the question without the words that frame it in the prompt."""
     return question.text.strip().removeprefix("Question:").removesuffix("Answer:").strip()
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop: behind it, a model that must not end its answer says anything."""
+    """Returns the text up to the first full stop: what a model that may not stop writes behind it means nothing."""
     head, stop, _ = text.strip().partition(".")
     return head + stop
 
 
 def spoken_tokens(answer: Answer) -> list[int]:
-    """What was generated, without the token that ended it."""
+    """Returns the generated tokens without the one that ended them."""
     ended = answer.finish_reason == worker_pb2.FINISH_REASON_STOP
     return answer.token_ids[:-1] if ended else answer.token_ids

@@ -66,7 +66,7 @@ def top(
 
 
 async def moments(client: StemcacheClient, interval_s: float) -> AsyncIterator[Moment]:
-    """A look each `interval_s`. While the cache service is away it is the last one, which says since when.
+    """Yields a reading each `interval_s`. While the cache service is away it is the last one, which says since when.
 
     Raises grpc.aio.AioRpcError when the first call gets no reply, and for any refusal.
     """

@@ -30,7 +30,7 @@ class ChildSpec:
     stdin: bytes = b""
 
     def with_env(self, env: Mapping[str, str]) -> ChildSpec:
-        """The same with further variables."""
+        """Returns the same with further variables."""
         return replace(self, env={**self.env, **env})
 
 
@@ -73,7 +73,7 @@ class Child:
             self.process.stdin.write_eof()
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return once the child serves. Raises ChildFailed when it ends first or takes too long."""
+        """Waits until the child serves. Raises ChildFailed when it ends first or takes too long."""
         assert self.process is not None
         ended = asyncio.ensure_future(self.process.wait())
         ready = asyncio.ensure_future(self.spec.ready())
@@ -105,7 +105,7 @@ class Child:
         return ""
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL when that was not enough."""
+        """Sends SIGTERM, and SIGKILL when that was not enough."""
         if self.process is None or self.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -118,7 +118,7 @@ class Child:
             await self.process.wait()
 
     def kill(self) -> None:
-        """SIGKILL at once, as a crash would be."""
+        """Sends SIGKILL at once, which is like a crash."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
@@ -140,7 +140,7 @@ class Supervisor:
         await self.stop()
 
     async def start(self, spec: ChildSpec, *, ready_timeout_s: float = 60.0) -> Child:
-        """Start a child, wait until it serves, and keep it alive from then on."""
+        """Starts a child, waits until it serves, and starts it again whenever it ends."""
         child = Child(spec, self._log_dir)
         child.log_path.unlink(missing_ok=True)
         self.children[spec.name] = child
@@ -167,7 +167,7 @@ class Supervisor:
                 self._on_event(f"{child.spec.name} could not be started: {error}")
 
     async def stop(self) -> None:
-        """End every child, last started first. Idempotent."""
+        """Ends every child, last started first. Idempotent."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)

@@ -18,7 +18,7 @@ NO_WORKER = "no worker is known to the cache service"
 
 
 class Moment(NamedTuple):
-    """One look. `silent_since` is when the cache service at `address` stopped replying: the rest is from before."""
+    """One reading. `silent_since` is when the cache service at `address` stopped replying: the rest is from before."""
 
     stats: cache_pb2.StatsResponse
     rates: Mapping[str, Rates] = {}
@@ -27,8 +27,8 @@ class Moment(NamedTuple):
 
 
 def stats_view(moment: Moment) -> RenderableType:
-    """The whole status as tables: workers, what happens per second, their tokens, misses and pools, the host tier
-    and the engines of others that use it."""
+    """Returns the status as tables: workers, rates, their tokens, misses and pools, the host tier
+    and other projects' engines that use it."""
     stats, workers = moment.stats, _sorted(moment.stats)
     tier = (_host_table(stats.host_tier), *engine_tables(stats.attachments))
     if not workers:
@@ -39,7 +39,7 @@ def stats_view(moment: Moment) -> RenderableType:
 
 
 def live_view(moment: Moment, console: Console) -> RenderableType:
-    """What of the status fits the terminal's height: what moves most comes first, and no table is cut."""
+    """Returns what of the status fits the terminal's height: what changes most comes first, and no table is cut."""
     workers = _sorted(moment.stats)
     tables = [
         *_rates_table(workers, moment.rates),
@@ -86,7 +86,7 @@ def _workers_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
 
 
 def _rates_table(workers: list[cache_pb2.WorkerStats], rates: Mapping[str, Rates]) -> list[RenderableType]:
-    """No table before the second look."""
+    """Returns no table before the second reading."""
     if not rates:
         return []
     rows = []
@@ -101,19 +101,19 @@ def _rates_table(workers: list[cache_pb2.WorkerStats], rates: Mapping[str, Rates
 
 
 def _held_share(worker: cache_pb2.WorkerStats) -> float:
-    """Pages that running sequences hold, over all pages of the fullest pool."""
+    """Returns the share of pages that running sequences hold in the fullest pool."""
     shares = [1 - (g.num_free + g.num_evictable) / g.num_pages for g in worker.groups if g.num_pages]
     return max(0.0, *shares) if shares else 0.0
 
 
 def bar(share: float) -> str:
-    """A bar of ten characters."""
+    """Returns a bar of ten characters."""
     filled = round(min(max(share, 0.0), 1.0) * 10)
     return f"[green]{'█' * filled}[/green][dim]{'░' * (10 - filled)}[/dim]"
 
 
 def _remarks(stats: cache_pb2.StatsResponse, workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
-    """Lines that are shown only when not empty.
+    """Returns lines that are shown only when not empty.
 
     Pins, kept prompts, pages that were resident but not usable, or damaged.
     """
@@ -143,7 +143,7 @@ def _tokens_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
 
 
 def _misses_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
-    """Why the rest of a prompt was not reused, counted in requests; no table before the first request."""
+    """Returns the reasons of misses, counted in requests; no table before the first request."""
     reasons = sorted({reason for worker in workers for reason in worker.misses})
     if not reasons:
         return []
@@ -162,7 +162,7 @@ def _pools_table(workers: list[cache_pb2.WorkerStats]) -> RenderableType:
 
 
 def _snapshots_table(workers: list[cache_pb2.WorkerStats]) -> list[RenderableType]:
-    """Of groups of states; no table without one."""
+    """Returns a table of the groups of states; none without one."""
     rows = []
     for w in workers:
         for g in (group for group in w.groups if group.kind == types_pb2.GROUP_KIND_STATE):
@@ -187,12 +187,12 @@ def _host_table(tier: cache_pb2.HostTierStats) -> RenderableType:
 
 
 def words(name: str, prefix: str) -> str:
-    """An enum's value as words: MISS_REASON_PAGE_TAIL is "page tail"."""
+    """Returns an enum's value as words: MISS_REASON_PAGE_TAIL is "page tail"."""
     return name.removeprefix(prefix).lower().replace("_", " ")
 
 
 def counts_line(answer: Answer) -> str:
-    """Where the prompt's tokens came from, and how soon the first new one was there."""
+    """Returns where the prompt's tokens came from, and how soon the first new one was there."""
     usage = answer.usage
     return (
         f"[dim]{usage.prompt_tokens:,} prompt tokens: {usage.cached_tokens:,} cached, "

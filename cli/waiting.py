@@ -14,7 +14,7 @@ PAUSE_S = 0.05
 
 
 async def wait_restarted(client: StemcacheClient, worker: str, child: Child, restarts: int) -> None:
-    """Return once the child has come back more than `restarts` times, and this client's own channel finds it serving.
+    """Waits until the child was restarted more than `restarts` times and serves on this client's own channel.
 
     Has no timeout of its own.
     """
@@ -25,7 +25,7 @@ async def wait_restarted(client: StemcacheClient, worker: str, child: Child, res
 
 
 async def wait_running(client: StemcacheClient, worker: str, *, idle: bool = False) -> None:
-    """Return once the worker holds pages for a request, or with `idle` for none. Has no timeout."""
+    """Waits until the worker holds pages for a request, or with `idle` for none. Has no timeout."""
     while True:
         if bool((await client.describe(worker)).num_running) != idle:
             return
@@ -35,7 +35,7 @@ async def wait_running(client: StemcacheClient, worker: str, *, idle: bool = Fal
 async def wait_for_host_tokens(
     client: StemcacheClient, reader: str, prompt: Sequence[int], wanted: int, salt: str = ""
 ) -> int:
-    """How many of the prompt's tokens worker `reader` could have, once background spills are through or time is up.
+    """Returns how many of the prompt's tokens `reader` could have, once background spills have ended or time is up.
 
     A reader that never computed the prompt itself has them from the host tier alone.
     """
