@@ -71,8 +71,7 @@ class SceneResult:
             self.failures.append(otherwise)
 
     def compare(self, warm: Sequence[Answer], cold: Sequence[Answer], *, ties: bool = False) -> None:
-        """Counts the answer as equal, token by token or but for `ties`; adds a failure for a cold run that reused
-        pages."""
+        """Compares answers with cold ones, token by token, with `ties` but for near ties; notes times and failures."""
         found = [compare(a, b) for a, b in zip(warm, cold, strict=True)]
         self.ties += found.count(Likeness.TIE) if ties else 0
         wrong = (Likeness.OTHER,) if ties else (Likeness.OTHER, Likeness.TIE)
