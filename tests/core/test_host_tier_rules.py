@@ -14,7 +14,7 @@ from tests.core.at_once import clear_at_once
 from tests.core.driver import FakeWorker
 from tests.core.host_stage import churn, join, spill, stage, warm
 from tests.core.test_cases_pages import span
-from tests.core.world import ABORTED, FAILED, FINGERPRINT, NS, full, pack
+from tests.core.world import ABORTED, FAILED, FINGERPRINT, NS, full, pack, window
 
 
 def test_selective_spills_after_the_second_use() -> None:
@@ -276,3 +276,29 @@ def test_write_back_spills_the_cold_end_before_it_is_needed() -> None:
     assert live.fetch is not None
     worker.fetch_all(live)
     worker.prefill(live)
+
+
+def test_pages_that_no_resume_needs_are_not_spilled() -> None:
+    """A window of one token reads no page before a boundary, one of two the last page."""
+    world, groups = stage(), (full(16), window(16, 1, "one"), window(16, 2, "two"))
+    first, second = join(world, *groups), join(world, *groups, name="w1")
+    first.run(span(1, 8))
+    world.tick()
+    assert [part.group for part in first.spills[0][0].groups] == [0, 2]
+    first.spill_all()
+    assert len(first.store) == 4 + 4
+    live = second.start(span(1, 10))
+    assert live.fetch is not None and {part.group for part in live.fetch.groups} == {0, 2}
+    second.fetch_all(live)
+    assert live.grant.usable_tokens == 8
+    second.prefill(live)
+
+
+def test_a_model_of_such_windows_alone_spills_nothing() -> None:
+    world = stage()
+    worker = join(world, window(16, 1))
+    worker.run(span(1, 8))
+    world.tick()
+    assert not worker.spills
+    again = worker.start(span(1, 10))
+    assert (again.grant.usable_tokens, again.fetch) == (8, None)

@@ -119,7 +119,8 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
     if node.spilled >= node.resident or node.root in cache.tree.detached:
         return {}
     cache.tree.ensure_hashes(node)
-    sparse = {group.number: unpack(node.pages[group.number]) for group in cache.sparse}
+    # Pages of a window of one token are never read again, from the boundary behind them on.
+    sparse = {group.number: unpack(node.pages[group.number]) for group in cache.sparse if group.reach_pages()}
     rows: dict[int, SpillRow] = {}
     floor = index.floor(node.root.digest)
     for at in range(node.spilled, node.resident):
