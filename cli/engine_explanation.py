@@ -38,7 +38,7 @@ def _group_row(group: cache_pb2.TierGroupExplanation) -> tuple[object, ...]:
     is_missing = group.HasField("missing_page")
     return (
         plain(group.name),
-        words(types_pb2.GroupKind.Name(group.kind), "GROUP_KIND_"),
+        words(types_pb2.GroupKind.Name(group.kind), "GROUP_KIND_") + ", replicated" * group.replicated,
         words(types_pb2.MissReason.Name(group.miss_reason), "MISS_REASON_") if is_missing else "",
         group.missing_page if is_missing else "",
         group.leading_pages,

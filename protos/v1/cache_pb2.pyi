@@ -1217,6 +1217,7 @@ class TierGroupExplanation(_message.Message):
     MISSING_PAGE_FIELD_NUMBER: _builtins.int
     MISS_REASON_FIELD_NUMBER: _builtins.int
     WRITING_PAGES_FIELD_NUMBER: _builtins.int
+    REPLICATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     kind: _types_pb2.GroupKind.ValueType
     leading_pages: _builtins.int
@@ -1230,6 +1231,8 @@ class TierGroupExplanation(_message.Message):
     miss_reason: _types_pb2.MissReason.ValueType
     writing_pages: _builtins.int
     """Pages that are not there and that some engine is writing now."""
+    replicated: _builtins.bool
+    """TierGroup.replicated, as of latents."""
     def __init__(
         self,
         *,
@@ -1241,10 +1244,11 @@ class TierGroupExplanation(_message.Message):
         missing_page: _builtins.int | None = ...,
         miss_reason: _types_pb2.MissReason.ValueType = ...,
         writing_pages: _builtins.int = ...,
+        replicated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page", "missing_page", b"missing_page"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page", "kind", b"kind", "leading_pages", b"leading_pages", "miss_reason", b"miss_reason", "missing_page", b"missing_page", "name", b"name", "resident_pages", b"resident_pages", "usable_pages", b"usable_pages", "writing_pages", b"writing_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page", "kind", b"kind", "leading_pages", b"leading_pages", "miss_reason", b"miss_reason", "missing_page", b"missing_page", "name", b"name", "replicated", b"replicated", "resident_pages", b"resident_pages", "usable_pages", b"usable_pages", "writing_pages", b"writing_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__missing_page: _TypeAlias = _typing.Literal["missing_page"]  # noqa: Y015
     _WhichOneofArgType__missing_page: _TypeAlias = _typing.Literal["_missing_page", b"_missing_page"]  # noqa: Y015

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from adapters.vllm.layout import GroupLayout
+from adapters.vllm.scheduler_side import SAVE_S, Scheduled
 from adapters.vllm.settings import Settings
 from adapters.vllm.tier_clients import Engine, make_index, make_store
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
@@ -84,6 +85,24 @@ def test_an_engine_with_another_fingerprint_is_told_so(services: Services, tmp_p
     assert "missing_page" not in told[0]["groups"][0] and told[1]["groups"][0]["missing_page"] == 0
     status = " ".join(command(services, tmp_path, "status").split())
     assert "vllm 0.33.0 never seen: 1 2 1 5 0 0.0%" in status
+
+
+def test_a_save_that_an_engine_gives_up_ends_its_ticket_and_is_told(services: Services) -> None:
+    engine, blocks = vllm(services, b"f" * 32), [list(range(1, 7))]
+    engine.scheduler.matched_tokens(FakeRequest("a", TOKENS), 0)
+    engine.scheduler.step([Scheduled("a", 0, len(TOKENS), blocks)], ())
+    engine.thread.run()
+    assert services.stats().attachments.num_tickets == 1
+    engine.clock = SAVE_S + 1
+    assert not engine.scheduler.has_open_saves()
+    engine.thread.run()
+    stats = services.stats().attachments
+    assert (stats.num_tickets, stats.given_up_pages, stats.num_expired_tickets) == (0, 5, 0)
+    assert engine.matched(FakeRequest("b", TOKENS)) == 0
+    (told,) = explain(services, attachment=1)
+    assert (told.miss_reason, told.groups[0].missing_page) == (types_pb2.MISS_REASON_NOT_WRITTEN, 0)
+    engine.compute(FakeRequest("c", TOKENS), blocks)
+    assert engine.matched(FakeRequest("d", TOKENS)) == 5 * PAGE_TOKENS
 
 
 def test_a_full_redis_is_told(services: Services) -> None:

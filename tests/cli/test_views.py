@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
+from cli.engine_explanation import engines_explained
 from cli.engines import main_reason
 from cli.explanation import explanation_view, span
 from cli.output import table
@@ -247,3 +248,31 @@ def test_an_explanation_of_nothing() -> None:
 def test_a_table_keeps_its_numbers_whole_and_wraps_its_text() -> None:
     made = table("", ("what", "count"), [("word " * 40, "1,234,567,890")])
     assert "1,234,567,890" in drawn(made, 80)
+
+
+def engine_explanation() -> cache_pb2.AttachmentExplanation:
+    told = cache_pb2.AttachmentExplanation(attachment=12_345, engine="vllm [0.33.0]", num_pages=16_384, page_tokens=16)
+    told.local_pages, told.matched_pages, told.usable_pages, told.usable_tokens = 3, 16_380, 16_000, 256_000
+    told.limiting_group, told.miss_reason = "window1", types_pb2.MISS_REASON_WINDOW_GONE
+    kinds = types_pb2.GROUP_KIND_FULL, types_pb2.GROUP_KIND_WINDOW, types_pb2.GROUP_KIND_STATE
+    for name, kind, usable in zip(("full0", "window1", "state2"), kinds, (16_380, 16_000, 16_380), strict=True):
+        group = told.groups.add(name=name, kind=kind, leading_pages=16_380, resident_pages=16_384, usable_pages=usable)
+        group.miss_reason, group.replicated = types_pb2.MISS_REASON_NONE, name == "full0"
+    for group in told.groups[:2]:
+        group.missing_page, group.miss_reason = group.usable_pages, types_pb2.MISS_REASON_NOT_WRITTEN
+    told.notes.append(LONG_NOTE)
+    return told
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_an_engine_could_resume_is_told_for_each_group(width: int) -> None:
+    told = engine_explanation()
+    flat = " ".join(drawn(engines_explained([told, told]), width).split())
+    head = "attachment 12345 (vllm [0.33.0]): 16,384 pages of 16 tokens; 16,000 (256,000 tokens) can be used"
+    assert flat.count(f"{head}, limited by group window1") == 2
+    assert "not written 16,000 16,380 16,384 16,000" in flat
+    assert "state2 state 16,380 16,384 16,380" in flat and "replicated" in flat
+    told.lookup_age_ms = 90_000
+    flat = " ".join(drawn(engines_explained([told]), width).split())
+    assert "its lookup of 90 s ago, 16,384 pages, 3 of them its own, of 16 tokens" in flat
+    assert drawn(engines_explained([]), width) == "no engine is attached\n"

@@ -57,7 +57,7 @@ def test_what_is_there_and_what_never_was() -> None:
     assert (told.num_pages, told.matched_pages, told.usable_pages) == (10, 4, 4)
     assert (told.usable_tokens, told.page_tokens) == (4 * PAGE_TOKENS, PAGE_TOKENS)
     (full,) = told.groups
-    assert full == ("full", GroupKind.FULL, 4, 4, 4, 4, MissReason.NEVER_SEEN, 0)
+    assert full == ("full", GroupKind.FULL, 4, 4, 4, 4, MissReason.NEVER_SEEN, 0, False)
     assert "wrote page 4" in told.notes[0] and told.lookup_age_ms is None
     everything = of(engine, path(range(4)))
     assert (everything.usable_pages, everything.miss_reason) == (4, MissReason.NONE)
@@ -78,6 +78,7 @@ def test_windows_states_and_latents_each_say_what_they_have() -> None:
     ]
     assert rows == [("full", 9, 9, 9, 9), ("latent", 8, 8, 8, 8), ("window", 0, 4, 7, 7), ("state", 0, 1, 5, 5)]
     assert {one.miss_reason for one in told.groups} == {MissReason.NEVER_SEEN}
+    assert [one.replicated for one in told.groups] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("groups", LAYOUTS)

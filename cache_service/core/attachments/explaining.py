@@ -123,10 +123,17 @@ def _groups(
         # Of each kind: if that page were there, the group could resume behind it.
         missing = usable if usable < limit else None
         reason = MissReason.NONE if missing is None else _why_missing(attachment, hashes, missing, group.number)
-        spec, num_resident = group.spec, sum(resident)
         told.append(
             TierGroupExplanation(
-                spec.name, spec.kind, _leading(resident), num_resident, usable, missing, reason, writing[group.number]
+                name=group.spec.name,
+                kind=group.spec.kind,
+                leading_pages=_leading(resident),
+                resident_pages=sum(resident),
+                usable_pages=usable,
+                missing_page=missing,
+                miss_reason=reason,
+                writing_pages=writing[group.number],
+                replicated=group.spec.replicated,
             )
         )
     return tuple(told)

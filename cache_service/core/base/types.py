@@ -79,6 +79,7 @@ class TierGroupExplanation(NamedTuple):
     missing_page: int | None
     miss_reason: MissReason
     writing_pages: int
+    replicated: bool = False
 
 
 class AttachmentExplanation(NamedTuple):
