@@ -18,10 +18,10 @@ from time import perf_counter, process_time
 from benchmarks.baseline_manager import BaselineManager
 from benchmarks.host import on_this_machine
 from benchmarks.report import RESULTS, parser, save
+from benchmarks.token_requests import token_requests
 from cache_service.compiled import CORE_FORM, IS_COMPILED
 from cache_service.core.cache_manager import CacheManager
 from cli.replay import replay
-from cli.replay.traffic import token_requests
 from session.messages import Acquire, Grant, Publish, Release
 from session.words import ReleaseReason, SequenceId
 from tests.core import audit

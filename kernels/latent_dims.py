@@ -10,7 +10,7 @@ import torch
 from kernels._checks import KV_DTYPES, check_dense, check_dense_pages, check_tensor
 from kernels.errors import KernelArgumentError
 
-__all__ = ["DEEPSEEK_V3", "LatentDims", "check_latent_dims", "check_latent_queries", "check_latent_tiles"]
+__all__ = ["LatentDims", "check_latent_dims", "check_latent_queries", "check_latent_tiles"]
 
 # The widest rows whose tiles fit in shared memory.
 MAX_LATENT, MAX_ROPE = 512, 64
@@ -33,10 +33,6 @@ class LatentDims(NamedTuple):
     def head(self) -> int:
         """Of a head of q, and of a key."""
         return self.nope + self.rope
-
-
-# What the kernels for Hopper are made for.
-DEEPSEEK_V3 = LatentDims(latent=512, rope=64, nope=128, value=128)
 
 
 def check_latent_dims(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> LatentDims:

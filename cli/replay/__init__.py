@@ -1,1 +1,1 @@
-"""`stemcache replay`: drives the manager alone with a trace, or with seeded requests."""
+"""`stemcache replay`: drives the manager alone with a trace."""

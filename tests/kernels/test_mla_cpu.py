@@ -9,13 +9,13 @@ import torch
 from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.latent_dims import DEEPSEEK_V3, LatentDims
+from kernels.latent_dims import LatentDims
 from kernels.mla import MlaPath, mla_absorbed, mla_extend, plan_extend
 from kernels.mla_decode import mla_decode, reference
 from kernels.mla_prefill import reference as prefill_reference
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.mla_inputs import GLM_FLASH, ODD, TINY, LatentCase, extend_truth, make_latents, permuted
+from tests.kernels.mla_inputs import DEEPSEEK_V3, GLM_FLASH, ODD, TINY, LatentCase, extend_truth, make_latents, permuted
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="nothing here launches a kernel")
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels.errors import KernelArgumentError
-from kernels.latent_dims import DEEPSEEK_V3
 from kernels.linear import Route
 from kernels.mla import MlaPath, mla_extend, plan_extend, plan_on_device, workspace_bytes
 from kernels.mla.plan import CHUNK_TOKENS
@@ -12,7 +11,7 @@ from kernels.mla_prefill import MlaPrefillPlan
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.inputs import running_sums
-from tests.kernels.mla_inputs import TINY, LatentCase, extend_truth, make_latents
+from tests.kernels.mla_inputs import DEEPSEEK_V3, TINY, LatentCase, extend_truth, make_latents
 from tests.kernels.target import HOPPER, REFERENCE, Target
 
 HEADS = 2

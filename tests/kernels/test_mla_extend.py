@@ -10,7 +10,7 @@ import torch
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.head_linear import head_linear
-from kernels.latent_dims import DEEPSEEK_V3, LatentDims, check_latent_tiles
+from kernels.latent_dims import LatentDims, check_latent_tiles
 from kernels.linear import Route
 from kernels.mla import MlaPath, choose_path, mla_absorbed, mla_extend, plan_extend
 from kernels.mla.rule import MATERIALISED_FROM
@@ -23,6 +23,7 @@ from kernels.project_latents import project_latents
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.mla_inputs import (
+    DEEPSEEK_V3,
     GLM_FLASH,
     LATENT,
     NOPE,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.worker_service.loaded_tensors import LoadedTensors
 from tests.worker_service.model_kit import MEMORY, NUM_WORKING, Bench, PagedTokens, Part, num_pages_of, page_of
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
@@ -20,7 +21,6 @@ from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.spec import STATE_PAGE_TOKENS
-from worker_service.model.tensors import LoadedTensors
 
 MAX_MATES = 6
 VOCAB = 4096

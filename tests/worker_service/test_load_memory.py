@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
+from tests.worker_service.loaded_tensors import LoadedTensors
 from tests.worker_service.model_kit import CPU, make_reference
 from tests.worker_service.test_weight_formats import store_as_fp8
 from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import expected_tensors
 from worker_service.model.take_weights import take_experts
-from worker_service.model.tensors import LoadedTensors, TensorSource
+from worker_service.model.tensors import TensorSource
 from worker_service.model.weights import open_weights
 
 EXPERTS, INNER, HIDDEN = 8, 24, 48

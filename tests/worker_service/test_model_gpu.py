@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.worker_service.loaded_tensors import LoadedTensors
 from tests.worker_service.model_kit import CPU, PAGE, Bench, Part, make_reference, random_tokens
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
@@ -15,7 +16,6 @@ from worker_service.model.decoder import Decoder, expected_shapes
 from worker_service.model.device import prepare_process
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner
-from worker_service.model.tensors import LoadedTensors
 
 CUDA = torch.device("cuda", 0)
 if torch.cuda.is_available():

@@ -6,7 +6,7 @@ What is stored under one of two names asks `holds`.
 
 from __future__ import annotations
 
-from collections.abc import Container, MutableMapping, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,27 +29,6 @@ class Expected(NamedTuple):
 
     shape: tuple[int, ...]
     wide: bool = False
-
-
-class LoadedTensors:
-    """Those of a mapping. Hands out each once, and forgets it: what fuses several never doubles the model's memory."""
-
-    def __init__(self, tensors: MutableMapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
-        tensor = self._tensors.pop(name)
-        assert tensor.shape == shape, f"{name}: {list(tensor.shape)} was loaded where {list(shape)} was expected"
-        return tensor
-
-    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
-        stack = self._tensors[names[0]].new_empty(len(names), *shape)
-        for place, name in zip(stack, names, strict=True):
-            place.copy_(self.take(name, *shape))
-        return stack
-
-    def holds(self, name: str) -> bool:
-        return name in self._tensors
 
 
 class NamesOnly:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from session.words import GroupKind
 from worker_service.core.errors import ModelError
-from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
-from worker_service.model.families.family import Family
+from worker_service.model.families.common import (
+    model_spec,
+    read_activation,
+    read_heads,
+    read_positions,
+    usual_attention,
+)
+from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import read_mamba2, take_layer
 from worker_service.model.fields import Fields, flag, layers_by_index, number, whole
 from worker_service.model.rope_fields import rope_parameters, rotary_dim
 from worker_service.model.spec import (
-    STATE_PAGE_TOKENS,
     Activation,
-    AttentionSpec,
     DenseSpec,
     LayerSpec,
     ModelSpec,
     NormSpec,
 )
-from worker_service.model.weight_formats import PLAIN
 
 BAMBA = "BambaForCausalLM"
 DEFAULTS: Fields = {
@@ -38,14 +40,7 @@ ROTARY_SHARE = 0.5
 
 def read_spec(fields: Fields) -> ModelSpec:
     heads, positions = read_heads(fields), read_positions(fields)
-    bias = flag(fields, "attention_bias")
-    attention = AttentionSpec(
-        *heads,
-        rope=positions.rope,
-        rotary_dim=_rotary_dim(fields, heads.head_dim),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    attention = usual_attention(fields, positions.rope, rotary_dim=_rotary_dim(fields, heads.head_dim))
     mamba = read_mamba2(fields)
     activation = read_activation(fields, "hidden_act", (Activation.SILU,))
     mlp = DenseSpec(whole(fields, "intermediate_size"), activation, bias=flag(fields, "mlp_bias"))
@@ -70,13 +65,4 @@ def _rotary_dim(fields: Fields, head_dim: int) -> int:
     return rotary_dim({"partial_rotary_factor": ROTARY_SHARE if share is None else share}, head_dim)
 
 
-FAMILY = Family(
-    (BAMBA,),
-    read_spec,
-    take_layer,
-    DEFAULTS,
-    kinds=(GroupKind.FULL, GroupKind.STATE),
-    final_norm="final_layernorm",
-    page_tokens=STATE_PAGE_TOKENS,
-    weight_formats=(PLAIN,),
-)
+FAMILY = recurrent_family(BAMBA, read_spec, take_layer, DEFAULTS, final_norm="final_layernorm")

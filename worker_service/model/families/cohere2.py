@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions, read_sliding
+from worker_service.model.families.common import (
+    model_spec,
+    read_activation,
+    read_positions,
+    read_sliding,
+    usual_attention,
+)
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
-from worker_service.model.fields import Fields, flag, number, whole
+from worker_service.model.fields import Fields, number, whole
 from worker_service.model.layer_weights import LayerWeights
 from worker_service.model.spec import (
     Activation,
-    AttentionSpec,
     Block,
     DenseSpec,
     LayerSpec,
@@ -26,18 +31,11 @@ DEFAULTS: Fields = {"eos_token_id": 255001}
 
 
 def read_spec(fields: Fields) -> ModelSpec:
-    heads, positions = read_heads(fields), read_positions(fields)
+    positions = read_positions(fields)
     num_layers = whole(fields, "num_hidden_layers")
     pattern = whole(fields, "sliding_window_pattern", 4)
     sliding = read_sliding(fields, num_layers) or [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    bias = flag(fields, "attention_bias")
-    everything = AttentionSpec(
-        *heads,
-        rope=None,
-        rotary_dim=heads.head_dim,
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    everything = usual_attention(fields, rope=None)
     window = replace(
         everything, rope=positions.rope, interleaved=True, window_tokens=whole(fields, "sliding_window", 4096)
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from worker_service.core.errors import ModelError
 from worker_service.model.fields import Fields, first_of, flag, layer_types, one_of, whole
 from worker_service.model.rope_fields import reach, read_rope, rope_parameters
-from worker_service.model.spec import Activation, LayerSpec, ModelSpec, NormSpec, RopeConfig
+from worker_service.model.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, NormSpec, RopeConfig
 
 ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -88,6 +88,16 @@ def _head_dim(fields: Fields, default: int | None) -> int:
     if hidden_size % num_heads:
         raise ModelError("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
     return hidden_size // num_heads
+
+
+def usual_attention(fields: Fields, rope: RopeConfig | None, **more: Any) -> AttentionSpec:
+    """Returns attention whose projections have a bias where `attention_bias` says so; all of a head is rotated.
+
+    `more` are further fields of the spec, or others in place of these.
+    """
+    heads, bias = read_heads(fields), flag(fields, "attention_bias")
+    usual = {"rotary_dim": heads.head_dim, "qkv_bias": bias, "output_bias": bias}
+    return AttentionSpec(*heads, rope=rope, **{**usual, **more})
 
 
 class Positions(NamedTuple):

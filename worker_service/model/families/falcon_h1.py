@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import (
     model_spec,
@@ -12,13 +11,13 @@ from worker_service.model.families.common import (
     read_heads,
     read_positions,
     require_whole_rope,
+    usual_attention,
 )
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import read_mamba2, take_layer
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.recurrent_specs import Mamba2Spec
 from worker_service.model.spec import (
-    STATE_PAGE_TOKENS,
     Activation,
     AttentionSpec,
     DenseSpec,
@@ -27,7 +26,6 @@ from worker_service.model.spec import (
     NormSpec,
     ParallelSpec,
 )
-from worker_service.model.weight_formats import PLAIN
 
 FALCON_H1 = "FalconH1ForCausalLM"
 DEFAULTS: Fields = {
@@ -75,19 +73,11 @@ def _read_mixer(fields: Fields) -> ParallelSpec:
 def _read_attention(fields: Fields) -> tuple[AttentionSpec, float]:
     """Returns the attention over an input that is not scaled, and the factor of its output that makes up for it."""
     require_whole_rope(fields)
-    heads, bias = read_heads(fields), flag(fields, "attention_bias")
+    head_dim = read_heads(fields).head_dim
     scaled = _input_scale(fields, "attention_in_multiplier", "attention_bias")
     # Scores have the factor twice, from queries and from keys; those have one more.
-    scale = scaled**2 * number(fields, "key_multiplier", 1.0) * heads.head_dim**-0.5
-    spec = AttentionSpec(
-        *heads,
-        rope=read_positions(fields).rope,
-        rotary_dim=heads.head_dim,
-        scale=scale,
-        qkv_bias=bias,
-        output_bias=bias,
-    )
-    return spec, scaled
+    scale = scaled**2 * number(fields, "key_multiplier", 1.0) * head_dim**-0.5
+    return usual_attention(fields, read_positions(fields).rope, scale=scale), scaled
 
 
 def _read_recurrence(fields: Fields) -> Mamba2Spec:
@@ -124,13 +114,4 @@ def _multipliers(fields: Fields, name: str, count: int) -> list[float]:
     return [float(value) for value in values]
 
 
-FAMILY = Family(
-    (FALCON_H1,),
-    read_spec,
-    take_layer,
-    DEFAULTS,
-    kinds=(GroupKind.FULL, GroupKind.STATE),
-    final_norm="final_layernorm",
-    page_tokens=STATE_PAGE_TOKENS,
-    weight_formats=(PLAIN,),
-)
+FAMILY = recurrent_family(FALCON_H1, read_spec, take_layer, DEFAULTS, final_norm="final_layernorm")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from session.words import GroupKind
 from worker_service.model.fields import Fields
 from worker_service.model.layer_weights import LayerWeights
-from worker_service.model.spec import PAGE_TOKENS, LayerSpec, ModelSpec
+from worker_service.model.spec import PAGE_TOKENS, STATE_PAGE_TOKENS, LayerSpec, ModelSpec
 from worker_service.model.tensors import TensorSource
 from worker_service.model.weight_formats import FP8, PLAIN
 
@@ -17,6 +17,7 @@ from worker_service.model.weight_formats import FP8, PLAIN
 TakeLayer = Callable[[TensorSource, str, ModelSpec, LayerSpec], LayerWeights]
 
 FULL_AND_WINDOW = (GroupKind.FULL, GroupKind.WINDOW)
+FULL_AND_STATE = (GroupKind.FULL, GroupKind.STATE)
 
 
 class Family(NamedTuple):
@@ -46,3 +47,11 @@ class Family(NamedTuple):
     page_tokens: int = PAGE_TOKENS
     weight_formats: tuple[str, ...] = (PLAIN, FP8)
     renamed: Mapping[str, str] = MappingProxyType({})
+
+
+def recurrent_family(
+    architecture: str, read_spec: Callable[[Fields], ModelSpec], take_layer: TakeLayer, defaults: Fields, **more: Any
+) -> Family:
+    """Returns a family with recurrent layers, whose checkpoints are stored plain."""
+    state = {"kinds": FULL_AND_STATE, "page_tokens": STATE_PAGE_TOKENS, "weight_formats": (PLAIN,)}
+    return Family((architecture,), read_spec, take_layer, defaults, **{**state, **more})

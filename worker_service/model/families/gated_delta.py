@@ -12,10 +12,15 @@ import torch
 from kernels.block_scan import MAX_DIM
 from kernels.causal_conv import MAX_D_CONV
 from kernels.route_experts import RoutingRule
-from session.words import GroupKind
 from worker_service.core.errors import ModelError
-from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
-from worker_service.model.families.family import Family
+from worker_service.model.families.common import (
+    model_spec,
+    read_activation,
+    read_heads,
+    read_positions,
+    usual_attention,
+)
+from worker_service.model.families.family import FULL_AND_STATE, Family
 from worker_service.model.families.qwen3_moe import expert_layers, read_dense
 from worker_service.model.fields import Fields, flag, layer_types, number, one_of, whole
 from worker_service.model.layer_weights import (
@@ -121,16 +126,8 @@ def _read_spec(fields: Fields, mlps: list[DenseSpec] | list[MoeSpec] | list[Dens
 def _attention(fields: Fields) -> AttentionSpec:
     if not flag(fields, "attn_output_gate", True):
         raise ModelError("attn_output_gate", "false is not supported; true is")
-    heads, bias = read_heads(fields), flag(fields, "attention_bias")
-    return AttentionSpec(
-        *heads,
-        rope=read_positions(fields).rope,
-        rotary_dim=_rotary_dim(fields, heads.head_dim),
-        qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
-        output_gate=True,
-    )
+    rotary = _rotary_dim(fields, read_heads(fields).head_dim)
+    return usual_attention(fields, read_positions(fields).rope, rotary_dim=rotary, qk_norm=True, output_gate=True)
 
 
 def _rotary_dim(fields: Fields, head_dim: int) -> int:
@@ -243,14 +240,13 @@ def _take_by_key_head(source: TensorSource, prefix: str, spec: GatedDeltaSpec, h
 # Layers that predict tokens ahead, and the tower.
 IGNORED = ("mtp.", "model.visual.")
 ROOTS = ("model.", "model.language_model.")
-KINDS = (GroupKind.FULL, GroupKind.STATE)
 FAMILY_NEXT = Family(
     (QWEN3_NEXT,),
     read_next,
     take_next_layer,
     NEXT_DEFAULTS,
     ignored=IGNORED,
-    kinds=KINDS,
+    kinds=FULL_AND_STATE,
     page_tokens=STATE_PAGE_TOKENS,
 )
 FAMILY_DENSE = Family(
@@ -260,7 +256,7 @@ FAMILY_DENSE = Family(
     DENSE_DEFAULTS,
     roots=ROOTS,
     ignored=IGNORED,
-    kinds=KINDS,
+    kinds=FULL_AND_STATE,
     page_tokens=STATE_PAGE_TOKENS,
 )
 FAMILY_MOE = Family(
@@ -270,6 +266,6 @@ FAMILY_MOE = Family(
     MOE_DEFAULTS,
     roots=ROOTS,
     ignored=IGNORED,
-    kinds=KINDS,
+    kinds=FULL_AND_STATE,
     page_tokens=STATE_PAGE_TOKENS,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from worker_service.core.errors import ModelError
-from worker_service.model.families.common import SLIDING, model_spec, read_activation, read_heads, read_sliding
+from worker_service.model.families.common import SLIDING, model_spec, read_activation, read_sliding, usual_attention
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.layer_weights import LayerWeights
@@ -90,17 +90,8 @@ def _read_spec(fields: Fields, mixer: AttentionSpec, ropes: dict[bool, RopeConfi
 def _attention(fields: Fields) -> AttentionSpec:
     if flag(fields, "use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention", "true is not supported; false is")
-    heads = read_heads(fields)
-    bias = flag(fields, "attention_bias")
-    return AttentionSpec(
-        *heads,
-        rope=None,
-        rotary_dim=heads.head_dim,
-        scale=number(fields, "query_pre_attn_scalar", 256) ** -0.5,
-        softcap=_cap(fields, "attn_logit_softcapping"),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    scale = number(fields, "query_pre_attn_scalar", 256) ** -0.5
+    return usual_attention(fields, rope=None, scale=scale, softcap=_cap(fields, "attn_logit_softcapping"))
 
 
 def _cap(fields: Fields, name: str) -> float:

@@ -6,16 +6,13 @@ Both branches are scaled where they join the residual stream.
 from __future__ import annotations
 
 from kernels.route_experts import RoutingRule
-from session.words import GroupKind
-from worker_service.model.families.common import model_spec, read_activation, read_heads, read_positions
-from worker_service.model.families.family import Family
+from worker_service.model.families.common import model_spec, read_activation, read_positions, usual_attention
+from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import LAYER_TYPES, read_mamba2, take_hybrid_mixer
-from worker_service.model.fields import Fields, first_of, flag, layer_types, number, one_of, whole
+from worker_service.model.fields import Fields, first_of, layer_types, number, one_of, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, Linear, MoeWeights
 from worker_service.model.spec import (
-    STATE_PAGE_TOKENS,
     Activation,
-    AttentionSpec,
     DenseSpec,
     LayerSpec,
     ModelSpec,
@@ -24,7 +21,6 @@ from worker_service.model.spec import (
 )
 from worker_service.model.take_weights import take_linear
 from worker_service.model.tensors import TensorSource
-from worker_service.model.weight_formats import PLAIN
 
 GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
 DEFAULTS: Fields = {
@@ -41,17 +37,9 @@ POSITIONS = {"rope": True, "nope": False}
 
 
 def read_spec(fields: Fields) -> ModelSpec:
-    heads, positions = read_heads(fields), read_positions(fields)
-    bias = flag(fields, "attention_bias")
-    turns = one_of(fields, "position_embedding_type", POSITIONS, "nope")
-    attention = AttentionSpec(
-        *heads,
-        rope=positions.rope if turns else None,
-        rotary_dim=heads.head_dim,
-        scale=number(fields, "attention_multiplier", 1.0),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    positions = read_positions(fields)
+    rope = positions.rope if one_of(fields, "position_embedding_type", POSITIONS, "nope") else None
+    attention = usual_attention(fields, rope, scale=number(fields, "attention_multiplier", 1.0))
     num_layers, name = whole(fields, "num_hidden_layers"), first_of(fields, "layer_types", "layers_block_type")
     attending = layer_types(fields, num_layers, LAYER_TYPES, name) or [False] * num_layers
     mamba, mlp = read_mamba2(fields), _read_mlp(fields)
@@ -116,12 +104,4 @@ def _take_moe(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int) -> 
     )
 
 
-FAMILY = Family(
-    (GRANITE_HYBRID,),
-    read_spec,
-    take_layer,
-    DEFAULTS,
-    kinds=(GroupKind.FULL, GroupKind.STATE),
-    page_tokens=STATE_PAGE_TOKENS,
-    weight_formats=(PLAIN,),
-)
+FAMILY = recurrent_family(GRANITE_HYBRID, read_spec, take_layer, DEFAULTS)

@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 
 from kernels.causal_conv import MAX_D_CONV
-from session.words import GroupKind
 from worker_service.model.families.common import model_spec, read_heads, read_positions, require_whole_rope
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import recurrent_family
 from worker_service.model.fields import Fields, first_of, flag, layer_types, layers_by_index, number, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, ShortConvWeights
 from worker_service.model.recurrent_specs import ShortConvSpec
 from worker_service.model.spec import (
-    STATE_PAGE_TOKENS,
     AttentionSpec,
     DenseSpec,
     LayerSpec,
@@ -24,7 +22,6 @@ from worker_service.model.spec import (
 )
 from worker_service.model.take_weights import AttentionNames, take_attention, take_linear
 from worker_service.model.tensors import TensorSource
-from worker_service.model.weight_formats import PLAIN
 
 LFM2 = "Lfm2ForCausalLM"
 DEFAULTS: Fields = {
@@ -104,13 +101,4 @@ def _take_mlp(source: TensorSource, prefix: str, spec: DenseSpec, hidden: int) -
     return DenseWeights(gate_up, take_linear(source, [f"{prefix}.w2"], [hidden], inner, bias=False))
 
 
-FAMILY = Family(
-    (LFM2,),
-    read_spec,
-    take_layer,
-    DEFAULTS,
-    kinds=(GroupKind.FULL, GroupKind.STATE),
-    final_norm="embedding_norm",
-    page_tokens=STATE_PAGE_TOKENS,
-    weight_formats=(PLAIN,),
-)
+FAMILY = recurrent_family(LFM2, read_spec, take_layer, DEFAULTS, final_norm="embedding_norm")

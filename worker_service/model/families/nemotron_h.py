@@ -6,17 +6,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kernels.causal_conv import MAX_D_CONV
-from session.words import GroupKind
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_heads
-from worker_service.model.families.family import Family
+from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.glm4_moe import read_rule
 from worker_service.model.families.mamba2 import read_step_limit, take_mamba2
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
 from worker_service.model.recurrent_specs import Mamba2Spec
 from worker_service.model.spec import (
-    STATE_PAGE_TOKENS,
     Activation,
     AttentionSpec,
     DenseSpec,
@@ -27,7 +25,6 @@ from worker_service.model.spec import (
 )
 from worker_service.model.take_weights import take_attention, take_linear, take_mlp, take_moe
 from worker_service.model.tensors import TensorSource
-from worker_service.model.weight_formats import PLAIN
 
 NEMOTRON_H = "NemotronHForCausalLM"
 DEFAULTS: Fields = {
@@ -158,16 +155,13 @@ def _take_moe(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int) -> 
 
 
 # Behind the last layer lie those that predict tokens ahead, under a root of their own.
-FAMILY = Family(
-    (NEMOTRON_H,),
+FAMILY = recurrent_family(
+    NEMOTRON_H,
     read_spec,
     take_layer,
     DEFAULTS,
     roots=("model.", "backbone."),
     ignored=("mtp.",),
-    kinds=(GroupKind.FULL, GroupKind.STATE),
     embeddings="embeddings",
     final_norm="norm_f",
-    page_tokens=STATE_PAGE_TOKENS,
-    weight_formats=(PLAIN,),
 )

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cli.replay.traffic import token_requests
+from benchmarks.token_requests import token_requests
 
 
 def test_the_same_seed_gives_the_same_requests() -> None:

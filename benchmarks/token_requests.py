@@ -19,7 +19,7 @@ def token_requests(
 
     Lengths are log-normal around 400 tokens for a message and 250 for an answer.
     """
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     systems = [_tokens(rng, rng.randint(200, 3000), vocab_size) for _ in range(8)]
     histories = [array("i", systems[0]) for _ in range(num_active)]
     for _ in range(num_requests):
