@@ -140,7 +140,7 @@ def decode_ends(message: host_tier_pb2.ReleaseRequest) -> list[LeaseEnd]:
 
 
 def is_about_engines(message: cache_pb2.ExplainRequest) -> bool:
-    """Whether attached engines are asked, and not workers."""
+    """Returns whether attached engines are asked, and not workers."""
     return bool(message.page_ids or message.attachment)
 
 

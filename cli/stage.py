@@ -100,7 +100,8 @@ class Stage:
 
     @property
     def reads_decoded_otherwise(self) -> bool:
-        """Whether what decode wrote differs, by rounding, from what a cold run's prefill writes; see comparison.py."""
+        """Returns whether what decode wrote differs, by rounding, from what a cold run's prefill writes; see
+        comparison.py."""
         return self.dtype != "float32"
 
     @property

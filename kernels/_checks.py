@@ -112,7 +112,7 @@ def check_token_indices(
 
 
 def num_sequences(cu_seqlens: torch.Tensor, name: str) -> int:
-    """How many sequences a vector of running sums describes."""
+    """Returns how many sequences a vector of running sums describes."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise KernelArgumentError(f"{name}: shape must be [num_seqs + 1], got {list(cu_seqlens.shape)}")
     return cu_seqlens.shape[0] - 1

@@ -27,7 +27,7 @@ class Backend(Enum):
 
 
 def uses_triton(backend: Backend, tensor: torch.Tensor) -> bool:
-    """Whether an op on this tensor launches its Triton kernel; ops that know GLUON look for it before they ask here."""
+    """Returns whether an op on this tensor launches its Triton kernel; an op with a Gluon kernel tries that first."""
     if backend is Backend.GLUON:
         raise KernelArgumentError("backend GLUON: this op has no such kernel to be asked for; AUTO takes what fits")
     if backend is not Backend.TRITON:
@@ -54,7 +54,7 @@ def choose_backend(backend: Backend, tensor: torch.Tensor, reason_against: Calla
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether the Gluon kernels can run there: on a CUDA device of compute capability 9.0."""
+    """Returns whether the Gluon kernels can run there: on a CUDA device of compute capability 9.0."""
     return device.type == "cuda" and _capability(device) == (9, 0)
 
 

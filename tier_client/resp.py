@@ -56,7 +56,7 @@ class RespConnection:
         self._socket.close()
 
     def is_clean(self) -> bool:
-        """Whether the idle connection is open and holds no unread bytes."""
+        """Returns whether the idle connection is open and holds no unread bytes."""
         if not self.usable or self._start != self._end:
             return False
         if self._tls:

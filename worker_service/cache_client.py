@@ -278,7 +278,7 @@ class _Stream:
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task was cancelled."""
+    """Returns whether the running task was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -40,12 +40,12 @@ class SessionKeeper:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps can be sent."""
+        """Returns whether steps can be sent."""
         return self.epoch is not None and self.hello_due is None
 
     @property
     def is_welcomed(self) -> bool:
-        """Whether a Welcome, or a refusal, waits to be followed."""
+        """Returns whether a Welcome, or a refusal, waits to be followed."""
         return self._connecting is not None and self._connecting.done()
 
     def ask_for_hello(self, reason: str) -> None:

@@ -78,7 +78,7 @@ def packed_weight(weight: torch.Tensor, backend: Backend = Backend.AUTO) -> torc
 
 
 def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -> bool:
-    """Whether the LIBRARY route gives a row the same bits in launches of any size up to max_rows, beside any rows.
+    """Returns whether the LIBRARY route gives a row the same bits in all launches of up to max_rows rows.
 
     Tried on random rows, which waits for the device: for the start of a process.
     """

@@ -13,7 +13,8 @@ LEAST_ROWS = 2
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes it here. The ops have no name in torch's public interface, so a release may lack them."""
+    """Returns whether oneDNN takes it here. The ops have no name in torch's public interface, so a release may lack
+    them."""
     ops = torch.ops.mkldnn
     return (
         weight.device.type == "cpu"

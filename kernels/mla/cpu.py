@@ -26,7 +26,7 @@ ROWS = 32
 
 
 def reason_against(q: torch.Tensor, backend: Backend) -> str | None:
-    """Why a run goes through the ops; None where this takes it."""
+    """Returns why a run goes through the ops; None where this takes it."""
     if backend is not Backend.AUTO:
         return f"backend {backend.name} was asked for"
     return None if q.device.type == "cpu" and q.dtype is torch.float32 else "queries and pages must be fp32 on a CPU"

@@ -13,7 +13,7 @@ from kernels.mla_decode.call import MlaDecodeCall
 
 
 def reason_against(call: MlaDecodeCall, lse: torch.Tensor | None) -> str | None:
-    """Why the reference has to take the case; None where this does."""
+    """Returns why the reference has to take the case; None where this does."""
     if call.q.device.type != "cpu" or call.q.dtype is not torch.float32:
         return "queries and pages must be fp32 on a CPU"
     return None if lse is None else "no lse"

@@ -16,7 +16,8 @@ class Tree(NamedTuple):
 
 
 def is_few(heads: int, one_query: bool) -> bool:
-    """Whether a call is one for the kernel of few rows: by heads and by the form of the call, never by a length."""
+    """Returns whether a call is one for the kernel of few rows: by heads and by the form of the call, never by a
+    length."""
     return one_query and heads <= FEW_HEADS
 
 

@@ -22,7 +22,7 @@ ROWS = 32
 
 
 def reason_against(call: PrefillCall, lse: torch.Tensor | None) -> str | None:
-    """Why the reference has to take the case; None where this does."""
+    """Returns why the reference has to take the case; None where this does."""
     spec = call.spec
     if call.q.device.type != "cpu" or call.q.dtype is not torch.float32:
         return "queries must be fp32 on a CPU"

@@ -45,7 +45,7 @@ class RoutingRule(NamedTuple):
 
     @property
     def adds_scores(self) -> bool:
-        """Whether groups are ranked by sums of scores: then it is not enough to know the order of experts."""
+        """Returns whether groups are ranked by sums of scores: then it is not enough to know the order of experts."""
         return self.num_groups > 1 and self.group_best == 2
 
     def check(self, num_experts: int) -> None:

@@ -13,7 +13,7 @@ from kernels.sparse_latent_attention.reference import chosen_rows
 
 
 def reason_against(call: SparseLatentCall) -> str | None:
-    """Why the reference has to take the case; None where this does."""
+    """Returns why the reference has to take the case; None where this does."""
     return None if call.q.device.type == "cpu" and call.q.dtype is torch.float32 else "queries must be fp32 on a CPU"
 
 

@@ -52,7 +52,7 @@ class Admission:
 
     @property
     def lacks_pages(self) -> bool:
-        """Whether a request waits for pages that it was refused."""
+        """Returns whether a request waits for pages that it was refused."""
         return self._refused is not None and self._refused.state is State.WAITING
 
     def keeps(self, num_tokens: int) -> int:

@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def has_decode_leaves(self) -> bool:
-        """Whether a decode row leaves a state at its end, besides the rolling one: where a branch was named late."""
+        """Returns whether a decode row leaves a state at its end besides the rolling one: a branch was named late."""
         return any(row < self.num_decode_seqs for rows in self.states if rows for row in rows.leave_row)
 
 

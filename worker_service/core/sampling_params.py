@@ -46,7 +46,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is the best one of the model's own scores."""
+        """Returns whether the token is the best one of the model's own scores."""
         return self.temperature == 0.0 and not self.has_penalties
 
     def validate(self) -> None:

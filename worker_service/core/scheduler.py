@@ -155,7 +155,7 @@ class Scheduler:
 
     @property
     def has_running(self) -> bool:
-        """Whether any sequence is to compute more; one that has ended holds its lease until the next step."""
+        """Returns whether any sequence is to compute more; one that has ended holds its lease until the next step."""
         return any(sequence.state is State.RUNNING for sequence in self._queues.leased)
 
     @property
@@ -306,7 +306,7 @@ class Scheduler:
 
     @property
     def is_restoring(self) -> bool:
-        """Whether some of the inventory is still to be offered to the cache service."""
+        """Returns whether some of the inventory is still to be offered to the cache service."""
         return self._restoration.is_pending
 
     def withhold_inventory(self) -> None:

@@ -205,7 +205,7 @@ class Sequence:
 
     @property
     def has_computed(self) -> bool:
-        """Whether the present lease has computed something beyond its cached prefix."""
+        """Returns whether the present lease has computed something beyond its cached prefix."""
         return self.computed_len > self.start_len
 
     def rolling_boundary(self, page_tokens: int) -> int:

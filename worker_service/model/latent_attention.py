@@ -61,7 +61,7 @@ class LatentPlans:
 
     @property
     def captured_latents(self) -> int:
-        """How many latents prompts may have in a captured launch; 0: none can be captured, or the model has no latents.
+        """Returns how many latents prompts may have in a captured launch; 0: none can be captured, or there are none.
 
         A device-side plan materialises all prompts, which is what `batch` asks for.
         """

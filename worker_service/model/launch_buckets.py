@@ -64,7 +64,7 @@ class Bucket(NamedTuple):
         return self.num_decode + self.prompt_tokens
 
     def holds(self, batch: Batch, num_decode: int) -> bool:
-        """Whether a launch can be laid out in it whose first num_decode rows decode."""
+        """Returns whether a launch can be laid out in it whose first num_decode rows decode."""
         samples = len(batch.logits_rows)
         return (
             self.num_decode >= num_decode

@@ -37,7 +37,7 @@ def rope_of(rope: Fields, default_theta: float, max_tokens: int) -> RopeConfig:
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int:
-    """How many elements of a head turn: a share of them, `partial_rotary_factor`, in families that have it."""
+    """Returns how many elements of a head are rotated: a share, `partial_rotary_factor`, in families that have it."""
     rope = fields.get("rope_parameters")
     share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     share = fields.get("partial_rotary_factor") if share is None else share

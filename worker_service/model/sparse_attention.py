@@ -40,7 +40,7 @@ class SparsePlans:
 
     @property
     def captured_keys(self) -> int:
-        """How many keys prompts may have in a captured launch; 0: the model has no such layers."""
+        """Returns how many keys prompts may have in a captured launch; 0: the model has no such layers."""
         return CAPTURED_KEYS if self.mixers else 0
 
 

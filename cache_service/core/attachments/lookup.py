@@ -42,7 +42,7 @@ def look_up(attachment: Attachment, lookup: Lookup, limits: LookupLimits, now_ms
 
 
 def judge(attachment: Attachment, lookup: Lookup, hashes: PathHashes, limits: LookupLimits, now_ms: int) -> Found:
-    """How far the rows reach, and whether reading them pays; reads only."""
+    """Returns how far the rows reach, and whether reading them pays; reads only."""
     found = find(attachment, hashes, lookup.local_pages)
     if limits.chooses_fetches and found.pages and not _pays(attachment, lookup, found, now_ms):
         return _declined(found, lookup.local_pages)

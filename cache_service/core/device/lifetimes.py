@@ -111,7 +111,7 @@ class Lifetimes:
         self._count(is_again, used_at, -num_pages)
 
     def pages(self, is_again: bool) -> float:
-        """How many pages of the class are counted."""
+        """Returns how many pages of the class are counted."""
         return sum(self._classes[is_again].pages)
 
     def _age(self, used_at: int) -> int:

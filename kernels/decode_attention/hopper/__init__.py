@@ -24,7 +24,7 @@ def row_elements(spec: AttentionSpec) -> int:
 
 
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
-    """Why a case is not for the Gluon kernel, None if it is."""
+    """Returns why a case is not for the Gluon kernel, None if it is."""
     shape = spec.shape
     if not is_hopper(q.device):
         return f"needs a Hopper GPU, the tensors are on {q.device}"

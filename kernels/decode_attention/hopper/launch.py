@@ -22,7 +22,7 @@ SHARED_BYTES = (227 << 10) - 1024
 
 
 def parked_levels(columns: int, dim: int) -> int:
-    """How many upper levels of the tree registers have no room for."""
+    """Returns how many upper levels of the tree registers have no room for."""
     return 0 if columns <= 16 or dim <= 64 else 1 if dim <= 128 else 2
 
 

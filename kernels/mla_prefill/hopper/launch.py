@@ -15,7 +15,7 @@ SECTION_BYTES = 8 << 20
 
 
 def section_heads(heads: int, keys: int) -> int:
-    """How many heads are worked on side by side."""
+    """Returns how many heads are worked on side by side."""
     section = 1
     while heads % (2 * section) == 0 and 2 * section * keys * 512 <= SECTION_BYTES:
         section *= 2

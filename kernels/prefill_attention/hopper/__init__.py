@@ -44,7 +44,7 @@ def num_stages(spec: AttentionSpec) -> int:
 
 
 def holds_queries(spec: AttentionSpec) -> bool:
-    """Whether a consumer's registers have room for its queries, so that shared memory is read less.
+    """Returns whether a consumer's registers have room for its queries, so that shared memory is read less.
 
     Small pages leave them less: the producer needs more then. The products' bits are the same either way.
     """
@@ -57,7 +57,7 @@ def row_elements(spec: AttentionSpec) -> int:
 
 
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
-    """Why the Gluon kernel cannot take a checked case, or None when it can."""
+    """Returns why the Gluon kernel cannot take a checked case, or None when it can."""
     if not is_hopper(q.device):
         return f"needs a Hopper GPU, the tensors are on {q.device}"
     return reason_against_case(q, k_pages, v_pages, spec)
