@@ -19,7 +19,7 @@ class HostTierServicer(host_tier_pb2_grpc.HostTierServicer):
     async def Attach(  # noqa: N802
         self, request: host_tier_pb2.AttachRequest, context: Context
     ) -> host_tier_pb2.AttachResponse:
-        attached = self._manager.attachments.attach(codec.decode_attach(request), self._clock())
+        attached = self._manager.attachments.attach(codec.decode_attach(request, context.peer()), self._clock())
         self._dispatcher.flush()
         return codec.encode_attached(attached)
 

@@ -48,7 +48,7 @@ _Call = (
 )
 
 
-def decode_attach(message: host_tier_pb2.AttachRequest) -> Attach:
+def decode_attach(message: host_tier_pb2.AttachRequest, peer: str) -> Attach:
     """Raises InvalidInput. A field that is unknown here may be part of an identity, and is refused."""
     if message.protocol_version != PROTOCOL_VERSION:
         reason = f"is {message.protocol_version}; this service speaks {PROTOCOL_VERSION}"
@@ -69,6 +69,7 @@ def decode_attach(message: host_tier_pb2.AttachRequest) -> Attach:
         groups=groups,
         num_ranks=fields.in_range(message.num_ranks, "attach.num_ranks", 1, MAX_RANKS),
         host_tier_id=fields.text(message.host_tier_id, "attach.host_tier_id", required=True),
+        peer=peer,
     )
 
 

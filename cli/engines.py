@@ -11,6 +11,9 @@ from protos.v1 import cache_pb2
 
 _Counts = cache_pb2.AttachmentStats | cache_pb2.AttachedEngine
 
+# Attachments whose addresses are shown.
+MAX_PLACES = 16
+
 _ALL = "all since the start"
 _NO_MISS = "none"
 
@@ -34,6 +37,19 @@ def engine_tables(stats: cache_pb2.AttachmentStats) -> list[RenderableType]:
             moved,
         ),
     ]
+
+
+def engine_places(stats: cache_pb2.AttachmentStats) -> list[RenderableType]:
+    """Returns where each engine runs, and under which fingerprint: engines of the same one share pages."""
+    engines = sorted(stats.engines, key=lambda one: one.attachment)
+    lines = []
+    for one in engines[:MAX_PLACES]:
+        _, _, address = one.peer.partition(":")
+        fingerprint = one.key_prefix.rstrip(":").rpartition(":")[2]
+        lines.append(f"attachment {one.attachment} calls from {plain(address)}; fingerprint {plain(fingerprint[:12])}")
+    if len(engines) > MAX_PLACES:
+        lines.append(f"and {len(engines) - MAX_PLACES:,} more: --json has them")
+    return ["\n".join(lines)] if lines else []
 
 
 def _looked_up(one: _Counts) -> tuple[object, ...]:

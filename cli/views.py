@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console, RenderableType
 
 from cli.client import Answer
-from cli.engines import engine_tables
+from cli.engines import engine_places, engine_tables
 from cli.output import binary_size, plain, stacked, table
 from cli.rates import WINDOW_S, Rates
 from protos.v1 import cache_pb2, types_pb2
@@ -30,7 +30,7 @@ def stats_view(moment: Moment) -> RenderableType:
     """Returns the status as tables: workers, rates, their tokens, misses and pools, the host tier
     and other projects' engines that use it."""
     stats, workers = moment.stats, _sorted(moment.stats)
-    tier = (_host_table(stats.host_tier), *engine_tables(stats.attachments))
+    tier = (_host_table(stats.host_tier), *engine_tables(stats.attachments), *engine_places(stats.attachments))
     if not workers:
         return stacked((_heading(moment), NO_WORKER, *tier))
     views = [_heading(moment), _workers_table(workers), *_rates_table(workers, moment.rates), _tokens_table(workers)]

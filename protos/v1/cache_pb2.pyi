@@ -1771,6 +1771,7 @@ class AttachedEngine(_message.Message):
     COMMITTED_PAGES_FIELD_NUMBER: _builtins.int
     GIVEN_UP_PAGES_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     engine: _builtins.str
     """AttachRequest.engine and model."""
@@ -1787,6 +1788,8 @@ class AttachedEngine(_message.Message):
     refused_pages: _builtins.int
     committed_pages: _builtins.int
     given_up_pages: _builtins.int
+    peer: _builtins.str
+    """Where its Attach came from, as gRPC names it: "ipv4:10.0.0.3:41234"."""
     @_builtins.property
     def misses(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -1807,8 +1810,9 @@ class AttachedEngine(_message.Message):
         committed_pages: _builtins.int = ...,
         given_up_pages: _builtins.int = ...,
         misses: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        peer: _builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "attachment", b"attachment", "committed_pages", b"committed_pages", "engine", b"engine", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "key_prefix", b"key_prefix", "misses", b"misses", "model", b"model", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_pages", b"asked_pages", "attachment", b"attachment", "committed_pages", b"committed_pages", "engine", b"engine", "fetched_pages", b"fetched_pages", "given_up_pages", b"given_up_pages", "key_prefix", b"key_prefix", "misses", b"misses", "model", b"model", "num_leases", b"num_leases", "num_lookups", b"num_lookups", "num_tickets", b"num_tickets", "peer", b"peer", "refused_pages", b"refused_pages", "reserved_pages", b"reserved_pages", "usable_pages", b"usable_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AttachedEngine: _TypeAlias = AttachedEngine  # noqa: Y015

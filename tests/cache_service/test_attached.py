@@ -67,6 +67,7 @@ async def test_each_engine_is_counted_in_stats_and_in_metrics(client: Client, re
     stats = (await client.stub.Stats(cache_pb2.StatsRequest())).attachments
     one, two = stats.engines
     assert (one.engine, one.attachment, one.committed_pages, one.num_lookups) == ("vllm 0.33.0", 1, 4, 0)
+    assert one.peer == two.peer and one.peer.startswith("ipv4:127.0.0.1:")
     assert (two.num_lookups, two.asked_pages, two.usable_pages, two.fetched_pages) == (2, 23, 4, 2)
     assert dict(two.misses) == {"never_seen": 2}
     assert one.key_prefix == two.key_prefix == writer.attached.key_prefix

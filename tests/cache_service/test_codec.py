@@ -129,7 +129,7 @@ def test_events() -> None:
     assert codec.encode_events_lost(3, "epoch", 8).lost.num_events == 3
 
 
-ENGINE = AttachedEngine(71, "vllm", "model", "keys", *range(72, 82), misses=((MissReason.REFUSED, 82),))
+ENGINE = AttachedEngine(71, "vllm", "model", "keys", *range(72, 82), misses=((MissReason.REFUSED, 82),), peer="p")
 ATTACHED = AttachmentStats(*range(51, 62), ((MissReason.EVICTED, 62),), 63, 64, (ENGINE,))
 
 

@@ -115,13 +115,29 @@ def test_attached_engines_have_a_table_where_there_are_any(width: int) -> None:
     assert "engines attached to the host tier" in text and "6,789" in text and "4,321" in text
     assert "4,321" in drawn(stats_view(Moment(seen.stats)), width)
     for number, misses in enumerate([{"never_seen": 1_234_567, "none": 9_999_999}, {"none": 7}, {}], 101):
-        one = stats.engines.add(attachment=number, engine="vllm 0.33.0", misses=misses)
+        one = stats.engines.add(
+            attachment=number, engine="vllm 0.33.0", misses=misses, peer="ipv4:192.168.178.102:41234"
+        )
+        one.key_prefix = f"stemcache:1:{'0123456789abcdef' * 4}:"
         one.num_lookups, one.asked_pages, one.usable_pages = 11_234_567 * bool(misses), 98_765_432, 98_000_000
         one.fetched_pages = one.committed_pages = one.refused_pages = one.given_up_pages = 98_765_432
     shown = drawn(stats_view(seen), width).split()
-    for word in ("never", "1,234,567", "102", "lookup", "103", "99.2%", "98,765,432"):
+    for word in (
+        "never",
+        "1,234,567",
+        "102",
+        "lookup",
+        "103",
+        "99.2%",
+        "98,765,432",
+        "192.168.178.102:41234;",
+        "0123456789ab",
+    ):
         assert word in shown, word
     assert "101" in live(80, seen).split()
+    for _ in range(20):
+        stats.engines.add(attachment=200)
+    assert "and 7 more: --json has them" in " ".join(drawn(stats_view(seen), width).split())
 
 
 def test_a_hit_rate_of_nothing_has_a_reason() -> None:

@@ -184,6 +184,7 @@ class Attachment:
             committed_pages=counters.committed_pages,
             given_up_pages=counters.given_up_pages,
             misses=counters.all_misses(),
+            peer=self.attach.peer,
         )
 
     def is_in_scope(self, namespace: Namespace | None) -> bool:

@@ -14,7 +14,7 @@ MAX_HELD_PAGES = 262_144
 
 
 class Attach(NamedTuple):
-    """`groups` have pages of their own on no device here: their `num_pages` bounds a path."""
+    """`groups` have pages of their own on no device here: their `num_pages` bounds a path. `peer`: who called."""
 
     engine: str
     fingerprint: bytes
@@ -23,6 +23,7 @@ class Attach(NamedTuple):
     groups: tuple[GroupSpec, ...]
     num_ranks: int
     host_tier_id: str
+    peer: str = ""
 
 
 class TierLimits(NamedTuple):

@@ -81,6 +81,7 @@ class AttachedEngine(NamedTuple):
     committed_pages: int
     given_up_pages: int
     misses: tuple[tuple[MissReason, int], ...]
+    peer: str = ""
 
 
 class AttachmentStats(NamedTuple):
