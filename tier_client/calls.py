@@ -18,16 +18,7 @@ from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
 from session.words import HASH_BYTES, MissReason, TransferStatus
 from tier_client.breaker import Breaker
 from tier_client.fetch_rate import FetchRate
-from tier_client.values import (
-    NOT_ATTACHED,
-    Attachment,
-    Hit,
-    KeyedPages,
-    PagePath,
-    PageRange,
-    Ticket,
-    TierClientConfig,
-)
+from tier_client.values import NOT_ATTACHED, Attachment, Hit, KeyedPages, PagePath, PageRange, Ticket, TierClientConfig
 
 PROTOCOL_VERSION = 1
 # Of one path, until the service has told its limit.

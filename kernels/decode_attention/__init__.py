@@ -7,13 +7,7 @@ which program sums which part depends on the batch.
 import torch
 
 from kernels._checks import check_block_tables, check_lengths, num_sequences
-from kernels.attention import (
-    PagedArguments,
-    check_attention,
-    check_lse,
-    check_triton_attention,
-    output_for,
-)
+from kernels.attention import PagedArguments, check_attention, check_lse, check_triton_attention, output_for
 from kernels.backend import Backend, choose_backend
 from kernels.decode_attention import cpu, reference
 from kernels.decode_attention.call import DecodeCall

@@ -5,14 +5,7 @@ Lengths stay on the device, the total comes from the host.
 
 import torch
 
-from kernels._checks import (
-    PAGE_DTYPES,
-    check_block_tables,
-    check_lengths,
-    check_page_pair,
-    check_pages,
-    num_sequences,
-)
+from kernels._checks import PAGE_DTYPES, check_block_tables, check_lengths, check_page_pair, check_pages, num_sequences
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scales, check_written_rows, check_written_scales, dense_dtypes

@@ -20,14 +20,7 @@ from cache_service.core.verbs.prefix_match import page_ids
 from cache_service.core.verbs.step_check import check_sequence, check_tokens
 from session.errors import InvalidInput
 from session.messages import Adopt, Grant, Refusal
-from session.words import (
-    PAGE_ID_BYTES,
-    TOKEN_BYTES,
-    GroupPages,
-    Match,
-    MissReason,
-    RefusalReason,
-)
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, Match, MissReason, RefusalReason
 
 
 def adopt(cache: DeviceCache, item: Adopt) -> Grant | Refusal:

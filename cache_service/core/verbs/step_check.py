@@ -11,11 +11,7 @@ from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, U
 from cache_service.core.device.lease_table import GROWTH, Lease
 from cache_service.core.device_cache import DeviceCache
 from session.errors import FieldError, InvalidInput, TooMany
-from session.limits import (
-    MAX_LEAVE_AT,
-    MAX_NAME_CHARS,
-    MAX_SEQUENCE_ID,
-)
+from session.limits import MAX_LEAVE_AT, MAX_NAME_CHARS, MAX_SEQUENCE_ID
 from session.messages import Ack, Acquire, Extend, Publish, Release, Shrink
 from session.words import TOKEN_BYTES, Namespace, SequenceId
 

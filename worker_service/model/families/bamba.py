@@ -14,13 +14,7 @@ from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import read_mamba2, take_layer
 from worker_service.model.fields import Fields, flag, layers_by_index, number, whole
 from worker_service.model.rope_fields import rope_parameters, rotary_dim
-from worker_service.model.spec import (
-    Activation,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    NormSpec,
-)
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, NormSpec
 
 BAMBA = "BambaForCausalLM"
 DEFAULTS: Fields = {

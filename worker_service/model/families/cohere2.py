@@ -14,15 +14,7 @@ from worker_service.model.families.common import (
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, number, whole
 from worker_service.model.layer_weights import LayerWeights
-from worker_service.model.spec import (
-    Activation,
-    Block,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    NormKind,
-    NormSpec,
-)
+from worker_service.model.spec import Activation, Block, DenseSpec, LayerSpec, ModelSpec, NormKind, NormSpec
 from worker_service.model.take_weights import take_dense, take_mixer
 from worker_service.model.tensors import TensorSource
 

@@ -17,15 +17,7 @@ from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import read_mamba2, take_layer
 from worker_service.model.fields import Fields, flag, number, whole
 from worker_service.model.recurrent_specs import Mamba2Spec
-from worker_service.model.spec import (
-    Activation,
-    AttentionSpec,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    NormSpec,
-    ParallelSpec,
-)
+from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, ParallelSpec
 
 FALCON_H1 = "FalconH1ForCausalLM"
 DEFAULTS: Fields = {

@@ -23,13 +23,7 @@ from worker_service.model.families.common import (
 from worker_service.model.families.family import FULL_AND_STATE, Family
 from worker_service.model.families.qwen3_moe import expert_layers, read_dense
 from worker_service.model.fields import Fields, flag, layer_types, number, one_of, whole
-from worker_service.model.layer_weights import (
-    DenseWeights,
-    GatedDeltaWeights,
-    LayerWeights,
-    Linear,
-    MoeWeights,
-)
+from worker_service.model.layer_weights import DenseWeights, GatedDeltaWeights, LayerWeights, Linear, MoeWeights
 from worker_service.model.recurrent_specs import GatedDeltaSpec
 from worker_service.model.rope_fields import rotary_dim
 from worker_service.model.spec import (

@@ -11,14 +11,7 @@ from worker_service.model.families.family import recurrent_family
 from worker_service.model.families.mamba2 import LAYER_TYPES, read_mamba2, take_hybrid_mixer
 from worker_service.model.fields import Fields, first_of, layer_types, number, one_of, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, Linear, MoeWeights
-from worker_service.model.spec import (
-    Activation,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-)
+from worker_service.model.spec import Activation, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_linear
 from worker_service.model.tensors import TensorSource
 

@@ -13,13 +13,7 @@ from worker_service.model.families.family import recurrent_family
 from worker_service.model.fields import Fields, first_of, flag, layer_types, layers_by_index, number, whole
 from worker_service.model.layer_weights import DenseWeights, LayerWeights, ShortConvWeights
 from worker_service.model.recurrent_specs import ShortConvSpec
-from worker_service.model.spec import (
-    AttentionSpec,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    NormSpec,
-)
+from worker_service.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
 from worker_service.model.take_weights import AttentionNames, take_attention, take_linear
 from worker_service.model.tensors import TensorSource
 

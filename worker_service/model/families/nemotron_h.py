@@ -14,15 +14,7 @@ from worker_service.model.families.mamba2 import read_step_limit, take_mamba2
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
 from worker_service.model.layer_weights import LayerWeights, MoeWeights
 from worker_service.model.recurrent_specs import Mamba2Spec
-from worker_service.model.spec import (
-    Activation,
-    AttentionSpec,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-)
+from worker_service.model.spec import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_attention, take_linear, take_mlp, take_moe
 from worker_service.model.tensors import TensorSource
 
