@@ -1,7 +1,7 @@
 """compressed_attention: attention over a window of tokens and compressed entries, with sinks; a key is its value too.
 
-A row's sums run over its window's tokens and then over its entries, in tiles of a fixed size, so its bits depend
-neither on how its prompt was cut nor on other requests.
+A row's sums run over its window's tokens and then over its entries, in tiles and pieces of fixed sizes that are folded
+in order, so its bits depend neither on how its prompt was cut nor on other requests.
 """
 
 import torch

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.backend import Backend
 from kernels.compressed_attention import compressed_attention
 from kernels.errors import KernelArgumentError
 from kernels.key_rows import KeyRows
@@ -51,6 +52,34 @@ def test_any_number_of_heads(target: Target, heads: int) -> None:
 )
 def test_windows_entries_and_choices(target: Target, shape: dict[str, object]) -> None:
     check(make(target, **shape), target)
+
+
+@pytest.mark.parametrize("heads", [3, 80])
+@pytest.mark.parametrize("k", [0, 500])
+def test_pieces_have_the_same_bits_in_one_program_and_in_many(
+    target: Target, k: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of up to 850 keys, which are three pieces; a row's list ends where one does, or is empty."""
+    if target.backend is not Backend.TRITON:
+        pytest.skip("the Triton kernel alone has pieces")
+    from kernels.compressed_attention import triton
+
+    shape = CompressedShape(heads=heads, ratio=2, window_tokens=200, k=k, dim=32, device=target.device)
+    case = make_compressed([(1299, 1), (239, 1), (241, 1), (879, 2), (0, 2)], shape, num_decode=3)
+    assert max(case.keys_of(0).shape[0], case.keys_of(3).shape[0]) > 2 * triton.PIECE
+    outs = []
+    for splits in (False, True):
+        monkeypatch.setattr(triton, "is_split", lambda *_, splits=splits: splits)
+        outs.append(case.run(target.backend))
+        assert_output(outs[-1], case.truth(range(outs[-1].shape[0])))
+    assert_same_bits(*outs)
+
+
+def test_few_rows_are_split_and_many_are_not() -> None:
+    triton = pytest.importorskip("kernels.compressed_attention.triton")
+    assert triton.is_split(2, 4, 132) and triton.is_split(66, 2, 132)
+    assert not triton.is_split(67, 2, 132) and not triton.is_split(2, 1, 132)
+    assert not triton.is_split(64, 17, 132), "more partial results than there is memory for"
 
 
 def test_dtypes(target: Target) -> None:

@@ -17,7 +17,7 @@ SHARED_BYTES = 200 << 10
 # Of a thread, where more registers would mean fewer warps or smaller tiles.
 SPILLED_BYTES = 512
 INTEGERS = ("tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
-FLOATS = ("sinks", "bias", "cos_sin", "mixes", "base", "scale", "post", "comb")
+FLOATS = ("acc", "row_max", "row_sum", "sinks", "bias", "cos_sin", "mixes", "base", "scale", "post", "comb")
 
 
 def pointer(name: str) -> str:
@@ -28,20 +28,31 @@ def pointer(name: str) -> str:
     return "*fp32" if name.startswith(FLOATS) else "*bf16"
 
 
+@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize(("of_page", "k"), [(32, 512), (32, 1024), (1, 0), (0, 0)])
-def test_compressed_attention(heads: int, of_page: int, k: int) -> None:
-    from kernels.compressed_attention.triton import BLOCK_N, MOST_HEADS, STAGES, WARPS, attend_compressed
+def test_compressed_attention(heads: int, of_page: int, k: int, splits: bool) -> None:
+    from kernels.compressed_attention.triton import BLOCK_N, MOST_HEADS, PIECE, STAGES, WARPS, attend_compressed
 
     rows = min(max(heads, 16), MOST_HEADS)
     constants = {
-        "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "D": 512, "PAGE": 128,
-        "OF_PAGE": of_page or 128, "ROWS": rows, "BLOCK_N": BLOCK_N, "BLOCK_D": 512, "STAGES": STAGES,
+        "SPLITS": splits, "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "D": 512, "PAGE": 128,
+        "OF_PAGE": of_page or 128, "PIECE": PIECE, "ROWS": rows, "BLOCK_N": BLOCK_N, "BLOCK_D": 512, "STAGES": STAGES,
     }  # fmt: skip
     built = compile_for_hopper(attend_compressed, constants, WARPS, pointer)
     assert ("wgmma.mma_async" if rows == MOST_HEADS else "mma.sync") in built.ptx and "cp.async" in built.ptx
     assert not built.serialised
     assert built.stack_bytes <= SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
+
+
+def test_the_fold_of_pieces() -> None:
+    from kernels.compressed_attention.triton import PIECE, fold_pieces
+
+    constants = {
+        "WINDOW": 128, "HAS_ENTRIES": True, "K": 512, "HEADS": 128, "D": 512, "PIECE": PIECE, "ROWS": 64,
+        "BLOCK_D": 512,
+    }  # fmt: skip
+    assert not compile_for_hopper(fold_pieces, constants, 1, pointer).spills
 
 
 @pytest.mark.parametrize(("ratio", "overlap", "dim"), [(4, True, 512), (4, True, 128), (128, False, 512)])
