@@ -98,7 +98,7 @@ class Run:
         yield from self._away("the cache service", self._services.cache.kill, self._services.cache.start)
 
     def _crowd(self) -> Iterator[Row]:
-        """Sends several long requests at once. An engine without pages for all of them preempts some and resumes them."""
+        """Sends long requests at once. An engine without pages for all of them preempts some and resumes them."""
         alone: dict[str, tuple[int, ...]] = {}  # with nothing to reuse
         for scene, tail in (("four at once", ""), ("four at once, from the tier", self._tail)):
             prompts = [prompt(number) + tail for number in range(1, CROWD + 1)]
