@@ -101,29 +101,32 @@ def make_compressed(
     cu_q, cu_k = (running_sums(values[num_decode:], shape.device) for values in (new_tokens, totals))
     num_rows = sum(new_tokens) + 1
     rows = key_rows(decode, cu_q, cu_k, num_rows)
-    rng = torch.Generator().manual_seed(seed)
-    q = torch.randn(num_rows, shape.heads, shape.dim, generator=rng).to(shape.dtype)
-    sinks = torch.randn(shape.heads, generator=rng)
+    rng = torch.Generator(shape.device).manual_seed(seed)
+    q = torch.randn(num_rows, shape.heads, shape.dim, generator=rng, device=shape.device).to(shape.dtype)
+    sinks = torch.randn(shape.heads, generator=rng, device=shape.device)
     chosen = None
     if shape.k:
-        logits = torch.randn(num_rows, max(max(totals) // ratio, 1), generator=rng).to(shape.device)
+        logits = torch.randn(num_rows, max(max(totals) // ratio, 1), generator=rng, device=shape.device)
         backend = Backend.REFERENCE if shape.device == "cpu" else Backend.AUTO
         chosen = top_k(logits, rows.entries(ratio).num_keys, shape.k, backend=backend)
-    return CompressedCase(shape, rows, q.to(shape.device), sinks.to(shape.device), *windows, *entries, chosen)
+    return CompressedCase(shape, rows, q, sinks, *windows, *entries, chosen)
 
 
 def _paged(
     runs: list[tuple[int, int]], shape: CompressedShape, of_page: int, seed: int, order: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages and tables that hold places `first` to `end` of each sequence."""
-    counts = [-(-end // of_page) for _, end in runs]
-    shuffled = (torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(order)) + 1).int()
-    pages = torch.full((sum(counts) + 3, of_page, shape.dim), POISON, dtype=shape.dtype)
-    tables, taken = torch.zeros(len(runs), max(counts) + 1, dtype=torch.int32), 0
+    counts, device = [-(-end // of_page) for _, end in runs], shape.device
+    shuffled = (torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(order)) + 1).int().to(device)
+    pages = torch.full((sum(counts) + 3, of_page, shape.dim), POISON, dtype=shape.dtype, device=device)
+    tables, taken = torch.zeros(len(runs), max(counts) + 1, dtype=torch.int32, device=device), 0
     for sequence, ((first, end), count) in enumerate(zip(runs, counts, strict=True)):
         tables[sequence, :count] = shuffled[taken : taken + count]
         taken += count
-        rng = torch.Generator().manual_seed(1000 * seed + sequence)
-        places, rows = torch.arange(first, end), torch.randn(end, shape.dim, generator=rng).to(shape.dtype)
-        pages[tables[sequence].long()[places // of_page], places % of_page] = rows[first:]
-    return pages.to(shape.device), tables.to(shape.device)
+        rng = torch.Generator(device).manual_seed(1000 * seed + sequence)
+        places, rows = (
+            torch.arange(first, end, device=device),
+            torch.randn(end, shape.dim, generator=rng, device=device),
+        )
+        pages[tables[sequence].long()[places // of_page], places % of_page] = rows[first:].to(shape.dtype)
+    return pages, tables

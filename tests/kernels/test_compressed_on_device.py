@@ -8,6 +8,7 @@ sequence holds is NaN.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -44,7 +45,9 @@ def heads(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@cache
 def make(kind: str, heads: int, order: int = 0) -> CompressedCase:
+    """Returns the one case of this kind; no test changes it."""
     ratio, k = KINDS[kind]
     shape = CompressedShape(heads, 512, PAGE, WINDOW, ratio, k, torch.bfloat16, "cuda")
     return make_compressed(LENGTHS, shape, num_decode=NUM_DECODE, order=order)

@@ -20,7 +20,7 @@ from worker_service.model.decoder import Decoder, expected_tensors
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
-from worker_service.model.spec import STATE_PAGE_TOKENS
+from worker_service.model.spec import STATE_PAGE_TOKENS, ModelSpec, MoeSpec
 
 MAX_MATES = 6
 VOCAB = 4096
@@ -69,6 +69,8 @@ class World(Bench):
             made = values * 1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 1 + values / 8
             if name.endswith("A_log"):
                 made -= MEMORY
+            if name.endswith("tid2eid"):
+                made = chosen_experts(shape, self.config, generator)
             tensors[name] = made.to(torch.float32 if wide else dtype)
         tensors["model.embed_tokens.weight"] *= 20
         return tensors
@@ -92,6 +94,13 @@ class World(Bench):
 
     def new_sequence(self, tokens: list[int]) -> PagedTokens:
         return self.sequence(tokens, self.deal(len(tokens)))
+
+
+def chosen_experts(shape: tuple[int, ...], spec: ModelSpec, generator: torch.Generator) -> torch.Tensor:
+    """Returns the experts of each token of the vocabulary, of layers that choose by token: no expert twice."""
+    num_experts = max(layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
+    scores = torch.rand(shape[0], num_experts, generator=generator, device=generator.device)
+    return scores.topk(shape[1]).indices
 
 
 def drawn_tokens(source: random.Random, count: int) -> list[int]:

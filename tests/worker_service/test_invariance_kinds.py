@@ -22,8 +22,15 @@ if torch.cuda.is_available():
     # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
     prepare_process(CUDA, 0)
 
-# Kinds whose pages are four times as long, so that as many prompts need more of the pool.
-SCANS = ("gated-delta", "mamba2")
+# Of kinds whose pages are four or eight times as long, so that as many prompts need more of the pool.
+GPU_SCALES = {
+    **dict.fromkeys(("gated-delta", "mamba2"), Scale(pool_tokens=32_768)),
+    "compressed": Scale(pool_tokens=65_536),
+}
+CPU_SCALES = {
+    **dict.fromkeys(("gated-delta", "mamba2"), Scale(pool_tokens=16_384, lengths=(75, 150, 200))),
+    "compressed": Scale(pool_tokens=32_768, lengths=(75, 150, 300)),
+}
 GPU_CASES = 6
 CPU_CASES = 2
 SIZES: dict[str, Any] = {
@@ -121,6 +128,40 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "index_topk": 24,
         },
     ),
+    # A window, entries of 4 tokens of which some are chosen, and entries of 128; experts by token in the first layer.
+    "compressed": (
+        {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "num_key_value_heads": 1,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "num_hash_layers": 1,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+        },
+        {
+            "num_attention_heads": 64,
+            "q_lora_rank": 512,
+            "o_lora_rank": 128,
+            "moe_intermediate_size": 512,
+            "index_topk": 64,
+        },
+        {
+            "head_dim": 32,
+            "qk_rope_head_dim": 8,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "moe_intermediate_size": 32,
+            "index_n_heads": 16,
+            "index_head_dim": 16,
+            "index_topk": 7,
+        },
+    ),
 }
 
 
@@ -128,7 +169,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def gpu_world(request: pytest.FixtureRequest) -> Iterator[World]:
     shared, large, _ = KINDS[request.param]
     fields = {**SIZES, **LARGE, **shared, **large}
-    scale = Scale(pool_tokens=32_768) if request.param in SCANS else Scale()
+    scale = GPU_SCALES.get(request.param, Scale())
     yield World(fields, page_of(parse_model_spec(fields)), Invariance.BATCH, CUDA, torch.bfloat16, scale)
     torch.cuda.empty_cache()
 
@@ -137,9 +178,7 @@ def gpu_world(request: pytest.FixtureRequest) -> Iterator[World]:
 def cpu_world(request: pytest.FixtureRequest) -> World:
     shared, _, small = KINDS[request.param]
     fields = {**SIZES, **SMALL, **shared, **small}
-    scale = Scale(pool_tokens=4096, lengths=(17, 75, 100))
-    if request.param in SCANS:
-        scale = Scale(pool_tokens=16_384, lengths=(75, 150, 200))
+    scale = CPU_SCALES.get(request.param, Scale(pool_tokens=4096, lengths=(17, 75, 100)))
     return World(fields, page_of(parse_model_spec(fields)), Invariance.BATCH, CPU, torch.float32, scale)
 
 
