@@ -24,7 +24,17 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_attention, gpu_compressed, gpu_experts, gpu_mla, gpu_moves, gpu_ops, gpu_sparse, gpu_states
+from benchmarks import (
+    gpu_attention,
+    gpu_compressed,
+    gpu_compressed_rows,
+    gpu_experts,
+    gpu_mla,
+    gpu_moves,
+    gpu_ops,
+    gpu_sparse,
+    gpu_states,
+)
 from benchmarks.gpu_targets import target
 from benchmarks.gpu_timer import Timer, ceilings
 from benchmarks.host import commit, gpu, short_name
@@ -40,6 +50,7 @@ AREAS = {
     **gpu_states.AREAS,
     **gpu_sparse.AREAS,
     **gpu_compressed.AREAS,
+    **gpu_compressed_rows.AREAS,
 }
 
 MODEL = "model"
