@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from adapters.sglang.saving import save_pages
 from session.words import GroupKind, TransferStatus
@@ -14,6 +15,13 @@ from tier_client.values import Hit, PagePath, PageRange
 
 # Answers whose pages nobody has asked for yet; the service's leases end by themselves too.
 MAX_HITS = 64
+
+
+class _Found(NamedTuple):
+    """A hit whose pages may be asked for, and their ids."""
+
+    ids: tuple[bytes, ...]
+    hit: Hit
 
 
 class StoredPages:
@@ -28,21 +36,22 @@ class StoredPages:
         # All pages are read from the first on; of a window or a state the last ones.
         self._anchor = 0 if self.group.kind is GroupKind.FULL else -1
         self._lock = threading.Lock()
-        self._hits: OrderedDict[bytes, Hit] = OrderedDict()  # by the first or the last page that is read
+        self._found: OrderedDict[bytes, _Found] = OrderedDict()  # by the first or the last page that is read
 
     def num_present(self, ids: Sequence[bytes]) -> int:
         """Returns the last page at which a prefix of `ids` can end; its pages stay for a while."""
         hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0) if ids else None
         if hit is None or not hit.lease:
             return 0
-        anchor = ids[: hit.usable_pages][self._anchor]
+        found = _Found(tuple([ids[page] for page in hit.pages[0].pages]), hit)
+        anchor = found.ids[self._anchor]
         with self._lock:
-            left = [self._hits.pop(anchor)] if anchor in self._hits else []
-            self._hits[anchor] = hit
-            if len(self._hits) > MAX_HITS:
-                left.append(self._hits.popitem(last=False)[1])
+            left = [self._found.pop(anchor)] if anchor in self._found else []
+            self._found[anchor] = found
+            if len(self._found) > MAX_HITS:
+                left.append(self._found.popitem(last=False)[1])
         for unused in left:
-            self._give_back(unused)
+            self._give_back(unused.hit)
         return hit.usable_pages
 
     def read(self, ids: Sequence[bytes]) -> list[memoryview]:
@@ -63,18 +72,23 @@ class StoredPages:
 
     def _hit_of(self, ids: Sequence[bytes]) -> Hit | None:
         """Returns what `num_present` has found, or finds now, if it has pages for the first of these."""
-        with self._lock:
-            hit = self._hits.pop(ids[self._anchor], None)
-        if hit is None or len(hit.pages[0].pages) < len(ids):
-            if hit is not None:
-                self._give_back(hit)
-            hit = self._client.calls.lookup(PagePath(b"".join(ids)), 0)
+        hit = self._take_found(ids) or self._client.calls.lookup(PagePath(b"".join(ids)), 0)
         if hit is None or not hit.lease:
             return None
-        if self._anchor and hit.usable_pages < len(ids):  # the last ones are missing, so a window is of no use
+        if self._anchor and len(hit.pages[0].pages) < len(ids):  # it ends earlier, or more than its rule needs is asked
             self._give_back(hit)
             return None
         return hit
+
+    def _take_found(self, ids: Sequence[bytes]) -> Hit | None:
+        anchor = ids[self._anchor]
+        with self._lock:
+            found = self._found.get(anchor)
+            if found is None:
+                return None
+            # Paths that part later begin with the same page.
+            pages = found.ids[: len(ids)] if self._anchor == 0 else found.ids[-len(ids) :]
+            return self._found.pop(anchor).hit if pages == tuple(ids) else None
 
     def _give_back(self, hit: Hit) -> None:
         self._client.calls.release(hit, 0, TransferStatus.DONE)

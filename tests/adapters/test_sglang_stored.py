@@ -56,6 +56,17 @@ def test_stored_pages_are_present_and_read_up_to_the_first_that_is_not(
     assert shared.stats().attachments.num_leases == before
 
 
+def test_paths_that_begin_alike_are_told_apart(stored_tokens: StoredPages) -> None:
+    """SGLang asks for the pages of one request and reads those of another before it: both begin with one system
+    prompt, whose page says nothing of what comes behind it."""
+    first, second, pages = ids(3, "system"), ids(3, "other"), pages_of(5)
+    second[0] = first[0]
+    assert stored_tokens.write(first, pages[:3]) and stored_tokens.write(second, [pages[0], *pages[3:]])
+    assert stored_tokens.num_present(first) == stored_tokens.num_present(second) == 3
+    assert [bytes(page) for page in stored_tokens.read(first)] == pages[:3]
+    assert [bytes(page) for page in stored_tokens.read(second)] == [pages[0], *pages[3:]]
+
+
 def test_answers_that_nobody_uses_give_their_leases_back(
     stored_tokens: StoredPages, shared: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +89,7 @@ def test_stored_windows_and_states_are_read_from_their_end(shared: Stage) -> Non
         assert [bytes(page) for page in windows.read(names[2:4])] == pages[2:4]
         assert [bytes(page) for page in states.read(names[2:3])] == pages[2:3]
         assert windows.num_present(names[:2]) == 0, "its first page is missing"
+        assert windows.read(names[1:4]) == states.read(names[1:3]) == [], "more pages than are read for a boundary"
         assert windows.read(names[4:6]) == states.read(names[5:6]) == []
         assert [bytes(page) for page in windows.read(names[1:3])] == pages[1:3], "asked for without a question before"
         found = pool_hits("kv", {"kv": Everything(), "swa": windows, "mamba": states}, names)
