@@ -16,19 +16,23 @@ from tier_client.values import fingerprint_of
 
 ENGINE = "sglang"
 PAGE_HASHES = "sha256 chain of storage_namespace_seed"
+# Ranks that split layers, requests or tokens: the fingerprint tells tensor-parallel ranks apart, not these.
+PARALLEL = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
 
 
-def check_config(server_args: Any, components: Collection[str], is_draft: bool) -> None:
-    """Raises Refused for what the linker cannot serve. `components`: names of SGLang's tree components."""
+def check_config(server_args: Any, params: Any, components: Collection[str]) -> None:
+    """Raises Refused for what the linker cannot serve. `params`: SGLang's of the cache, which say how many ranks share
+    a token's keys; `components`: names of its tree components."""
     if frozenset(components) not in POOLS:
         raise Refused(
             f"the model has {', '.join(sorted(components))} layers; of these the linker serves FULL, SWA, MAMBA"
         )
-    if is_draft or getattr(server_args, "speculative_algorithm", None):
+    if params.is_eagle or getattr(server_args, "speculative_algorithm", None):
         raise Refused("speculative_algorithm is set; a draft model's pages are in another pool, which is not saved")
-    for name in ("pp_size", "dp_size"):
-        if getattr(server_args, name, 1) != 1:
-            raise Refused(f"{name} is {getattr(server_args, name)}; must be 1")
+    for name in PARALLEL:
+        for given in (server_args, params):
+            if getattr(given, name, 1) != 1:
+                raise Refused(f"{name} is {getattr(given, name)}; must be 1")
 
 
 def fingerprint(

@@ -24,6 +24,7 @@ from adapters.sglang.device_pools import KV, MAMBA, DevicePool, device_pools
 from adapters.sglang.identity import ENGINE, check_config, fingerprint
 from adapters.sglang.loads import Load, Loads
 from adapters.sglang.offloads import Offloads, Part
+from adapters.sglang.ranks import least_of
 from adapters.sglang.reads import PageReads
 from adapters.sglang.settings import Settings
 from tier_client.client import TierClient
@@ -31,19 +32,20 @@ from tier_client.values import TierClientConfig
 
 
 class StemcacheLinker(UnifiedCacheLinker):
-    """One for each rank; each rank's pages have a fingerprint of their own, and SGLang takes what all ranks found."""
+    """One for each rank, whose pages have a fingerprint of their own. What is found and loaded is the same on all."""
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None
     ) -> None:
         settings, names = Settings.read(extra_config or {}), [component.name for component in components]
-        check_config(server_args, names, params.is_eagle)
+        check_config(server_args, params, names)
         cache, requests = params.token_to_kv_pool_allocator.get_kvcache(), params.req_to_token_pool
         self._pools = device_pools(cache, requests, names, params.page_size, params.swa_retain_window)
         self._device = self._pools[0].pages.device
-        self._client = TierClient(_config(server_args, params, settings, self._pools))
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        self._client = TierClient(_config(server_args, params, group, settings, self._pools))
         self._reads = PageReads(
-            self._client, settings.max_staged_mb << 20, settings.lookup_wait_s, settings.read_threads
+            self._client, settings.max_staged_mb << 20, settings.lookup_wait_s, settings.read_threads, least_of(group)
         )
         pages = [pool.pages for pool in self._pools]
         self._offloads = Offloads(self._client, pages, settings.max_waiting_offloads)
@@ -142,8 +144,9 @@ class StemcacheLinker(UnifiedCacheLinker):
         ended.wait()
 
 
-def _config(server_args: Any, params: Any, settings: Settings, pools: tuple[DevicePool, ...]) -> TierClientConfig:
-    group = params.attn_tp_cache_group or params.tp_cache_group
+def _config(
+    server_args: Any, params: Any, group: Any, settings: Settings, pools: tuple[DevicePool, ...]
+) -> TierClientConfig:
     rank = torch.distributed.get_rank(group) if group is not None else 0
     device = pools[0].pages.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from adapters.sglang.ranks import Least
 from adapters.sglang.wait_credit import WaitCredit
 from session.words import TransferStatus
 from tier_client.client import TierClient
@@ -20,13 +21,16 @@ from tier_client.values import Hit, PageGroup, PagePath
 READ_PAGES = 32
 # What nobody asks for any more is dropped after this time.
 KEPT_S = 30.0
+# With windows or states: ranks that found different boundaries read again, up to the least of them, so many times.
+MAX_ROUNDS = 4
 
 
 class PageReads:
     """What the tier has of each request, by SGLang's request id. One thread calls; others read.
 
     The client's first group is FULL. Where it is the only one, any of its pages from the first on count; with windows
-    or states all that is read for the boundary counts, or nothing.
+    or states all that is read for the boundary counts, or nothing. Ranks evict and lose pages apart: `least` has them
+    agree, and is called by all of them or none.
     """
 
     def __init__(
@@ -35,9 +39,10 @@ class PageReads:
         max_bytes: int,
         wait_s: float,
         threads: int,
+        least: Least = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._clock, self._max_bytes = client, clock, max_bytes
+        self._client, self._clock, self._max_bytes, self._least = client, clock, max_bytes, least
         self._page_bytes, *_ = [group.page_bytes for group in client.config.groups]
         self._apart_bytes = sum(
             group.page_bytes * _reach_pages(group, client.config.page_tokens) for group in client.config.groups[1:]
@@ -49,12 +54,27 @@ class PageReads:
         self._reads: dict[str, _Read] = {}
 
     def lengths(self, request: str, page_ids: Sequence[bytes]) -> list[int]:
-        """Returns numbers of leading pages that can be loaded now, rising; with windows or states one at most."""
+        """Returns numbers of leading pages that can be loaded now, rising; with windows or states one at most, which
+        is the same on every rank."""
         self._drop_old()
+        asked = tuple(page_ids)
+        found = self._found(request, asked, len(asked))
+        if len(self._client.config.groups) == 1:
+            return found  # SGLang takes what all ranks have of these
+        for _ in range(MAX_ROUNDS):
+            end = max(found, default=0)
+            least, most = self._least([end, -end])
+            if least == -most or not least:
+                return [least] if least else []
+            found = self._found(request, asked, least)
+        return []
+
+    def _found(self, request: str, asked: tuple[bytes, ...], end: int) -> list[int]:
+        """Returns the boundaries up to `end` that are read by now; begins to read unless that is under way."""
         read = self._reads.get(request)
-        if read is None or read.page_ids != tuple(page_ids):
+        if read is None or read.asked != asked or max(read.lengths(), default=0) > end:
             self.drop(request)
-            read = self._reads[request] = _Read(tuple(page_ids), len(self._client.config.groups))
+            read = self._reads[request] = _Read(asked, end, len(self._client.config.groups))
             self._pool.submit(self._run, read)
         read.asked_s = self._clock()
         with self._credit as most_s:
@@ -64,16 +84,16 @@ class PageReads:
     def take(self, request: str, page_ids: Sequence[bytes]) -> list[list[memoryview]] | None:
         """Returns by group the bytes of its pages for a load that ends with `page_ids`, the first of those asked for.
 
-        None where they are not there.
+        None where they are not there, or not on every rank: one that loads would wait for one that computes.
         """
         read = self._reads.pop(request, None)
-        if read is None:
-            return None
-        count = len(page_ids)
-        is_there = count in read.lengths() and read.page_ids[:count] == tuple(page_ids)
-        values = [read.values[0][:count], *read.values[1:]] if is_there else None
-        self._end(read)
-        return values
+        values, count = None, len(page_ids)
+        if read is not None:
+            if count in read.lengths() and read.page_ids[:count] == tuple(page_ids):
+                values = [read.values[0][:count], *read.values[1:]]
+            self._end(read)
+        (is_everywhere,) = self._least([values is not None])
+        return values if is_everywhere else None
 
     def drop(self, request: str) -> None:
         read = self._reads.pop(request, None)
@@ -161,10 +181,10 @@ class PageReads:
 
 
 class _Read:
-    """One request's pages, from the first that the device lacks."""
+    """One request's pages, from the first that the device lacks: `asked` for, and of these the first `end` to read."""
 
-    def __init__(self, page_ids: tuple[bytes, ...], num_groups: int) -> None:
-        self.page_ids = page_ids
+    def __init__(self, asked: tuple[bytes, ...], end: int, num_groups: int) -> None:
+        self.asked, self.page_ids = asked, asked[:end]
         self.values: list[list[memoryview]] = [[] for _ in range(num_groups)]  # the only one grows by verified pages
         self.is_whole = False  # with several groups: there is something to load, and all of it is here
         self.reserved_bytes = 0

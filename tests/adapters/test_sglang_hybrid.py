@@ -20,7 +20,7 @@ from adapters.weights import Refused
 from tests.tier_client.conftest import common_stage, shared
 from tests.tier_client.stage import Stage
 from tier_client.client import TierClient
-from tier_client.values import PagePath
+from tier_client.values import PagePath, fingerprint_of
 
 __all__ = ["common_stage", "shared"]
 
@@ -86,7 +86,7 @@ class Rank:
     def __init__(self, client: TierClient, pools: tuple[DevicePool, ...], **settings: Any) -> None:
         self.pools, self.client = pools, client
         self.offloads = Offloads(client, [pool.pages for pool in pools], 8)
-        self.reads = PageReads(client, settings.get("max_bytes", 1 << 20), 30.0, 2)
+        self.reads = PageReads(client, settings.get("max_bytes", 1 << 20), 30.0, 2, settings.get("least", list))
 
     def save(self, names: list[bytes], *parts: Part) -> bool:
         self.offloads.add(names, parts, lambda: None)
@@ -104,7 +104,8 @@ class Rank:
 @contextmanager
 def ranked(stage: Stage, seed: int = 0, **settings: Any) -> Iterator[Rank]:
     pools = device_pools(tokens(seed), requests(seed), COMPONENTS, PAGE_TOKENS, WINDOW)
-    with stage.client(*[pool.group for pool in pools], page_tokens=PAGE_TOKENS) as client:
+    identity = fingerprint_of({"test": stage.test, "rank": settings.get("rank", 0)})
+    with stage.client(*[pool.group for pool in pools], page_tokens=PAGE_TOKENS, fingerprint=identity) as client:
         rank = Rank(client, pools, **settings)
         try:
             yield rank

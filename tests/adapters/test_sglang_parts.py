@@ -225,14 +225,21 @@ def arguments(folder: str, **changes: object) -> SimpleNamespace:
         ({}, ["FULL", "C128"], "has C128, FULL layers"),
         ({"speculative_algorithm": "EAGLE"}, ["FULL"], "speculative_algorithm"),
         ({"pp_size": 2}, ["FULL"], "pp_size is 2"),
+        ({"dcp_size": 2}, ["FULL"], "dcp_size is 2"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
     changes: dict[str, object], components: list[str], named: str
 ) -> None:
     with pytest.raises(Refused, match=named):
-        check_config(arguments("", **changes), components, is_draft=False)
-    check_config(arguments(""), ["FULL"], is_draft=False)
+        check_config(arguments("", **changes), SimpleNamespace(is_eagle=False), components)
+    check_config(arguments(""), SimpleNamespace(is_eagle=False), ["FULL"])
+
+
+@pytest.mark.parametrize("params", [{"is_eagle": True}, {"is_eagle": False, "attn_cp_size": 2}], ids=str)
+def test_what_sglang_has_made_of_its_arguments_is_refused_too(params: dict[str, object]) -> None:
+    with pytest.raises(Refused, match=r"speculative_algorithm|attn_cp_size is 2"):
+        check_config(arguments(""), SimpleNamespace(**params), ["FULL"])
 
 
 def test_every_part_of_the_identity_tells_engines_apart(tmp_path: Any) -> None:
