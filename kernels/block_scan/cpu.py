@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
+from kernels.block_scan.plan import GRID_TOKENS, PART_TOKENS, ScanPlan
 from kernels.state_slots.reference import initial_states, write_states
 
 
@@ -41,3 +42,60 @@ def decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     between = sums[:, :, None] - sums[:, None, :]
     later = torch.ones(between.shape[1:], dtype=torch.bool).triu(1)
     return sums, between.masked_fill_(later, float("-inf")).exp_()
+
+
+class KeyDecays(NamedTuple):
+    """The decays of a block's tokens [heads, GRID_TOKENS], for each key channel or with one entry for all of them.
+
+    grown      [heads, n, dk or 1]: what is left at each token of the state before the block
+    kept       [heads, n, dk or 1]: what is left behind the block of what came at each token
+    products   of rows and keys [heads, n, dk]: [heads, n, n], each pair by what is left at the row of that key
+    """
+
+    grown: torch.Tensor
+    kept: torch.Tensor
+    products: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def head_decays(g: torch.Tensor) -> KeyDecays:
+    """Returns the decays of log decays [heads, n]."""
+    sums, left = decays(g)
+    return KeyDecays(
+        sums.exp()[:, :, None], left[:, -1, :, None], lambda rows, keys: rows @ keys.transpose(1, 2) * left
+    )
+
+
+def channel_decays(g: torch.Tensor) -> KeyDecays:
+    """Returns the decays of log decays [heads, n, dk].
+
+    No factor is above 1, however fast a channel forgets, and none is a difference of sums, whose last digits a fast
+    channel would take: parts are summed up forwards and backwards, and tokens of one part have a sum for each pair.
+    """
+    parts = g.unflatten(1, (-1, PART_TOKENS))
+    sums, behind = parts.cumsum(dim=2), _sums_after(parts, 2)
+    totals = sums[:, :, -1:]
+    later = torch.ones(PART_TOKENS, PART_TOKENS, dtype=torch.bool).triu()[:, :, None]
+    # [heads, part, i, j, dk]: from behind j to i.
+    within = parts[:, :, :, None].expand(-1, -1, -1, PART_TOKENS, -1).masked_fill(later, 0.0).cumsum_(dim=2).exp_()
+
+    def products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        a, b = rows.view_as(parts), keys.view_as(parts)
+        out = rows.new_zeros(*rows.shape[:2], rows.shape[1])
+        near = ((a[:, :, :, None] * b[:, :, None]).mul_(within)).sum(dim=-1).tril_()
+        for part in range(parts.shape[1]):
+            first = part * PART_TOKENS
+            own = slice(first, first + PART_TOKENS)
+            out[:, own, own] = near[:, part]
+            if part:
+                reach = b[:, :part] * (behind[:, :part] + _sums_after(totals[:, :part], 1)).exp()
+                out[:, own, :first] = (a[:, part] * sums[:, part].exp()) @ reach.flatten(1, 2).transpose(1, 2)
+        return out
+
+    grown = (sums + _sums_after(totals.flip(1), 1).flip(1)).exp()
+    return KeyDecays(grown.flatten(1, 2), (behind + _sums_after(totals, 1)).exp().flatten(1, 2), products)
+
+
+def _sums_after(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns for each entry the sum of those behind it."""
+    ahead = values.flip(dim).narrow(dim, 0, values.shape[dim] - 1).cumsum(dim)
+    return torch.cat((torch.zeros_like(values.narrow(dim, 0, 1)), ahead), dim=dim).flip(dim)

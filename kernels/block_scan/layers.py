@@ -24,7 +24,8 @@ class GatedDeltaLayer(NamedTuple):
 
     q, k      [num_tokens, k_heads, dk]
     v         [num_tokens, heads, dv]
-    g, beta   [num_tokens, heads]
+    g         [num_tokens, heads], or [num_tokens, heads, dk]: a decay for each key channel
+    beta      [num_tokens, heads]
     states    [num_slots, heads, dk, dv]
     """
 
@@ -36,6 +37,11 @@ class GatedDeltaLayer(NamedTuple):
     states: torch.Tensor
     scale: float
     norm_eps: float | None
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each key channel has a decay of its own."""
+        return self.g.dim() == 3
 
 
 class Mamba2Layer(NamedTuple):
@@ -68,9 +74,14 @@ def check_gated_delta(layer: GatedDeltaLayer) -> None:
     for name, rows in (("q", layer.q), ("k", k), ("v", v)):
         check_head_rows(name, rows)
         check_disjoint("states", layer.states, name, rows)
-    for name, gates in (("g", layer.g), ("beta", layer.beta)):
-        check_tensor(name, gates, (tokens, heads), KV_DTYPES, device)
-        check_rows(name, gates)
+    check_tensor("beta", layer.beta, (tokens, heads), KV_DTYPES, device)
+    check_rows("beta", layer.beta)
+    if layer.by_channel:
+        check_tensor("g", layer.g, (tokens, heads, k_dim), KV_DTYPES, device)
+        check_head_rows("g", layer.g)
+    else:
+        check_tensor("g", layer.g, (tokens, heads), KV_DTYPES, device)
+        check_rows("g", layer.g)
     _check_states(layer.states, (heads, k_dim, dim), device)
 
 

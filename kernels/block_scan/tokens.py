@@ -11,14 +11,14 @@ from kernels.block_scan.layers import GatedDeltaLayer, Mamba2Layer
 def delta_tokens(layer: GatedDeltaLayer, tokens: slice, state: torch.Tensor) -> torch.Tensor:
     """Returns [num_tokens, heads, dv] of the gated delta rule, and brings the state [heads, dk, dv] up to date.
 
-    S <- exp(g) S;  S <- S + k (beta (v - k S));  o = scale q S
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  o = scale q S, where g is of a head or of each row of its S
     """
     group = layer.v.shape[1] // layer.k.shape[1]
     q, k = (unit(rows[tokens].float(), layer.norm_eps).repeat_interleave(group, 1) for rows in (layer.q, layer.k))
     q, v, g, beta = q * layer.scale, layer.v[tokens].float(), layer.g[tokens].float(), layer.beta[tokens].float()
     out = torch.empty_like(v)
     for token in range(v.shape[0]):
-        state *= g[token].exp()[:, None, None]
+        state *= g[token].exp().view(g.shape[1], -1, 1)
         error = v[token, :, None] - k[token, :, None] @ state
         state += k[token, :, :, None] * (error * beta[token, :, None, None])
         out[token] = (q[token, :, None] @ state)[:, 0]

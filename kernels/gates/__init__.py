@@ -1,7 +1,7 @@
 """Gates between a layer's projections, one launch each; a row's bits are its own.
 
     times_sigmoid     an attention's output, or a shared expert's, times the sigmoid of its gate
-    gated_rms_norm    each head of a recurrence normed, then times silu of its gate
+    gated_rms_norm    each head of a recurrence normed, then times silu or the sigmoid of its gate
     delta_gates       log decays and betas of the gated delta rule from their logits
 
 All of it in fp32 and rounded once.
@@ -39,9 +39,17 @@ def times_sigmoid(x: torch.Tensor, gate: torch.Tensor, *, backend: Backend = Bac
 
 
 def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, *, backend: Backend = Backend.AUTO
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    *,
+    silu: bool = True,
+    backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight * silu(gate) as [num_rows, heads * dim]; the mean is of each head.
+
+    Without `silu` the last factor is the sigmoid of the gate.
 
     x [num_rows, heads, dim], contiguous; weight [dim] in x's dtype or fp32; gate [num_rows, heads * dim] in x's dtype,
     rows may be slices of wider ones.
@@ -55,9 +63,9 @@ def gated_rms_norm(
     if out.numel() and uses_triton(backend, x):
         from kernels.gates.triton import launch_norm
 
-        launch_norm(x, weight, eps, gate, out)
+        launch_norm(x, weight, eps, gate, out, silu)
     else:
-        reference.gated_rms_norm(x, weight, eps, gate, out)
+        reference.gated_rms_norm(x, weight, eps, gate, out, silu)
     return out
 
 
@@ -69,17 +77,21 @@ def delta_gates(
     *,
     backend: Backend = Backend.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a softplus(decay + bias) and the sigmoid of beta, fp32 [num_rows, heads] each.
+    """Returns a softplus(decay + bias) and the sigmoid of beta, fp32 and of the shapes of decay and beta.
 
-    decay and beta [num_rows, heads] of one dtype, rows may be slices of wider ones; bias and a fp32 [heads].
+    decay [num_rows, heads], or [num_rows, heads * dk] with a logit for each key channel of a head, and beta [num_rows,
+    heads] of one dtype, rows may be slices of wider ones; bias fp32 of decay's columns, a fp32 [heads].
     """
     check_tensor("decay", decay, (None, None), KV_DTYPES, decay.device)
-    check_tensor("beta", beta, decay.shape, (decay.dtype,), decay.device)
+    check_tensor("beta", beta, (decay.shape[0], None), (decay.dtype,), decay.device)
+    columns, heads = decay.shape[1], beta.shape[1]
+    if heads == 0 or columns % heads:
+        raise KernelArgumentError(f"beta: its heads must divide the {columns} columns of decay, got {heads}")
     for name, logits in (("decay", decay), ("beta", beta)):
         check_rows(name, logits)
-    for name, values in (("bias", bias), ("a", a)):
-        check_dense(name, values, (decay.shape[1],), (torch.float32,), decay.device)
-    g, betas = (torch.empty(decay.shape, dtype=torch.float32, device=decay.device) for _ in range(2))
+    for name, values, size in (("bias", bias, columns), ("a", a, heads)):
+        check_dense(name, values, (size,), (torch.float32,), decay.device)
+    g, betas = (torch.empty(logits.shape, dtype=torch.float32, device=decay.device) for logits in (decay, beta))
     if g.numel() and uses_triton(backend, decay):
         from kernels.gates.triton import launch_delta
 

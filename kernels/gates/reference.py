@@ -12,11 +12,13 @@ def times_sigmoid(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> Non
     out.copy_(_sigmoid(gate) * x.float())
 
 
-def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, out: torch.Tensor) -> None:
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, out: torch.Tensor, silu: bool
+) -> None:
     """Fills out."""
     wide, logits = x.float(), gate.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
-    out.copy_(normed.flatten(1) * (logits * _sigmoid(logits)))
+    out.copy_(normed.flatten(1) * (logits * _sigmoid(logits) if silu else _sigmoid(logits)))
 
 
 def delta_gates(
@@ -25,7 +27,7 @@ def delta_gates(
     """Fills g and betas."""
     raw = decay.float() + bias
     small = raw.clamp(max=SOFTPLUS_LIMIT).exp_().log1p_()
-    torch.mul(torch.where(raw > SOFTPLUS_LIMIT, raw, small), a, out=g)
+    torch.mul(torch.where(raw > SOFTPLUS_LIMIT, raw, small), a.repeat_interleave(g.shape[1] // a.shape[0]), out=g)
     betas.copy_(_sigmoid(beta))
 
 

@@ -36,8 +36,9 @@ def multiply_by_sigmoid(
 
 @triton.jit
 def norm_and_gate(
-    x_ptr, weight_ptr, gate_ptr, out_ptr, eps, stride_gate, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    x_ptr, weight_ptr, gate_ptr, out_ptr, eps, stride_gate, HEADS: tl.constexpr, D: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     d = tl.arange(0, BLOCK_D)
     ok = d < D
@@ -47,7 +48,17 @@ def norm_and_gate(
     gate = tl.load(gate_ptr + row * stride_gate + head * D + d, mask=ok, other=0.0).to(tl.float32)
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * weight
-    tl.store(out_ptr + place, (normed * (gate * _sigmoid(gate))).to(x.dtype), mask=ok)
+    factor = gate * _sigmoid(gate) if SILU else _sigmoid(gate)
+    tl.store(out_ptr + place, (normed * factor).to(x.dtype), mask=ok)
+
+
+@triton.jit
+def softplus(raw):
+    power = tl.exp(tl.where(raw > LIMIT, LIMIT, raw))
+    # The quotient makes up for the digits of the exponential that its sum with 1 lost.
+    above = 1.0 + power
+    small = tl.where(above == 1.0, power, tl.log(above) * (power / (above - 1.0)))
+    return tl.where(raw > LIMIT, raw, small)
 
 
 @triton.jit
@@ -68,14 +79,29 @@ def gate_delta(
     ok = head < HEADS
     raw = tl.load(decay_ptr + row * stride_decay + head, mask=ok, other=0.0).to(tl.float32)
     raw += tl.load(bias_ptr + head, mask=ok, other=0.0)
-    power = tl.exp(tl.where(raw > LIMIT, LIMIT, raw))
-    # The quotient makes up for the digits of the exponential that its sum with 1 lost.
-    above = 1.0 + power
-    small = tl.where(above == 1.0, power, tl.log(above) * (power / (above - 1.0)))
-    g = tl.where(raw > LIMIT, raw, small) * tl.load(a_ptr + head, mask=ok, other=0.0)
+    g = softplus(raw) * tl.load(a_ptr + head, mask=ok, other=0.0)
     beta = tl.load(beta_ptr + row * stride_beta + head, mask=ok, other=0.0).to(tl.float32)
     tl.store(g_ptr + row * HEADS + head, g, mask=ok)
     tl.store(betas_ptr + row * HEADS + head, _sigmoid(beta), mask=ok)
+
+
+@triton.jit
+def gate_channels(
+    decay_ptr, beta_ptr, bias_ptr, a_ptr, g_ptr, betas_ptr, stride_decay, stride_beta,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Some of a row's channels; the first program of a row takes its betas too."""
+    runs: tl.constexpr = tl.cdiv(HEADS * KEYS, COLUMNS)
+    row, run = (tl.program_id(0) // runs).to(tl.int64), tl.program_id(0) % runs
+    d = run * COLUMNS + tl.arange(0, COLUMNS)
+    ok = d < HEADS * KEYS
+    raw = tl.load(decay_ptr + row * stride_decay + d, mask=ok, other=0.0).to(tl.float32)
+    raw += tl.load(bias_ptr + d, mask=ok, other=0.0)
+    tl.store(g_ptr + row * (HEADS * KEYS) + d, softplus(raw) * tl.load(a_ptr + d // KEYS, mask=ok, other=0.0), mask=ok)
+    if run == 0:
+        head = tl.arange(0, BLOCK_H)
+        beta = tl.load(beta_ptr + row * stride_beta + head, mask=head < HEADS, other=0.0).to(tl.float32)
+        tl.store(betas_ptr + row * HEADS + head, _sigmoid(beta), mask=head < HEADS)
 
 
 def launch_sigmoid(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
@@ -88,7 +114,9 @@ def launch_sigmoid(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> No
         )
 
 
-def launch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, out: torch.Tensor) -> None:
+def launch_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, out: torch.Tensor, silu: bool
+) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, heads, dim = x.shape
     block = triton.next_power_of_2(dim)
@@ -102,6 +130,7 @@ def launch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.T
             gate.stride(0),
             HEADS=heads,
             D=dim,
+            SILU=silu,
             BLOCK_D=block,
             num_warps=max(1, block // WARP_ELEMENTS),
         )
@@ -111,8 +140,15 @@ def launch_delta(
     decay: torch.Tensor, beta: torch.Tensor, bias: torch.Tensor, a: torch.Tensor, g: torch.Tensor, betas: torch.Tensor
 ) -> None:
     """Fills g and betas; checked, non-empty arguments."""
-    rows, heads = decay.shape
+    (rows, columns), heads = decay.shape, beta.shape[1]
     with torch.cuda.device_of(decay):
+        if columns > heads:
+            run = min(COLUMNS, triton.next_power_of_2(columns))
+            gate_channels[(rows * triton.cdiv(columns, run),)](
+                decay, beta, bias, a, g, betas, decay.stride(0), beta.stride(0),
+                HEADS=heads, KEYS=columns // heads, COLUMNS=run, BLOCK_H=triton.next_power_of_2(heads), num_warps=4,
+            )  # fmt: skip
+            return
         gate_delta[(rows,)](
             decay,
             beta,

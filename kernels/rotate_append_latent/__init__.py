@@ -29,7 +29,7 @@ def rotate_append_latent(
     q: torch.Tensor,
     kv: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     pages: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
@@ -43,7 +43,8 @@ def rotate_append_latent(
     the same too; positions int32 or int64 [num_tokens]; cos_sin fp32 [max_positions, 2, rope / 2], cosines before
     sines: element i turns with element i + rope / 2. pages [num_pages, page_tokens, latent + rope] in kv's dtype, each
     page dense; slot_mapping int64 [num_tokens], page_id * page_tokens + offset: a token with a negative slot writes no
-    row, its q is turned all the same. Two tokens must not name one slot.
+    row, its q is turned all the same. Two tokens must not name one slot. cos_sin None: nothing turns, q stays as it is,
+    and a row's last elements, an even number of them, are kv's.
 
     A row is the latent, kv's first elements through a root-mean-square norm with weight `norm` [latent] (kv's dtype or
     fp32), and kv's last elements, turned. Both are computed in fp32 and rounded once.
@@ -68,7 +69,10 @@ def _check(call: RotateAppendLatentCall) -> None:
     check_tensor("kv", kv, (None, pages.shape[2]), (pages.dtype,), pages.device)
     tokens, width = kv.shape
     check_dense("norm", call.norm, (None,), (kv.dtype, torch.float32), kv.device)
-    check_dense("cos_sin", call.cos_sin, (None, 2, None), (torch.float32,), kv.device)
+    if call.cos_sin is not None:
+        check_dense("cos_sin", call.cos_sin, (None, 2, None), (torch.float32,), kv.device)
+    elif call.rope % 2:
+        raise KernelArgumentError(f"kv: the {call.rope} elements behind the latent must be an even number")
     if call.latent == 0 or call.rope == 0 or call.latent + call.rope != width:
         raise KernelArgumentError(
             f"kv: rows of {width} are not a latent of {call.latent} (norm) and {call.rope} that turn (cos_sin)"

@@ -13,7 +13,7 @@ class RotateAppendLatentCall(NamedTuple):
     q: torch.Tensor
     kv: torch.Tensor
     positions: torch.Tensor
-    cos_sin: torch.Tensor
+    cos_sin: torch.Tensor | None
     pages: torch.Tensor
     slot_mapping: torch.Tensor
     norm: torch.Tensor
@@ -26,5 +26,5 @@ class RotateAppendLatentCall(NamedTuple):
 
     @property
     def rope(self) -> int:
-        """Elements that turn, of a head of q and of a row."""
-        return 2 * self.cos_sin.shape[2]
+        """Elements that turn, of a head of q and of a row; without a table those that could."""
+        return self.kv.shape[1] - self.latent if self.cos_sin is None else 2 * self.cos_sin.shape[2]

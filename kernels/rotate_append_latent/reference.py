@@ -10,13 +10,19 @@ from kernels.rotation.reference import rotated
 
 def rotate_append_latent(call: RotateAppendLatentCall) -> None:
     """Turns q in place and fills the slots."""
-    cos, sin = call.cos_sin.index_select(0, call.positions).unsqueeze(2).unbind(1)
+    keys = call.kv[:, call.latent :] if call.cos_sin is None else _turn(call, call.cos_sin)
+    latents = rms_norm(call.kv[:, : call.latent], call.norm, call.eps, backend=Backend.REFERENCE)
+    kept = call.slot_mapping >= 0
+    slots, page_tokens = call.slot_mapping[kept], call.pages.shape[1]
+    rows = torch.cat((latents, keys), dim=-1)[kept]
+    call.pages[slots // page_tokens, slots % page_tokens] = rows
+
+
+def _turn(call: RotateAppendLatentCall, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Turns q in place and returns the keys, turned."""
+    cos, sin = cos_sin.index_select(0, call.positions).unsqueeze(2).unbind(1)
     turning = call.q[..., -call.rope :]
     # Queries and keys in one: on a CPU a short batch costs as much as it has calls of torch.
     both = rotated(torch.cat((turning, call.kv[:, None, call.latent :]), dim=1), cos, sin)
     turning.copy_(both[:, :-1])
-    latents = rms_norm(call.kv[:, : call.latent], call.norm, call.eps, backend=Backend.REFERENCE)
-    kept = call.slot_mapping >= 0
-    slots, page_tokens = call.slot_mapping[kept], call.pages.shape[1]
-    rows = torch.cat((latents, both[:, -1]), dim=-1)[kept]
-    call.pages[slots // page_tokens, slots % page_tokens] = rows
+    return both[:, -1]

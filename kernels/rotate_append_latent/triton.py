@@ -28,16 +28,18 @@ def append_row(
     kept,
     LATENT: tl.constexpr,
     HALF: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Latents of rows [n], normalised, and their rotary keys, turned, into rows of pages."""
+    """Latents of rows [n], normalised, and their rotary keys, turned if there is a table, into rows of pages."""
     latent = load_part(kv_row, row_ok, 0, LATENT, BLOCK_LATENT)
     first = load_part(kv_row, row_ok, LATENT, HALF, BLOCK_HALF)
     second = load_part(kv_row, row_ok, LATENT + HALF, HALF, BLOCK_HALF)
     scale = tl.rsqrt(squares(latent) / LATENT + eps)
     latent = normalise_part(latent, scale, norm_ptr, 0, LATENT, BLOCK_LATENT)
-    first, second = turned(first, second, angle_ptr, row_ok, HALF, BLOCK_HALF)
+    if TURNS:
+        first, second = turned(first, second, angle_ptr, row_ok, HALF, BLOCK_HALF)
     store_part(page_row, kept, latent, 0, LATENT, BLOCK_LATENT)
     store_part(page_row, kept, first, LATENT, HALF, BLOCK_HALF)
     store_part(page_row, kept, second, LATENT + HALF, HALF, BLOCK_HALF)
@@ -60,12 +62,13 @@ def rotate_latents(
     NOPE: tl.constexpr,
     LATENT: tl.constexpr,
     HALF: tl.constexpr,
+    TURNS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H if TURNS else 0
     # A token's blocks are neighbours in launch order: its row is read in one run.
     block = tl.program_id(0) % (Q_BLOCKS + 1)
     token = (tl.program_id(0) // (Q_BLOCKS + 1)).to(tl.int64)
@@ -85,7 +88,7 @@ def rotate_latents(
         page_row = pages_ptr + slot // PAGE * stride_page + slot % PAGE * (LATENT + 2 * HALF)
         append_row(
             kv_ptr + token * stride_kv_token + one, page_row + one, angle_ptr + one, norm_ptr, eps,
-            one == 0, (one == 0) & (slot >= 0), LATENT, HALF, BLOCK_LATENT, BLOCK_HALF,
+            one == 0, (one == 0) & (slot >= 0), LATENT, HALF, TURNS, BLOCK_LATENT, BLOCK_HALF,
         )  # fmt: skip
 
 
@@ -93,13 +96,13 @@ def launch(call: RotateAppendLatentCall) -> None:
     """Turns q in place and fills the slots; checked, non-empty arguments."""
     tokens, heads, dim = call.q.shape
     block_h = min(BLOCK_H, triton.next_power_of_2(heads))
-    half = call.rope // 2
+    half, turns = call.rope // 2, call.cos_sin is not None
     with torch.cuda.device_of(call.pages):
-        rotate_latents[(tokens * (triton.cdiv(heads, block_h) + 1),)](
+        rotate_latents[(tokens * (turns * triton.cdiv(heads, block_h) + 1),)](
             call.q,
             call.kv,
             call.positions,
-            call.cos_sin,
+            call.norm if call.cos_sin is None else call.cos_sin,
             call.norm,
             call.pages,
             call.slot_mapping,
@@ -111,6 +114,7 @@ def launch(call: RotateAppendLatentCall) -> None:
             NOPE=dim - call.rope,
             LATENT=call.latent,
             HALF=half,
+            TURNS=turns,
             PAGE=call.pages.shape[1],
             BLOCK_H=block_h,
             BLOCK_LATENT=triton.next_power_of_2(call.latent),

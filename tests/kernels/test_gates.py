@@ -31,16 +31,17 @@ def test_times_sigmoid(target: Target, dim: int, columns: int, dtype: torch.dtyp
     assert_rarely_different(got, (x.double() * torch.sigmoid(gate.double())).to(dtype))
 
 
-@pytest.mark.parametrize("wide_weight", [False, True])
+@pytest.mark.parametrize(("wide_weight", "silu"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [16, 40, 128])
-def test_gated_rms_norm(target: Target, dim: int, dtype: torch.dtype, wide_weight: bool) -> None:
+def test_gated_rms_norm(target: Target, dim: int, dtype: torch.dtype, wide_weight: bool, silu: bool) -> None:
     x = rows(5, HEADS, dim, dtype=dtype, device=target.device)
     gate = (rows(5, 8 + HEADS * dim, dtype=dtype, device=target.device, seed=1) * 4)[:, 8:]
     weight = rows(dim, dtype=torch.float32 if wide_weight else dtype, device=target.device, seed=2)
-    got = gated_rms_norm(x, weight, EPS, gate, backend=target.backend)
+    got = gated_rms_norm(x, weight, EPS, gate, silu=silu, backend=target.backend)
     normed = functional.rms_norm(x.double(), (dim,), weight.double(), EPS).flatten(1)
-    assert_rarely_different(got, (normed * functional.silu(gate.double())).to(dtype))
+    factor = functional.silu(gate.double()) if silu else gate.double().sigmoid()
+    assert_rarely_different(got, (normed * factor).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,6 +54,22 @@ def test_delta_gates(target: Target, heads: int, dtype: torch.dtype) -> None:
     bias, a = (rows(heads, dtype=torch.float32, device=target.device, seed=seed) for seed in (1, 2))
     g, betas = delta_gates(decay, beta, bias, a, backend=target.backend)
     wanted = a.double() * functional.softplus(decay.double() + bias.double())
+    torch.testing.assert_close(g.double(), wanted, rtol=3e-6, atol=1e-30)
+    torch.testing.assert_close(betas.double(), torch.sigmoid(beta.double()), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "keys"), [(1, 16), (6, 12), (12, 128)])
+def test_delta_gates_of_key_channels(target: Target, heads: int, keys: int, dtype: torch.dtype) -> None:
+    both = rows(7, heads * (keys + 1) + 8, dtype=dtype, device=target.device) * 6
+    both[:5, 0] = torch.tensor([-80.0, -15.0, -6.0, 19.9, 50.0])
+    decay, beta = both[:, : heads * keys], both[:, heads * keys : heads * (keys + 1)]
+    bias, a = (
+        rows(size, dtype=torch.float32, device=target.device, seed=seed)
+        for seed, size in ((1, heads * keys), (2, heads))
+    )
+    g, betas = delta_gates(decay, beta, bias, a, backend=target.backend)
+    wanted = a.double().repeat_interleave(keys) * functional.softplus(decay.double() + bias.double())
     torch.testing.assert_close(g.double(), wanted, rtol=3e-6, atol=1e-30)
     torch.testing.assert_close(betas.double(), torch.sigmoid(beta.double()), rtol=1e-6, atol=1e-30)
 
@@ -73,7 +90,12 @@ def delta_of(target: Target, given: torch.Tensor) -> torch.Tensor:
     return torch.cat(delta_gates(given[:, :50], given[:, 50:100], bias, a, backend=target.backend), dim=1)
 
 
-@pytest.mark.parametrize("op", [sigmoid_of, norm_of, delta_of])
+def channels_of(target: Target, given: torch.Tensor) -> torch.Tensor:
+    bias, a = (torch.full((size,), value, device=given.device) for size, value in ((150, 0.5), (50, -0.3)))
+    return torch.cat(delta_gates(given[:, :150], given[:, 150:200], bias, a, backend=target.backend), dim=1)
+
+
+@pytest.mark.parametrize("op", [sigmoid_of, norm_of, delta_of, channels_of])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_row_has_its_own_bits(
     target: Target, op: Callable[[Target, torch.Tensor], torch.Tensor], threads: int
@@ -93,7 +115,7 @@ def test_a_row_has_its_own_bits(
 def test_no_rows(target: Target) -> None:
     empty = torch.empty(0, 2 * HEADS * DIM, dtype=torch.float32, device=target.device)
     assert [op(target, empty).shape for op in (sigmoid_of, norm_of)] == [(0, HEADS * DIM)] * 2
-    assert delta_of(target, empty).shape == (0, 100)
+    assert (delta_of(target, empty).shape, channels_of(target, empty).shape) == ((0, 100), (0, 200))
 
 
 X, WEIGHT, WIDE = rows(4, 6), rows(3), torch.zeros(6)
@@ -107,7 +129,9 @@ X, WEIGHT, WIDE = rows(4, 6), rows(3), torch.zeros(6)
         (lambda: times_sigmoid(X.T, X.T), "x: the last axis must have stride 1"),
         (lambda: gated_rms_norm(X.view(4, 2, 3), WEIGHT, EPS, X[:, :3]), r"gate: shape must be \[4, 6\]"),
         (lambda: gated_rms_norm(X.view(4, 2, 3), X[0], EPS, X), r"weight: shape must be \[3\]"),
-        (lambda: delta_gates(X, X[:2], WIDE, WIDE), r"beta: shape must be \[4, 6\]"),
+        (lambda: delta_gates(X, X[:2], WIDE, WIDE), r"beta: shape must be \[4, any\]"),
+        (lambda: delta_gates(X, X[:, :4], WIDE, WIDE[:4]), "beta: its heads must divide the 6 columns of decay, got 4"),
+        (lambda: delta_gates(X, X[:, :3], WIDE, WIDE), r"a: shape must be \[3\]"),
         (lambda: delta_gates(X, X, WIDE, X[0]), "a: dtype must be"),
     ],
 )

@@ -24,7 +24,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
-from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec
+from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
 from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
 from worker_service.model.spec import STATE_PAGE_TOKENS, ModelSpec
 from worker_service.model.weights import open_weights
@@ -285,7 +285,8 @@ def num_pages_of(layouts: Sequence[GroupLayout], num_pages: int) -> list[int]:
 
 def page_of(config: ModelSpec) -> int:
     """Returns PAGE, or the grid of scans for a model with such layers."""
-    has_scans = any(isinstance(mixer, GatedDeltaSpec | Mamba2Spec) for layer in config.layers for mixer in layer.mixers)
+    scans = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec
+    has_scans = any(isinstance(mixer, scans) for layer in config.layers for mixer in layer.mixers)
     return STATE_PAGE_TOKENS if has_scans else max(config.page_tokens, PAGE) if config.streams else PAGE
 
 

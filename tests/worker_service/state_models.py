@@ -43,6 +43,23 @@ _DELTA = {
 }
 _SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 
+_KIMI = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 12,
+    "linear_num_heads": 5,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "pad_token_id": None,
+}
+
 # By name: (family, fields).
 STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {**_LFM2, "head_dim": 16, "tie_word_embeddings": True, "block_multiple_of": 32}),
@@ -177,4 +194,23 @@ STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("Qwen3_5", {**_DELTA, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**_DELTA, **_SHARED}),
+    "kimi-linear": ("KimiLinear", _KIMI),
+    # All experts but a few are of groups that are not chosen; queries come from a row; two shared experts.
+    "kimi-linear-groups": (
+        "KimiLinear",
+        {
+            **_KIMI,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "num_hidden_layers": 3,
+        },
+    ),
 }

@@ -25,9 +25,20 @@ from worker_service.model.config import parse_model_spec, read_model_spec
 from worker_service.model.launch_buckets import GraphLimits
 from worker_service.model.launch_graphs import LaunchGraphs
 from worker_service.model.page_layouts import page_layouts
+from worker_service.model.spec import LatentSpec
 
 STATE = 1
-KINDS = ["lfm2", "lfm2-biases", "bamba", "granite-hybrid", "falcon-h1", "nemotron-h", "qwen3-next", "qwen3.5"]
+KINDS = [
+    "lfm2",
+    "lfm2-biases",
+    "bamba",
+    "granite-hybrid",
+    "falcon-h1",
+    "nemotron-h",
+    "qwen3-next",
+    "qwen3.5",
+    "kimi-linear",
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -212,6 +223,10 @@ class TestFixedArrays:
         """Returns the sampled rows' logits of a launch laid out in a bucket and of a plain one, and their benches."""
         fixed, plain = Bench(folder), Bench(folder)
         limits = self.LIMITS._replace(max_tokens=8 * fixed.page, page_tokens=fixed.page, one_phase=one_phase)
+        if any(isinstance(layer.mixer, LatentSpec) for layer in fixed.config.layers):
+            if one_phase:
+                pytest.skip("latents absorbed for prompts are not captured")
+            limits = limits._replace(max_prompt_keys=16 * fixed.page)
         graphs = LaunchGraphs(fixed.runner._computed, fixed.runner._last, limits, CPU)
         got = []
         for number in range(3):  # a smaller launch after a larger one must not see its rows

@@ -13,24 +13,43 @@ from kernels.backend import Backend
 from kernels.compress_tokens import compress_tokens
 from kernels.compressed_attention import compressed_attention
 from kernels.index_logits import index_logits
-from kernels.key_rows import KeyRows, key_rows
+from kernels.key_rows import key_rows
 from kernels.rotate_append_tail import rotate_append_tail
 from kernels.top_k import top_k
 from kernels.turn_tail import turn_tail
 from worker_service.gpu.page_pools import PagePools
+from worker_service.model.choice_parts import CAPTURED_KEYS, LOGITS_BYTES, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
-from worker_service.model.mixers import CompressedRows, EntryIndex
-from worker_service.model.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
+from worker_service.model.mixers import CompressedRows
+from worker_service.model.spec import CompressedSpec, CompressorSpec, ModelSpec
+
+# Partial results of compressed_attention, where few rows share out their keys.
+PARTIAL_BYTES = 128 << 20
 
 
 class CompressedPlans:
     """The layers of a model with a window and compressed entries, by number. Nothing is planned ahead."""
 
     def __init__(self, spec: ModelSpec, backend: Backend) -> None:
-        self.mixers = {
-            number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, CompressedSpec)
-        }
+        self.mixers = compressed_mixers(spec)
         self.backend = backend
+
+    @property
+    def captured_keys(self) -> int:
+        """Returns how many keys prompts may have in a captured launch; 0: the model has no such layers."""
+        return CAPTURED_KEYS if self.mixers else 0
+
+
+def compressed_mixers(spec: ModelSpec) -> dict[int, CompressedSpec]:
+    """Returns the layers with a window and compressed entries, by number."""
+    return {number: layer.mixer for number, layer in enumerate(spec.layers) if isinstance(layer.mixer, CompressedSpec)}
+
+
+def compressed_workspace_bytes(spec: ModelSpec, max_tokens: int) -> int:
+    """Returns the memory that a launch's choices and partial results need beside the pools; 0 for other models."""
+    made = [mixer.compressor for mixer in compressed_mixers(spec).values() if mixer.compressor is not None]
+    top_k = max((compressor.index.top_k for compressor in made if compressor.index is not None), default=0)
+    return PARTIAL_BYTES + (LOGITS_BYTES + 4 * max_tokens * top_k if top_k else 0) if made else 0
 
 
 class PagedCompressed:
@@ -109,23 +128,21 @@ class PagedCompressed:
         if compressor.index is None:
             return None
         assert rows.entry_index is not None
-        seen, entries = self._rows.entries(compressor.ratio), self._pools.layer_entries(layer)
-        tables = self._launch.block_tables[entries.group]
-        width = max(self._launch.max_seqlen_k // compressor.ratio, 1)
-        logits = self._logits(entries.planes[1], tables, seen, width, rows, rows.entry_index, compressor.index)
-        return top_k(logits, seen.num_keys, compressor.index.top_k, backend=self._backend)
-
-    def _logits(
-        self,
-        keys: torch.Tensor,
-        tables: torch.Tensor,
-        seen: KeyRows,
-        width: int,
-        rows: CompressedRows,
-        index: EntryIndex,
-        spec: IndexSpec,
-    ) -> torch.Tensor:
+        entries = self._pools.layer_entries(layer)
+        keys, launch, index, k = entries.planes[1], self._launch, rows.entry_index, compressor.index.top_k
+        seen, tables = self._rows.entries(compressor.ratio), launch.block_tables[entries.group]
         turn_tail(index.q, rows.positions, rows.cos_sin, backend=self._backend)
-        return index_logits(
-            index.q, index.head_weights, keys, tables, seen, width, least_keys=spec.top_k, backend=self._backend
-        )
+        chosen = torch.empty((index.q.shape[0], k), dtype=torch.int32, device=index.q.device)
+        for part, width in choice_parts(launch, compressor.ratio):
+            logits = index_logits(
+                index.q[part],
+                index.head_weights[part],
+                keys,
+                tables,
+                seen.part(part),
+                width,
+                least_keys=k,
+                backend=self._backend,
+            )
+            top_k(logits, seen.num_keys[part], k, out=chosen[part], backend=self._backend)
+        return chosen

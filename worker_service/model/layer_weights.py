@@ -130,6 +130,23 @@ class GatedDeltaWeights:
     output: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class KimiDeltaWeights:
+    """`inner` makes queries, keys and values, which go through the convolution, then a row for decays, one for the
+    output's gates, and of each head beta's logit; `decay_up` and `gate_up` [inner_size, rank] make logits of these
+    rows. taps [channels, width], oldest first; a_log fp32 [num_heads] and the bias of the decays' logits fp32
+    [inner_size]; norm [head_dim] is of each head's output."""
+
+    inner: Linear
+    taps: torch.Tensor
+    decay_up: Linear
+    a_log: torch.Tensor
+    decay_bias: torch.Tensor
+    gate_up: Linear
+    norm: torch.Tensor
+    output: Linear
+
+
 MixerWeights = (
     AttentionWeights
     | LatentWeights
@@ -137,6 +154,7 @@ MixerWeights = (
     | ShortConvWeights
     | Mamba2Weights
     | GatedDeltaWeights
+    | KimiDeltaWeights
     | ParallelWeights
 )
 

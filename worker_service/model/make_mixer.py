@@ -12,6 +12,7 @@ from worker_service.model.layer_weights import (
     AttentionWeights,
     CompressedWeights,
     GatedDeltaWeights,
+    KimiDeltaWeights,
     LatentWeights,
     Linear,
     Mamba2Weights,
@@ -20,8 +21,8 @@ from worker_service.model.layer_weights import (
     ShortConvWeights,
 )
 from worker_service.model.mixers import AttentionMixer, LatentMixer, Step
-from worker_service.model.recurrent_mixers import GatedDeltaMixer, Mamba2Mixer, ShortConvMixer
-from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker_service.model.recurrent_mixers import GatedDeltaMixer, KimiDeltaMixer, Mamba2Mixer, ShortConvMixer
+from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker_service.model.rope import RotaryTables
 from worker_service.model.sparse_mixer import SparseLatentMixer
 from worker_service.model.spec import CompressedSpec, LatentSpec, MixerSpec, NormSpec, ParallelSpec
@@ -83,5 +84,8 @@ def make_mixer(
     if isinstance(spec, GatedDeltaSpec):
         assert isinstance(weights, GatedDeltaWeights)
         return GatedDeltaMixer(number, spec, weights, norm.eps, backend)
+    if isinstance(spec, KimiDeltaSpec):
+        assert isinstance(weights, KimiDeltaWeights)
+        return KimiDeltaMixer(number, spec, weights, norm.eps, backend)
     assert isinstance(weights, AttentionWeights)
     return AttentionMixer(number, spec, weights, norm, input_norm, rotary, backend)

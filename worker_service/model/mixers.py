@@ -34,12 +34,12 @@ class Heads(NamedTuple):
 
 class Latents(NamedTuple):
     """A layer's queries [num_tokens, heads, nope + rope] and tokens' rows [num_tokens, latent + rope] as its GEMMs made
-    them, how to norm and turn them, and what makes keys and values of them."""
+    them, how to norm and turn them (None: not at all), and what makes keys and values of them."""
 
     q: torch.Tensor
     kv: torch.Tensor
     positions: torch.Tensor
-    cos_sin: torch.Tensor
+    cos_sin: torch.Tensor | None
     norm: torch.Tensor
     kv_up: torch.Tensor
 
@@ -129,7 +129,7 @@ class Mamba2Rows(NamedTuple):
 
 class GatedDeltaRows(NamedTuple):
     """What goes into the gated delta rule: q and k [num_tokens, k_heads, dk], v [num_tokens, heads, dv], log decays g
-    and beta fp32 [num_tokens, heads]."""
+    and beta fp32 [num_tokens, heads], g of Kimi's rule [num_tokens, heads, dk]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -238,7 +238,7 @@ class LatentMixer:
         self._q_up = None if weights.q_up is None else packed(weights.q_up, backend)
         self._output = packed(weights.output, backend)
         self._q_norm, self._kv_norm, self._kv_up = weights.q_norm, weights.kv_norm, weights.kv_up
-        self._cos_sin = rotary.of(spec.rope, spec.rope_dim)
+        self._cos_sin = None if spec.rope is None else rotary.of(spec.rope, spec.rope_dim)
         self._backend = backend
 
     def linears(self) -> list[Linear]:

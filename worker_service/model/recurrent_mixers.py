@@ -9,9 +9,15 @@ from kernels.block_scan import Mamba2Steps
 from kernels.gated_activation import silu_mul
 from kernels.gates import delta_gates, gated_rms_norm
 from kernels.rms_norm import rms_norm
-from worker_service.model.layer_weights import GatedDeltaWeights, Linear, Mamba2Weights, ShortConvWeights
+from worker_service.model.layer_weights import (
+    GatedDeltaWeights,
+    KimiDeltaWeights,
+    Linear,
+    Mamba2Weights,
+    ShortConvWeights,
+)
 from worker_service.model.mixers import GatedDeltaRows, Mamba2Rows, Step, Taps, packed
-from worker_service.model.recurrent_specs import GatedDeltaSpec, Mamba2Spec
+from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
 
 
 class ShortConvMixer:
@@ -118,6 +124,41 @@ class GatedDeltaMixer:
         )
         out = step.states.gated_delta(self._number, rows)
         return step.gemm(gated_rms_norm(out, self._norm, self._eps, gate, backend=self._backend), self._output)
+
+
+class KimiDeltaMixer:
+    """Kimi Delta Attention behind a convolution; each head's output is normed, then gated by a sigmoid."""
+
+    def __init__(
+        self, number: int, spec: KimiDeltaSpec, weights: KimiDeltaWeights, eps: float, backend: Backend
+    ) -> None:
+        self._number = number
+        self._spec = spec
+        self._inner = packed(weights.inner, backend)
+        self._taps = Taps(weights.taps, None, has_silu=True)
+        self._decay_up, self._gate_up = (packed(linear, backend) for linear in (weights.decay_up, weights.gate_up))
+        self._decay, self._decay_bias = -torch.exp(weights.a_log), weights.decay_bias
+        self._norm = weights.norm
+        self._eps = eps
+        self._output = packed(weights.output, backend)
+        self._backend = backend
+
+    def linears(self) -> list[Linear]:
+        return [self._inner, self._decay_up, self._gate_up, self._output]
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        spec, made = self._spec, step.gemm(x, self._inner)
+        channels, decay, gate, beta = made.split_with_sizes([spec.channels, spec.rank, spec.rank, spec.num_heads], 1)
+        g, betas = delta_gates(
+            step.gemm(decay, self._decay_up), beta, self._decay_bias, self._decay, backend=self._backend
+        )
+        mixed = step.states.convolve(self._number, channels, self._taps)
+        heads = (-1, spec.num_heads, spec.head_dim)
+        q, k, v = (part.view(heads) for part in mixed.split(spec.inner_size, dim=1))
+        out = step.states.gated_delta(self._number, GatedDeltaRows(q, k, v, g.view(heads), betas))
+        logits = step.gemm(gate, self._gate_up)
+        normed = gated_rms_norm(out, self._norm, self._eps, logits, silu=False, backend=self._backend)
+        return step.gemm(normed, self._output)
 
 
 class GroupedNorm:

@@ -103,4 +103,35 @@ class GatedDeltaSpec:
         return columns, StateArray((self.num_heads, self.key_dim, self.value_dim), wide=True)
 
 
-RecurrentSpec = ShortConvSpec | Mamba2Spec | GatedDeltaSpec
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi Delta Attention: the gated delta rule with a decay for each key channel, behind a convolution of queries,
+    keys and values.
+
+    head_dim   elements of a query, a key and a value
+    rank       of the two projections, each of two factors, that make decays and the output's gates
+    width      taps of the convolution, the token itself among them
+    """
+
+    num_heads: int
+    head_dim: int
+    rank: int
+    width: int
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 3 * self.inner_size
+
+    def state(self, hidden_size: int) -> tuple[StateArray, ...]:
+        """As of Mamba2."""
+        columns = StateArray((self.width - 1, self.channels))
+        return columns, StateArray((self.num_heads, self.head_dim, self.head_dim), wide=True)
+
+
+RecurrentSpec = ShortConvSpec | Mamba2Spec | GatedDeltaSpec | KimiDeltaSpec

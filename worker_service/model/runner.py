@@ -110,7 +110,7 @@ class Runner:
         )
         self._graphs: LaunchGraphs | None = None
         # References wait for the device, which no capture allows.
-        captures = not ((self._one_phase and self._plans.latents.mixers) or self._plans.compressed.mixers)
+        captures = not (self._one_phase and self._plans.latents.mixers)
         if limits.graphs and captures and device.type == "cuda" and model.backend is not Backend.REFERENCE:
             with torch.inference_mode():
                 self._graphs = self._captured_graphs(limits, device)
@@ -170,7 +170,7 @@ class Runner:
         return LaunchAttention(self._pools, inputs, self._plans, self._gemm)
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
-        latents, sparse = self._plans.latents, self._plans.sparse
+        latents, sparse, compressed = self._plans.latents, self._plans.sparse, self._plans.compressed
         bounds = GraphLimits(
             max_num_seqs=limits.max_num_seqs,
             max_tokens=limits.token_budget,
@@ -180,7 +180,7 @@ class Runner:
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
             has_prompts=not latents.mixers or latents.captured_latents > 0,
-            max_prompt_keys=latents.captured_latents or sparse.captured_keys,
+            max_prompt_keys=latents.captured_latents or sparse.captured_keys or compressed.captured_keys,
             has_states=self._has_states,
         )
         graphs = LaunchGraphs(self._computed, self._last, bounds, device)

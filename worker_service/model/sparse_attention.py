@@ -6,7 +6,6 @@ invariance, go the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,15 +18,10 @@ from kernels.rotate_append_index import rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import LayerPages, PagePools
+from worker_service.model.choice_parts import CAPTURED_KEYS, LOGITS_BYTES, MOST_ROWS, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import IndexRows, Latents
 from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
-
-# Prompts with more keys than this, all together, are not captured: the host is not what they wait for.
-CAPTURED_KEYS = 16_384
-# Logits of so many bytes are chosen from at a time, for at most so many queries.
-LOGITS_BYTES = 256 << 20
-MOST_ROWS = 1024
 
 
 class SparsePlans:
@@ -102,7 +96,7 @@ class PagedSparse:
             self._append(layer, latents, index)
         q = latents.q
         out = q.new_empty((q.shape[0], mixer.num_heads, mixer.value_dim))
-        for rows, width in self._parts():
+        for rows, width in choice_parts(launch):
             part = self._rows.part(rows)
             if index is not None:
                 self._choose(layer, index, rows, part, width)
@@ -120,6 +114,7 @@ class PagedSparse:
         return out
 
     def _append(self, layer: int, latents: Latents, index: IndexRows) -> None:
+        assert latents.cos_sin is not None
         pages = self._pools.layer_pages(layer)
         rotate_append_index(
             index.q,
@@ -150,18 +145,6 @@ class PagedSparse:
             backend=self._backend,
         )
         top_k(logits, part.num_keys, self._chosen.shape[1], out=self._chosen[rows], backend=self._backend)
-
-    def _parts(self) -> Iterator[tuple[slice, int]]:
-        """Rows whose logits fit in the workspace, and a bound of the keys that they see."""
-        launch, num_tokens = self._launch, self._chosen.shape[0]
-        prompt_keys = min(launch.max_prompt_keys or launch.max_seqlen_k, launch.max_seqlen_k)
-        for first, end, width in (
-            (0, launch.num_decode, launch.max_seqlen_k),
-            (launch.num_decode, num_tokens, prompt_keys),
-        ):
-            step = min(max(LOGITS_BYTES // (4 * max(width, 1)), 1), MOST_ROWS)
-            for start in range(first, end, step):
-                yield slice(start, min(start + step, end)), width
 
 
 def _scales(pages: LayerPages) -> torch.Tensor | None:

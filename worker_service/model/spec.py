@@ -98,6 +98,7 @@ class LatentSpec:
     q_rank          queries come from a row of this length; 0: from the hidden state
     latent_dim      what a token's row holds beside the rotary key of all heads, which has rope_dim elements
     nope_dim        elements of a query, and of a key, that do not turn; the rope_dim turned ones follow them
+    rope            None: these do not turn either, and are still one key for all heads
     inner_eps       of the norms of the query's and the token's row
     index           sparse attention: what chooses the tokens that a query attends to; None: all of them
     """
@@ -108,7 +109,7 @@ class LatentSpec:
     rope_dim: int
     nope_dim: int
     value_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     scale: float
     interleaved: bool = True
     bias: bool = False

@@ -14,6 +14,7 @@ from worker_service.model.families import (
     glm4_moe,
     gpt_oss,
     granite_hybrid,
+    kimi_linear,
     lfm2,
     llama,
     mimo_v2,
@@ -49,6 +50,7 @@ FAMILIES = (
     gated_delta.FAMILY_NEXT,
     gated_delta.FAMILY_DENSE,
     gated_delta.FAMILY_MOE,
+    kimi_linear.FAMILY,
 )
 BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 
