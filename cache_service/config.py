@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
-from cache_service.core.device.eviction import POLICIES
+from cache_service.core.device.eviction_order import POLICIES
 from rpc.address import parse_address
 from rpc.logs import LEVELS
 from rpc.settings import SettingsError, load, setting

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 
-from cache_service.core.device.eviction import POLICIES
+from cache_service.core.device.eviction_order import POLICIES
 from cli.addresses import CannotStart
 from cli.app import JsonOption, app, check_choice, fail, run
 from cli.cluster import HOST_TIERS, Cluster, ClusterOptions, start_cluster

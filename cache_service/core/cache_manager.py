@@ -15,7 +15,7 @@ from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.event_log import EventLog
-from cache_service.core.device.eviction import make_policy
+from cache_service.core.device.eviction_order import make_policy
 from cache_service.core.device.lease_table import TokenBytes
 from cache_service.core.device.transfer_table import TicketIds
 from cache_service.core.device_cache import DeviceCache

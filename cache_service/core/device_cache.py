@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.types import Removed, SpillPolicy
 from cache_service.core.device.event_log import EventLog
-from cache_service.core.device.eviction import make_policy
+from cache_service.core.device.eviction_order import make_policy
 from cache_service.core.device.ghost_table import GhostTable
 from cache_service.core.device.kept_prompts import KeptPrompts
 from cache_service.core.device.lease_table import LeaseTable, TokenBytes

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.console import RenderableType
 
-from cache_service.core.device.eviction import POLICIES
+from cache_service.core.device.eviction_order import POLICIES
 from cli.app import JsonOption, app, check_choice, fail
 from cli.output import Output, table
 from cli.replay.replay import Replay, Request, TraceError, make_manager, read_trace, replay

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cache_service.core.device.eviction import POLICIES
+from cache_service.core.device.eviction_order import POLICIES
 from cli.__main__ import app
 from tests.cli.command import one_object, stemcache
 

@@ -181,8 +181,8 @@ def _check_sparse_pool(cache: DeviceCache, group: SparseGroup, where: str) -> No
     assert len(ordered) == len(set(ordered)), f"{where}: a page is in two orders"
     evictable = {page_id for page_id in standing if page_id not in readers}
     assert set(ordered) == evictable, f"{where}: evictable order {sorted(ordered)}, evictable {sorted(evictable)}"
-    for (retention, worth), page_ids in order.items():
-        assert worth == 0 or retention is Retention.WARM, f"{where}: {retention.name} pages have class {worth}"
+    for (retention, number), page_ids in order.items():
+        assert number == 0 or retention is Retention.WARM, f"{where}: {retention.name} pages have class {number}"
         for page_id in page_ids:
             is_soft = bool(standing[page_id][0].soft_until_ms)
             right = is_soft == (retention is Retention.SOFT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.core.device.eviction import POLICIES
+from cache_service.core.device.eviction_order import POLICIES
 from session.words import RefusalReason
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle

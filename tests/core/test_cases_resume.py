@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import Lru
+from cache_service.core.device.eviction_order import Lru
 from cache_service.core.kinds.group import resume
 from cache_service.core.kinds.layout import make_groups, make_layout
 from session.words import GroupKind, GroupSpec

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import POLICIES, Adaptive, LeafOrder, Lru, Priority, SegmentedLru, make_policy
+from cache_service.core.device.eviction_order import (
+    POLICIES,
+    Adaptive,
+    EvictionPolicy,
+    Lru,
+    Priority,
+    SegmentedLru,
+    make_policy,
+)
 from cache_service.core.device.ghost_table import Ghost, GhostKind
 from cache_service.core.device.lifetimes import PROTECT_ALL, Lifetimes
 from cache_service.core.device.radix_node import Node, Root
@@ -26,11 +34,11 @@ def leaf(name: int, *, pages: int = 1, uses: int = 0, priority: int = 0, soft: i
     return node
 
 
-def names(policy: LeafOrder) -> list[int]:
+def names(policy: EvictionPolicy) -> list[int]:
     return [node.key[0] for node in policy.order()]
 
 
-def fill(policy: LeafOrder, *nodes: Node) -> None:
+def fill(policy: EvictionPolicy, *nodes: Node) -> None:
     for node in nodes:
         policy.add(node)
     assert policy.victim() is next(policy.order())

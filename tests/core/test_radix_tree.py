@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import Lru, SegmentedLru
+from cache_service.core.device.eviction_order import Lru, SegmentedLru
 from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import Lru
+from cache_service.core.device.eviction_order import Lru
 from cache_service.core.kinds.group import Group, limiting_group, residency, resume
 from cache_service.core.kinds.layout import make_groups, make_layout
 from session.words import GroupKind, GroupSpec

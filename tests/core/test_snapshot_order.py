@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import Lru, Priority
+from cache_service.core.device.eviction_order import Lru, Priority
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.snapshot_order import SnapshotPages
 from cache_service.core.device.sparse_pages import Retention

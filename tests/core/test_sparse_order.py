@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.core.device.eviction import POLICIES, Adaptive, Lru, make_policy
+from cache_service.core.device.eviction_order import POLICIES, Adaptive, Lru, make_policy
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.sparse_pages import Retention, SparsePages

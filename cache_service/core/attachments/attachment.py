@@ -11,7 +11,7 @@ from cache_service.core.attachments.gone_rows import note_gone
 from cache_service.core.attachments.messages import Attach, Lookup, Path
 from cache_service.core.attachments.path_hashes import PathHashes, hash_path
 from cache_service.core.base.stats import AttachedEngine
-from cache_service.core.device.eviction import Lru
+from cache_service.core.device.eviction_order import Lru
 from cache_service.core.host.hash_index import HostRow, HostView
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.core.kinds.group import Group

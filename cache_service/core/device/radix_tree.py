@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_service.core.base.page_hash import page_hashes
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, mark_of
 from cache_service.core.device.radix_node import Node, Packed, Root
 from cache_service.core.device.soft_pins import SoftPins
@@ -50,7 +50,7 @@ class Walk:
 class RadixTree:
     """All namespaces of one worker."""
 
-    def __init__(self, page_tokens: int, num_groups: int, policy: LeafOrder, ghosts: GhostTable) -> None:
+    def __init__(self, page_tokens: int, num_groups: int, policy: EvictionPolicy, ghosts: GhostTable) -> None:
         self.page_key_bytes = page_tokens * TOKEN_BYTES
         self.policy = policy
         self.roots: dict[Namespace, Root] = {}

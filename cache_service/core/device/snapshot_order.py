@@ -30,7 +30,7 @@ priority policy the priority decides first.
 
 from __future__ import annotations
 
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.page_pool import unpack
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.sparse_pages import Order, Retention, SparsePages
@@ -44,7 +44,7 @@ _CLOCK_BITS = 40
 class SnapshotPages(SparsePages):
     """Odd classes are those of restored snapshots; a class counts twice the priority of its nodes."""
 
-    def __init__(self, group: int, spec: GroupSpec, policy: LeafOrder) -> None:
+    def __init__(self, group: int, spec: GroupSpec, policy: EvictionPolicy) -> None:
         super().__init__(group, spec, policy)
         self._max_restored = int(RESTORED_SHARE * spec.num_pages)
         self._restored: set[int] = set()
@@ -67,7 +67,7 @@ class SnapshotPages(SparsePages):
             self.read((page_id,))
             self.drop((page_id,), Retention.WARM)
 
-    def _worth(self, page_id: int, node: Node) -> int:
+    def _eviction_class(self, page_id: int, node: Node) -> int:
         priority = node.priority if self._policy.has_priorities else 0
         return 2 * priority + (page_id in self._restored)
 
@@ -94,8 +94,8 @@ class SnapshotPages(SparsePages):
             self._leave_order(first)
             self._restored.remove(first)
             self._clock += 1
-            use = self._uses[first] = self._uses[first]._replace(worth=key[1] - 1, stamp=self._stamp(first))
-            self._order(first, (Retention.WARM, use.worth)).put_back(first, use.stamp)
+            use = self._uses[first] = self._uses[first]._replace(eviction_class=key[1] - 1, stamp=self._stamp(first))
+            self._order(first, (Retention.WARM, use.eviction_class)).put_back(first, use.stamp)
 
     def evict(self, count: int) -> None:
         for _ in range(min(count, self.num_evictable)):
@@ -113,11 +113,11 @@ class SnapshotPages(SparsePages):
 
     def check(self) -> None:
         assert self._restored <= self.places.keys(), f"group {self.group}: a restored snapshot that stands nowhere"
-        for (retention, worth), page_ids in self.order().items():
+        for (retention, number), page_ids in self.order().items():
             if retention is not Retention.WARM:
                 continue
             restored = self._restored.intersection(page_ids)
-            assert len(restored) == (len(page_ids) if worth % 2 else 0), f"group {self.group}: class {worth}"
+            assert len(restored) == (len(page_ids) if number % 2 else 0), f"group {self.group}: class {number}"
             assert len(restored) <= self._max_restored, f"group {self.group}: {len(restored)} restored snapshots"
             stamps = [self._uses[page_id].stamp for page_id in page_ids]
             assert stamps == sorted(stamps), f"group {self.group}: ranks are out of order"

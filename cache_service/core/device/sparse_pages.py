@@ -19,7 +19,7 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush, merge
 from typing import NamedTuple
 
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.page_pool import PagePool, pack, unpack
 from cache_service.core.device.radix_node import Node
 from session.words import NO_PAGE, GroupSpec
@@ -36,11 +36,11 @@ class Retention(IntEnum):
 class Use(NamedTuple):
     """When a lease last let go of a page, on the group's own count, and the retention and class that this gave it.
 
-    `worth` is the policy's class of the page's node; 0 where its retention is not WARM.
+    `eviction_class` is the policy's class of the page's node; 0 where its retention is not WARM.
     """
 
     retention: Retention
-    worth: int
+    eviction_class: int
     stamp: int
 
 
@@ -102,7 +102,7 @@ class Order:
 class SparsePages:
     """One group's pool, readers and evictable order. `policy` orders the nodes in which WARM pages stand."""
 
-    def __init__(self, group: int, spec: GroupSpec, policy: LeafOrder) -> None:
+    def __init__(self, group: int, spec: GroupSpec, policy: EvictionPolicy) -> None:
         self.group, self.spec = group, spec
         self.pool = PagePool(spec.num_pages)
         self.readers: dict[int, int] = {}
@@ -158,8 +158,8 @@ class SparsePages:
             self._clock += 1
             place = self.places.get(page_id)
             node = place.holder() if place is not None else None
-            worth = self._worth(page_id, node) if node is not None and retention is Retention.WARM else 0
-            self._uses[page_id] = Use(retention, worth, self._stamp(page_id))
+            number = self._eviction_class(page_id, node) if node is not None and retention is Retention.WARM else 0
+            self._uses[page_id] = Use(retention, number, self._stamp(page_id))
             if held:
                 self.readers[page_id] = held
                 continue
@@ -168,13 +168,13 @@ class SparsePages:
                 freed.append(page_id)
                 del self._uses[page_id]
             else:
-                self._append(page_id, (Retention.SOFT, 0) if node.soft_until_ms else (retention, worth))
+                self._append(page_id, (Retention.SOFT, 0) if node.soft_until_ms else (retention, number))
         if freed:
             self.pool.give(pack(freed))
 
-    def _worth(self, page_id: int, node: Node) -> int:
+    def _eviction_class(self, page_id: int, node: Node) -> int:
         """Returns the class of a WARM page in this node."""
-        return self._policy.worth(node)
+        return self._policy.eviction_class(node)
 
     def _stamp(self, page_id: int) -> int:
         """Returns the place within its class of a page that becomes evictable now: the lowest is evicted first."""
@@ -225,8 +225,8 @@ class SparsePages:
         retention = min(key[0] for key in self._orders)
         heads = {key[1]: order.first() for key, order in self._orders.items() if key[0] is retention}
         if len(heads) > 1:
-            worth = self._policy.next_class({worth: self._clock - stamp for worth, (_, stamp) in heads.items()})
-            return heads[worth][0]
+            number = self._policy.next_class({number: self._clock - stamp for number, (_, stamp) in heads.items()})
+            return heads[number][0]
         return next(iter(heads.values()))[0]
 
     def evict_one(self, page_id: int) -> None:
@@ -260,7 +260,7 @@ class SparsePages:
                 self._clock += 1
                 last = self._uses[page_id]
                 self._uses[page_id] = last._replace(stamp=self._stamp(page_id))
-                self._append(page_id, (retention, last.worth if retention is Retention.WARM else 0))
+                self._append(page_id, (retention, last.eviction_class if retention is Retention.WARM else 0))
 
     def _leave_order(self, page_id: int) -> None:
         key = self._order_of.pop(page_id)

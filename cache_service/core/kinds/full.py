@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_node import Node, Packed
@@ -27,7 +27,7 @@ def leading(resident: bytes, limit: int) -> int:
 class FullGroup(Group):
     miss_reason: ClassVar[MissReason] = MissReason.NEVER_SEEN
 
-    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: LeafOrder) -> None:
+    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: EvictionPolicy) -> None:
         super().__init__(number, spec, page_tokens, PagePool(spec.num_pages))
 
     def resume(self, resident: bytes, limit: int) -> int:

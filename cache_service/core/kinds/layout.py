@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.kinds.full import FullGroup
 from cache_service.core.kinds.group import Group, SparseGroup, pages_of
 from cache_service.core.kinds.state import StateGroup
@@ -50,6 +50,6 @@ def make_layout(specs: tuple[GroupSpec, ...], page_tokens: int) -> Layout:
     )
 
 
-def make_groups(layout: Layout, policy: LeafOrder) -> tuple[Group, ...]:
+def make_groups(layout: Layout, policy: EvictionPolicy) -> tuple[Group, ...]:
     """`policy` orders the nodes in which pages stand."""
     return tuple(KINDS[spec.kind](number, spec, layout.page_tokens, policy) for number, spec in enumerate(layout.specs))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cache_service.core.base.stats import GroupStats
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
@@ -55,7 +55,7 @@ class StateGroup(SparseGroup):
     miss_reason: ClassVar[MissReason] = MissReason.NO_SNAPSHOT
     unit: ClassVar[str] = "slots"
 
-    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: LeafOrder) -> None:
+    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: EvictionPolicy) -> None:
         self.snapshots = SnapshotPages(number, spec, policy)
         super().__init__(number, spec, page_tokens, self.snapshots)
         self.num_taken = self.num_restored = 0

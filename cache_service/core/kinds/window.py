@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cache_service.core.device.eviction import LeafOrder
+from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
@@ -46,7 +46,7 @@ class WindowHold:
 class WindowGroup(SparseGroup):
     miss_reason: ClassVar[MissReason] = MissReason.WINDOW_GONE
 
-    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: LeafOrder) -> None:
+    def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: EvictionPolicy) -> None:
         super().__init__(number, spec, page_tokens, SparsePages(number, spec, policy))
 
     def resume(self, resident: bytes, limit: int) -> int:

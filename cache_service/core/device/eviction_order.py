@@ -1,4 +1,4 @@
-"""Eviction policies: they keep the evictable leaves in order and name the next victim. They never free, cut or pin.
+"""Eviction policies: in which order evictable leaves go. Each names the next victim; none frees, cuts or pins.
 
     lru       one queue; the leaf that was released longest ago goes first
     slru      prefixes that were used again (or came back from a ghost) are protected from those seen once
@@ -30,8 +30,8 @@ from session.errors import InvalidInput
 PROTECTED_SHARE = 0.8
 
 
-class LeafOrder(ABC):
-    """What the tree tells a policy. `node.queue` is the queue that holds the node; None outside the order."""
+class EvictionPolicy(ABC):
+    """Keeps the order of leaves that the tree tells it of. `node.queue` holds the node; None outside the order."""
 
     counts_uses: ClassVar[bool]
     has_priorities: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class LeafOrder(ABC):
 
     # WINDOW pages are ordered by the nodes in which they stand.
 
-    def worth(self, node: Node) -> int:
+    def eviction_class(self, node: Node) -> int:
         """Returns the class in which the node's pages wait for their eviction; within one, the oldest goes first."""
         return 0
 
@@ -89,7 +89,7 @@ class LeafOrder(ABC):
         return
 
 
-class Lru(LeafOrder):
+class Lru(EvictionPolicy):
     """Least recently released first."""
 
     counts_uses: ClassVar[bool] = False
@@ -110,7 +110,7 @@ class Lru(LeafOrder):
         return chain(self._queue, self._soft)
 
 
-class SegmentedLru(LeafOrder):
+class SegmentedLru(EvictionPolicy):
     """Leaves used once are evicted before leaves used again, as long as these take at most their share."""
 
     counts_uses: ClassVar[bool] = True
@@ -157,11 +157,11 @@ class SegmentedLru(LeafOrder):
     def order(self) -> Iterator[Node]:
         return chain(self._probation, self._protected, self._soft)
 
-    def worth(self, node: Node) -> int:
+    def eviction_class(self, node: Node) -> int:
         return int(node.uses > 0)
 
 
-class Adaptive(LeafOrder):
+class Adaptive(EvictionPolicy):
     """Two queues by last release; the first leaf goes whose age is the larger part of its queue's lifetime."""
 
     counts_uses: ClassVar[bool] = True
@@ -192,7 +192,7 @@ class Adaptive(LeafOrder):
     def order(self) -> Iterator[Node]:
         return chain(merge(self._once, self._again, key=self._rank), self._soft)
 
-    def worth(self, node: Node) -> int:
+    def eviction_class(self, node: Node) -> int:
         return int(node.uses > 0)
 
     def next_class(self, ages: Mapping[int, int]) -> int:
@@ -218,7 +218,7 @@ class Adaptive(LeafOrder):
         lifetimes.returned(is_again, used_at, num_pages)
 
 
-class Priority(LeafOrder):
+class Priority(EvictionPolicy):
     """Lower priority first; least recently released first within one priority."""
 
     counts_uses: ClassVar[bool] = False
@@ -255,7 +255,7 @@ class Priority(LeafOrder):
     def order(self) -> Iterator[Node]:
         return chain(*(self._queues[level] for level in self._levels), self._soft)
 
-    def worth(self, node: Node) -> int:
+    def eviction_class(self, node: Node) -> int:
         return node.priority
 
 
@@ -276,7 +276,7 @@ def _first_unheld(queue: Queue) -> Node | None:
 
 
 # The policies by name; each is made with the number of pages of its pool.
-POLICIES: dict[str, Callable[[int], LeafOrder]] = {
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "adaptive": Adaptive,
     "lru": lambda num_pages: Lru(),
     "slru": SegmentedLru,
@@ -284,7 +284,7 @@ POLICIES: dict[str, Callable[[int], LeafOrder]] = {
 }
 
 
-def make_policy(name: str, num_pages: int) -> LeafOrder:
+def make_policy(name: str, num_pages: int) -> EvictionPolicy:
     """Returns the policy of that name for a pool of that size; raises InvalidInput where there is none."""
     if name not in POLICIES:
         raise InvalidInput("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
