@@ -10,6 +10,7 @@ from cache_service.core.device.eviction_order import POLICIES, Adaptive, Lru, ma
 from cache_service.core.device.page_pool import pack
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.sparse_pages import Retention, SparsePages
+from cache_service.core.device.window_order import WindowPages
 from session.words import GroupSpec
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
@@ -18,7 +19,7 @@ from tests.core.world import NS, World, full, state, window
 
 def standing(count: int) -> tuple[SparsePages, list[int]]:
     """Pages in the tree, let go of one after the other."""
-    pages = SparsePages(0, window(count + 2, 4), Lru())
+    pages = WindowPages(0, window(count + 2, 4), Lru())
     node = Node(Root(NS, 1), 0, bytes(4 * count), [bytearray(4 * count)], count)
     held = pages.take(count)
     for at, page_id in enumerate(held):
@@ -81,7 +82,7 @@ def test_warm_pages_go_in_the_order_of_their_nodes(
     policy = make_policy(name, 8)
     if isinstance(policy, Adaptive):
         policy.lifetimes.ratio = ratio
-    pages = SparsePages(0, window(8, 4), policy)
+    pages = WindowPages(0, window(8, 4), policy)
     nodes = [Node(Root(NS, 1), 0, bytes(4), [bytearray(4)], 1) for _ in range(8)]
     page_of = dict(zip(nodes, pages.take(8), strict=True))
     for node, page_id in page_of.items():

@@ -6,9 +6,8 @@
     priority  lower priority first, lru within
 
 Which pages may go is decided before: by `pin` and `unpin` in radix_tree.py, `read` and `drop` in sparse_pages.py.
-Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last. Of WINDOW and STATE pages the cold ones go
-first. Then WINDOW pages go by these classes: `_victim` in sparse_pages.py; snapshots have an order of their own, in
-snapshot_order.py.
+Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last. WINDOW pages go by these policies' classes,
+in window_order.py; snapshots have an order of their own, in snapshot_order.py.
 """
 
 from __future__ import annotations

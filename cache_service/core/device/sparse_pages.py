@@ -7,12 +7,13 @@ One page is in exactly one of these states:
     read        readers > 0, with a place in the tree
     evictable   readers = 0, with a place: stands in the order until it is read again or evicted
 
-Evictable pages go in this order: COLD ones, oldest first; WARM ones, as the policy of the FULL leaves orders the nodes
-in which they stand; SOFT ones.
+Evictable pages go COLD ones first, then WARM ones, then SOFT ones. Which of them is first is said for each kind in
+window_order.py and snapshot_order.py.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
@@ -99,8 +100,8 @@ class Order:
         return queued, self._queue[queued]
 
 
-class SparsePages:
-    """One group's pool, readers and evictable order. `policy` orders the nodes in which WARM pages stand."""
+class SparsePages(ABC):
+    """One group's pool, readers and evictable order."""
 
     def __init__(self, group: int, spec: GroupSpec, policy: EvictionPolicy) -> None:
         self.group, self.spec = group, spec
@@ -108,7 +109,6 @@ class SparsePages:
         self.readers: dict[int, int] = {}
         self.places: dict[int, Place] = {}
         self._policy = policy
-        self._max_protected = int(policy.protected_share * spec.num_pages)
         self._orders: dict[tuple[Retention, int], Order] = {}
         self._order_of: dict[int, tuple[Retention, int]] = {}  # of evictable pages
         self._uses: dict[int, Use] = {}
@@ -172,24 +172,23 @@ class SparsePages:
         if freed:
             self.pool.give(pack(freed))
 
+    # The order, by kind.
+
+    @abstractmethod
     def _eviction_class(self, page_id: int, node: Node) -> int:
         """Returns the class of a WARM page in this node."""
-        return self._policy.eviction_class(node)
 
+    @abstractmethod
     def _stamp(self, page_id: int) -> int:
         """Returns the place within its class of a page that becomes evictable now: the lowest is evicted first."""
-        return self._clock
 
+    @abstractmethod
     def _append(self, page_id: int, key: tuple[Retention, int]) -> None:
         """Makes the page evictable, as just used."""
-        order = self._order(page_id, key)
-        order.append(page_id, self._clock)
-        while key[1] and len(order) > self._max_protected:
-            oldest, _ = order.first()
-            self._leave_order(oldest)
-            self._clock += 1
-            self._uses[oldest] = Use(Retention.WARM, 0, self._clock)
-            self._order(oldest, (Retention.WARM, 0)).append(oldest, self._clock)
+
+    @abstractmethod
+    def _victim(self) -> int:
+        """Returns the evictable page to go next; there is one."""
 
     def _order(self, page_id: int, key: tuple[Retention, int]) -> Order:
         self._order_of[page_id] = key
@@ -219,15 +218,6 @@ class SparsePages:
         """Evicts the first `count` victims; their places in the tree become holes."""
         for _ in range(min(count, self.num_evictable)):
             self.evict_one(self._victim())
-
-    def _victim(self) -> int:
-        """Returns the evictable page to go next; there is one."""
-        retention = min(key[0] for key in self._orders)
-        heads = {key[1]: order.first() for key, order in self._orders.items() if key[0] is retention}
-        if len(heads) > 1:
-            number = self._policy.next_class({number: self._clock - stamp for number, (_, stamp) in heads.items()})
-            return heads[number][0]
-        return next(iter(heads.values()))[0]
 
     def evict_one(self, page_id: int) -> None:
         """Evicts this page; its place in the tree becomes a hole."""
@@ -271,6 +261,7 @@ class SparsePages:
 
     def check(self) -> None:
         """For audits: raises AssertionError where a kind's own books of its pages disagree."""
+        return
 
     def order(self) -> dict[tuple[Retention, int], list[int]]:
         """Returns the evictable pages by retention and class, oldest first; for audits."""

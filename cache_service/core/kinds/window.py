@@ -10,7 +10,8 @@ from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.lease_table import Lease
 from cache_service.core.device.page_pool import pack, unpack
 from cache_service.core.device.radix_node import Node, Packed
-from cache_service.core.device.sparse_pages import Retention, SparsePages
+from cache_service.core.device.sparse_pages import Retention
+from cache_service.core.device.window_order import WindowPages
 from cache_service.core.kinds.full import leading
 from cache_service.core.kinds.group import SparseGroup, pages_of
 from session.errors import InvalidInput
@@ -47,7 +48,7 @@ class WindowGroup(SparseGroup):
     miss_reason: ClassVar[MissReason] = MissReason.WINDOW_GONE
 
     def __init__(self, number: int, spec: GroupSpec, page_tokens: int, policy: EvictionPolicy) -> None:
-        super().__init__(number, spec, page_tokens, SparsePages(number, spec, policy))
+        super().__init__(number, spec, page_tokens, WindowPages(number, spec, policy))
 
     def resume(self, resident: bytes, limit: int) -> int:
         run = self.reach_pages()
