@@ -17,6 +17,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
+from worker_service.model.compressed_attention import compressed_workspace_bytes
 from worker_service.model.device import pick_device, pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import MOST_PADDING, Invariance
 from worker_service.model.latent_attention import latent_workspace_bytes
@@ -116,8 +117,13 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
     budget = pool_budget(device, config.memory_fraction, CPU_POOL_MB << 20)
     if device.type != "cuda":
         return budget
-    workspace_bytes = latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype)
-    return budget - workspace_bytes - sparse_workspace_bytes(spec, config.token_budget + MOST_PADDING, dtype)
+    max_tokens = config.token_budget + MOST_PADDING
+    workspace_bytes = (
+        latent_workspace_bytes(spec, config.latent_chunk_tokens, dtype)
+        + sparse_workspace_bytes(spec, max_tokens, dtype)
+        + compressed_workspace_bytes(spec, max_tokens)
+    )
+    return budget - workspace_bytes
 
 
 def _log_pools(report: PoolReport, kv_dtype: str) -> None:

@@ -156,8 +156,12 @@ class Twins:
     params=[
         *((name, kind) for name in MODELS for kind in (Invariance.STRICT, Invariance.BATCH)),
         ("deepseek-v3", Invariance.BATCH),
-        # Sparse layers are planned on the device in any invariance.
-        *((name, kind) for name in ("deepseek-v32", "glm-dsa") for kind in (Invariance.STRICT, Invariance.BATCH)),
+        # Sparse layers are planned on the device in any invariance, and layers with compressed entries not at all.
+        *(
+            (name, kind)
+            for name in ("deepseek-v32", "glm-dsa", "deepseek-v4")
+            for kind in (Invariance.STRICT, Invariance.BATCH)
+        ),
     ],
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:

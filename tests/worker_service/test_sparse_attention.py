@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.worker_service.model_kit import PAGE, Bench, Part, make_reference, random_tokens
-from worker_service.model import sparse_attention
+from worker_service.model import choice_parts, sparse_attention
 from worker_service.model.config import read_model_spec
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.page_layouts import page_layouts
@@ -96,9 +96,9 @@ def test_the_choice_matters(folder: Path) -> None:
 def test_rows_are_chosen_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the workspace holds changes no bit."""
     whole = in_parts(Bench(folder))
-    monkeypatch.setattr(sparse_attention, "LOGITS_BYTES", 4 * LENGTH * 7)
+    monkeypatch.setattr(choice_parts, "LOGITS_BYTES", 4 * LENGTH * 7)
     assert torch.equal(in_parts(Bench(folder)), whole)
-    monkeypatch.setattr(sparse_attention, "MOST_ROWS", 2)
+    monkeypatch.setattr(choice_parts, "MOST_ROWS", 2)
     assert torch.equal(in_parts(Bench(folder)), whole)
 
 

@@ -1,0 +1,29 @@
+"""Which rows of a launch an indexer chooses for at a time: logits over all keys are large, so few rows have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from worker_service.model.launch_inputs import LaunchInputs
+
+# Prompts with more keys than this, all together, are not captured: the host is not what they wait for.
+CAPTURED_KEYS = 16_384
+# Logits of so many bytes are chosen from at a time, for at most so many queries.
+LOGITS_BYTES = 256 << 20
+MOST_ROWS = 1024
+
+
+def choice_parts(launch: LaunchInputs, ratio: int = 1) -> Iterator[tuple[slice, int]]:
+    """Yields rows whose logits fit in the workspace, and a bound of the keys that they see, each of `ratio` tokens.
+
+    Decode rows come first, prompts and padding behind them.
+    """
+    prompt_keys = min(launch.max_prompt_keys or launch.max_seqlen_k, launch.max_seqlen_k)
+    for first, end, tokens in (
+        (0, launch.num_decode, launch.max_seqlen_k),
+        (launch.num_decode, launch.token_ids.shape[0], prompt_keys),
+    ):
+        width = max(tokens // ratio, 1)
+        step = min(max(LOGITS_BYTES // (4 * width), 1), MOST_ROWS)
+        for start in range(first, end, step):
+            yield slice(start, min(start + step, end)), width
