@@ -133,8 +133,12 @@ def finished(acc, row_max, row_sum, sink):
     return acc * (decay / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
-# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
-@triton.jit(do_not_specialize=["num_items", "max_pieces", "stride_tables_seq", "stride_entry_tables_seq"])
+# What changes from batch to batch is not specialised on: a new value, or rows that begin elsewhere, must not mean a new
+# compilation.
+@triton.jit(
+    do_not_specialize=["num_items", "max_pieces", "stride_tables_seq", "stride_entry_tables_seq"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
+)
 def attend_compressed(
     q_ptr,
     pages_ptr,
@@ -224,7 +228,7 @@ def attend_compressed(
                     tl.store(out_ptr + row_at, out, mask=row_mask(live, D, BLOCK_D))
 
 
-@triton.jit(do_not_specialize=["max_pieces"])
+@triton.jit(do_not_specialize=["max_pieces"], do_not_specialize_on_alignment=["num_keys_ptr", "num_seen_ptr"])
 def fold_pieces(
     num_keys_ptr,
     num_seen_ptr,
@@ -291,7 +295,7 @@ def launch(call: CompressedCall, out: torch.Tensor) -> None:
             entry_tables,
             *call.rows,
             num_seen,
-            num_seen if chosen is None else chosen,
+            tables if chosen is None else chosen,
             call.sinks,
             out,
             *partials,

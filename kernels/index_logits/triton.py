@@ -38,8 +38,12 @@ def load_keys(pages_ptr, table_ptr, key, ok, stride_page, PAGE: tl.constexpr, DI
     return keys, page
 
 
-# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
-@triton.jit(do_not_specialize=["num_rows", "max_keys", "least_keys", "stride_tables_seq"])
+# What changes from batch to batch is not specialised on: a new value, or rows that begin elsewhere, must not mean a new
+# compilation.
+@triton.jit(
+    do_not_specialize=["num_rows", "max_keys", "least_keys", "stride_tables_seq"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr"],
+)
 def score_keys(
     q_ptr,
     weights_ptr,
@@ -102,7 +106,10 @@ def score_keys(
         row = end
 
 
-@triton.jit(do_not_specialize=["max_keys", "least_keys", "stride_tables_seq"])
+@triton.jit(
+    do_not_specialize=["max_keys", "least_keys", "stride_tables_seq"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr"],
+)
 def score_span(
     q_ptr,
     weights_ptr,

@@ -45,8 +45,9 @@ def kth_largest(key, valid, K: tl.constexpr):
     return threshold
 
 
-# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
-@triton.jit(do_not_specialize=["width", "stride_row", "stride_out"])
+# What changes from batch to batch is not specialised on: a new value, or rows that begin elsewhere, must not mean a new
+# compilation.
+@triton.jit(do_not_specialize=["width", "stride_row", "stride_out"], do_not_specialize_on_alignment=["num_keys_ptr"])
 def narrow(
     logits_ptr, keys_ptr, positions_ptr, num_keys_ptr, out_keys_ptr, out_ptr, width, stride_row, stride_out,
     K: tl.constexpr, CHUNK: tl.constexpr, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
