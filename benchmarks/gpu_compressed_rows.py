@@ -7,6 +7,7 @@ written, each counted once.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,10 +46,13 @@ def compress(kind: str, sequences: int, new: int) -> list[Measurement]:
     raw, raw_pages = random(sequences * new, 2 * half), random(tables.numel(), PAGE, 2 * half)
     entry_pages = torch.zeros(tables.numel(), PAGE // ratio, dim, dtype=raw.dtype, device="cuda")
     bias, norm = random(ratio, half, dtype=torch.float32), random(dim)
-    options = {"ratio": ratio, "overlap": overlap, "bias": bias, "norm": norm, "eps": EPS, "cos_sin": angles(length)}
+    table = angles(length)
 
     def call(pages: torch.Tensor = entry_pages, backend: Backend = Backend.AUTO) -> None:
-        compress_tokens(raw, raw_pages, slots, tables, rows, pages, tables, **options, backend=backend)
+        compress_tokens(
+            raw, raw_pages, slots, tables, rows, pages, tables,
+            ratio=ratio, overlap=overlap, bias=bias, norm=norm, eps=EPS, cos_sin=table, backend=backend,
+        )  # fmt: skip
 
     def error() -> float:
         wanted = torch.zeros_like(entry_pages)
@@ -68,15 +72,14 @@ def append(tokens: int) -> list[Measurement]:
     q, k, norm = random(tokens, HEADS, DIM), random(tokens, DIM), random(DIM)
     pages, slots = random(-(-tokens // PAGE), PAGE, DIM), torch.randperm(tokens, device="cuda")
     positions, table = torch.randint(0, 8192, (tokens,), device="cuda"), angles(8192)
-    options = {"norm": norm, "eps": EPS}
 
     def error() -> float:
         made = [(q.clone(), torch.zeros_like(pages)) for _ in range(2)]
         for (turned, filled), backend in zip(made, (Backend.AUTO, Backend.REFERENCE), strict=True):
-            rotate_append_tail(turned, k, positions, table, filled, slots, **options, backend=backend)
+            rotate_append_tail(turned, k, positions, table, filled, slots, norm=norm, eps=EPS, backend=backend)
         return max(difference(*pair) for pair in zip(*made, strict=True))
 
-    call = partial(rotate_append_tail, q, k, positions, table, pages, slots, **options)
+    call = partial(rotate_append_tail, q, k, positions, table, pages, slots, norm=norm, eps=EPS)
     amount = 4e-9 * tokens * (HEADS * TURNED + DIM)
     return [Measurement("rotate_append_tail", f"{tokens} x {HEADS} heads", amount, call, error, ROUNDING)]
 
@@ -112,7 +115,7 @@ def mix(tokens: int, hidden: int) -> list[Measurement]:
         made = collapse_streams(streams, mixes, base, scale, eps=EPS, num_iters=ITERATIONS, backend=backend)
         return torch.cat((made.x.float().flatten(), made.post.flatten(), made.comb.flatten()))
 
-    def measured(op: str, rows: int, run: partial[object], error: partial[float]) -> Measurement:
+    def measured(op: str, rows: int, run: partial[Any], error: partial[float]) -> Measurement:
         amount = 2e-9 * rows * tokens * hidden
         peers = (Peer("torch", partial(run, backend=Backend.REFERENCE), amount),)
         return Measurement(op, f"{tokens} x {STREAMS} x {hidden}", amount, run, error, ROUNDING, peers)
