@@ -163,6 +163,7 @@ class Twins:
             for kind in (Invariance.STRICT, Invariance.BATCH)
         ),
     ],
+    ids=lambda param: f"{param[0]}-{param[1].value}",
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     name, invariance = request.param
