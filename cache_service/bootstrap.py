@@ -22,7 +22,7 @@ from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from cache_service.core.cache_manager import CacheManager, ManagerConfig
 from cache_service.effect_dispatcher import EffectDispatcher
 from cache_service.host_keys import HostKeysConfig, RedisHostKeys, open_client
-from cache_service.host_tier import HostTierServicer
+from cache_service.host_tier_servicer import HostTierServicer
 from cache_service.metrics import ManagerCollector, counter_of, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
 from cache_service.servicer import CacheAdminServicer, PrefixCacheServicer
