@@ -26,8 +26,8 @@ from cache_service.host_tier_servicer import HostTierServicer
 from cache_service.metrics import ManagerCollector, counter_of, gauge_of, step_observer
 from cache_service.reaper import Reaper, monotonic_ms
 from cache_service.servicer import CacheAdminServicer, PrefixCacheServicer
-from cache_service.session import Sessions, StreamLimits
 from cache_service.watchers import Watchers, WatchLimits
+from cache_service.worker_streams import Sessions, StreamLimits
 from protos.v1 import cache_pb2, cache_pb2_grpc, host_tier_pb2, host_tier_pb2_grpc
 from rpc.address import HostPort
 from rpc.collector import LONG_LIVED, seldom_collected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache_service import host_tier_codec as codec
-from cache_service.session import Sessions
+from cache_service.worker_streams import Sessions
 from protos.v1 import host_tier_pb2, host_tier_pb2_grpc
 from rpc.interceptor import Context
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 
-from cache_service.session import Sessions
+from cache_service.worker_streams import Sessions
 
 _log = logging.getLogger("cache_service.reaper")
 

@@ -11,9 +11,9 @@ import asyncio
 from cache_service import codec, host_tier_codec
 from cache_service.core.base.stats import ClearResult
 from cache_service.core.verbs.clearing import Slices
-from cache_service.session import Requests, Sessions
 from cache_service.slices import in_slices
 from cache_service.watchers import Watchers
+from cache_service.worker_streams import Requests, Sessions
 from protos.v1 import cache_pb2, cache_pb2_grpc
 from rpc.interceptor import Context
 

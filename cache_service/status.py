@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
-from cache_service import session, watchers
+from cache_service import watchers, worker_streams
 from cache_service.core.base import errors
 from session.errors import Damaged, InvalidInput, TooMany
 
@@ -25,6 +25,6 @@ CODES: dict[type[Exception], StatusCode] = {
     watchers.WatcherTooSlow: StatusCode.RESOURCE_EXHAUSTED,
     watchers.WatchIsOff: StatusCode.FAILED_PRECONDITION,
     Damaged: StatusCode.DATA_LOSS,
-    session.PeerTooSlow: StatusCode.DEADLINE_EXCEEDED,
-    session.ShuttingDown: StatusCode.UNAVAILABLE,
+    worker_streams.PeerTooSlow: StatusCode.DEADLINE_EXCEEDED,
+    worker_streams.ShuttingDown: StatusCode.UNAVAILABLE,
 }
