@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from adapters.sglang.lookup_budget import LookupBudget
 from adapters.sglang.ranks import Least
-from adapters.sglang.wait_credit import WaitCredit
 from session.words import TransferStatus
 from tier_client.client import TierClient
 from tier_client.values import Hit, PageGroup, PagePath
@@ -47,7 +47,7 @@ class PageReads:
         self._apart_bytes = sum(
             group.page_bytes * _reach_pages(group, client.config.page_tokens) for group in client.config.groups[1:]
         )
-        self._credit = WaitCredit(wait_s, clock)
+        self._budget = LookupBudget(wait_s, clock)
         self._pool = ThreadPoolExecutor(threads, "stemcache-read")
         self._lock = threading.Lock()
         self._num_bytes = 0  # of all reads, those on their way included
@@ -77,7 +77,7 @@ class PageReads:
             read = self._reads[request] = _Read(asked, end, len(self._client.config.groups))
             self._pool.submit(self._run, read)
         read.asked_s = self._clock()
-        with self._credit as most_s:
+        with self._budget as most_s:
             read.ended.wait(most_s)
         return read.lengths()
 

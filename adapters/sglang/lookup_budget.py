@@ -1,4 +1,4 @@
-"""How long SGLang's scheduler may be held for lookups."""
+"""The time for which lookups may hold SGLang's scheduler: a budget that refills as time passes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 WAIT_SHARE = 0.1
 
 
-class WaitCredit:
-    """`most_s` at once, and WAIT_SHARE of the time in all."""
+class LookupBudget:
+    """`most_s` at once, and WAIT_SHARE of the time in all. Enter it to get the seconds that are left; what passes
+    until the exit is spent."""
 
     def __init__(self, most_s: float, clock: Callable[[], float]) -> None:
         self._most_s, self._clock = most_s, clock
