@@ -17,7 +17,7 @@ from worker_service.core.ports import CachePort, Mover
 from worker_service.core.readmission import Readmission
 from worker_service.core.reply_handler import Failed
 from worker_service.core.scheduler import Scheduler
-from worker_service.session_losses import SessionLosses
+from worker_service.session_retries import SessionRetries
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class SessionKeeper:
         self._mover = mover
         self._stopping = stopping
         self._wake = wake
-        self._losses = SessionLosses()
+        self._losses = SessionRetries()
         self._connecting: asyncio.Task[Welcome] | None = None
         # Why to connect again; None while the session is fine.
         self.hello_due: str | None = None

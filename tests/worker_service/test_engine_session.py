@@ -23,7 +23,7 @@ from worker_service.core.errors import (
     WorkerStopped,
 )
 from worker_service.serving.servicer import CODES
-from worker_service.session_losses import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
+from worker_service.session_retries import MAX_BEGINNINGS, REJECTIONS_OF_A_STEP
 
 LENGTHS = (5, 30, 11, 22, 8)
 # Enough for a dozen steps.

@@ -1,4 +1,4 @@
-"""Counts sessions that were lost since the last reply to a step: how long to pause, and when a step is at fault."""
+"""After a lost session: how long to pause before the next Hello, and when the unanswered step is at fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 
 
-class SessionLosses:
+class SessionRetries:
     def __init__(self) -> None:
         self._num_lost = 0
         self._num_rejected = 0
