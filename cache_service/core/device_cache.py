@@ -17,6 +17,7 @@ from cache_service.core.device.radix_tree import RadixTree
 from cache_service.core.device.restored_runs import RestoredRuns
 from cache_service.core.device.transfer_table import TicketIds, TransferTable
 from cache_service.core.device.unit_times import UnitTimes
+from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HostView
 from cache_service.core.kinds.group import SparseGroup
 from cache_service.core.kinds.layout import make_groups, make_layout
@@ -81,6 +82,7 @@ class DeviceCache:
         self.rates = Rates()
         self.counters = Counters()
         self.spill_queue: OrderedDict[Node, None] = OrderedDict()
+        self.spill_breaker = Breaker(config.breaker_failures, config.breaker_ms)
         self.soft_pins = self.tree.soft_pins
         # Whose host copies are to be the youngest, and whether in the store, too: those that wait, those of this round.
         self.renewals: dict[Node, bool] = {}

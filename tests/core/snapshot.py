@@ -44,6 +44,7 @@ def _worker_state(cache: DeviceCache) -> tuple[object, ...]:
         tuple(numbers[node] for node in cache.policy.order()),
         tree.ghosts.snapshot(),
         tuple(numbers.get(node) for node in cache.spill_queue),
+        repr(cache.spill_breaker),
         (tree.num_nodes, tree.evictable_pages),
         tuple((pool.free_ids(), pool.fresh, pool.claimed_ahead) for pool in cache.pools.values()),
         tuple(

@@ -113,23 +113,26 @@ def test_spills_wait_while_the_tier_fails_and_follow_when_it_is_back() -> None:
         worker.release(live)
 
 
-def test_spills_do_not_wait_for_a_store_that_takes_nothing() -> None:
-    """A full one is asked once more, then what waited is dropped: fetches work, and are not to wait for its room."""
-    world = stage(breaker_failures=1, breaker_ms=1000)
-    worker = warm(world, full(40))
-    for first in (20, 40, 60):
-        worker.run(span(first, first + 7))
-    world.tick()
-    worker.do_spill(num_done=0, status=FAILED)
-    while worker.spills:
-        worker.do_spill(num_done=0, status=FAILED)
-    worker.run(span(80, 87))
+def test_a_store_that_takes_nothing_stops_spills_and_no_fetch() -> None:
+    """A full one: each worker asks it once in a pause, and what waits goes there when it has room."""
+    world = stage(breaker_failures=2, breaker_ms=1000)
+    worker, other = warm(world, full(40)), join(world, full(40), name="w1")
+    for pause in range(3):
+        worker.run(span(20 + 20 * pause, 27 + 20 * pause))
+        world.tick(1000)
+        while worker.spills:
+            worker.do_spill(num_done=0, status=FAILED)
+        live = worker.start(span(1, 10))
+        assert live.fetch is not None
+        worker.release(live, ABORTED)
+        other.run(span(120 + 20 * pause, 127 + 20 * pause))
+        world.tick()
+        other.spill_all()
+    num_stored = len(worker.store)
     world.tick(1000)
-    assert len(worker.spills) == 1
-    worker.do_spill(num_done=0, status=FAILED)
-    world.tick(1000)
-    assert not worker.spills
-    assert worker.start(span(1, 10)).fetch is not None
+    assert len(worker.spills) == 1, "one order tries whether there is room"
+    worker.spill_all()
+    assert len(worker.store) == num_stored + 12
 
 
 def test_few_spills_wait_for_a_tier_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

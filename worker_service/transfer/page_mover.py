@@ -207,6 +207,8 @@ class PageMover:
                 return _Outcome(num_done, TransferStatus.FAILED, num_bytes)
             self._breaker.worked()
             num_done, status, num_bytes = some.num_done, some.status, num_bytes + some.num_bytes
+        if status is TransferStatus.FAILED:
+            _log.warning("spill %d: the store is full", transfer.ticket)
         return _Outcome(num_done, status, num_bytes)
 
     def _spill_some(self, tier: HostTier, items: list[MovedPage], end: int) -> _Outcome:

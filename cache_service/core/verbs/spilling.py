@@ -28,7 +28,7 @@ from session.words import (
 # Open spills may hold one page of a pool in this many.
 SPILL_SHARE = 4
 
-# Nodes that wait while the breaker is open; of more, those that were queued first are dropped.
+# Nodes that wait while a breaker is open; of more, those that were queued first are dropped.
 MAX_WAITING = 4_096
 
 
@@ -37,8 +37,8 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
     queue = cache.spill_queue
     if not queue or cache.host is None:
         return ()
-    breaker = cache.host.index.breaker
-    if breaker.is_open:
+    breakers = cache.host.index.breaker, cache.spill_breaker
+    if any(breaker.is_open for breaker in breakers):
         while len(queue) > MAX_WAITING:
             queue.popitem(last=False)
         return ()
@@ -46,8 +46,8 @@ def next_orders(cache: DeviceCache) -> tuple[Transfer, ...]:
         return ()  # after a restart the store has most of them
     orders = []
     transfers = cache.transfers
-    # After the pause one order tries whether the tier is back.
-    most = 1 if breaker.is_trying else cache.config.max_open_tickets
+    # After the pause one order tries whether the tier takes pages again.
+    most = 1 if any(breaker.is_trying for breaker in breakers) else cache.config.max_open_tickets
     while queue and len(transfers.spills) < most and not _holds_much(cache):
         if len(transfers.abandoned) >= cache.config.max_open_tickets:
             break
@@ -151,12 +151,13 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
     if done:
         renewal.note_spilled(cache, spill.node, spill.transfer.first_page)
     if ack.status is TransferStatus.FAILED:
-        if index.breaker.is_trying:
-            # A full store answers and takes nothing: to go on trying would keep the breaker open, for fetches too.
-            cache.spill_queue.clear()
-        index.breaker.failed(now_ms)
+        # Stops spills alone: a full store takes nothing, and what it has can be fetched.
+        cache.spill_breaker.failed(now_ms)
         _unmark(spill, spill.transfer.first_page + ack.num_done)
+        if spill.node.resident:
+            cache.spill_queue[spill.node] = None
     else:
+        cache.spill_breaker.succeeded()
         index.breaker.succeeded()
     index.shrink()
 

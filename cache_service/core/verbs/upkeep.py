@@ -63,6 +63,7 @@ def tick(cache: DeviceCache, now_ms: int) -> None:
     cache.unit_times.seen(ghosts.unit, ghosts.cut_pages, now_ms)
     for node in cache.soft_pins.due(now_ms):
         _mark(cache, node, 0)
+    cache.spill_breaker.tick(now_ms)
     spilling.abandon_old(cache, now_ms)
     fetching.note_late(cache, now_ms)
     renewal.tick(cache)
