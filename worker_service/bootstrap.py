@@ -137,6 +137,7 @@ class _Worker:
             Launcher(DeviceRunner(compute.runner, compute.device), config.launch_timeout_s),
             self._mover,
             self.metrics,
+            config.detach_after_ms / 1000,
         )
         self.metrics.watch(self._load)
         self.drained = asyncio.Event()

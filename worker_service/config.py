@@ -116,6 +116,13 @@ class WorkerConfig:
     mover_threads: int = setting(2, "Transfers that run at once.", minimum=1)
     max_queued_transfers: int = setting(256, "Transfers that may wait.", minimum=1)
     reply_timeout_s: float = setting(10.0, "Silence of the cache service that ends the session.", minimum=0.05)
+    detach_after_ms: int = setting(
+        50,
+        "Silence of the cache service after which streams that lack pages take them from the worker's cached prompts; "
+        "0: they wait.",
+        minimum=0,
+        maximum=60_000,
+    )
     drain_timeout_s: float = setting(30.0, "The most time that running requests get at the end.", minimum=0.0)
     request_timeout_s: float = setting(3600.0, "The most time that one Generate call may take.", minimum=0.001)
     launch_timeout_s: float = setting(

@@ -5,8 +5,8 @@
 
 The scheduler decides what runs, the launcher runs it, the mover moves pages, the delivery streams tokens. Each pass of
 the loop takes what has come (a reply, an ended launch, a Welcome), and starts what can be started; it waits for nothing
-but news. A cache service that is slow or away stops nothing that has room. One event loop owns all of this, so nothing
-here needs a lock.
+but news. A cache service that is slow or away stops nothing that has room; what lacks pages takes them by itself
+(outage.py). One event loop owns all of this, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from worker_service.generation import Detokenizer, Generation
 from worker_service.launch.launcher import Launcher, NewTokens
 from worker_service.launch_meter import LaunchMeter
 from worker_service.observer import Observer
+from worker_service.outage import Outages
 from worker_service.session_keeper import SessionKeeper
 from worker_service.step_exchange import StepExchange
 from worker_service.trace import EngineTrace, Span
@@ -67,6 +68,7 @@ class Engine:
         launcher: Launcher,
         make_mover: Callable[[Callable[[Ack], None]], Mover],
         observer: Observer,
+        detach_after_s: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
         self._cache = cache
@@ -79,6 +81,7 @@ class Engine:
         self._delivery = Delivery(scheduler, observer)
         self._exchange = StepExchange(cache, self._wake.set)
         self._session = SessionKeeper(scheduler, cache, self._mover, self._stopping, self._wake.set)
+        self._outages = Outages(scheduler, self._exchange, self._session, observer, detach_after_s)
         self._numbers = itertools.count(1)
         self._fetch_tickets: set[TicketId] = set()
         self.trace = EngineTrace()
@@ -186,6 +189,7 @@ class Engine:
         has_reply = self._take_reply()
         new_tokens = self._take_launch()
         progressed = self._follow_session() or has_reply or new_tokens is not None
+        progressed |= not self._stopping.is_set() and self._outages.go_on()
         # A device without work comes first. Otherwise the reply first: it may bring rows for the next launch.
         if has_reply or not self._launcher.num_in_flight:
             progressed |= self._start_launch()
@@ -210,6 +214,7 @@ class Engine:
             self._end_session(str(lost))
             return True
         self._session.replied()
+        self._outages.patience.replied(exchanged.end_s - exchanged.start_s)
         self._has_news |= self.scheduler.num_waiting > 0 or self.scheduler.is_restoring
         for refusal in exchanged.reply.run_refusals:
             _log.warning("run %d of the inventory was refused: %s %s", refusal.run, refusal.field, refusal.detail)
@@ -271,7 +276,7 @@ class Engine:
         is_idle = not self._launcher.num_in_flight and not self._exchange.is_open
         times = [RETRY_S if is_idle and self.scheduler.num_waiting else None, self._launcher.time_left_s()]
         # Zero is late already, and what could be done without the reply was done.
-        times += [self._exchange.time_to_late_s() or None]
+        times += [self._exchange.time_to_late_s() or None, self._outages.time_left_s()]
         try:
             async with asyncio.timeout(min((time_s for time_s in times if time_s is not None), default=None)):
                 await self._wake.wait()

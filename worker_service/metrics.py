@@ -50,6 +50,7 @@ class WorkerMetrics(Observer):
         self._failed_launches = self._counter("failed_launches", "Forward passes that raised.")
         self._preemptions = self._counter("preemptions", "Preemptions of requests that have ended.")
         self._lost_sessions = self._counter("lost_sessions", "Times that the session broke.")
+        self._own_pages = self._counter("own_pages", "Pages taken without the cache service, while it did not reply.")
         self._host_bytes = self._counter("host_tier_bytes", "Bytes moved to and from the host tier.", "operation")
         self._host_failures = self._counter("host_tier_failures", "Calls that the host tier failed.", "operation")
         self._step_s = self._histogram("step_seconds", "Round trip of a step to the cache service.", _SHORT)
@@ -126,6 +127,9 @@ class WorkerMetrics(Observer):
 
     def session_lost(self) -> None:
         self._lost_sessions.inc()
+
+    def took_pages(self, num_pages: int) -> None:
+        self._own_pages.inc(num_pages)
 
 
 class TokenHistogram(Collector):

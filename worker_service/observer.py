@@ -31,3 +31,6 @@ class Observer:
     def aborted(self, usage: Usage | None) -> None: ...
 
     def session_lost(self) -> None: ...
+
+    def took_pages(self, num_pages: int) -> None:
+        """Rows took pages by themselves, while the cache service did not reply."""

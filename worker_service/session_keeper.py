@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from session.messages import Welcome
@@ -37,6 +38,9 @@ class SessionKeeper:
         self.hello_due: str | None = None
         # Of the present session; None while there is none.
         self.epoch: str | None = None
+        # Whether every transfer of the session before has ended; until then its tickets pin pages.
+        self.is_drained = False
+        self._away_since_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -48,6 +52,11 @@ class SessionKeeper:
         """Returns whether a Welcome, or a refusal, waits to be followed."""
         return self._connecting is not None and self._connecting.done()
 
+    def away_s(self) -> float:
+        """Returns for how many seconds there has been no session; 0 while there is one, or a Welcome to follow."""
+        is_away = self._connecting is not None and not self._connecting.done()
+        return time.monotonic() - self._away_since_s if is_away else 0.0
+
     def ask_for_hello(self, reason: str) -> None:
         """Ends the session as soon as no reply is awaited."""
         self.hello_due = reason
@@ -57,6 +66,8 @@ class SessionKeeper:
         """Ends the present session, if any, and begins the next one."""
         assert self._connecting is None, "one Hello at a time"
         self.epoch = None
+        self.is_drained = False
+        self._away_since_s = time.monotonic()
         self._connecting = asyncio.create_task(self._connect(), name="connect")
         self._connecting.add_done_callback(lambda _: self._wake())
 
@@ -90,6 +101,8 @@ class SessionKeeper:
         """
         await self._cache.disconnect()
         await self._mover.drain()
+        self.is_drained = True
+        self._wake()
         await self._losses.pause(self._stopping)
         self.hello_due = None
         return await self._cache.connect(self._scheduler.generation)

@@ -27,6 +27,7 @@ class StepExchange:
         self._on_reply = on_reply
         self._task: asyncio.Task[Exchanged] | None = None
         self._start_s = 0.0
+        self._dropped: set[asyncio.Task[Exchanged]] = set()
 
     @property
     def is_open(self) -> bool:
@@ -54,11 +55,20 @@ class StepExchange:
         """Returns the seconds until the reply is late, 0 when it is; None when none is awaited."""
         return max(self._start_s + LATE_S - time.monotonic(), 0.0) if self._task is not None else None
 
-    async def close(self) -> None:
+    def waiting_s(self) -> float:
+        """Returns for how many seconds a reply has been awaited; 0 when none is."""
+        return time.monotonic() - self._start_s if self._task is not None and not self._task.done() else 0.0
+
+    def drop(self) -> None:
+        """Awaits no reply any more; one that comes is not taken."""
         if self._task is not None:
+            self._dropped.add(self._task)
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+
+    async def close(self) -> None:
+        self.drop()
+        await asyncio.gather(*self._dropped, return_exceptions=True)
 
     async def _send(self, step: Step) -> Exchanged:
         reply = await self._cache.step(step)

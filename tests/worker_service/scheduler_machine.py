@@ -19,6 +19,7 @@ from tests.worker_service.audited_manager import LIMITS, WORKER, AuditedManager
 from tests.worker_service.device_memory import DeviceMemory, marks_of
 from tests.worker_service.host_mover import HostMover
 from worker_service.core.batch_part import with_known_tokens
+from worker_service.core.errors import LostPlace
 from worker_service.core.reply_handler import Failed
 from worker_service.core.sampling_params import SamplingParams
 from worker_service.core.scheduler import Launch, Output, Scheduler, SchedulerConfig
@@ -143,6 +144,9 @@ class Machine:
         raise AssertionError(f"not idle after {max_turns} turns: {self.scheduler.num_unfinished} requests left")
 
     def exchange(self) -> bool:
+        """A step and its reply; while there is no cache service, rows take pages by themselves."""
+        if self.scheduler.is_detached:
+            return self.scheduler.take_pages() > 0
         step = self.scheduler.next_step()
         if step is not None:
             self.apply(self.manager.step(step))
@@ -303,6 +307,32 @@ class Machine:
         assert self.say_hello() is step
         if step is not None:
             self.apply(self.manager.step(step))
+
+    def lose_service(self, *, step_arrived: bool = True) -> None:
+        """The cache service says nothing any more, with a step on its way: the worker gives up its state."""
+        step = self.scheduler.next_step()
+        if step is not None and step_arrived:
+            self.manager.step(step)
+        if not self.mover.is_idle:
+            self.drain()
+        self.manager.disconnect()
+        self.scheduler.detach()
+
+    def find_service(self, *, restarted: bool = False, late_hello: bool = False) -> None:
+        """It is back, with the state that it had or without. `late_hello` was sent before that state was given up."""
+        self.end_launches()
+        if restarted:
+            self.new_manager(self.manager.limits)
+        elif late_hello:
+            welcome = self.manager.hello(self.manager.generation)
+            try:
+                self.scheduler.readmit(welcome)
+            except LostPlace:
+                self.manager.disconnect()
+            else:
+                raise AssertionError("a state was followed that had been given up")
+        assert self.say_hello() is None
+        assert not self.scheduler.is_detached
 
     # -- the end --
 

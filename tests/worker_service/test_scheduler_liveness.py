@@ -1,5 +1,7 @@
 """Random workloads on pools that are much too small: all requests end, with the right tokens, and nothing is left.
 
+Sessions break, the cache service restarts or is silent while rows take pages by themselves.
+
 The manager is the real one, audited after each step; the memory shows every wrong page.
 """
 
@@ -104,6 +106,13 @@ class Workload:
         return machine.start() or happened
 
     def maybe_lose_something(self) -> bool:
+        if self.machine.scheduler.is_detached:
+            if self.rng.random() < 0.15:
+                self.machine.find_service(restarted=self.chance(0.3), late_hello=self.chance(0.3))
+            return True
+        if self.chance(0.03):
+            self.machine.lose_service(step_arrived=self.rng.random() < 0.5)
+            return True
         if self.chance(0.02):
             self.machine.restart_manager(self.limits())
             return True

@@ -3,7 +3,8 @@
 While any waits, a step carries adopts only: an acquire or an extend could be granted pages that are yet to be adopted.
 
     RUNNING --- the state was lost ---> ADOPTING --- granted ---> RUNNING
-                                            '------ no room ---> WAITING, computed again
+                                            |------ no room ---> WAITING, computed again
+                                            '------ this state was given up as well ---> RUNNING
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ class Adoptions:
             sequence.published_len = sequence.granted_len = sequence.launched_len = sequence.computed_len
             sequence.num_refused_extends = 0
             sequence.restore = sequence.leave = sequence.left = ()
+
+    def suspend(self) -> None:
+        """Lets those that wait run on: the pages are theirs as long as steps carry nothing but adopts."""
+        self._pending = []
+        for sequence in self._queues.leased:
+            if sequence.state is State.ADOPTING:
+                sequence.state = State.RUNNING
 
     def take(self, room: MessageRoom) -> list[tuple[Sequence, Adopt]]:
         """Returns adopts for one step, at least one while any sequence waits; aborted ones end here."""

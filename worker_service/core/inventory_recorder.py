@@ -64,7 +64,7 @@ class Recorder:
             if waiting is not None:
                 for pages in remap.pages:
                     _show(waiting, pages)
-        self._record_waiting()
+        self.record_unanswered()
 
     def granted(self, grant: Grant) -> None:
         """Pages behind the usable ones are to be written, and those that a fetch is to fill, at once."""
@@ -105,12 +105,17 @@ class Recorder:
 
     def lost(self, sequences: Iterable[Sequence]) -> None:
         """The service has a new state. These sequences have leases, and what they computed is not in doubt."""
-        self._record_waiting()
+        self.record_unanswered()
+        self.computed(sequences)
+        self.forgotten = self.confirmed = 0
+
+    def computed(self, sequences: Iterable[Sequence]) -> None:
+        """Records what these sequences have computed since the last publish, which no step will publish."""
         for sequence in sequences:
             written = self._written(sequence)
             if written is not None:
                 self._inventory.record(written)
-        self.forgotten = self.confirmed = 0
+            sequence.published_len = sequence.computed_len
 
     def forget(self, forget: Forget) -> None:
         """Clear calls dropped these namespaces; the next step confirms it."""
@@ -128,7 +133,8 @@ class Recorder:
         self.confirmed = self.forgotten
         return self.forgotten
 
-    def _record_waiting(self) -> None:
+    def record_unanswered(self) -> None:
+        """Records what was published, as it was written: no reply will say otherwise."""
         for written in self._waiting.values():
             self._inventory.record(written)
         self._waiting.clear()

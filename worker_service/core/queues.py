@@ -47,6 +47,11 @@ class Queues:
         sequence.leased = True
         insort(self.leased, sequence, key=_queue_order)
 
+    def undoubted(self) -> list[Sequence]:
+        """Returns the leased sequences but for those whose content a failed launch put in doubt."""
+        doubtful = [departure.sequence for departure in self.departures.values() if not departure.publishes]
+        return [sequence for sequence in self.leased if sequence not in doubtful]
+
     def end_lease(self, sequence: Sequence) -> None:
         self.leased.remove(sequence)
         sequence.forget_lease()

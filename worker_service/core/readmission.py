@@ -6,6 +6,8 @@ session_keeper.py's.
     the same state of the service     repeat the unanswered Step; everything goes on
     another state                     what computed nothing queues again; the rest is adopted; tickets are void;
                                       then the inventory is offered
+
+A worker that took pages by itself meanwhile (own_pages.py) has given up the state that it had: it asks for another one.
 """
 
 from __future__ import annotations
@@ -37,8 +39,6 @@ class Readmission(NamedTuple):
 
 
 class Readmitter:
-    """`generation` goes into the next Hello: the state of the cache service to go on from, or 0 for a new one."""
-
     def __init__(
         self,
         terms: Terms,
@@ -55,15 +55,29 @@ class Readmitter:
         self._admission = admission
         self._adoptions = adoptions
         self._epoch = ""
-        self.generation = 0
+        self._generation = 0
+        self.is_detached = False
+
+    @property
+    def generation(self) -> int:
+        """Returns what the next Hello names: the state of the cache service to go on from; 0 asks for a new one."""
+        return 0 if self.is_detached else self._generation
+
+    def detach(self) -> None:
+        """Gives up the cache service's state: no reply of it will be applied, and the next Hello asks for a new one."""
+        self.is_detached = True
+        self._adoptions.suspend()
+        self._recorder.lost(self._queues.undoubted())
 
     def readmit(self, welcome: Welcome) -> Readmission:
         """Raises LostPlace when the worker has to send Hello again, with generation 0."""
-        is_same = (welcome.epoch, welcome.generation) == (self._epoch, self.generation)
+        is_same = (welcome.epoch, welcome.generation) == (self._epoch, self._generation)
+        if is_same and self.is_detached:
+            raise LostPlace("the cache service goes on from a state that this worker has given up meanwhile")
         if is_same and not self._steps.is_at(welcome.last_step_id):
-            self.generation = 0
+            self._generation = 0
             raise LostPlace(f"the cache service is at step {welcome.last_step_id}, which this worker did not send last")
-        self._epoch, self.generation = welcome.epoch, welcome.generation
+        self._epoch, self._generation, self.is_detached = welcome.epoch, welcome.generation, False
         self._terms.take(welcome.limits)
         self._steps.may_shrink = SHRINK in welcome.capabilities
         failed = self._fail_excessive()
@@ -82,7 +96,7 @@ class Readmitter:
 
         Requests that it asked pages for ask one by one, so that the culprit is alone in its next step. Returns the
         request that was alone already."""
-        self.generation = 0
+        self._generation = 0
         self._admission.one_by_one()
         suspects = [asked.sequence for asked in self._steps.asked.values() if asked.ask in (Ask.ACQUIRE, Ask.ADOPT)]
         for sequence in suspects:
@@ -106,8 +120,7 @@ class Readmitter:
 
     def _begin_anew(self, welcome: Welcome) -> None:
         waiting = [asked.sequence for asked in self._steps.asked.values() if asked.ask is Ask.ACQUIRE]
-        doubtful = [departure.sequence for departure in self._queues.departures.values() if not departure.publishes]
-        self._recorder.lost(sequence for sequence in self._queues.leased if sequence not in doubtful)
+        self._recorder.lost(self._queues.undoubted())
         self._restoration.end()
         self._steps.reset(welcome.last_step_id)
         self._queues.departures.clear()

@@ -27,6 +27,7 @@ from worker_service.core.inventory import Inventory
 from worker_service.core.inventory_recorder import Recorder
 from worker_service.core.launch_plan import Row, SchedulerConfig, plan_launch
 from worker_service.core.limits import Terms
+from worker_service.core.own_pages import OwnPages
 from worker_service.core.penalty_slots import PenaltySlots
 from worker_service.core.queues import Queues
 from worker_service.core.readmission import Readmission, Readmitter
@@ -80,6 +81,7 @@ class Scheduler:
         self._steps = StepBuilder(self._terms, self._queues, self._admission, self._adoptions, pages)
         self._replies = ReplyHandler(self._queues, self._steps, self._admission, self._recorder)
         self._readmitter = Readmitter(self._terms, self._queues, self._steps, self._admission, self._adoptions, pages)
+        self._own_pages = OwnPages(self._terms, self._queues, self._steps, self._recorder, self.inventory)
         self._slots = PenaltySlots(config.max_num_seqs)
         self._num_requests = 0
         self._num_launches = 0
@@ -296,6 +298,25 @@ class Scheduler:
     def generation(self) -> int:
         """Returns what Hello is to name: the state of the cache service to go on from; 0 asks for a new one."""
         return self._readmitter.generation
+
+    @property
+    def is_detached(self) -> bool:
+        """Returns whether this worker has given up the state of the cache service and not got a new one yet."""
+        return self._readmitter.is_detached
+
+    def lacks_pages(self) -> bool:
+        """Returns whether some row that decodes stands still without the cache service."""
+        return self.num_adopting > 0 or self._own_pages.lacks()
+
+    def detach(self) -> None:
+        """Gives up the state of the cache service: rows may take pages by themselves once transfers have ended."""
+        self._readmitter.detach()
+        self._own_pages.begin()
+
+    def take_pages(self) -> int:
+        """Gives pages of the worker's own choice to rows that lack them. Returns how many; only while detached."""
+        assert self.is_detached, "pages are the cache service's to grant"
+        return self._own_pages.take()
 
     def readmit(self, welcome: Welcome) -> Readmission:
         """Follows a Welcome. Returns the step to repeat, if any; sequences that the cache service does not know any

@@ -204,7 +204,7 @@ class StepBuilder:
     def _releases(self, departing: list[Departure]) -> tuple[Release, ...]:
         releases = []
         for departure in departing:
-            rolling_tokens = self._rolling_tokens(departure)
+            rolling_tokens = self.rolling_tokens(departure)
             self._recorder.released(departure.sequence, rolling_tokens)
             releases.append(Release(departure.sequence.sequence_id, departure.reason, rolling_tokens))
         return tuple(releases)
@@ -219,7 +219,8 @@ class StepBuilder:
         num_taken = len(forgotten) - len(self._queues.forgotten)
         return tuple(Release(sequence_id, ReleaseReason.ABORTED) for sequence_id in forgotten[:num_taken])
 
-    def _rolling_tokens(self, departure: Departure) -> int:
+    def rolling_tokens(self, departure: Departure) -> int:
+        """Returns the boundary whose state the departing sequence's rolling slots hold; 0: none of use."""
         is_aborted = departure.reason is ReleaseReason.ABORTED
         return 0 if is_aborted else departure.sequence.rolling_boundary(self._page_tokens)
 
