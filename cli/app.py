@@ -67,8 +67,7 @@ def utf8(text: str | None) -> str | None:
 
 def hex_ids(text: str) -> str:
     """Returns ids of 64 hexadecimal digits, between commas or spaces, as one string; for - those of stdin."""
-    given = sys.stdin.read() if text == "-" else text
-    ids = given.replace(",", " ").split()
+    ids = (prompt_text(text) or "").replace(",", " ").split()
     for one in ids:
         if len(one) != PAGE_ID_DIGITS or set(one) - set(string.hexdigits):
             raise typer.BadParameter(f"{one[:70]!r} is no id of {PAGE_ID_DIGITS} hexadecimal digits")

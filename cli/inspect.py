@@ -65,11 +65,11 @@ def explain(
 ) -> None:
     """What of a prompt is cached where, and why the rest is not; or why an attached engine finds no pages."""
     output = Output(as_json=json_)
+    if not page_ids and (adapter or (attachment and salt)):
+        raise typer.BadParameter("goes with --page-ids: a lookup has its own", param_hint="--salt, --adapter")
     if attachment or page_ids:
-        if prompt:
-            raise typer.BadParameter("goes with neither --attachment nor --page-ids", param_hint="PROMPT")
-        if (salt or adapter) and not page_ids:
-            raise typer.BadParameter("goes with --page-ids: a lookup has its own", param_hint="--salt, --adapter")
+        if prompt or worker:
+            raise typer.BadParameter("goes with neither --attachment nor --page-ids", param_hint="PROMPT, --worker")
         _explain_pages(output, cache, attachment or 0, bytes.fromhex(page_ids), salt, adapter)
         return
     if not prompt:

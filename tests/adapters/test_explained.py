@@ -12,11 +12,13 @@ from typing import Any
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
 from adapters.vllm.layout import GroupLayout
 from adapters.vllm.scheduler_side import SAVE_S, Scheduled
 from adapters.vllm.settings import Settings
 from adapters.vllm.tier_clients import Engine, make_index, make_store
+from cli.__main__ import app
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from tests.adapters.stage import FULL, PAGE_TOKENS, WINDOW, FakeRequest, Stage, layout
 from tests.cli.command import stemcache
@@ -158,6 +160,8 @@ def test_the_command_refuses_what_makes_no_sense(services: Services, tmp_path: P
     cases = {
         ("explain",): "give a prompt, --attachment or --page-ids",
         ("explain", "x", "--attachment", "1"): "goes with neither --attachment nor --page-ids",
+        ("explain", "--page-ids", one_id, "--worker", "127.0.0.1:1"): "goes with neither --attachment nor --page-ids",
+        ("explain", "x", "--adapter", "a"): "goes with --page-ids",
         ("explain", "--page-ids", one_id[:-1]): "is no id of 64 hexadecimal digits",
         ("explain", "--page-ids", ", "): "has no id",
         ("explain", "--attachment", "1", "--salt", "s"): "goes with --page-ids",
@@ -168,3 +172,8 @@ def test_the_command_refuses_what_makes_no_sense(services: Services, tmp_path: P
         done = stemcache(tmp_path, *arguments, "--cache", address, COLUMNS="200")
         assert done.returncode != 0 and error in done.stderr, done.stderr
     assert "no engine is attached" in command(services, tmp_path, "explain", "--page-ids", one_id)
+
+
+def test_page_ids_that_are_no_text_are_refused() -> None:
+    done = CliRunner().invoke(app, ["explain", "--page-ids", "-"], input=b"\xff\xfe", env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "stdin is not UTF-8 (byte 0)" in done.output
