@@ -25,7 +25,8 @@ if torch.cuda.is_available():
 # Of kinds whose pages are four or eight times as long, so that as many prompts need more of the pool.
 GPU_SCALES = {
     **dict.fromkeys(("gated-delta", "mamba2"), Scale(pool_tokens=32_768)),
-    "compressed": Scale(pool_tokens=65_536),
+    # The longer ones have more entries than are chosen, and a list of keys that is cut into pieces.
+    "compressed": Scale(pool_tokens=65_536, lengths=(2, 130, 900, 1_400)),
 }
 CPU_SCALES = {
     **dict.fromkeys(("gated-delta", "mamba2"), Scale(pool_tokens=16_384, lengths=(75, 150, 200))),
@@ -144,11 +145,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "num_experts_per_tok": 4,
         },
         {
-            "num_attention_heads": 64,
+            "num_attention_heads": 32,
+            "head_dim": 256,
             "q_lora_rank": 512,
             "o_lora_rank": 128,
             "moe_intermediate_size": 512,
-            "index_topk": 64,
+            "index_topk": 200,
         },
         {
             "head_dim": 32,
