@@ -53,7 +53,8 @@ def served(
         cache = start.cache(redis_url=redis.url, spill="write_through", fetch="always", grace_ms=20_000)
         tier = {"host_tier": "redis", "redis_url": redis.url}
         # With pages for the rest of their answers, requests would end while the cache service is away.
-        here, there = start.workers(cache.address, 2, token_budget=128, max_decode_ahead_tokens=0, **tier)
+        waiting = {"max_decode_ahead_tokens": 0, "detach_after_ms": 0}
+        here, there = start.workers(cache.address, 2, token_budget=128, **waiting, **tier)
         page, large = KINDS[name].page, max(KINDS[name].page, LARGE_PAGE)
         # Pages for one sequence of the greatest length.
         tight = {"page_tokens": large, "pool_pages": -(-MOST_TOKENS // large), "max_model_len": MOST_TOKENS}

@@ -14,7 +14,7 @@ from tests.e2e.running import Draw, Running, healthy, lengths
 
 PAGE, SHARED_PAGES = 16, 4
 # With pages for the rest of their answers the requests would end while the cache service is away.
-PAUSING = {"max_decode_ahead_tokens": 0}
+PAUSING = {"max_decode_ahead_tokens": 0, "detach_after_ms": 0}
 
 
 @pytest.mark.parametrize("away_s", [0.0, 1.5])
@@ -143,6 +143,42 @@ async def test_streams_go_on_while_the_cache_service_stands_still(client: Client
     cache.thaw()
     await running.check()
     await client.until(cache.address, healthy)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_in_a_full_pool_streams_take_pages_of_cached_prompts_while_the_cache_service_is_away(
+    client: Client, start: Starter, draw: Draw, restarted: bool
+) -> None:
+    cache = start.cache()
+    worker = start.workers(cache.address, pool_pages=260, max_model_len=2048)[0]
+    fillers = [draw(400) for _ in range(10)]
+    for filler in fillers:
+        await client.generate(worker.address, filler, 2)
+    running = Running(client, worker.address, lengths(draw), 600)
+    await running.decoding.wait()
+    assert num_free(await client.stats(cache.address)) < 20, "pages are free: nothing has to be taken"
+    if restarted:
+        cache.kill()
+    else:
+        cache.freeze()
+    assert running.all_run, "they ended before the cache service was away"
+    answers = await asyncio.gather(*running.tasks)
+    assert [len(answer.tokens) for answer in answers] == [600] * 4
+    assert "streams take pages by themselves" in worker.logged()
+    cache.settings["listen"] = cache.address
+    await asyncio.to_thread(cache.start if restarted else cache.thaw)
+    # The prompt that was used last before the streams is cached as it was, and so is what they computed.
+    await client.until(cache.address, lambda stats: [w.connected for w in stats.workers] == [True])
+    assert (await client.generate(worker.address, fillers[-1], 2)).counts == (384, 0, 16)
+    spoken = [*running.prompts[3], *answers[3].tokens]
+    assert (await client.generate(worker.address, spoken, 2)).counts == (896, 0, 4)
+    await running.check()
+    await client.until(cache.address, healthy)
+
+
+def num_free(stats: cache_pb2.StatsResponse) -> int:
+    (group,) = stats.workers[0].groups
+    return group.num_free
 
 
 def num_taken(stats: cache_pb2.StatsResponse) -> int:

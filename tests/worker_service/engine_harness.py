@@ -234,6 +234,7 @@ async def running_engine(
     *,
     host: bool = False,
     runner: ToyRunner | None = None,
+    detach_after_s: float = 0.0,
     **config: int,
 ):
     groups = (GroupSpec("full", GroupKind.FULL, num_pages, 64),)
@@ -246,9 +247,8 @@ async def running_engine(
         movers.append(ToyMover(on_ack))
         return movers[0]
 
-    engine = Engine(
-        scheduler, cache, Launcher(SerialRunner(runner.run), launch_timeout_s), make_mover, observer or Observer()
-    )
+    launcher = Launcher(SerialRunner(runner.run), launch_timeout_s)
+    engine = Engine(scheduler, cache, launcher, make_mover, observer or Observer(), detach_after_s)
     task = asyncio.create_task(engine.run())
     harness = EngineHarness(engine, cache, runner, movers[0], task)
     try:
