@@ -403,7 +403,9 @@ Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
-    """One for each rank; rank 0 alone where all pages are of replicated groups. A ticket that has ended, by its time or by its commits, takes no further one: `is_open` is false then."""
+    """One for each rank; rank 0 alone where all pages are of replicated groups. A ticket that has ended, by its time or by its
+    commits, takes no further one: `is_open` is false then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -438,6 +440,8 @@ Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
 
 @_typing.final
 class WrittenPages(_message.Message):
+    """A group that is left out was given up."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
@@ -445,7 +449,9 @@ class WrittenPages(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     num_pages: _builtins.int
-    """How many of the first of this group's pages in the ticket were written and acknowledged by the store."""
+    """How many of the first of this group's pages in the ticket were written and acknowledged by the store. Not all of them,
+    with DONE: the store was full.
+    """
     num_bytes: _builtins.int
     """Bytes of those pages, headers not counted: num_pages times the group's page_bytes, or the layouts differ."""
     def __init__(
