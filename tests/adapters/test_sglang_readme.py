@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_lines_for_sglang_name_the_linker_and_its_settings() -> None:
     section = (ROOT / "README.md").read_text().split("## Under SGLang")[1].split("## ")[0]
     (lines,) = section.split("```")[1::2]
+    assert len(lines.strip().splitlines()) < 10
     words = shlex.split(lines.replace("\\\n", " "), comments=True)
     assert "--enable-unified-cache-external-linker" in words
     assert words[words.index("--unified-cache-external-linker-backend") + 1] == "dynamic"
