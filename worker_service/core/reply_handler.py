@@ -1,9 +1,4 @@
-"""Applies a reply: pages to tables, sequences to their next state, preemption when pages ran out.
-
-Why this ends: an extend that was refused asks first in the next step; refused again, the youngest younger sequence goes
-back to the queue, one for each reply, and when none is younger, the sequence itself. The oldest never goes, so it
-finishes, and then the next one is the oldest.
-"""
+"""Applies a reply: pages to tables, sequences to their next state. Who is preempted is decided in preemption.py."""
 
 from __future__ import annotations
 
@@ -16,12 +11,11 @@ from worker_service.core.admission import Admission
 from worker_service.core.adoption import take_over
 from worker_service.core.errors import UnaskedReply
 from worker_service.core.inventory_recorder import Recorder
+from worker_service.core.preemption import preempt
 from worker_service.core.queues import Queues
 from worker_service.core.sequence import NO_MATCH, Sequence, State, place_pages
 from worker_service.core.step_builder import Ask, Asked, StepBuilder
 
-# An extend that was refused this often in a row preempts the youngest sequence.
-PATIENCE = 2
 _FINAL = (RefusalReason.NEVER_FITS, RefusalReason.INVALID)
 
 
@@ -78,7 +72,7 @@ class ReplyHandler:
         for left in asked.values():  # what the reply left out is refused
             failed += self._refuse(left, Refusal(left.sequence.sequence_id, RefusalReason.NO_ROOM, "unanswered"))
             left.sequence.kept_len = 0
-        self._preempt()
+        preempt(self._queues)
         return Applied(tuple(fetches), tuple(failed))
 
     def _check(self, reply: StepReply) -> None:
@@ -167,15 +161,6 @@ class ReplyHandler:
         self._queues.finish(sequence, ReleaseReason.ABORTED, publishes=False)
         field = refusal.field.rpartition("].")[2]
         return Failed(sequence.sequence_id, refusal.detail, field or "prompt")
-
-    def _preempt(self) -> None:
-        """Preempts the youngest: younger than every starving one, or starving itself. At most one for a reply, and none
-        while the pages of another are on their way."""
-        leased = self._queues.leased
-        if self._queues.departures or len(leased) < 2:
-            return
-        if any(sequence.num_refused_extends >= PATIENCE for sequence in leased):
-            self._queues.preempt(leased[-1])
 
 
 def _require_each_once(field: str, named: list[SequenceId], asked: Collection[SequenceId]) -> None:
