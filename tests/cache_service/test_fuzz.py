@@ -269,7 +269,7 @@ def test_well_formed_nonsense_of_an_attached_engine(calls: list[tuple[Any, int]]
             client.manager.host_lost(engine.TIER)
             audit.check(client.manager)
             index = client.manager.tiers.shared[engine.TIER]
-            assert (index.num_held, index.reserved_bytes, index.pending) == (0, 0, {})
+            assert (index.quota.num_held, index.quota.reserved_bytes, index.pending) == (0, 0, {})
 
     asyncio.run(main())
 

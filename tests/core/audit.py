@@ -233,18 +233,22 @@ def _check_attachments(manager: CacheManager, index: HashIndex, on_the_way: dict
                 key = attachment.view.fingerprint + page_hash
                 assert not on_the_way.get(key, 0) & groups, "two write the same page"
                 on_the_way[key] = on_the_way.get(key, 0) | groups
-    assert index.reserved_bytes == reserved, f"host index reserves {index.reserved_bytes} bytes, tickets {reserved}"
+    assert index.quota.reserved_bytes == reserved, (
+        f"host index reserves {index.quota.reserved_bytes} bytes, tickets {reserved}"
+    )
     held = [row for row in index.rows.values() if row.holds]
     assert all(row.holds == holds[id(row)] for row in index.rows.values()), "holds of a row are not those of leases"
-    counted = (index.num_held, index.held_bytes)
+    counted = (index.quota.num_held, index.quota.held_bytes)
     assert counted == (len(held), sum(row.num_bytes for row in held)), f"held rows and bytes are counted as {counted}"
 
 
 def _check_host(manager: CacheManager) -> None:
     for index in manager.tiers.all():
         num_bytes = sum(row.num_bytes for row in index.rows.values())
-        assert index.num_bytes == num_bytes, f"host index counts {index.num_bytes} bytes, rows have {num_bytes}"
-        most = max(index.quota_bytes, index.held_bytes)
+        assert index.quota.num_bytes == num_bytes, (
+            f"host index counts {index.quota.num_bytes} bytes, rows have {num_bytes}"
+        )
+        most = max(index.quota.max_bytes, index.quota.held_bytes)
         assert num_bytes <= most, f"host index holds {num_bytes} of {most} bytes"
         on_the_way: dict[bytes, int] = {}
         _check_attachments(manager, index, on_the_way)

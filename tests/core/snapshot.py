@@ -23,7 +23,7 @@ def snapshot(manager: CacheManager) -> tuple[object, ...]:
             repr(index.breaker),
             tuple(index.queues.deletes),
             tuple(index.queues.touches),
-            (index.num_held, index.held_bytes, index.reserved_bytes, tuple(index.group_bytes)),
+            (index.quota.num_held, index.quota.held_bytes, index.quota.reserved_bytes, tuple(index.group_bytes)),
         )
         for index in manager.tiers.all()
     )

@@ -136,4 +136,4 @@ def test_random_work_of_both(seed: int) -> None:
     assert hits and world.manager.stats().host_tier.num_spilled_pages
     world.tick(1_000)
     index = world.manager.tiers.shared["redis"]
-    assert (index.num_held, index.held_bytes, index.reserved_bytes) == (0, 0, 0)
+    assert (index.quota.num_held, index.quota.held_bytes, index.quota.reserved_bytes) == (0, 0, 0)

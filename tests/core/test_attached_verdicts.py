@@ -93,7 +93,7 @@ def test_of_a_replicated_group_one_rank_writes_what_all_read() -> None:
     (answer,) = first.write(reserved, ranks=[0])
     assert answer.num_findable == 10, "the ticket waits for no other rank"
     index = stage.manager.tiers.shared[TIER]
-    assert index.num_bytes == 10 * PAGE_BYTES and len(stage.store) == 10
+    assert index.quota.num_bytes == 10 * PAGE_BYTES and len(stage.store) == 10
     assert second.lookup(PROMPT).usable_pages == 10
     clear_at_once(stage.manager, None, unused_only=True)
     stage.settle()
@@ -110,7 +110,7 @@ def test_beside_it_other_groups_are_of_all_ranks() -> None:
     assert engine.commit(Commit(reserved.ticket, 1, DONE, both[1:])).num_findable == 0
     assert engine.commit(Commit(reserved.ticket, 0, DONE, both)).num_findable == 10
     assert engine.lookup(PROMPT).usable_pages == 10
-    assert stage.manager.tiers.shared[TIER].num_bytes == 10 * 3 * PAGE_BYTES
+    assert stage.manager.tiers.shared[TIER].quota.num_bytes == 10 * 3 * PAGE_BYTES
 
 
 def test_replicated_or_not_are_other_pages() -> None:
@@ -158,7 +158,7 @@ def test_what_is_written_before_the_scan_finds_it_is_one_row_or_none(status: Any
     engine.commit(Commit(reserved.ticket, 0, status, written))
     index = stage.manager.tiers.shared[TIER]
     rows = 10 if status is DONE else 6
-    assert (len(index.rows), index.num_bytes, len(stage.store)) == (rows, rows * PAGE_BYTES, rows)
+    assert (len(index.rows), index.quota.num_bytes, len(stage.store)) == (rows, rows * PAGE_BYTES, rows)
     if status is DONE:
         found = engine.lookup(PROMPT)
         assert found.usable_pages == 10 and engine.is_written(found)

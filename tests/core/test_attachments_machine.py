@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         reserved = engine.reserve(asked, *ranges)
         index = engine.attachment().view.index
         if reserved.ticket:
-            assert index.reserved_bytes + index.held_bytes <= index.quota_bytes
+            assert index.quota.reserved_bytes + index.quota.held_bytes <= index.quota.max_bytes
             self.tickets.append(Open(engine, reserved))
             self.saved.append(asked)
 
@@ -268,7 +268,12 @@ class Machine(RuleBasedStateMachine):
             self.stage.tick(IDLE_MS)
             audit.check(self.stage.manager)
             index = self.stage.manager.tiers.shared[TIER]
-            assert (index.num_held, index.held_bytes, index.reserved_bytes, index.pending) == (0, 0, 0, {})
+            assert (index.quota.num_held, index.quota.held_bytes, index.quota.reserved_bytes, index.pending) == (
+                0,
+                0,
+                0,
+                {},
+            )
 
 
 TestAttachments = Machine.TestCase

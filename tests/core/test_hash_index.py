@@ -36,7 +36,7 @@ def test_a_row_gains_groups_and_counts_each_once() -> None:
     index = make()
     index.add(FINGERPRINT, page(1), 0b01, NS)
     index.add(FINGERPRINT, page(1), 0b11, NS)
-    assert index.groups(FINGERPRINT, page(1)) == 0b11 and index.num_bytes == 15
+    assert index.groups(FINGERPRINT, page(1)) == 0b11 and index.quota.num_bytes == 15
 
 
 def test_fingerprints_do_not_meet() -> None:
@@ -50,7 +50,7 @@ def test_the_quota_drops_the_least_recently_used_and_names_their_keys() -> None:
     for number in (1, 2, 3):
         index.add(FINGERPRINT, page(number), 1, NS)
     index.shrink()
-    assert not index.groups(FINGERPRINT, page(1)) and index.num_bytes == 20
+    assert not index.groups(FINGERPRINT, page(1)) and index.quota.num_bytes == 20
     assert hashes_of(index.take_deletes(9)) == [1] and not index.take_deletes(9)
 
 
@@ -102,7 +102,7 @@ def test_an_adopted_row_is_visible_when_every_rank_was_seen() -> None:
     assert not index.adopt(HostKey(FINGERPRINT, 0, 1, page(1)))
     assert not index.groups(FINGERPRINT, page(1))
     assert index.adopt(HostKey(FINGERPRINT, 0, 0, page(1)))
-    assert index.groups(FINGERPRINT, page(1)) == 1 and index.num_bytes == 20
+    assert index.groups(FINGERPRINT, page(1)) == 1 and index.quota.num_bytes == 20
     assert not index.adopt(HostKey(FINGERPRINT, 7, 0, page(2))), "a group that nobody declared"
     index.forget(FINGERPRINT, page(1), MissReason.LOST)
     assert len(index.take_deletes(9)) == 2, "one key for each rank"

@@ -124,7 +124,7 @@ class Attachment:
         index, fingerprint = self.view.index, self.view.fingerprint
         for page_hash, groups in writing.rows:
             index.begin(fingerprint, page_hash, groups)
-        index.reserved_bytes += writing.num_bytes
+        index.quota.reserved_bytes += writing.num_bytes
         self.last_ticket += 1
         self.tickets[self.last_ticket] = writing
         self.writing_pages += len(writing.rows)
@@ -136,7 +136,7 @@ class Attachment:
         writing = self.tickets.pop(number)
         self.writing_pages -= len(writing.rows)
         index, fingerprint = self.view.index, self.view.fingerprint
-        index.reserved_bytes -= writing.num_bytes
+        index.quota.reserved_bytes -= writing.num_bytes
         left = dict(done)
         added: list[tuple[bytes, int]] = []
         for page_hash, groups in writing.rows:

@@ -63,7 +63,7 @@ def _admitted(
     """
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
     floor, is_failing = index.floor(hashes.digest), index.breaker.is_open
-    room = 0 if is_failing else index.quota_bytes - index.held_bytes - index.reserved_bytes
+    room = 0 if is_failing else index.quota.room_bytes
     most = MAX_HELD_PAGES - attachment.writing_pages
     rows: dict[bytes, tuple[int, bytes, int]] = {}
     num_refused = 0

@@ -1,4 +1,4 @@
-"""Page hash -> host copies of one host tier: rows, their quota and last use.
+"""Page hash -> host copies of one host tier: rows, and their order by last use. Their bytes count in quota.py.
 
 A row says which groups of a page the tier holds; rows of different fingerprints never meet. Leases of attached engines
 hold rows: these go neither by the quota nor by age.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.host_key import HostKey, key_prefix
 from cache_service.core.host.key_queues import KeyQueues
+from cache_service.core.host.quota import Quota
 from session.words import HASH_BYTES, MissReason, Namespace
 
 # The most rows of which a scan has seen some rank but not all; of more, the oldest wait for the next scan.
@@ -62,17 +63,14 @@ class HashIndex:
     """One tier: rows by fingerprint and hash, least recently used first."""
 
     def __init__(self, quota_bytes: int, breaker: Breaker, shared: bool) -> None:
-        self.quota_bytes, self.breaker, self.shared = quota_bytes, breaker, shared
+        self.quota, self.breaker, self.shared = Quota(quota_bytes), breaker, shared
         self.rows: OrderedDict[bytes, HostRow] = OrderedDict()
-        self.num_bytes = 0
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
         self.group_ranks: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: values of one page of each group
         self.group_bytes: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: bytes of one page of each group
         self.unscanned: set[bytes] = set()  # fingerprints whose rows a scan is yet to find
         self.queues = KeyQueues()  # empty unless the tier is shared
         self.counters = HostCounters()
-        self.num_held = self.held_bytes = 0  # rows that leases hold
-        self.reserved_bytes = 0  # of pages that attached engines are writing
         self.drop_listener: DropListener | None = None
         self.now_ms = 0  # of the last tick
         self._stamp = 0
@@ -179,8 +177,7 @@ class HashIndex:
         num_bytes = self.page_bytes(fingerprint, added)
         row.groups |= added
         row.num_bytes += num_bytes
-        self.num_bytes += num_bytes
-        self.held_bytes += num_bytes if row.holds else 0
+        self.quota.grow(num_bytes, is_held=row.holds > 0)
         row.namespace = row.namespace or namespace
         self._use(key, row)
 
@@ -246,8 +243,7 @@ class HashIndex:
         """Notes that a lease holds this row, which is there, and has just used it. Returns it, for `let_go`."""
         row = self.rows[key]
         if not row.holds:
-            self.num_held += 1
-            self.held_bytes += row.num_bytes
+            self.quota.hold(row.num_bytes)
         row.holds += 1
         return row
 
@@ -255,12 +251,11 @@ class HashIndex:
         """Ends a hold; the row may have gone meanwhile."""
         row.holds -= 1
         if not row.holds and self.rows.get(key) is row:
-            self.num_held -= 1
-            self.held_bytes -= row.num_bytes
+            self.quota.let_go(row.num_bytes)
 
     def _oldest(self) -> bytes | None:
         """Returns the least recently used row that nobody holds. Held ones before it are in use now."""
-        while len(self.rows) > self.num_held:
+        while len(self.rows) > self.quota.num_held:
             key = next(iter(self.rows))
             row = self.rows[key]
             if not row.holds:
@@ -278,7 +273,7 @@ class HashIndex:
 
     def shrink(self) -> None:
         """Drop the least recently used rows beyond the quota, but none that a lease holds."""
-        while self.num_bytes > self.quota_bytes:
+        while self.quota.is_exceeded:
             key = self._oldest()
             if key is None:
                 return
@@ -290,16 +285,13 @@ class HashIndex:
         self.queues.clear()
         self._seen_ranks.clear()
         self._hidden.clear()
-        self.num_bytes = self.num_held = self.held_bytes = 0
+        self.quota.clear()
 
     def _drop(self, key: bytes, why: MissReason = MissReason.EVICTED) -> bool:
         row = self.rows.pop(key, None)
         if row is None:
             return False
-        self.num_bytes -= row.num_bytes
-        if row.holds:
-            self.num_held -= 1
-            self.held_bytes -= row.num_bytes
+        self.quota.drop(row.num_bytes, is_held=row.holds > 0)
         if self.drop_listener is not None:
             self.drop_listener.dropped(key, row.groups, why)
         if self.shared:

@@ -133,7 +133,7 @@ class HostTiers:
         tiers = self.all()
         return HostTierStats(
             num_rows=sum(len(index.rows) for index in tiers),
-            num_bytes=sum(index.num_bytes for index in tiers),
+            num_bytes=sum(index.quota.num_bytes for index in tiers),
             quota_bytes=self._config.host_quota_bytes,
             num_spilled_pages=sum(index.counters.spilled for index in tiers),
             num_fetched_pages=sum(index.counters.fetched for index in tiers),

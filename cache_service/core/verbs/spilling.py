@@ -130,7 +130,7 @@ def _lacking(cache: DeviceCache, node: Node) -> dict[int, SpillRow]:
         page_hash = PageHash(bytes(node.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]))
         groups = layout.full_mask | sum(1 << group for group, ids in sparse.items() if ids[at])
         groups &= ~index.known(fingerprint, page_hash, floor)
-        if groups and index.page_bytes(fingerprint, groups) <= index.quota_bytes:
+        if groups and index.page_bytes(fingerprint, groups) <= index.quota.max_bytes:
             rows[node.start + at] = SpillRow(page_hash, groups)
     return rows
 
