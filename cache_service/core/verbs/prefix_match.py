@@ -1,6 +1,6 @@
-"""Read-only: how far a prompt is cached on one worker and in its host tier, where it can resume, and why not later.
+"""Read-only: how far a prompt is cached on one worker and in its host tier, and where it can resume.
 
-Reasons that are no worker's own are given elsewhere: another salt's pages in explaining.py, a bypass in admission.py.
+Why not later is decided in miss_reasons.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_service.core.base.page_hash import PromptHashes
-from cache_service.core.device.ghost_table import GhostKind
 from cache_service.core.device.radix_node import Root
 from cache_service.core.device.radix_tree import RadixTree, Walk
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.hash_index import HostView
-from cache_service.core.kinds.group import limiting_group, residency, resume
+from cache_service.core.kinds.group import Group, limiting_group, residency, resume
 from cache_service.core.kinds.layout import Layout
+from cache_service.core.verbs.miss_reasons import miss_reason
 from session.words import HASH_BYTES, PAGE_ID_BYTES, Match, MissReason, Namespace
 
 # Pages that are hashed before the tier is asked for them: 1, 2, 4 and so on up to this.
@@ -68,23 +68,23 @@ def match_prefix(
     walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
     matched = walk.end
     found = PrefixMatch(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
-    if not layout.resumes_anywhere:
-        _resume_on_device(found, cache)
-    if found.usable_pages < limit and not found.limiting:
-        found.reason = _why_absent(tree, tokens, root, matched)
+    limiting = None if layout.resumes_anywhere else _resume_on_device(found, cache)
+    found.reason = miss_reason(tree, root, tokens, matched, limit, limiting)
     if host is not None and found.usable_pages < limit and not host.index.breaker.is_open:
         _look_in_host(found, cache, host, hashes or PromptHashes(namespace, tokens, layout.page_key_bytes))
     return found
 
 
-def _resume_on_device(found: PrefixMatch, cache: DeviceCache) -> None:
+def _resume_on_device(found: PrefixMatch, cache: DeviceCache) -> Group | None:
+    """Finds the boundary at which every group can resume. Returns the group that cannot at the matched tokens' end."""
     for group in cache.sparse:
         found.sparse_ids[group.number] = page_ids(cache.tree, found.walk, group.number)
     flags = [residency(found.sparse_ids[group.number]) for group in cache.sparse]
     found.usable_pages = found.host_pages = resume(cache.sparse, flags, found.matched_pages)
     limiting = limiting_group(cache.sparse, flags, found.matched_pages)
     if limiting is not None:
-        found.limiting, found.reason = limiting.spec.name, limiting.miss_reason
+        found.limiting = limiting.spec.name
+    return limiting
 
 
 def page_ids(tree: RadixTree, walk: Walk, group: int) -> bytes:
@@ -95,20 +95,11 @@ def page_ids(tree: RadixTree, walk: Walk, group: int) -> bytes:
     return b"".join(parts)
 
 
-def _why_absent(tree: RadixTree, tokens: bytes, root: Root, page: int) -> MissReason:
-    ghost = tree.ghost_at(root, tokens, page) if tree.ghosts.num_pages else None
-    if ghost is None:
-        return MissReason.NEVER_SEEN
-    return MissReason.CLEARED if ghost.kind is GhostKind.CLEARED else MissReason.EVICTED
-
-
 def resident(tree: RadixTree, layout: Layout, tokens: bytes, root: Root) -> tuple[int, MissReason]:
     """Returns how many leading pages of the prompt the device holds, and why not more."""
     limit = (len(tokens) - 1) // layout.page_key_bytes
     walk = tree.walk(root, tokens, 0, limit * layout.page_key_bytes)
-    if walk.end == limit:
-        return limit, MissReason.PAGE_TAIL
-    return walk.end, _why_absent(tree, tokens, root, walk.end)
+    return walk.end, miss_reason(tree, root, tokens, walk.end, limit)
 
 
 def _look_in_host(found: PrefixMatch, cache: DeviceCache, host: HostView, hashes: PromptHashes) -> None:
