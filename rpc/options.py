@@ -1,4 +1,7 @@
-"""Channel and server arguments that must agree on both ends of a connection."""
+"""Channel and server arguments that must agree on both ends of a connection.
+
+The greatest message is an argument here: it is decided in session/limits.py.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MAX_LEAVE_AT = 64
 MIN_STATE_SLOTS = 2
 # Items in each repeated field of a Step: an engine sends at most a few for each sequence that it runs.
 MAX_STEP_ITEMS = 8_192
-# Of one message, on every connection of ours: what Welcome tells and what gRPC takes.
+# Of one message, on every connection of ours: what Welcome tells, what gRPC takes, and what attached engines read.
 MAX_MESSAGE_BYTES = 64 << 20
 
 

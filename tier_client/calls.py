@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
+from session.limits import MAX_MESSAGE_BYTES
 from session.words import HASH_BYTES, MissReason, TransferStatus
 from tier_client.breaker import Breaker
 from tier_client.fetch_rate import FetchRate
@@ -23,8 +24,6 @@ from tier_client.values import NOT_ATTACHED, Attachment, Hit, KeyedPages, PagePa
 PROTOCOL_VERSION = 1
 # Of one path, until the service has told its limit.
 MAX_PAGES = 16_384
-# A Lookup of as many pages names up to as many keys in each group.
-MAX_MESSAGE_BYTES = 64 << 20
 # The caller's mistake, not the service's: it is logged, and others may go on asking.
 REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
