@@ -1,4 +1,4 @@
-"""Unary calls and events: what people ask is decoded and checked, what the manager says is encoded as it is.
+"""Messages of the unary calls (Match, Explain, Stats, Pin, Clear) and of Watch: requests decoded, replies encoded.
 
 The session's messages are in session.wire.
 """

@@ -1,7 +1,8 @@
 """Passes the manager's effects on to what carries them out.
 
-Events go to the watchers, keys of the host tier to the client that deletes and touches them there. Spill orders are not
-handled here: each session takes its own when its peer can read them.
+Events go to the watchers, keys of the host tier to the client that deletes and touches them there. Orders to workers,
+spills and what a Clear call dropped (Forget), are not handled here: each worker's stream takes its own by
+`CacheManager.take_orders`.
 """
 
 from __future__ import annotations

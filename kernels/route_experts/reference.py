@@ -1,4 +1,4 @@
-"""route_experts in plain torch."""
+"""Chooses each token's experts by the rule, and their weights, in plain torch; triton.py does the same on a GPU."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How a router's logits become experts and weights."""
+"""A model's rule of routing, as values. The choice itself is made in reference.py, on a GPU in triton.py."""
 
 from enum import Enum
 from typing import NamedTuple

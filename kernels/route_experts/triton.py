@@ -1,4 +1,4 @@
-"""route_experts in Triton: one program for one token, one warp, its logits in registers as [groups, experts of one].
+"""Chooses experts in Triton: one program for one token, one warp, its logits in registers as [groups, experts of one].
 
 Rounds of "the best of those that are left" rather than a sort: top_k is at most ten or so.
 """

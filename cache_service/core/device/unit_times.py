@@ -1,6 +1,7 @@
-"""When the units of a ghost table's time passed, as far as ticks saw it: so a mark's unit tells when its pages went.
+"""When evicted pages went, for Explain: the ghost table's count of time, translated into milliseconds.
 
-A mark knows its unit only, in which a sixteenth of the pool was cut. One sample is kept for each unit that a tick saw.
+A ghost's mark has no time, only the number of the *unit* in which its pages went; a unit ends when another sixteenth of
+the pool was evicted. Each tick notes the present unit, so a unit has the times of the first and last tick that saw it.
 """
 
 from __future__ import annotations

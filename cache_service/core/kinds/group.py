@@ -67,7 +67,10 @@ class Group(ABC):
 
     @abstractmethod
     def lacks(self, needs: dict[int, Any], num_pages: int) -> bool:
-        """Returns whether there are too few pages; `num_pages` must be free, those to be evicted not counted."""
+        """Returns whether there are too few pages for the needs.
+
+        A group without holes must have `num_pages` free ones: what the plan takes beyond what can be evicted.
+        """
 
     def never_holds(self, need: Any) -> bool:
         """Returns whether the need is more than the whole pool."""
