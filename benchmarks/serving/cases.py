@@ -190,7 +190,14 @@ def _open_ended(bench: Bench, row: Row) -> list[Request]:
 
 
 async def cache_service_stopped(bench: Bench, row: Row) -> None:
-    """Streams that decode while the cache service's process stands still, and goes on; silences within that time."""
+    """Streams that decode while the cache service's process stands still, and goes on; silences within that time.
+
+    The pool is full of cached prompts before, as it is in service: no page is free to be held ahead.
+    """
+    sizes = bench.sizes
+    num_fillers = min(-(-bench.services.pool_tokens // sizes.filler), sizes.max_fillers)
+    salt = fresh(row.name)
+    await bench.clients.send([Request(bench.prompt(sizes.filler, number), 1, salt) for number in range(num_fillers)])
     load = asyncio.create_task(bench.clients.send(_open_ended(bench, row), open_ended=True))
     await _while_running(load, bench.clients.all_begun(row.streams))
     quiet_from_s = time.monotonic()
@@ -211,4 +218,8 @@ async def cache_service_stopped(bench: Bench, row: Row) -> None:
     add_inter_token(row, streams, Window(stopped_s, ended_s))
     row.tokens_per_s = tokens_in(streams, stopped) / stopped.seconds
     quiet_s = longest_silence_s(streams, Window(quiet_from_s, stopped_s))
-    row.detail = {"stopped_s": stopped.seconds, "quiet_silence_ms_max": quiet_s * 1e3}
+    row.detail = {
+        "stopped_s": stopped.seconds,
+        "filled_tokens": num_fillers * sizes.filler,
+        "quiet_silence_ms_max": quiet_s * 1e3,
+    }

@@ -16,7 +16,8 @@ class Sizes:
     """Lengths in tokens, times in seconds.
 
     beside_tokens, open_tokens: of streams that the case ends, more than they get while prompts arrive or the cache
-    service stands still. resumed_s: enough for a worker that has to connect again.
+    service stands still. filler: of the prompts that fill the pool before. resumed_s: enough for a worker that has to
+    connect again.
     """
 
     streams: tuple[int, ...] = (64, 1, 16, 256)
@@ -33,6 +34,8 @@ class Sizes:
     num_arriving: int = 12
     arrive_every_s: float = 0.25
     quiet_s: float = 1.0
+    filler: int = 8192
+    max_fillers: int = 1000
     stopped_s: float = 20.0
     resumed_s: float = 3.0
     beside_tokens: int = 2000
@@ -55,6 +58,8 @@ QUICK = Sizes(
     num_arriving=2,
     arrive_every_s=0.1,
     quiet_s=0.5,
+    filler=400,
+    max_fillers=4,
     stopped_s=0.5,
     resumed_s=0.5,
     beside_tokens=4000,
