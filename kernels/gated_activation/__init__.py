@@ -1,7 +1,10 @@
 """The gated activations of MLPs, f(gate) * up, from the one GEMM that makes both; a row's bits are its own.
 
-`silu_mul` is that of Llama, Qwen, Mistral, DeepSeek and GLM, `gelu_mul` Gemma's, `clamped_swiglu` that of gpt-oss.
+`silu_mul` is that of Llama, Qwen, Mistral, DeepSeek and GLM, with a limit DeepSeek V4's, `gelu_mul` Gemma's,
+`clamped_swiglu` that of gpt-oss.
 """
+
+import math
 
 import torch
 
@@ -13,17 +16,22 @@ from kernels.gated_activation.gate import Gate, GateKind
 
 __all__ = ["clamped_swiglu", "gelu_mul", "silu_mul"]
 
-_SILU, _GELU = Gate(GateKind.SILU), Gate(GateKind.GELU_TANH)
+_GELU = Gate(GateKind.GELU_TANH)
 
 
 def silu_mul(
-    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend = Backend.AUTO
+    gate_up: torch.Tensor,
+    *,
+    limit: float = math.inf,
+    out: torch.Tensor | None = None,
+    backend: Backend = Backend.AUTO,
 ) -> torch.Tensor:
     """silu of the first half of each row [num_rows, 2 * dim] times the second half; silu is rounded before it is used.
 
-    Rows may be slices of wider ones. `out` [num_rows, dim], contiguous, in gate_up's dtype.
+    Before that the first half is cut at `limit`, the second at both `limit` and -limit. Rows may be slices of wider
+    ones. `out` [num_rows, dim], contiguous, in gate_up's dtype.
     """
-    return _gated(gate_up, _SILU, out, backend)
+    return _gated(gate_up, Gate(GateKind.SILU, limit), out, backend)
 
 
 def gelu_mul(
@@ -46,14 +54,14 @@ def clamped_swiglu(
     In fp32 and rounded once; shaped as in `silu_mul`. A checkpoint whose gates and ups alternate is sorted when it is
     loaded.
     """
-    if not limit > 0.0:
-        raise KernelArgumentError(f"limit: must be positive, got {limit}")
     return _gated(gate_up, Gate(GateKind.CLAMPED_SWIGLU, limit, alpha), out, backend)
 
 
 def _gated(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor | None, backend: Backend) -> torch.Tensor:
     check_tensor("gate_up", gate_up, (None, None), KV_DTYPES, gate_up.device)
     check_rows("gate_up", gate_up)
+    if not gate.limit > 0.0:
+        raise KernelArgumentError(f"limit: must be positive, got {gate.limit}")
     rows, width = gate_up.shape
     if width % 2:
         raise KernelArgumentError(f"gate_up: rows must have two halves, got {width} columns")

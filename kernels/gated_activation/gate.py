@@ -1,5 +1,6 @@
 """Which function a gate goes through before it is multiplied with its up."""
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -13,8 +14,13 @@ class GateKind(Enum):
 
 
 class Gate(NamedTuple):
-    """An activation; limit and alpha belong to CLAMPED_SWIGLU."""
+    """An activation of gates cut at `limit`, times ups cut at both `limit` and -limit; alpha belongs to
+    CLAMPED_SWIGLU."""
 
     kind: GateKind
-    limit: float = 0.0
+    limit: float = math.inf
     alpha: float = 1.0
+
+    @property
+    def clamps(self) -> bool:
+        return self.limit < math.inf

@@ -20,12 +20,13 @@ def gated(gate_up: torch.Tensor, kind: Gate, out: torch.Tensor) -> None:
     """Fills out. f(gate) is rounded to the rows' dtype before the product, that of CLAMPED_SWIGLU is not."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
-    if kind.kind is GateKind.CLAMPED_SWIGLU:
+    if kind.clamps:
         wide, up = wide.clamp(max=kind.limit), up.float().clamp(-kind.limit, kind.limit)
-        out.copy_(_times_sigmoid(wide, wide * kind.alpha) * (up + 1.0))
+    if kind.kind is GateKind.CLAMPED_SWIGLU:
+        out.copy_(_times_sigmoid(wide, wide * kind.alpha) * (up.float() + 1.0))
         return
     slope = wide if kind.kind is GateKind.SILU else (wide * wide * wide * GELU_CUBIC + wide) * GELU_SLOPE
-    torch.mul(_times_sigmoid(wide, slope).to(gate.dtype), up, out=out)
+    torch.mul(_times_sigmoid(wide, slope).to(gate.dtype), up.to(gate.dtype), out=out)
 
 
 def _times_sigmoid(values: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,15 @@ CUBIC: tl.constexpr = tl.constexpr(GELU_CUBIC)
 
 @triton.jit
 def gate_rows(
-    gate_up_ptr, out_ptr, stride_row, limit, alpha, D: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    stride_row,
+    limit,
+    alpha,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    CLAMPS: tl.constexpr,
 ):
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
@@ -27,10 +35,12 @@ def gate_rows(
     gate = tl.load(gate_up_ptr + row * stride_row + d, mask=ok, other=0.0)
     up = tl.load(gate_up_ptr + row * stride_row + D + d, mask=ok, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    if KIND == CLAMPED_SWIGLU:
+    if CLAMPS:
         # Comparisons rather than minima, which would make a NaN a number.
         wide = tl.where(wide > limit, limit, wide)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if KIND == CLAMPED_SWIGLU:
+        up += 1.0
         activated = wide / (1.0 + tl.exp(-(wide * alpha)))
     else:
         slope = wide if KIND == SILU else (wide * wide * wide * CUBIC + wide) * SLOPE
@@ -53,5 +63,6 @@ def launch(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
             D=dim,
             COLUMNS=columns,
             KIND=gate.kind.value,
+            CLAMPS=gate.clamps,
             num_warps=4,
         )

@@ -21,6 +21,7 @@ from tests.kernels.test_rows import DTYPES, assert_rarely_different, rows
 LIMIT, ALPHA = 7.0, 1.702
 OPS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu_mul,
+    "clamped silu": partial(silu_mul, limit=LIMIT),
     "gelu": gelu_mul,
     "swiglu": partial(clamped_swiglu, limit=LIMIT, alpha=ALPHA),
 }
@@ -29,6 +30,8 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 def by_torch(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if name == "silu":
         return functional.silu(gate) * up
+    if name == "clamped silu":
+        return functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
     if name == "gelu":
         # (1 + tanh(u)) / 2 as a sigmoid: where tanh is near -1, torch's 1 + tanh has lost its digits.
         x = gate.double()
@@ -131,3 +134,5 @@ def test_wrong_arguments_are_named(gate_up: torch.Tensor, change: dict[str, Any]
 def test_a_limit_is_positive() -> None:
     with pytest.raises(KernelArgumentError, match=r"limit: must be positive, got 0.0"):
         clamped_swiglu(X, limit=0.0, alpha=ALPHA)
+    with pytest.raises(KernelArgumentError, match=r"limit: must be positive, got -1.0"):
+        silu_mul(X, limit=-1.0)

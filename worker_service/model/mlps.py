@@ -114,9 +114,7 @@ def activated(gate_up: torch.Tensor, activation: Activation, backend: Backend) -
     if activation is Activation.CLAMPED_SWIGLU:
         return clamped_swiglu(gate_up, limit=SWIGLU_LIMIT, alpha=SWIGLU_ALPHA, backend=backend)
     if activation is Activation.CLAMPED_SILU:
-        gate, up = gate_up.chunk(2, dim=-1)
-        clamped = torch.cat((gate.clamp(max=SILU_LIMIT), up.clamp(-SILU_LIMIT, SILU_LIMIT)), dim=-1)
-        return silu_mul(clamped, backend=backend)
+        return silu_mul(gate_up, limit=SILU_LIMIT, backend=backend)
     if activation is Activation.RELU2:
         return gate_up.relu().square()
     assert_never(activation)
