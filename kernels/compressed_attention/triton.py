@@ -126,10 +126,10 @@ def folded(acc, row_max, row_sum, part_acc, part_max, part_sum):
 @triton.jit
 def finished(acc, row_max, row_sum, sink):
     """Returns the output of a row's whole list: a sink is in the sum of weights, once, and adds no value."""
-    sink = sink * LOG2_E
-    new_max = tl.maximum(row_max, sink)
+    blank = tl.zeros_like(sink)
+    new_max = tl.maximum(row_max, sink * LOG2_E)
     decay = tl.exp2(row_max - new_max)
-    total = tl.fma(row_sum, decay, tl.exp2(sink - new_max))
+    total = tl.fma(row_sum, decay, tl.exp2(tl.fma(sink, blank + LOG2_E, -new_max)))
     return acc * (decay / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
