@@ -1,7 +1,7 @@
 """The Session streams: one for each connected worker, the newest of each winning.
 
 Each message goes to the manager's verb, and the reply goes back. What becomes of a worker's state when it comes back,
-as the same process or as a new one, is decided by `CacheManager.hello`.
+as the same process or as a new one, is decided in core/verbs/reconnecting.py.
 
     Hello ──▶ current ──Step──▶ current ──Goodbye──▶ gone, with its state
                  │

@@ -5,24 +5,22 @@ Time comes in as `now_ms`; orders, events and host keys are taken out.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator
 
 from cache_service.core.attachments.attachments import Attachments
 from cache_service.core.base.cleared_scopes import ClearedScopes
-from cache_service.core.base.errors import LeasesInScope, Superseded, UnknownWorker
+from cache_service.core.base.errors import LeasesInScope, UnknownWorker
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import ManagerStats
 from cache_service.core.base.types import Cleared, Event, Explanation, WorkerMatch
 from cache_service.core.device.event_log import EventLog
 from cache_service.core.device.eviction_order import make_policy
-from cache_service.core.device.lease_table import TokenBytes
-from cache_service.core.device.transfer_table import TicketIds
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.host_tiers import HostTiers
-from cache_service.core.verbs import clearing, explaining, incarnations, renewal, spilling, step_check, stepping, upkeep
+from cache_service.core.verbs import clearing, explaining, renewal, spilling, step_check, stepping, upkeep
 from cache_service.core.verbs.many_workers_match import PromptMatch
-from cache_service.core.verbs.present_state import connection, present_state
+from cache_service.core.verbs.present_state import present_state
+from cache_service.core.verbs.reconnecting import WorkerStates
 from cache_service.core.verbs.worker_stats import worker_stats
 from cache_service.core.worker import Worker
 from session.errors import InvalidInput, TooMany
@@ -48,9 +46,6 @@ from session.words import Namespace, Transfer, WorkerId
 
 __all__ = ["CacheManager", "ManagerConfig"]
 
-# Superseded incarnations that are remembered for each worker id.
-MAX_SUPERSEDED = 64
-
 
 class CacheManager:
     """Owned by one event loop; every method is synchronous."""
@@ -58,15 +53,13 @@ class CacheManager:
     def __init__(self, config: ManagerConfig, epoch: str) -> None:
         make_policy(config.policy, 1)  # an unknown name is refused now, not at the first Hello
         self.config, self.epoch = config, epoch
-        self.workers: dict[WorkerId, Worker] = {}
         self.tiers = HostTiers(config)
         self.attachments = Attachments(config, self.tiers, epoch)
-        self._superseded: dict[WorkerId, deque[str]] = {}
-        self._ticket_ids = TicketIds()
-        self.lease_bytes = TokenBytes()
         self._events = EventLog(config.max_events, is_wanted=config.watch)
-        self._last_generation = 0
         self._cleared = ClearedScopes()
+        self._states = WorkerStates(config, self.tiers, self._events, self._cleared)
+        self.workers = self._states.by_id
+        self.lease_bytes = self._states.lease_bytes
         self.limits = SessionLimits(
             max_sequence_tokens=config.max_sequence_tokens,
             max_live_sequences=config.max_live_sequences,
@@ -81,88 +74,31 @@ class CacheManager:
     def hello(self, hello: Hello, now_ms: int) -> Welcome:
         """Goes on from the state that Hello's generation names; any other of this worker is dropped for a new one.
 
-        A new incarnation replaces the old, which is refused from then on.
+        What is left of what the worker had is decided in verbs/reconnecting.py.
 
         Raises InvalidInput, Superseded for an incarnation that was replaced or that started before the present one,
         TooMany beyond `max_workers`.
         """
         check_hello(hello)
-        if hello.incarnation in self._superseded.get(hello.worker_id, ()):
-            raise Superseded("hello.incarnation", f"a newer incarnation of {hello.worker_id} took over")
-        self.tiers.tick(now_ms)
-        worker = self.workers.get(hello.worker_id)
-        if worker is not None and worker.hello.incarnation == hello.incarnation:
-            incarnations.check_same(worker.hello, hello)
-            if worker.generation == hello.generation:
-                return self._welcome_back(worker, hello)
-            self._forget(worker)
-        elif worker is not None:
-            incarnations.check_later(worker.hello, hello)
-            self._supersede(worker)
-        elif len(self.workers) >= self.config.max_workers:
-            raise TooMany("hello.worker_id", f"more than {self.config.max_workers} workers")
-        return self._begin(hello, now_ms)
-
-    def _begin(self, hello: Hello, now_ms: int) -> Welcome:
-        view = self.tiers.view(hello)
-        cache = DeviceCache(hello, self.config, view, self._ticket_ids, self.lease_bytes, self._events, now_ms)
-        self._last_generation += 1
-        worker = self.workers[hello.worker_id] = Worker(hello, cache, self._last_generation)
-        worker.first_clears = self._cleared.come_back(hello.worker_id, hello.incarnation)
-        cache.restored.clear_missed(self._cleared.since(worker.first_clears))
+        worker = self._states.hello(hello, now_ms)
         self._prune_tiers()
-        self._events.record(connection(worker))
-        return self._welcome(worker)
+        forget = self._cleared.since(worker.forgotten_clears) if worker.keeps_inventory else None
+        worker.told_clears = self._cleared.number
+        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits, CAPABILITIES, forget)
 
     def _prune_tiers(self) -> None:
         named = {worker.hello.host_tier_id for worker in self.workers.values()}
         self.tiers.prune(named | self.attachments.tier_ids())
 
-    def _welcome_back(self, worker: Worker, hello: Hello) -> Welcome:
-        old = worker.hello
-        spilling.void(worker.cache)
-        # A store may answer for the first time, or be another one than before.
-        if (hello.host_tier, hello.host_tier_id) != (old.host_tier, old.host_tier_id):
-            worker.cache.set_host(self.tiers.view(hello))
-            renewal.start_refill(worker.cache)
-        worker.hello, worker.gone_since_ms = hello, None
-        self._events.record(connection(worker))
-        self._prune_tiers()
-        return self._welcome(worker)
-
-    def _welcome(self, worker: Worker) -> Welcome:
-        forget = self._cleared.since(worker.forgotten_clears) if worker.keeps_inventory else None
-        worker.told_clears = self._cleared.number
-        return Welcome(self.epoch, worker.generation, worker.last_step_id, self.limits, CAPABILITIES, forget)
-
-    def _supersede(self, worker: Worker) -> None:
-        worker_id = worker.hello.worker_id
-        self._superseded.setdefault(worker_id, deque(maxlen=MAX_SUPERSEDED)).append(worker.hello.incarnation)
-        while len(self._superseded) > self.config.max_workers:
-            del self._superseded[next(iter(self._superseded))]
-        self._forget(worker)
-
-    def _forget(self, worker: Worker) -> None:
-        """Drops the worker's leases, tickets and device pages; host copies in a shared tier stay."""
-        worker_id = worker.hello.worker_id
-        del self.workers[worker_id]
-        self._cleared.leave(worker_id, worker.hello.incarnation, worker.met_clears(self._cleared.number))
-        for event in (connection(worker)._replace(is_connected=False), Cleared(worker_id)):
-            self._events.record(event)
-        spilling.abandon(worker.cache)
-        worker.cache.leases.forget()
-        self.tiers.forget_worker(worker_id)
-
     def disconnect(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> None:
         """Begins the grace period after a broken stream; one of another incarnation is ignored."""
         worker = self.workers.get(worker_id)
         if worker is not None and worker.hello.incarnation == incarnation and worker.connected:
-            worker.gone_since_ms = now_ms
-            self._events.record(connection(worker))
+            self._states.leave(worker, now_ms)
 
     def goodbye(self, worker_id: WorkerId) -> None:
         """Forgets the worker. Raises UnknownWorker."""
-        self._forget(self._worker(worker_id))
+        self._states.forget(self._worker(worker_id))
         self._prune_tiers()
 
     def _worker(self, worker_id: WorkerId) -> Worker:
@@ -190,7 +126,7 @@ class CacheManager:
         try:
             reply = stepping.apply_step(worker.cache, step, now_ms)
         except Exception:
-            self._forget(worker)
+            self._states.forget(worker)
             raise
         worker.last_step_id, worker.kept_reply = step.step_id, reply
         return reply
@@ -304,8 +240,8 @@ class CacheManager:
     def tick(self, now_ms: int) -> None:
         """Lets time pass: for grace periods, soft pins, write_back spills, breakers, attached engines."""
         for worker in list(self.workers.values()):
-            if worker.gone_since_ms is not None and now_ms - worker.gone_since_ms >= self.config.grace_ms:
-                self._forget(worker)
+            if self._states.is_over(worker, now_ms):
+                self._states.forget(worker)
                 self._prune_tiers()
             else:
                 upkeep.tick(worker.cache, now_ms)
