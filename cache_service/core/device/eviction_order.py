@@ -5,7 +5,7 @@
     adaptive  the same, but for as long as pays: between lru and slru, learnt from the uses
     priority  lower priority first, lru within
 
-Which pages may go is decided before: by `pin` and `unpin` in radix_tree.py, `read` and `drop` in sparse_pages.py.
+Which pages may go is decided before: by pins in evictable.py, by readers in sparse_pages.py.
 Whatever the policy, prefixes under a Pin call (`soft_until_ms`) come last. WINDOW pages go by these policies' classes,
 in window_order.py; snapshots have an order of their own, in snapshot_order.py.
 """

@@ -1,13 +1,13 @@
-"""Page-aligned runs of tokens -> pages of every group; walk, pin, grow, attach, split, cut.
+"""Page-aligned runs of tokens -> pages of every group; walk, grow, attach, split, cut.
 
-Frees no page itself. A leaf that nobody pins may be evicted, and is then in the policy's order. A node is a run of
-pages on one path:
+Frees no page itself. Which nodes may be evicted is decided by their pins, in evictable.py. A node is a run of pages on
+one path:
 
     key       |  page  |  page  |  page  |
     pages[g]  |   17   |    4   |    9   |      `resident` = 3
 
 Laws: the lower half of a split keeps its identity; a node without pages leaves the tree, and leaves a mark among the
-ghosts; a node counts its own pins and its pinned children, so a pin walks up only to the first pinned ancestor.
+ghosts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_service.core.base.page_hash import page_hashes
+from cache_service.core.device.evictable import EvictableNodes
 from cache_service.core.device.eviction_order import EvictionPolicy
 from cache_service.core.device.ghost_table import STRIDE_PAGES, Ghost, GhostKind, GhostTable, mark_of
 from cache_service.core.device.radix_node import Node, Packed, Root
@@ -47,18 +48,16 @@ class Walk:
         return self.node.end + self.pages
 
 
-class RadixTree:
+class RadixTree(EvictableNodes):
     """All namespaces of one worker."""
 
     def __init__(self, page_tokens: int, num_groups: int, policy: EvictionPolicy, ghosts: GhostTable) -> None:
+        super().__init__(policy)
         self.page_key_bytes = page_tokens * TOKEN_BYTES
-        self.policy = policy
         self.roots: dict[Namespace, Root] = {}
         self.num_nodes = 0
-        self.evictable_pages = 0  # pages of unpinned nodes
         self.ghosts = ghosts
         self.soft_pins = SoftPins()
-        self.now_ms = 0  # of the last step or tick
         self.detached: dict[Root, bool] = {}
         self._num_groups = num_groups
 
@@ -149,69 +148,6 @@ class RadixTree:
             parent = step.hashes[-HASH_BYTES:] if have else step.parent.hashes[-HASH_BYTES:]  # type: ignore[union-attr]
             tokens = step.key[have // HASH_BYTES * size : step.resident * size]
             step.hashes += page_hashes(step.root.digest, bytes(parent), tokens, size)
-
-    # Pinning.
-
-    def pin(self, node: Node | None) -> None:
-        while node is not None:
-            node.pins += 1
-            if node.queue is not None:
-                self.policy.remove(node)
-            if node.pins > 1:
-                return
-            self.evictable_pages -= node.resident
-            node = node.parent
-
-    def pin_for_ticket(self, node: Node) -> None:
-        """Hold a node without using it: a leaf keeps its place in the order, where victims pass it over."""
-        node.ticket_pins += 1
-        node.pins += 1
-        if node.pins == 1:
-            self.evictable_pages -= node.resident
-            self.pin(node.parent)
-
-    def unpin_for_ticket(self, node: Node) -> None:
-        node.ticket_pins -= 1
-        node.pins -= 1
-        if not node.pins:
-            self.evictable_pages += node.resident
-            self._let_go(node.parent, node.used_ms)
-
-    def unpin(self, node: Node) -> None:
-        """Unpins a node; what becomes unpinned by that counts as just used."""
-        self._let_go(node, self.now_ms)
-
-    def _let_go(self, node: Node | None, used_ms: int) -> None:
-        """Removes a pin and notes the last use, also where the node stays pinned: its last pin may be a ticket's."""
-        while node is not None:
-            node.pins -= 1
-            if node.used_ms < used_ms:
-                node.used_ms = used_ms
-            else:
-                used_ms = node.used_ms
-            if not node.children:
-                self._queue_leaf(node)
-            if node.pins:
-                if node.parent is None:
-                    self._drop_if_empty(node.root)
-                return
-            self.evictable_pages += node.resident
-            node = node.parent
-
-    def _queue_leaf(self, node: Node) -> None:
-        """Puts a leaf that no lease holds into the order, as just used; tickets do not count as holders."""
-        if node.pins == node.ticket_pins and node.queue is None and node.resident and not node.children:
-            self.policy.add(node)
-
-    def hand_down(self, node: Node, child: Node) -> bool:
-        """Pin an unpinned child in place of its parent, whose count stays: it loses a pin and gains a pinned child."""
-        if child.parent is not node or child.pins:
-            return False
-        child.pins = 1
-        self.evictable_pages -= child.resident
-        if child.queue is not None:
-            self.policy.remove(child)
-        return True
 
     def _drop_if_empty(self, root: Root) -> None:
         if not root.children and root.pins == 1 and self.roots.get(root.namespace) is root:
