@@ -178,5 +178,13 @@ def spread_pages(case: PagedCase) -> PagedCase:
     return replace(case, k_pages=k_pages, v_pages=v_pages)
 
 
+def far_pages(pages: torch.Tensor) -> torch.Tensor:
+    """Returns the same pages, the last of which starts beyond 2^31 elements; what lies between is not touched."""
+    count, size = pages.shape[0], pages[0].numel()
+    stride = (2**31 // (count - 1) // 8 + size) * 8
+    pool = torch.empty((count - 1) * stride + size, dtype=pages.dtype, device=pages.device)
+    return pool.as_strided(pages.shape, (stride, *pages.stride()[1:])).copy_(pages)
+
+
 def _random(size: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> torch.Tensor:
     return torch.randn(size, generator=rng, device=rng.device).to(dtype)

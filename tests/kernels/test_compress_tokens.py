@@ -12,7 +12,7 @@ from kernels.compress_tokens import compress_tokens
 from kernels.errors import KernelArgumentError
 from kernels.key_rows import KeyRows
 from tests.kernels.compare import assert_same_bits
-from tests.kernels.inputs import POISON
+from tests.kernels.inputs import POISON, far_pages
 from tests.kernels.target import Target
 
 EPS, PAGE, PADDING = 1e-6, 16, KeyRows(*torch.tensor([[-1], [0]], dtype=torch.int32))
@@ -176,6 +176,18 @@ def test_raw_rows_of_other_blocks_are_not_read(target: Target) -> None:
         behind.launch(target, (0, 24 if overlap else 28, 31))
         behind.launch(target, (0, 31, 32))
         assert_same_bits(behind.entries(0)[7], whole.entries(0)[7])
+
+
+@pytest.mark.parametrize("plane", ["raw_pages", "entry_pages"])
+def test_a_pool_beyond_two_billion_elements(target: Target, plane: str) -> None:
+    """The second launch reads raw rows that the first one wrote."""
+    near = make(target, 4, True, LENGTHS)
+    far = replace(near.blank(), **{plane: far_pages(getattr(near, plane))})
+    for made in (near, far):
+        made.launch(target, *((sequence, 0, min(length, 34)) for sequence, length in enumerate(LENGTHS)))
+        made.launch(target, (0, 34, 37), (2, 34, 64))
+    assert_same_bits(far.raw_pages, near.raw_pages)
+    assert_same_bits(far.entry_pages, near.entry_pages)
 
 
 @pytest.mark.parametrize(

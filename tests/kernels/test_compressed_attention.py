@@ -14,7 +14,7 @@ from kernels.key_rows import KeyRows
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.compressed_inputs import CompressedCase, CompressedShape, make_compressed
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.inputs import POISON
+from tests.kernels.inputs import POISON, far_pages
 from tests.kernels.target import Target
 
 # Decode rows around the end of a block, a chunk behind a prefix, fresh ones, one without new tokens.
@@ -104,6 +104,16 @@ def test_bits_do_not_depend_on_the_order_of_pages(target: Target) -> None:
     one, other = (make_compressed(LENGTHS, shape, num_decode=NUM_DECODE, order=order) for order in (0, 5))
     assert not torch.equal(one.window_tables, other.window_tables)
     assert_same_bits(other.run(target.backend), one.run(target.backend))
+
+
+@pytest.mark.parametrize("plane", ["window_pages", "entry_pages"])
+def test_a_pool_beyond_two_billion_elements(target: Target, plane: str) -> None:
+    """The highest page is one that a row reads."""
+    case = make(target)
+    tables = {"window_pages": case.window_tables, "entry_pages": case.entry_tables}[plane]
+    pages = getattr(case, plane)[: int(tables.max()) + 1]
+    far = replace(case, **{plane: far_pages(pages)})
+    assert_same_bits(far.run(target.backend), case.run(target.backend))
 
 
 @pytest.mark.parametrize("k", [0, 7])

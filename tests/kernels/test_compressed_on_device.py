@@ -15,9 +15,16 @@ import pytest
 import torch
 
 from kernels.backend import Backend
+from kernels.compress_tokens import compress_tokens
+from kernels.key_rows import KeyRows
+from kernels.mix_streams import collapse_streams, expand_streams, join_streams
+from kernels.rotate_append_tail import rotate_append_tail
+from kernels.turn_tail import turn_tail
+from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.compressed_inputs import CompressedCase, CompressedShape, make_compressed
 from tests.kernels.target import CUDA
+from tests.kernels.test_compress_tokens import EPS
 from tests.kernels.test_compress_tokens import make as make_raw
 
 pytestmark = pytest.mark.gpu
@@ -102,6 +109,47 @@ def test_a_captured_graph_replays_other_rows(kind: str, heads: int) -> None:
         static_part.copy_(part)
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+def test_the_ops_around_it_wait_for_nothing_and_replay() -> None:
+    """Raw rows and entries, keys, tails and streams: twice the same from a captured graph."""
+    made, rng = make_raw(CUDA, 4, True, (700,), dim=512), torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(size, generator=rng, device="cuda").to(dtype)
+
+    table, count = made.tables[0].long(), 64
+    positions = torch.arange(count, device="cuda") + 36
+    slots = table[positions // made.raw_pages.shape[1]] * made.raw_pages.shape[1] + positions % made.raw_pages.shape[1]
+    rows = KeyRows(torch.zeros_like(positions).int(), (positions + 1).int())
+    q, k, pages = drawn(count, 64, 512), drawn(count, 512), drawn(*made.raw_pages.shape[:2], 512)
+    streams, mixes, base, scale = (
+        drawn(count, 4, 4096),
+        *(drawn(*size, dtype=torch.float32) for size in ((count, 24), (24,), (3,))),
+    )
+
+    def call() -> list[torch.Tensor]:
+        turned, keys, raw_pages, entries = q.clone(), pages.clone(), made.raw_pages.clone(), made.entry_pages.clone()
+        compress_tokens(
+            made.raw[0][36:100], raw_pages, slots, made.tables, rows, entries, made.entry_tables, ratio=4,
+            overlap=True, bias=made.bias, norm=made.norm, eps=EPS, cos_sin=made.cos_sin,
+        )  # fmt: skip
+        rotate_append_tail(turned, k, positions, made.cos_sin, keys, slots, norm=made.norm, eps=EPS)
+        turn_tail(turned, positions, made.cos_sin, inverse=True)
+        x, post, comb = collapse_streams(streams, mixes, base, scale, eps=EPS, num_iters=20)
+        expanded = expand_streams(x, streams, post, comb)
+        joined = join_streams(expanded, mixes[:, :4], base[:4], scale[:1], eps=EPS)
+        return [raw_pages, entries, keys, turned, x, post, comb, expanded, joined]
+
+    wanted = call()
+    with no_device_waits():
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    graph.replay()
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize(("ratio", "overlap", "dim"), [(4, True, 512), (4, True, 128), (128, False, 512)])

@@ -10,7 +10,7 @@ import torch
 from kernels.errors import KernelArgumentError
 from kernels.rotate_append_tail import rotate_append_tail
 from tests.kernels.compare import assert_same_bits
-from tests.kernels.inputs import POISON
+from tests.kernels.inputs import POISON, far_pages
 from tests.kernels.target import Target
 from tests.kernels.test_turn_tail import turned_pairs
 
@@ -88,6 +88,14 @@ def test_bits_do_not_depend_on_other_tokens(target: Target) -> None:
         run(other, target, one_pages)
         assert_same_bits(other.q[0], given.q[token])
     assert_same_bits(one_pages, pages)
+
+
+def test_a_pool_beyond_two_billion_elements(target: Target) -> None:
+    given = make(target)
+    near, far = given.pages(), far_pages(given.pages())
+    run(given.rows(slice(None)), target, far)
+    run(given, target, near)
+    assert_same_bits(far, near)
 
 
 @pytest.mark.parametrize(
