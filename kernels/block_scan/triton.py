@@ -19,8 +19,8 @@ from kernels.state_slots.triton import slots_of_row
 # for product after product (8,192 tokens on an H200: 537 us, with 32 values 566).
 VALUES, DELTA_VALUES = 32, 16
 WARPS = 4
-# Blocks on their way to shared memory, and the one that is worked on.
-STAGES = 3
+# Blocks on their way to shared memory, and the one that is worked on; with decays of channels there is more of each.
+STAGES, CHANNEL_STAGES = 3, 2
 # Tokens of a program that looks for those without a row.
 CLEARED = 16
 
@@ -80,11 +80,12 @@ def state_places(head, column, DK: tl.constexpr, DV: tl.constexpr, BY_VALUE: tl.
 @triton.jit
 def scan_blocks(
     q_ptr, k_ptr, v_ptr, inverses_ptr, beta_ptr, sums_ptr, weights_ptr, scores_ptr, factors_ptr, skip_ptr, gate_ptr,
-    states_ptr, out_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr, working_ptr, restore_ptr, fresh_ptr, rolling_ptr, scale,
-    stride_q, stride_k, stride_v, stride_beta, stride_gate, stride_slot,
+    kept_ptr, remains_ptr, states_ptr, out_ptr, cu_blocks_ptr, blocks_ptr, leave_ptr, working_ptr, restore_ptr,
+    fresh_ptr, rolling_ptr, scale, stride_q, stride_k, stride_v, stride_beta, stride_gate, stride_slot,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_INVERSES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    BY_VALUE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr, BY_VALUE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     column = tl.program_id(1) * BV
@@ -101,25 +102,39 @@ def scan_blocks(
             q = load_rows(q_ptr, first, count, stride_q, head // GROUP, DK, 0, BK)
             k = load_rows(k_ptr, first, count, stride_k, head // GROUP, DK, 0, BK)
             v = load_rows(v_ptr, first, count, stride_v, head, DV, column, BV)
-            sums = load_scalars(sums_ptr, first, count, HEADS, head)
+            if not HAS_CHANNELS:
+                sums = load_scalars(sums_ptr, first, count, HEADS, head)
             narrow = state.to(k.dtype)
             wide = v.to(tl.float32)
             if HAS_INVERSES:
-                decay = tl.exp(sums)
-                if HAS_WEIGHTS:
-                    decay *= load_scalars(weights_ptr, first, count, HEADS, head)
-                wide -= tl.dot(k, narrow, input_precision=PRECISION) * decay[:, None]
+                if HAS_CHANNELS:
+                    wide -= tl.dot(k, narrow, input_precision=PRECISION)
+                else:
+                    decay = tl.exp(sums)
+                    if HAS_WEIGHTS:
+                        decay *= load_scalars(weights_ptr, first, count, HEADS, head)
+                    wide -= tl.dot(k, narrow, input_precision=PRECISION) * decay[:, None]
                 wide *= load_scalars(beta_ptr, first, count, stride_beta, head)[:, None]
                 inverse = load_rows(inverses_ptr, first, count, HEADS * _GRID, head, _GRID, 0, _GRID)
                 wide = tl.dot(inverse, wide.to(k.dtype), input_precision=PRECISION)
-            total = last_sum(sums, count)
-            part = tl.exp(total - sums)
-            if HAS_WEIGHTS:
-                part *= load_scalars(weights_ptr, first, count, HEADS, head)
-            out = tl.dot(q, narrow, input_precision=PRECISION) * tl.exp(sums)[:, None]
-            scores = load_rows(scores_ptr, first, count, HEADS * _GRID, head, _GRID, 0, _GRID)
-            added = tl.dot(tl.trans(k), (wide * part[:, None]).to(k.dtype), input_precision=PRECISION)
-            state = state * tl.exp(total) + added
+            if HAS_CHANNELS:
+                out = tl.dot(q, narrow, input_precision=PRECISION)
+                scores = load_rows(scores_ptr, first, count, HEADS * _GRID, head, _GRID, 0, _GRID)
+                kept = load_rows(kept_ptr, first, count, stride_k, head // GROUP, DK, 0, BK)
+                added = tl.dot(tl.trans(kept), wide.to(k.dtype), input_precision=PRECISION)
+                of_block = tl.full((BK,), 0, tl.int64) + block
+                at_channel = (of_block * (HEADS // GROUP) + head // GROUP) * DK + tl.arange(0, BK)
+                remains = tl.load(remains_ptr + at_channel, mask=tl.arange(0, BK) < DK, other=0.0)
+                state = state * remains[:, None] + added
+            else:
+                total = last_sum(sums, count)
+                part = tl.exp(total - sums)
+                if HAS_WEIGHTS:
+                    part *= load_scalars(weights_ptr, first, count, HEADS, head)
+                out = tl.dot(q, narrow, input_precision=PRECISION) * tl.exp(sums)[:, None]
+                scores = load_rows(scores_ptr, first, count, HEADS * _GRID, head, _GRID, 0, _GRID)
+                added = tl.dot(tl.trans(k), (wide * part[:, None]).to(k.dtype), input_precision=PRECISION)
+                state = state * tl.exp(total) + added
             left = tl.load(leave_ptr + block).to(tl.int64)
             tl.store(states_ptr + left * stride_slot + place, state, mask=ok & (left > 0))
             out = tl.dot(scores, wide.to(v.dtype), out, input_precision=PRECISION) * scale
@@ -174,9 +189,11 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     plan, slots, states = scan.plan, scan.plan.slots, scan.states
     heads, dim_v = scan.v.shape[1:]
     k_heads, dim_k = scan.k.shape[1:]
-    nothing = scan.sums
-    optional = (scan.inverses, scan.beta, scan.weights, scan.factors, scan.skip, scan.gate)
-    inverses, beta, weights, factors, skip, gate = (nothing if tensor is None else tensor for tensor in optional)
+    nothing = scan.scores if scan.sums is None else scan.sums
+    optional = (scan.inverses, scan.beta, scan.weights, scan.factors, scan.skip, scan.gate, scan.kept, scan.remains)
+    inverses, beta, weights, factors, skip, gate, kept, remains = (
+        nothing if tensor is None else tensor for tensor in optional
+    )
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
     with torch.cuda.device_of(out):
         clear_uncovered[(triton.cdiv(out.shape[0], CLEARED),)](
@@ -184,12 +201,13 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
             WIDTH=heads * dim_v, LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256, num_warps=4,
         )  # fmt: skip
         scan_blocks[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
-            scan.q, scan.k, scan.v, inverses, beta, scan.sums, weights, scan.scores, factors, skip, gate, states, out,
-            plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore, slots.fresh, slots.rolling,
-            scan.scale, scan.q.stride(0), scan.k.stride(0), scan.v.stride(0), beta.stride(0), gate.stride(0),
-            states.stride(0),
+            scan.q, scan.k, scan.v, inverses, beta, nothing, weights, scan.scores, factors, skip, gate, kept, remains,
+            states, out, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore, slots.fresh,
+            slots.rolling, scan.scale, scan.q.stride(0), scan.k.stride(0), scan.v.stride(0), beta.stride(0),
+            gate.stride(0), states.stride(0),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, HAS_INVERSES=scan.inverses is not None,
             HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
-            HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, BY_VALUE=scan.by_value,
-            PRECISION=precision(scan.v.dtype), BK=padded(dim_k), BV=width, STAGES=STAGES, num_warps=WARPS,
+            HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_CHANNELS=scan.kept is not None,
+            BY_VALUE=scan.by_value, PRECISION=precision(scan.v.dtype), BK=padded(dim_k), BV=width,
+            STAGES=STAGES if scan.kept is None else CHANNEL_STAGES, num_warps=WARPS,
         )  # fmt: skip

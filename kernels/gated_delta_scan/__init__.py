@@ -1,8 +1,10 @@
-"""gated_delta_scan: the gated delta rule over prompts, block by block, for layers of Qwen3-Next and Qwen3.5.
+"""gated_delta_scan: the gated delta rule over prompts, block by block (Qwen3-Next, Qwen3.5, Kimi Linear).
 
 For each head a state S [dk, dv] in fp32, and for each token
 
     S <- exp(g) S;  S <- S + k (beta (v - k S));  o = scale q S
+
+where g is a number, or one for each row of S (Kimi Delta Attention: a decay for each channel of the keys).
 
 Rows may be of one token, but `update_gated_delta` (kernels/state_update) is made for those.
 """
@@ -32,9 +34,10 @@ def gated_delta_scan(
     """Returns [num_tokens, heads, dv]; reads and writes the states that the plan's slots name.
 
     q and k [num_tokens, k_heads, dk], v [num_tokens, heads, dv], tokens may be slices of wider rows; consecutive heads
-    of v share one of k. g (0 or less) and beta [num_tokens, heads] of any float dtype. states fp32 [num_slots, heads,
-    dk, dv], each slot dense. scale None: 1 / sqrt(dk). With norm_eps q and k are divided by the root of their sum of
-    squares plus norm_eps. Outputs of padding rows, and of tokens behind the last row, are zeros.
+    of v share one of k. g (0 or less) and beta [num_tokens, heads] of any float dtype, g [num_tokens, heads, dk] with a
+    decay for each key channel. states fp32 [num_slots, heads, dk, dv], each slot dense. scale None: 1 /
+    sqrt(dk). With norm_eps q and k are divided by the root of their sum of squares plus norm_eps. Outputs of padding
+    rows, and of tokens behind the last row, are zeros.
 
     Products of 16-bit inputs have 16-bit factors and fp32 sums; states are fp32 all the way.
     """
@@ -48,7 +51,10 @@ def gated_delta_scan(
     if plan.num_rows == 0 or v.numel() == 0:
         return out.zero_()
     if by_triton:
-        from kernels.gated_delta_scan.triton import launch
+        if layer.by_channel:
+            from kernels.gated_delta_scan.channels.triton import launch
+        else:
+            from kernels.gated_delta_scan.triton import launch
 
         launch(layer, plan, out)
     elif backend is Backend.AUTO:

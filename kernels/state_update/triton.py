@@ -55,7 +55,7 @@ def update_delta(
     rolling_ptr, num_rows, num_tokens, scale, norm_eps, stride_q, stride_k, stride_v, stride_g, stride_beta,
     stride_slot,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, NORM: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
@@ -69,12 +69,16 @@ def update_delta(
             q = tl.load(q_ptr + token * stride_q + head // GROUP * DK + d, mask=is_key, other=0.0).to(tl.float32)
             k = tl.load(k_ptr + token * stride_k + head // GROUP * DK + d, mask=is_key, other=0.0).to(tl.float32)
             v = tl.load(v_ptr + token * stride_v + head * DV + e, mask=is_value, other=0.0).to(tl.float32)
-            g = tl.load(g_ptr + token * stride_g + head).to(tl.float32)
+            if HAS_CHANNELS:
+                at_channel = g_ptr + token * stride_g + head * DK + d
+                decay = tl.exp(tl.load(at_channel, mask=is_key, other=0.0).to(tl.float32))[:, None]
+            else:
+                decay = tl.exp(tl.load(g_ptr + token * stride_g + head).to(tl.float32))
             beta = tl.load(beta_ptr + token * stride_beta + head).to(tl.float32)
             if NORM:
                 q *= tl.rsqrt(tl.sum(q * q, 0) + norm_eps)
                 k *= tl.rsqrt(tl.sum(k * k, 0) + norm_eps)
-            state *= tl.exp(g)
+            state *= decay
             error = v - tl.sum(state * k[:, None], 0)
             state += k[:, None] * (error * beta)[None, :]
             out = tl.sum(state * q[:, None], 0) * scale
@@ -137,7 +141,7 @@ def launch_gated_delta(
             slots.num_rows, tokens, layer.scale, layer.norm_eps or 0.0, *(tensor.stride(0) for tensor in rows),
             layer.states.stride(0),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, DV=dim_v, NORM=layer.norm_eps is not None,
-            BK=triton.next_power_of_2(dim_k), BV=values, num_warps=WARPS,
+            HAS_CHANNELS=layer.by_channel, BK=triton.next_power_of_2(dim_k), BV=values, num_warps=WARPS,
         )  # fmt: skip
 
 

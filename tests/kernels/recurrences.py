@@ -19,7 +19,7 @@ def gated_delta(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     scale: float, norm_eps: float | None,
 ) -> Step:  # fmt: skip
-    """State [heads, dk, dv]."""
+    """State [heads, dk, dv]; g [num_tokens, heads] or [num_tokens, heads, dk]."""
     q, k, v, g, beta = (given.double() for given in (q, k, v, g, beta))
     if norm_eps is not None:
         q, k = (rows / (rows.square().sum(-1, keepdim=True) + norm_eps).sqrt() for rows in (q, k))
@@ -27,7 +27,7 @@ def gated_delta(
 
     def step(token: int, state: torch.Tensor) -> torch.Tensor:
         query, key = (rows[token].repeat_interleave(group, 0) for rows in (q, k))
-        state *= g[token].exp()[:, None, None]
+        state *= g[token].exp().view(v.shape[1], -1, 1)
         error = v[token] - torch.einsum("hk,hkv->hv", key, state)
         state += torch.einsum("hk,hv->hkv", key, error * beta[token, :, None])
         return torch.einsum("hk,hkv->hv", query, state) * scale

@@ -13,7 +13,7 @@ from kernels.gated_delta_scan import gated_delta_scan
 from kernels.state_slots import StateSlots
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.conftest import INTERPRETING
-from tests.kernels.recurrences import Step, gated_delta
+from tests.kernels.recurrences import Step, assert_states, expected, gated_delta
 from tests.kernels.scans import (
     Scan,
     check_company_with_two_threads,
@@ -55,12 +55,13 @@ class Layer(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Heads of queries and keys, of values, and their sizes."""
+    """Heads of queries and keys, of values, and their sizes; `by_channel`: a decay for each key channel."""
 
     k_heads: int = 2
     heads: int = 4
     k_dim: int = 32
     dim: int = 24
+    by_channel: bool = False
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -74,8 +75,12 @@ def layer(tokens: int, sizes: Heads, dtype: torch.dtype, seed: int = 2) -> Layer
     def made(*size: int) -> torch.Tensor:
         return torch.randn((tokens, *size), generator=generator)
 
-    g, beta = -made(sizes.heads).abs() / 2, made(sizes.heads).sigmoid()
+    g = -made(sizes.heads, *([sizes.k_dim] if sizes.by_channel else [])).abs() / 2
+    beta = made(sizes.heads).sigmoid()
     g[3::17], g[5::11], beta[2::7], beta[6::13] = -60.0, 0.0, 1.0, 0.0
+    if sizes.by_channel:
+        # More than one factor for each token could hold, in some channels.
+        g[4::9, :, ::3], g[7::10, :, 1::5] = -1e4, float("-inf")
     q, k, v = made(sizes.k_heads, sizes.k_dim), made(sizes.k_heads, sizes.k_dim), made(sizes.heads, sizes.dim)
     return Layer(q.to(dtype), k.to(dtype), v.to(dtype), g, beta)
 
@@ -100,50 +105,90 @@ def truth(given: Layer, sizes: Heads) -> Step:
 
 
 SCAN = Scan(layer, scanned, truth)
+CHANNELS = Heads(1, 2, by_channel=True)
+SIZES = [
+    *(Heads(), Heads(1, 1, 16, 64), Heads(2, 2, 72, 40)),
+    *(CHANNELS, Heads(1, 1, 40, 64, True)),
+]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("sizes", [Heads(), Heads(1, 1, 16, 64), Heads(2, 2, 72, 40)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_rows_of_every_kind(target: Target, sizes: Heads, dtype: torch.dtype) -> None:
     check_rows_of_every_kind(SCAN, target, sizes, (sizes.heads, sizes.dim), dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_cut_on_the_grid_and_no_company_changes_a_bit(target: Target, dtype: torch.dtype, is_restored: bool) -> None:
-    check_cuts_on_the_grid(SCAN, target, Heads(), dtype, is_restored)
+@pytest.mark.parametrize("sizes", [Heads(), CHANNELS], ids=str)
+def test_no_cut_on_the_grid_and_no_company_changes_a_bit(
+    target: Target, sizes: Heads, dtype: torch.dtype, is_restored: bool
+) -> None:
+    check_cuts_on_the_grid(SCAN, target, sizes, dtype, is_restored)
 
 
-def test_cuts_off_the_grid_agree_to_within_rounding(target: Target) -> None:
-    check_cuts_off_the_grid(SCAN, target, Heads(), is_relative=False)
+@pytest.mark.parametrize("sizes", [Heads(), CHANNELS], ids=str)
+def test_cuts_off_the_grid_agree_to_within_rounding(target: Target, sizes: Heads) -> None:
+    check_cuts_off_the_grid(SCAN, target, sizes, is_relative=False)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a CPU's own route")
-def test_company_changes_no_bit_with_two_threads() -> None:
-    check_company_with_two_threads(SCAN, Heads(4, 8, 64, 64))
+@pytest.mark.parametrize("sizes", [Heads(4, 8, 64, 64), Heads(4, 8, 64, 64, True)], ids=str)
+def test_company_changes_no_bit_with_two_threads(sizes: Heads) -> None:
+    check_company_with_two_threads(SCAN, sizes)
 
 
-def test_equal_keys_that_overwrite_each_other(target: Target) -> None:
+@pytest.mark.parametrize("fast", [-3.0, -90.0, -1e30, float("-inf")])
+def test_what_a_channel_keeps_behind_tokens_that_it_forgets(target: Target, fast: float) -> None:
+    """Every third token is forgotten by every second channel, among others that are kept nearly whole: no factor
+    overflows, and no sum of fast decays takes the digits of slow ones."""
+    rows = [StateRow(200, leave=(64, 128, 200))]
+    given, (slots, count) = layer(200, CHANNELS, torch.float32), make_slots(rows)
+    g = torch.full_like(given.g, -1e-3)
+    g[::3, :, ::2] = fast
+    given, pool = given._replace(g=g), torch.full((count, *CHANNELS.state), POISON)
+    wanted, wanted_pool = expected(truth(given, CHANNELS), slots, rows, begins(rows), pool, given.v.shape[1:])
+    for each in on_cpu_too(target):
+        out, after = scanned(given, [0], rows, pool, slots, each)
+        assert_states(out, wanted, 3e-6)
+        assert_states(after, wanted_pool, 3e-6)
+
+
+def test_decays_that_all_channels_share_are_those_of_a_head(target: Target) -> None:
+    rows = [StateRow(150)]
+    given, (slots, count) = layer(150, Heads(), torch.float32), make_slots(rows)
+    each_channel = given._replace(g=given.g[:, :, None].expand(-1, -1, 32).contiguous())
+    pool = torch.full((count, *Heads().state), POISON)
+    for each in on_cpu_too(target):
+        (out, after), (wanted, wanted_pool) = (
+            scanned(one, [0], rows, pool, slots, each) for one in (each_channel, given)
+        )
+        assert_states(out, wanted.double(), 1e-5)
+        assert_states(after, wanted_pool.double(), 1e-5)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_equal_keys_that_overwrite_each_other(target: Target, by_channel: bool) -> None:
     """No decay, full strength, one key for all: each value replaces the one before. Powers of A would be 10^18."""
-    sizes, rows = Heads(1, 1, 16, 16), [StateRow(128)]
+    sizes, rows = Heads(1, 1, 16, 16, by_channel), [StateRow(128)]
     given, (slots, count) = layer(128, sizes, torch.float32), make_slots(rows)
     key = given.k[:1].expand(128, 1, 16).contiguous()
-    given = given._replace(q=key, k=key, g=torch.zeros(128, 1), beta=torch.ones(128, 1))
+    given = given._replace(q=key, k=key, g=torch.zeros_like(given.g), beta=torch.ones(128, 1))
     for each in on_cpu_too(target):
         pool = torch.full((count, *sizes.state), POISON)
         out, _ = scanned(given, [0], rows, pool, slots, each)
         torch.testing.assert_close(out, given.v / 4.0, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm_eps", [None, 1e-6])
-def test_rows_that_are_slices_and_slots_that_lie_apart(target: Target, norm_eps: float | None) -> None:
+@pytest.mark.parametrize(("norm_eps", "sizes"), [(None, Heads()), (1e-6, Heads()), (1e-6, CHANNELS)], ids=str)
+def test_rows_that_are_slices_and_slots_that_lie_apart(target: Target, norm_eps: float | None, sizes: Heads) -> None:
     """Of a wider projection, behind the last row of which others follow; as it is served."""
-    sizes, rows = Heads(), [StateRow(70), StateRow(40, Begin.WORKING)]
+    rows = [StateRow(70), StateRow(40, Begin.WORKING)]
     slots, count = make_slots(rows)
     given, pool = layer(110, sizes, torch.float32), make_pool(slots, rows, count, sizes.state, torch.float32)
     given = given._replace(k=given.k / 6.0)
-    wide = torch.full((130, 300), POISON)
-    ends = [8 + 64, 8 + 128, 8 + 128 + 96, 240, 250]
+    wide = torch.full((130, 440), POISON)
+    ends = [8 + 64, 8 + 128, 8 + 128 + 96, 392 if sizes.by_channel else 240, 420]
     views = []
     for tensor, end in zip(given, ends, strict=True):
         width = tensor[0].numel()
@@ -195,6 +240,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"q": GIVEN.q[:, :1]}, r"q: shape must be \[6, 2, 32\], got \[6, 1, 32\]"),
     ({"q": GIVEN.q.transpose(0, 1).contiguous().transpose(0, 1)}, "q: a token's heads must be contiguous"),
     ({"g": GIVEN.g[:5]}, r"g: shape must be \[6, 4\], got \[5, 4\]"),
+    ({"g": GIVEN.v}, r"g: shape must be \[6, 4, 32\], got \[6, 4, 24\]"),
+    ({"g": GIVEN.g.expand(32, 6, 4).permute(1, 2, 0)}, "g: the last axis must have stride 1"),
     ({"beta": GIVEN.beta.long()}, "beta: dtype must be one of"),
     ({"states": POOL.bfloat16()}, "states: dtype must be one of"),
     ({"states": POOL.transpose(2, 3)}, r"states: shape must be \[any, 4, 32, 24\]"),

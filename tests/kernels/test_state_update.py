@@ -63,7 +63,7 @@ def update_ssd(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("sizes", [delta.Heads(), delta.Heads(2, 2, 72, 40)], ids=str)
+@pytest.mark.parametrize("sizes", [delta.Heads(), delta.Heads(2, 2, 72, 40), delta.CHANNELS], ids=str)
 def test_delta_rows_of_every_kind(target: Target, sizes: delta.Heads, dtype: torch.dtype) -> None:
     """In one launch, with tokens behind the last row."""
     slots, count = make_slots(ROWS, padding=0)
@@ -116,29 +116,38 @@ def cut(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_cut_and_no_company_changes_a_bit(target: Target, dtype: torch.dtype) -> None:
-    deltas, others = delta.layer(8, delta.Heads(), dtype), delta.layer(2, delta.Heads(), dtype, seed=9)
-    ssds, ssd_others = ssd.layer(8, ssd.Heads(), dtype), ssd.layer(2, ssd.Heads(), dtype, seed=9)
+@pytest.mark.parametrize("sizes", [delta.Heads(), delta.CHANNELS], ids=str)
+def test_no_cut_and_no_company_changes_a_bit_of_the_delta_rule(
+    target: Target, sizes: delta.Heads, dtype: torch.dtype
+) -> None:
+    deltas, others = delta.layer(8, sizes, dtype), delta.layer(2, sizes, dtype, seed=9)
 
     def of_delta(first: int, end: int, rows: Sequence[StateRow], pool: torch.Tensor, slots: StateSlots) -> Updated:
         given = deltas.part(first, end)
         return update_delta(given if len(rows) == 1 else given.beside(others), rows, pool, slots, target)
 
+    cut(of_delta, sizes.state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_cut_and_no_company_changes_a_bit_of_mamba2(target: Target, dtype: torch.dtype) -> None:
+    ssds, ssd_others = ssd.layer(8, ssd.Heads(), dtype), ssd.layer(2, ssd.Heads(), dtype, seed=9)
+
     def of_ssd(first: int, end: int, rows: Sequence[StateRow], pool: torch.Tensor, slots: StateSlots) -> Updated:
         given = ssds.part(first, end)
         return update_ssd(given if len(rows) == 1 else given.beside(ssd_others), rows, pool, slots, target)
 
-    cut(of_delta, delta.Heads().state)
     cut(of_ssd, ssd.Heads().state)
 
 
-def test_updates_continue_what_scans_leave(target: Target) -> None:
+@pytest.mark.parametrize("sizes", [delta.Heads(), delta.CHANNELS], ids=str)
+def test_updates_continue_what_scans_leave(target: Target, sizes: delta.Heads) -> None:
     """70 tokens of a prompt, then 5 that are decoded: near the scan of all 75."""
     rows, (slots, count) = [StateRow(75)], make_slots([StateRow(75)], padding=0)
     goes_on = slots._replace(fresh=torch.zeros_like(slots.fresh), restore=torch.zeros_like(slots.restore))
     lists, decoded = [StateRow(70)], [StateRow(5, Begin.WORKING)]
-    deltas, ssds = delta.layer(75, delta.Heads(), torch.float32), ssd.layer(75, ssd.Heads(), torch.float32)
-    pool = torch.full((count, *delta.Heads().state), POISON)
+    deltas, ssds = delta.layer(75, sizes, torch.float32), ssd.layer(75, ssd.Heads(), torch.float32)
+    pool = torch.full((count, *sizes.state), POISON)
     whole, ended = delta.scanned(deltas, [0], rows, pool, slots, target)
     _, prompt = delta.scanned(deltas.part(0, 70), [0], lists, pool, slots, target)
     out, after = update_delta(deltas.part(70, 75), decoded, prompt, goes_on, target)

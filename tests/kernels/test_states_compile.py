@@ -53,7 +53,7 @@ def test_copies() -> None:
 
 SCAN_KINDS = {
     **SLOTS, "blocks": "*i32", "sums": "*fp32", "weights": "*fp32", "states": "*fp32", "g_": "*fp32", "beta": "*fp32",
-    "skip": "*fp32", "lengths": "*fp32", "factors": "*fp32", "sizes": "*fp32",
+    "skip": "*fp32", "lengths": "*fp32", "factors": "*fp32", "sizes": "*fp32", "remains": "*fp32",
 }  # fmt: skip
 # Heads of Qwen3-Next: 16 of keys, 32 of values.
 QWEN: dict[str, object] = {"HEADS": 32, "GROUP": 2, "DK": 128, "BK": 128}
@@ -74,7 +74,7 @@ def test_scans(values: str) -> None:
     """Products of 16 bits are wgmmas that nobody waits for one by one."""
     from kernels.block_scan.triton import DELTA_VALUES, STAGES, VALUES, WARPS, scan_blocks
 
-    options = {"PRECISION": "tf32", "HAS_WEIGHTS": True, "STAGES": STAGES}
+    options = {"PRECISION": "tf32", "HAS_WEIGHTS": True, "HAS_CHANNELS": False, "STAGES": STAGES}
     delta = {"HAS_INVERSES": True, "HAS_FACTORS": True, "HAS_SKIP": False, "HAS_GATE": False, "BY_VALUE": False}
     built = compile_for_hopper(
         scan_blocks, {**QWEN, **options, **delta, "DV": 128, "BV": DELTA_VALUES}, WARPS, scan_kinds(values)
@@ -95,6 +95,32 @@ def test_blocks_of_the_delta_rule(values: str) -> None:
     assert not built.spills and "wgmma" in built.ptx
 
 
+# Heads of Kimi Linear.
+KIMI: dict[str, object] = {"HEADS": 32, "GROUP": 1, "DK": 128, "BK": 128}
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+def test_scans_by_channel(values: str) -> None:
+    from kernels.block_scan.triton import CHANNEL_STAGES, DELTA_VALUES, WARPS, scan_blocks
+
+    options = {
+        "PRECISION": "tf32", "HAS_WEIGHTS": False, "HAS_CHANNELS": True, "STAGES": CHANNEL_STAGES, "HAS_INVERSES": True,
+        "HAS_FACTORS": False, "HAS_SKIP": False, "HAS_GATE": False, "BY_VALUE": False, "DV": 128, "BV": DELTA_VALUES,
+    }  # fmt: skip
+    built = compile_for_hopper(scan_blocks, {**KIMI, **options}, WARPS, scan_kinds(values))
+    assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
+    assert built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+def test_blocks_by_channel(values: str) -> None:
+    from kernels.gated_delta_scan.channels.triton import CHANNELS, WARPS, solve_channels
+
+    constants = {**KIMI, "NORM": True, "HALVES": True, "PRECISION": "tf32", "CHANNELS": CHANNELS}
+    built = compile_for_hopper(solve_channels, constants, WARPS, scan_kinds(values))
+    assert not built.spills and "wgmma" in built.ptx
+
+
 def test_plans_of_scans() -> None:
     from kernels.block_scan.plan_triton import CHUNK, PLACED, count_blocks, place_blocks
 
@@ -109,8 +135,10 @@ def test_updates(values: str) -> None:
 
     kinds_of = {**SCAN_KINDS, "raw": "*fp32", "bias": "*fp32", "a_": "*fp32"}
     pointer = kinds(values, **{name: kind for name, kind in kinds_of.items() if name != "g_"}, g_ptr="*fp32")
-    built = compile_for_hopper(update_delta, {**QWEN, "DV": 128, "NORM": True, "BV": VALUES}, WARPS, pointer)
-    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+    for channels in (False, True):
+        options = {"DV": 128, "NORM": True, "HAS_CHANNELS": channels, "BV": VALUES}
+        built = compile_for_hopper(update_delta, {**QWEN, **options}, WARPS, pointer)
+        assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
     options = {"HAS_BIAS": True, "HAS_SKIP": True, "HAS_GATE": True, "BV": VALUES}
     built = compile_for_hopper(update_ssd, {**MAMBA2, **options}, WARPS, pointer)
     assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx

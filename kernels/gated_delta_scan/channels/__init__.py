@@ -1,0 +1,1 @@
+"""gated_delta_scan with a decay for each key channel."""
