@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from tests.worker_service.model_kit import CPU, MODELS, Bench, Part, make_reference, random_tokens
+from tests.worker_service.model_kit import CPU, MODELS, VOCAB, Bench, Part, make_reference, random_tokens
 from tests.worker_service.test_weight_formats import BLOCK, FP8_CONFIG, change_config, change_weights
 from worker_service.core.errors import ModelError
 from worker_service.model.checkpoint_files import WEIGHTS
@@ -211,9 +211,11 @@ NAN = torch.full((32, 5), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
         ("layers.1.attn.wq_a.scale", torch.ones(2, 2).to(torch.float8_e8m0fnu), r"\[2, 2\].*\[1, 2\]"),
         ("layers.1.attn.wq_a.scale", torch.tensor([[torch.inf, 1.0]]), "not a finite number"),
         ("layers.1.attn.wq_a.weight", torch.ones(24, 160, dtype=torch.int8), "dtype I8.*F8_E4M3"),
+        ("layers.0.ffn.gate.tid2eid", torch.full((VOCAB, 2), 6), "an expert that is none of 0 to 5"),
+        ("layers.0.ffn.gate.tid2eid", torch.full((VOCAB, 2), -1), "an expert that is none of 0 to 5"),
     ],
 )
-def test_a_bad_scale_or_weight_is_named(folder: Path, name: str, stored: torch.Tensor | None, reason: str) -> None:
+def test_what_is_stored_wrong_is_named(folder: Path, name: str, stored: torch.Tensor | None, reason: str) -> None:
     change_weights(folder, **{name: stored})
     with pytest.raises(ModelError, match=reason) as caught:
         Bench(folder)

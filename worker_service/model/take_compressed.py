@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from worker_service.core.errors import ModelError
 from worker_service.model.layer_weights import (
     CompressedWeights,
     CompressorWeights,
@@ -97,7 +98,11 @@ def _take_experts(source: TensorSource, prefix: str, mlp: MoeSpec, spec: ModelSp
     router = source.take(f"{prefix}.gate.weight", count, hidden)
     table, bias = None, None
     if mlp.by_token:
-        ids = source.take(f"{prefix}.gate.tid2eid", spec.vocab_size, mlp.rule.top_k, wide=True)
+        name = f"{prefix}.gate.tid2eid"
+        ids = source.take(name, spec.vocab_size, mlp.rule.top_k, wide=True)
+        # A kernel takes the numbers as they are. Where only names are listed there is nothing to look at.
+        if not ids.is_meta and not ((ids >= 0) & (ids < count)).all():
+            raise ModelError(name, f"has an expert that is none of 0 to {count - 1}")
         table = ids.to(torch.int32)
     else:
         bias = source.take(f"{prefix}.gate.bias", count, wide=True)
