@@ -70,12 +70,14 @@ def test_rotate_append_latent() -> None:
     from kernels.rotate_append_latent.triton import rotate_latents
 
     for heads, nope in ((128, 128), (20, 192)):
-        row = {"HEADS": heads, "NOPE": nope, "LATENT": 512, "HALF": 32, "PAGE": 64}
+        row = {"HEADS": heads, "NOPE": nope, "LATENT": 512, "HALF": 32, "PAGE": 64, "TURNS": True}
         blocks = {"BLOCK_H": 16, "BLOCK_LATENT": 512, "BLOCK_HALF": 32}
         built = compile_for_hopper(rotate_latents, row | blocks, 1, kind, enable_fp_fusion=False)
         assert not built.spills and built.shared_bytes == 0
         # Both halves of 16 heads and the latent in words of 16 bytes; one rotary key is 2 elements for each lane.
         assert built.ptx.count("st.global.v4") == 6 and built.ptx.count("st.global.b16") == 2
+        built = compile_for_hopper(rotate_latents, row | blocks | {"TURNS": False}, 1, kind, enable_fp_fusion=False)
+        assert not built.spills and built.ptx.count("st.global.v4") == 2 and built.ptx.count("st.global.b16") == 2
 
 
 @pytest.mark.parametrize("has_new", [False, True])
@@ -108,7 +110,7 @@ def test_rows() -> None:
 
 
 def test_gates() -> None:
-    from kernels.gates.triton import gate_delta, multiply_by_sigmoid, norm_and_gate
+    from kernels.gates.triton import COLUMNS, gate_channels, gate_delta, multiply_by_sigmoid, norm_and_gate
 
     def gate_kind(name: str) -> str | None:
         return "*fp32" if name in ("bias_ptr", "a_ptr", "g_ptr", "betas_ptr") else kind(name)
@@ -116,11 +118,14 @@ def test_gates() -> None:
     for one in (False, True):
         constants = {"D": 4096, "COLUMNS": 1024, "ONE": one}
         check_moves(compile_for_hopper(multiply_by_sigmoid, constants, 4, kind))
-    built = compile_for_hopper(norm_and_gate, {"HEADS": 32, "D": 128, "BLOCK_D": 128}, 1, kind)
+    built = compile_for_hopper(norm_and_gate, {"HEADS": 32, "D": 128, "SILU": True, "BLOCK_D": 128}, 1, kind)
     # A head has 4 elements for each lane of its warp.
     assert not built.spills and built.shared_bytes == 0 and "st.global.v2.b32" in built.ptx
     built = compile_for_hopper(gate_delta, {"HEADS": 32, "BLOCK_H": 32}, 1, gate_kind)
     assert not built.spills and built.shared_bytes == 0
+    channels = {"HEADS": 32, "KEYS": 128, "COLUMNS": COLUMNS, "BLOCK_H": 32}
+    built = compile_for_hopper(gate_channels, channels, 4, gate_kind)
+    assert not built.spills and "st.global.v4" in built.ptx
 
 
 @pytest.mark.parametrize("pack", [False, True])

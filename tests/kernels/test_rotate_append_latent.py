@@ -39,7 +39,7 @@ class Inputs:
     q: torch.Tensor
     kv: torch.Tensor
     positions: torch.Tensor
-    cos_sin: torch.Tensor
+    cos_sin: torch.Tensor | None
     slots: torch.Tensor
     norm: torch.Tensor
 
@@ -75,7 +75,8 @@ def make(dims: Dims = Dims(), tokens: int = NUM_TOKENS, device: str = "cpu") -> 
 
 def turned(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """x [num_tokens, heads, rope]: halves in fp32, each product and sum rounded once, then to the dtype."""
-    cos, sin = (inputs.cos_sin[inputs.positions, i].unsqueeze(1) for i in (0, 1))
+    assert inputs.cos_sin is not None
+    cos, sin = inputs.cos_sin[inputs.positions].unsqueeze(2).unbind(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -132,6 +133,20 @@ def check(inputs: Inputs, target: Target) -> None:
 def test_dims_and_dtypes(target: Target, dims: Dims, dtype: torch.dtype) -> None:
     """Of DeepSeek-V3, GLM-4.7-Flash, tiny models, sizes that are no powers of two, and heads that fill a program."""
     check(make(replace(dims, dtype=dtype), device=target.device), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [Dims(), Dims(3, 48, 20, 0)], ids=str)
+def test_nothing_turns_without_a_table(target: Target, dims: Dims, dtype: torch.dtype) -> None:
+    """Of Kimi Linear: what a table of no angles would give."""
+    inputs = make(replace(dims, dtype=dtype), device=target.device)
+    still = torch.tensor([[1.0], [0.0]], device=target.device).repeat(NUM_POSITIONS, 1, dims.rope // 2)
+    q, wanted = separate(replace(inputs, cos_sin=still))
+    got, latent = inputs.pages(), dims.latent
+    run(replace(inputs, cos_sin=None), target, got)
+    assert_same_bits(inputs.q, q)
+    assert_latents(got[..., :latent], wanted[..., :latent])
+    assert_same_bits(got[..., latent:], wanted[..., latent:])
 
 
 def test_a_norm_with_fp32_weights(target: Target) -> None:
@@ -193,6 +208,7 @@ def test_no_tokens(target: Target) -> None:
 
 
 GIVEN = make(tokens=19)
+assert GIVEN.cos_sin is not None
 WHOLE = GIVEN.kv.new_zeros(19, 4 * 192 + 576)
 
 
@@ -208,6 +224,7 @@ WHOLE = GIVEN.kv.new_zeros(19, 4 * 192 + 576)
         ({"norm": GIVEN.norm.half()}, "norm: dtype must be one of"),
         ({"cos_sin": GIVEN.cos_sin.half()}, "cos_sin: dtype must be one of"),
         ({"cos_sin": torch.zeros(50, 2, 33)}, "kv: rows of 576 are not a latent of 512"),
+        ({"cos_sin": None, "norm": GIVEN.norm[:511]}, "kv: the 65 elements behind the latent must be an even number"),
         ({"q": GIVEN.q[:5]}, r"q: shape must be \[19, any, any\], got \[5, 4, 192\]"),
         ({"q": GIVEN.q[..., :63]}, r"q: needs heads of at least the 64 that turn, got \[19, 4, 63\]"),
         ({"q": GIVEN.q[..., :128]}, "q: a token's heads must be contiguous"),
