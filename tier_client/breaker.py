@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Open for `pause_s` after each failure. Any number of threads may ask."""
+    """Open for `pause_s` after so many failures in a row, and after each further one. Any number of threads may ask."""
 
-    def __init__(self, pause_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pause_s, self._clock = pause_s, clock
+    def __init__(self, pause_s: float, failures_to_open: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pause_s, self._failures_to_open, self._clock = pause_s, failures_to_open, clock
         self._lock = threading.Lock()
         self._closed_from_s = clock()
-        self.num_failures = 0
+        self._failures = 0
 
     @property
     def is_open(self) -> bool:
@@ -24,5 +24,10 @@ class Breaker:
 
     def failed(self) -> None:
         with self._lock:
-            self.num_failures += 1
-            self._closed_from_s = self._clock() + self._pause_s
+            self._failures += 1
+            if self._failures >= self._failures_to_open:
+                self._closed_from_s = self._clock() + self._pause_s
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures = 0

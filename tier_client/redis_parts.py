@@ -35,13 +35,13 @@ def store_parts(
         connection.send(_part_command(name, num_sent, buffers))
         num_sent += 1
         if num_sent - num_read == IN_FLIGHT:
-            is_stored = _read_stored(connection)
+            is_stored = _read_part_stored(connection)
             num_read += 1
         if not is_stored:
             break
     arm()
     for _ in range(num_sent - num_read):
-        is_stored = _read_stored(connection) and is_stored
+        is_stored = _read_part_stored(connection) and is_stored
     if not is_stored:
         connection.command(b"UNLINK", name)
         return False
@@ -78,6 +78,17 @@ def read_found(connection: RespConnection, max_bytes: int) -> bytearray | None:
         return None
 
 
+def read_stored(connection: RespConnection) -> bool:
+    """Reads a reply to a write. Returns False when the store is full; any other error reply is raised."""
+    try:
+        connection.read_value(_REPLY_BYTES)
+    except ErrorReply as error:
+        if error.code != "OOM":
+            raise
+        return False
+    return True
+
+
 def _part_command(name: bytes, number: int, buffers: Sequence[Buffer]) -> list[Buffer]:
     # The part comes last, so that Redis can read it straight into a string.
     size = sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -86,16 +97,9 @@ def _part_command(name: bytes, number: int, buffers: Sequence[Buffer]) -> list[B
     return [head, *buffers, b"\r\n", encode_command(b"PEXPIRE", name, b"%d" % UNFINISHED_MS)]
 
 
-def _read_stored(connection: RespConnection) -> bool:
-    """Reads the two replies to a part. Returns False when the store is full."""
-    is_stored = True
-    try:
-        connection.read_value(_REPLY_BYTES)
-    except ErrorReply as error:
-        if error.code != "OOM":
-            raise
-        is_stored = False
-    connection.read_value(_REPLY_BYTES)
+def _read_part_stored(connection: RespConnection) -> bool:
+    is_stored = read_stored(connection)
+    connection.read_value(_REPLY_BYTES)  # of PEXPIRE
     return is_stored
 
 

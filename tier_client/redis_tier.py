@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from session.protocol import SENTINEL_KEY
 from session.words import HostTierKind
-from tier_client.errors import ErrorReply, HostTierError, TooLongReply
-from tier_client.redis_parts import IN_FLIGHT, read_found, read_parts, store_parts
+from tier_client.errors import HostTierError, TooLongReply
+from tier_client.redis_parts import IN_FLIGHT, read_found, read_parts, read_stored, store_parts
 from tier_client.redis_url import parse_redis_url
 from tier_client.resp import Buffer, RespConnection, encode_command
 
@@ -109,7 +109,7 @@ class RedisTier:
             buffers += self._set_command(key, value)
         with self._connection() as connection:
             connection.send(buffers)
-            stored = [_read_stored(connection) for _ in keys]
+            stored = [read_stored(connection) for _ in keys]
         return stored.index(False) if False in stored else len(stored)
 
     def _set_command(self, key: bytes, value: Sequence[Buffer]) -> list[Buffer]:
@@ -173,17 +173,3 @@ class RedisTier:
 
 def _ask(connection: RespConnection, keys: Sequence[bytes]) -> None:
     connection.send([encode_command(b"GET", key) for key in keys])
-
-
-def _read_stored(connection: RespConnection) -> bool:
-    """Returns whether the value was stored: False when the store is full.
-
-    Any other error reply is raised once it was read.
-    """
-    try:
-        connection.read_value(SENTINEL_BYTES)
-    except ErrorReply as error:
-        if error.code != "OOM":
-            raise
-        return False
-    return True

@@ -20,6 +20,7 @@ import torch
 from session.messages import Ack
 from session.words import Transfer, TransferStatus
 from tier_client import page_codec
+from tier_client.breaker import Breaker
 from tier_client.errors import HostTierError, PageRejected
 from tier_client.large_pages import PART_BYTES
 from worker_service.core.ports import HostTier
@@ -27,7 +28,6 @@ from worker_service.transfer.moved_pages import MovedPage, PageFrame, PageStore,
 from worker_service.transfer.page_parts import PageParts
 
 PAGES_PER_COMMAND = 8
-# Redis serves nobody else while it copies a value: 7 ms for 4 MiB, 110 for 233 (benchmarks/bench_snapshot_parts.py).
 Barrier = Callable[[], None]
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PageMover:
         self._on_ack = on_ack
         self._limits = limits
         self._parts = PageParts(pages, frame, limits.part_bytes)
-        self._breaker = _CircuitBreaker(limits.breaker_failures, limits.breaker_s)
+        self._breaker = Breaker(limits.breaker_s, limits.breaker_failures)
         self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="page-mover")
         self._running: set[asyncio.Future[Ack]] = set()
         self._local = threading.local()
@@ -105,7 +105,7 @@ class PageMover:
     def _start(self, transfer: Transfer, work: Callable[[HostTier], _Outcome]) -> None:
         loop = asyncio.get_running_loop()
         tier = self._tier
-        if tier is None or len(self._running) >= self._limits.max_queued or self._breaker.is_open():
+        if tier is None or len(self._running) >= self._limits.max_queued or self._breaker.is_open:
             loop.call_soon(self._on_ack, Ack(transfer.ticket, 0, TransferStatus.FAILED))
             return
         running = loop.run_in_executor(self._threads, self._timed, transfer, lambda: work(tier))
@@ -121,7 +121,7 @@ class PageMover:
         started = time.monotonic()
         try:
             with self._own_stream():
-                outcome = _Outcome(0, TransferStatus.FAILED, 0) if self._breaker.is_open() else work()
+                outcome = _Outcome(0, TransferStatus.FAILED, 0) if self._breaker.is_open else work()
         except Exception:
             _log.exception("transfer %d failed", transfer.ticket)
             outcome = _Outcome(0, TransferStatus.FAILED, 0)
@@ -138,16 +138,20 @@ class PageMover:
         return torch.cuda.stream(self._local.stream)
 
     def _fetch(self, tier: HostTier, transfer: Transfer, barrier: Barrier) -> _Outcome:
+        return self._moved(transfer, lambda items, end: self._fetch_some(tier, items, end, barrier))
+
+    def _moved(self, transfer: Transfer, move_some: Callable[[list[MovedPage], int], _Outcome]) -> _Outcome:
+        """Moves some pages after the other, up to the first that does not arrive."""
         num_done, num_bytes, status = 0, 0, TransferStatus.DONE
         while num_done < transfer.num_pages and status is TransferStatus.DONE:
             end = min(num_done + _pages_per_command(transfer), transfer.num_pages)
             try:
-                some = self._fetch_some(tier, moved_pages(transfer, num_done, end), end, barrier)
+                some = move_some(moved_pages(transfer, num_done, end), end)
             except HostTierError as error:
                 self._breaker.failed()
-                _log.warning("fetch %d: %s", transfer.ticket, error)
+                _log.warning("transfer %d: %s", transfer.ticket, error)
                 return _Outcome(num_done, TransferStatus.FAILED, num_bytes)
-            self._breaker.worked()
+            self._breaker.succeeded()
             num_done, status, num_bytes = some.num_done, some.status, num_bytes + some.num_bytes
         return _Outcome(num_done, status, num_bytes)
 
@@ -196,20 +200,7 @@ class PageMover:
         return sum(len(data) for _, data in good)
 
     def _spill(self, tier: HostTier, transfer: Transfer) -> _Outcome:
-        num_done, num_bytes, status = 0, 0, TransferStatus.DONE
-        while num_done < transfer.num_pages and status is TransferStatus.DONE:
-            end = min(num_done + _pages_per_command(transfer), transfer.num_pages)
-            try:
-                some = self._spill_some(tier, moved_pages(transfer, num_done, end), end)
-            except HostTierError as error:
-                self._breaker.failed()
-                _log.warning("spill %d: %s", transfer.ticket, error)
-                return _Outcome(num_done, TransferStatus.FAILED, num_bytes)
-            self._breaker.worked()
-            num_done, status, num_bytes = some.num_done, some.status, num_bytes + some.num_bytes
-        if status is TransferStatus.FAILED:
-            _log.warning("spill %d: the store is full", transfer.ticket)
-        return _Outcome(num_done, status, num_bytes)
+        return self._moved(transfer, lambda items, end: self._spill_some(tier, items, end))
 
     def _spill_some(self, tier: HostTier, items: list[MovedPage], end: int) -> _Outcome:
         """Spills pages up to page number `end`; FAILED where the store is full."""
@@ -226,6 +217,8 @@ class PageMover:
                 end, status = item.page, TransferStatus.FAILED
                 break
             num_bytes += self._pages.page_bytes(item.group)
+        if status is TransferStatus.FAILED:
+            _log.warning("a spill ends early: the store is full")
         return _Outcome(end, status, num_bytes)
 
     def _read(self, items: list[MovedPage]) -> list[tuple[bytes, memoryview]]:
@@ -263,27 +256,3 @@ class _TimedBarrier:
         started = time.monotonic()
         self._barrier()
         self.waited_s += time.monotonic() - started
-
-
-class _CircuitBreaker:
-    """A circuit breaker: opens for `open_s` after `max_failures` failures in a row.
-
-    The cache service has one of its own.
-    """
-
-    def __init__(self, max_failures: int, open_s: float) -> None:
-        self._max_failures = max_failures
-        self._open_s = open_s
-        self._failures = 0
-        self._open_until = 0.0
-
-    def is_open(self) -> bool:
-        return time.monotonic() < self._open_until
-
-    def worked(self) -> None:
-        self._failures = 0
-
-    def failed(self) -> None:
-        self._failures += 1
-        if self._failures >= self._max_failures:
-            self._open_until = time.monotonic() + self._open_s
