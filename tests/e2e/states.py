@@ -101,6 +101,24 @@ MODELS = {
         },
         {},
     ),
+    "kimi-linear": Recurrent(
+        "KimiLinear",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        {},
+    ),
 }
 
 

@@ -27,7 +27,10 @@ ANSWER = 40
 PAGES = {"lfm2": PAGE}
 
 
-@pytest.fixture(params=["lfm2", "qwen3-next", "qwen3.5", "bamba", "granite-hybrid", "falcon-h1", "nemotron-h"])
+FAMILIES = ("lfm2", "qwen3-next", "qwen3.5", "bamba", "granite-hybrid", "falcon-h1", "nemotron-h", "kimi-linear")
+
+
+@pytest.fixture(params=FAMILIES)
 async def stand(
     request: pytest.FixtureRequest, start: Starter, client: Client, model: Path, tmp_path: Path
 ) -> AsyncIterator[Stand]:
