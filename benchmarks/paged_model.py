@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from session.words import GroupKind, PageId, SnapshotSlot
+from session.words import GroupKind, PageId, StateSlot
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
 from worker_service.core.sampling_params import SamplingParams
@@ -41,10 +41,10 @@ class PagedTokens:
     penalty_slot: int = NO_SLOT
     counted_len: int = -1
     start_len: int = 0
-    working: tuple[SnapshotSlot, ...] = ()
-    restore: tuple[SnapshotSlot, ...] = ()
-    leave: tuple[SnapshotSlot, ...] = ()
-    rolling: tuple[SnapshotSlot, ...] = ()
+    working: tuple[StateSlot, ...] = ()
+    restore: tuple[StateSlot, ...] = ()
+    leave: tuple[StateSlot, ...] = ()
+    rolling: tuple[StateSlot, ...] = ()
 
     @property
     def planned_len(self) -> int:
@@ -124,10 +124,10 @@ class PagedModel:
             made.leave = tuple(slot for boundary in snapshots for slot in self._slots(boundary))
         return made
 
-    def _slots(self, boundary: int) -> tuple[SnapshotSlot, ...]:
+    def _slots(self, boundary: int) -> tuple[StateSlot, ...]:
         """Returns one slot in each group of states."""
         slot, self._next_slot = PageId(self._next_slot), self._next_slot + 1
-        return tuple(SnapshotSlot(group, boundary, slot) for group in self.state_groups)
+        return tuple(StateSlot(group, boundary, slot) for group in self.state_groups)
 
     def begin(self, sequence: PagedTokens, first: int) -> None:
         """The sequence's next launch starts at `first`, from the snapshot that it left there. Raises ValueError where

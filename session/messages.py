@@ -17,7 +17,7 @@ from session.words import (
     RefusalReason,
     ReleaseReason,
     SequenceId,
-    SnapshotSlot,
+    StateSlot,
     TicketId,
     Transfer,
     TransferStatus,
@@ -104,10 +104,10 @@ class Grant(NamedTuple):
     tables: tuple[GroupPages, ...]
     match: Match
     fetches: tuple[Transfer, ...] = ()
-    restore: tuple[SnapshotSlot, ...] = ()
-    leave: tuple[SnapshotSlot, ...] = ()
-    working: tuple[SnapshotSlot, ...] = ()
-    rolling: tuple[SnapshotSlot, ...] = ()
+    restore: tuple[StateSlot, ...] = ()
+    leave: tuple[StateSlot, ...] = ()
+    working: tuple[StateSlot, ...] = ()
+    rolling: tuple[StateSlot, ...] = ()
 
 
 class Refusal(NamedTuple):
@@ -145,7 +145,7 @@ class Shrink(NamedTuple):
 class ExtendGrant(NamedTuple):
     sequence_id: SequenceId
     pages: tuple[GroupPages, ...]
-    leave: tuple[SnapshotSlot, ...] = ()
+    leave: tuple[StateSlot, ...] = ()
 
 
 class Publish(NamedTuple):
@@ -198,8 +198,8 @@ class Adopt(NamedTuple):
     tokens: bytes
     computed_tokens: int
     tables: tuple[GroupPages, ...]
-    working: tuple[SnapshotSlot, ...] = ()
-    rolling: tuple[SnapshotSlot, ...] = ()
+    working: tuple[StateSlot, ...] = ()
+    rolling: tuple[StateSlot, ...] = ()
     priority: int = 0
     bypass_cache: bool = False
 

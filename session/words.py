@@ -112,8 +112,8 @@ class GroupPages(NamedTuple):
     page_ids: bytes
 
 
-class SnapshotSlot(NamedTuple):
-    """A page of a STATE group, for the state at a page boundary."""
+class StateSlot(NamedTuple):
+    """A page of a STATE group: the snapshot at a page boundary, or the state in which a running sequence works."""
 
     group: int
     boundary_tokens: int

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from session.messages import Grant, StepReply
-from session.words import NO_PAGE, PAGE_ID_BYTES, GroupKind, GroupPages, GroupSpec, SnapshotSlot, Transfer
+from session.words import NO_PAGE, PAGE_ID_BYTES, GroupKind, GroupPages, GroupSpec, StateSlot, Transfer
 from worker_service.core.errors import StepRejected
 
 
@@ -59,7 +59,7 @@ class PoolCheck:
             if spec.kind is GroupKind.FULL and lowest == NO_PAGE:
                 _reject(field, f"group {group} has no holes")
 
-    def _slots(self, field: str, slots: Iterable[SnapshotSlot]) -> None:
+    def _slots(self, field: str, slots: Iterable[StateSlot]) -> None:
         for group, boundary_tokens, slot in slots:
             spec = self._spec(field, group)
             if spec.kind is not GroupKind.STATE or not 1 <= slot <= spec.num_pages:

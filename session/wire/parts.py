@@ -20,7 +20,7 @@ from session.words import (
     MissReason,
     Namespace,
     PageId,
-    SnapshotSlot,
+    StateSlot,
     TicketId,
     Transfer,
     TransferPages,
@@ -106,12 +106,12 @@ def decode_pages(message: types_pb2.GroupPages, field: str) -> GroupPages:
     return GroupPages(message.group, message.first_page, page_ids)
 
 
-def encode_slots(values: Iterable[SnapshotSlot]) -> list[types_pb2.SnapshotSlot]:
+def encode_slots(values: Iterable[StateSlot]) -> list[types_pb2.SnapshotSlot]:
     return [types_pb2.SnapshotSlot(group=v.group, boundary_tokens=v.boundary_tokens, slot=v.slot) for v in values]
 
 
-def decode_slot(message: types_pb2.SnapshotSlot) -> SnapshotSlot:
-    return SnapshotSlot(message.group, message.boundary_tokens, PageId(message.slot))
+def decode_slot(message: types_pb2.SnapshotSlot) -> StateSlot:
+    return StateSlot(message.group, message.boundary_tokens, PageId(message.slot))
 
 
 def fill_transfer(message: types_pb2.Transfer, value: Transfer) -> None:

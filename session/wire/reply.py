@@ -22,7 +22,7 @@ from session.wire.parts import (
     encode_slots,
     fill_transfer,
 )
-from session.words import PAGE_ID_BYTES, GroupPages, RefusalReason, SequenceId, SnapshotSlot, Transfer
+from session.words import PAGE_ID_BYTES, GroupPages, RefusalReason, SequenceId, StateSlot, Transfer
 
 NUMBER_BYTES = 4
 
@@ -110,7 +110,7 @@ def _tables(messages: Iterable[types_pb2.GroupPages], field: str) -> tuple[Group
     return tuple([decode_pages(pages, field) for pages in messages])
 
 
-def _slots(messages: Iterable[types_pb2.SnapshotSlot]) -> tuple[SnapshotSlot, ...]:
+def _slots(messages: Iterable[types_pb2.SnapshotSlot]) -> tuple[StateSlot, ...]:
     return tuple(map(decode_slot, messages))
 
 

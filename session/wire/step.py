@@ -43,7 +43,7 @@ from session.words import (
     GroupPages,
     ReleaseReason,
     SequenceId,
-    SnapshotSlot,
+    StateSlot,
     TicketId,
     TransferStatus,
 )
@@ -269,7 +269,7 @@ def _table(message: types_pb2.GroupPages, field: str) -> GroupPages:
     return decode_pages(message, field)
 
 
-def _slot(message: types_pb2.SnapshotSlot, field: str) -> SnapshotSlot:
+def _slot(message: types_pb2.SnapshotSlot, field: str) -> StateSlot:
     fields.nothing_unknown(message, field)
     fields.in_range(message.group, f"{field}.group", 0, MAX_GROUPS - 1)
     return decode_slot(message)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from session.messages import Acquire, Adopt, Extend, Grant, Publish, Refusal, Release, Shrink, StepReply
-from session.words import GroupKind, GroupPages, Namespace, PageId, ReleaseReason, SequenceId, SnapshotSlot
+from session.words import GroupKind, GroupPages, Namespace, PageId, ReleaseReason, SequenceId, StateSlot
 from tests.core.mover import Mover
 from tests.core.shadow import Shadow, marks_of
 from tests.core.world import ABORTED, FINISHED, NS, PREEMPTED, Live, pack
@@ -205,7 +205,7 @@ class FakeWorker(Mover):
             if spec.kind != GroupKind.STATE
         )
         slots = [
-            tuple(SnapshotSlot(g, boundary, PageId(s)) for g, s in held.items())
+            tuple(StateSlot(g, boundary, PageId(s)) for g, s in held.items())
             for held, boundary in ((live.working, 0), (live.rolling, live.rolled))
         ]
         return Adopt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from session.messages import ExtendGrant, Grant, Remap
-from session.words import GroupKind, GroupPages, GroupSpec, SnapshotSlot
+from session.words import GroupKind, GroupPages, GroupSpec, StateSlot
 from tests.core.launcher import Launcher
 from tests.core.world import Live, ids
 
@@ -54,7 +54,7 @@ class TableKeeper(Launcher):
             for group, slot in slots.items():
                 self.shadow.poison(group, slot)
 
-    def _set_leave(self, live: Live, leave: Iterable[SnapshotSlot]) -> None:
+    def _set_leave(self, live: Live, leave: Iterable[StateSlot]) -> None:
         for slot in leave:
             assert slot.boundary_tokens % self.page_tokens == 0 and slot.slot
             assert slot.boundary_tokens > live.grant.usable_tokens or live.fetch

@@ -14,7 +14,7 @@ from cache_service.core.base.errors import UnknownTicket
 from cache_service.core.cache_manager import CacheManager
 from session.errors import InvalidInput
 from session.messages import Ack, Acquire, Adopt, BadItem, Extend, Hello, Publish, Refusal, Release
-from session.words import GroupPages, GroupSpec, Namespace, RefusalReason, SequenceId, SnapshotSlot, TicketId, WorkerId
+from session.words import GroupPages, GroupSpec, Namespace, RefusalReason, SequenceId, StateSlot, TicketId, WorkerId
 from tests.core.at_once import explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.test_cases_pages import span
@@ -189,7 +189,7 @@ def adopts() -> dict[str, Callable[[Adopt], Adopt]]:
         "unknown group": lambda a: a._replace(tables=(GroupPages(7, 0, b""),)),
         "group twice": lambda a: a._replace(tables=a.tables + a.tables),
         "torn table": lambda a: a._replace(tables=(GroupPages(0, 0, b"abc"),)),
-        "slots for no state group": lambda a: a._replace(working=(SnapshotSlot(0, 0, 1),)),  # type: ignore[arg-type]
+        "slots for no state group": lambda a: a._replace(working=(StateSlot(0, 0, 1),)),  # type: ignore[arg-type]
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache_service.core.base.types import Stored
 from session.messages import Acquire, Adopt, Extend, Inventory, Publish
-from session.words import GroupPages, PageId, RefusalReason, SequenceId, SnapshotSlot
+from session.words import GroupPages, PageId, RefusalReason, SequenceId, StateSlot
 from tests.core.inventory_stage import LEFT, RIGHT, TRUNK, WORKER, Stage, run
 from tests.core.world import NS, full, ids, pack, state, window
 
@@ -151,7 +151,7 @@ def test_an_adopted_window_fills_the_holes_of_the_path_that_it_shares() -> None:
 def test_a_snapshot_at_a_boundary_that_a_launch_may_have_passed_is_not_asked_for() -> None:
     """An adopted sequence that decodes runs on in the pages that it has before its first extend."""
     stage = Stage(full(20), state(8))
-    slots = {"working": (SnapshotSlot(1, 0, PageId(1)),), "rolling": (SnapshotSlot(1, 0, PageId(2)),)}
+    slots = {"working": (StateSlot(1, 0, PageId(1)),), "rolling": (StateSlot(1, 0, PageId(2)),)}
     item = Adopt(SequenceId(1), NS, pack(range(8)), 7, (GroupPages(0, 0, pack([1, 2, 3, 4])),), **slots)
     assert not stage.step(adopts=(item,)).refusals
     (extend,) = stage.step(extends=(Extend(SequenceId(1), 9),)).extends

@@ -21,7 +21,7 @@ from session.words import (
     HostTierKind,
     Namespace,
     ReleaseReason,
-    SnapshotSlot,
+    StateSlot,
     TransferStatus,
     WorkerId,
 )
@@ -304,8 +304,8 @@ def test_adopt() -> None:
         tokens(20),
         18,
         (GroupPages(0, 0, u32([3, 4])),),
-        (SnapshotSlot(1, 0, 2),),  # type: ignore[arg-type]
-        (SnapshotSlot(1, 16, 3),),  # type: ignore[arg-type]
+        (StateSlot(1, 0, 2),),  # type: ignore[arg-type]
+        (StateSlot(1, 16, 3),),  # type: ignore[arg-type]
         -1,
     )
 

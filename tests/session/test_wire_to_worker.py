@@ -24,7 +24,7 @@ from session.words import (
     RefusalReason,
     ReleaseReason,
     SequenceId,
-    SnapshotSlot,
+    StateSlot,
     TicketId,
     Transfer,
     TransferPages,
@@ -55,10 +55,10 @@ GRANT = Grant(
     (GroupPages(0, 0, u32([1, 2, 3])), GroupPages(1, 2, u32([7]))),
     MATCH,
     fetches=(TRANSFER, TRANSFER._replace(ticket=TicketId(10))),
-    restore=(SnapshotSlot(2, 48, PageId(4)),),
-    leave=(SnapshotSlot(2, 64, PageId(5)),),
-    working=(SnapshotSlot(2, 0, PageId(6)),),
-    rolling=(SnapshotSlot(2, 0, PageId(7)),),
+    restore=(StateSlot(2, 48, PageId(4)),),
+    leave=(StateSlot(2, 64, PageId(5)),),
+    working=(StateSlot(2, 0, PageId(6)),),
+    rolling=(StateSlot(2, 0, PageId(7)),),
 )
 REFUSAL = Refusal(SequenceId(3), RefusalReason.NO_ROOM, "full: 3 pages short")
 INVALID = Refusal(SequenceId(4), RefusalReason.INVALID, "is too long", "step.acquires[0].namespace.salt")
@@ -91,7 +91,7 @@ def test_step_reply() -> None:
             ExtendGrant(
                 SequenceId(2),
                 (GroupPages(0, 3, u32([11])), GroupPages(1, 5, u32([12]))),
-                (SnapshotSlot(2, 80, PageId(1)),),
+                (StateSlot(2, 80, PageId(1)),),
             ),
         ),
         refusals=(REFUSAL, INVALID),

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from benchmarks.paged_model import PagedTokens
-from session.words import GroupKind, PageId, SnapshotSlot
+from session.words import GroupKind, PageId, StateSlot
 from tests.worker_service.state_models import EXPERTS, STATE_MODELS
 from worker_service.core.batch import Batch, SampledRow, build_batch
 from worker_service.core.launch_plan import Row
@@ -339,8 +339,8 @@ class Bench:
             made.penalty_slot = next(self._slots)
         if self.state_groups:
             working, rolling = PageId(next(self._working)), PageId(next(self._working))
-            made.working = tuple(SnapshotSlot(group, 0, working) for group in self.state_groups)
-            made.rolling = tuple(SnapshotSlot(group, 0, rolling) for group in self.state_groups)
+            made.working = tuple(StateSlot(group, 0, working) for group in self.state_groups)
+            made.rolling = tuple(StateSlot(group, 0, rolling) for group in self.state_groups)
             made.leave = tuple(
                 self.snapshot(made, group, page + 1)
                 for group in self.state_groups
@@ -352,9 +352,9 @@ class Bench:
     def state_groups(self) -> list[int]:
         return [group for group, spec in enumerate(self.pages.specs()) if spec.kind is GroupKind.STATE]
 
-    def snapshot(self, sequence: PagedTokens, group: int, boundary: int) -> SnapshotSlot:
+    def snapshot(self, sequence: PagedTokens, group: int, boundary: int) -> StateSlot:
         """Where the sequence's state behind that many pages is."""
-        return SnapshotSlot(group, boundary * self.page, PageId(sequence.tables[group][boundary - 1]))
+        return StateSlot(group, boundary * self.page, PageId(sequence.tables[group][boundary - 1]))
 
     def restored(self, part: Part) -> Part:
         """Returns the part; its sequence begins from a snapshot if it is the first one."""

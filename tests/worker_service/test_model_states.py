@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from session.words import GroupKind, SnapshotSlot
+from session.words import GroupKind, StateSlot
 from tests.worker_service.model_kit import (
     CPU,
     Bench,
@@ -75,7 +75,7 @@ def changed(before: torch.Tensor, after: torch.Tensor) -> set[int]:
     return {slot for slot, held in enumerate(same.all(1).tolist()) if not held}
 
 
-def slot_of(slots: tuple[SnapshotSlot, ...]) -> int:
+def slot_of(slots: tuple[StateSlot, ...]) -> int:
     return slots[0].slot
 
 

@@ -18,7 +18,7 @@ from session.words import (
     GroupSpec,
     Match,
     SequenceId,
-    SnapshotSlot,
+    StateSlot,
     TicketId,
     Transfer,
     TransferPages,
@@ -49,7 +49,7 @@ def grant(*tables: GroupPages, **fields: object) -> StepReply:
 
 
 def test_what_fits_passes() -> None:
-    slots = (SnapshotSlot(2, 8, 4),)
+    slots = (StateSlot(2, 8, 4),)
     check().reply(grant(GroupPages(0, 0, u32(1, 10)), GroupPages(1, 0, u32(0, 6)), working=slots, leave=slots))
     extend = ExtendGrant(SequenceId(1), (GroupPages(0, 9, u32(10)), GroupPages(2, 0, b"")), slots)
     remap = Remap(SequenceId(1), (GroupPages(0, 0, u32(3)),))
@@ -68,10 +68,10 @@ def test_what_fits_passes() -> None:
         (grant(GroupPages(3, 0, u32(1))), "group 3 is none of 3"),
         (grant(GroupPages(0, 10, u32(1))), "more than 10"),
         (grant(GroupPages(0, 2**32 - 1, u32(1))), "more than 10"),
-        (grant(working=(SnapshotSlot(2, 8, 5),)), "grants.working: slot 5"),
-        (grant(restore=(SnapshotSlot(2, 8, 0),)), "grants.restore: slot 0"),
-        (grant(rolling=(SnapshotSlot(0, 8, 1),)), "grants.rolling"),
-        (grant(leave=(SnapshotSlot(2, 44, 1),)), "grants.leave: boundary 44"),
+        (grant(working=(StateSlot(2, 8, 5),)), "grants.working: slot 5"),
+        (grant(restore=(StateSlot(2, 8, 0),)), "grants.restore: slot 0"),
+        (grant(rolling=(StateSlot(0, 8, 1),)), "grants.rolling"),
+        (grant(leave=(StateSlot(2, 44, 1),)), "grants.leave: boundary 44"),
         (
             grant(fetches=(Transfer(TicketId(1), (TransferPages(0, u32(11), "k:", bytes(32)),), 0, 1),)),
             "grants.fetches: page 11",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any, cast
 
-from session.words import GroupKind, GroupSpec, PageId, SnapshotSlot
+from session.words import GroupKind, GroupSpec, PageId, StateSlot
 from tests.worker_service.model_kit import PagedTokens
 from worker_service.core.batch import build_batch
 from worker_service.core.batch_part import part_of
@@ -30,11 +30,11 @@ class Stateful(PagedTokens):
         self.working = snapshots(0, slot, slot + 20)
         self.restore = snapshots(start_len, slot + 1, slot + 21) if start_len else ()
         self.rolling = snapshots(0, slot + 2, slot + 22)
-        self.leave: tuple[SnapshotSlot, ...] = ()
+        self.leave: tuple[StateSlot, ...] = ()
 
 
-def snapshots(boundary_tokens: int, first: int, second: int) -> tuple[SnapshotSlot, ...]:
-    return SnapshotSlot(0, boundary_tokens, PageId(first)), SnapshotSlot(2, boundary_tokens, PageId(second))
+def snapshots(boundary_tokens: int, first: int, second: int) -> tuple[StateSlot, ...]:
+    return StateSlot(0, boundary_tokens, PageId(first)), StateSlot(2, boundary_tokens, PageId(second))
 
 
 def rows_of(*parts: tuple[Stateful, int, int]) -> list[Row]:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 
 from session.messages import ExtendGrant, Forget, Grant, Remap
-from session.words import PAGE_ID_BYTES, GroupPages, SequenceId, SnapshotSlot
+from session.words import PAGE_ID_BYTES, GroupPages, SequenceId, StateSlot
 from worker_service.core.inventory import Inventory, Written
 from worker_service.core.sequence import Sequence
 
@@ -97,7 +97,7 @@ class Recorder:
             self._inventory.forget_pages(pages.group, _ids(pages.page_ids))
         self._kill_slots(extend.leave)
 
-    def _kill_slots(self, slots: Iterable[SnapshotSlot]) -> None:
+    def _kill_slots(self, slots: Iterable[StateSlot]) -> None:
         for slot in slots:
             self._inventory.forget_pages(slot.group, (slot.slot,))
 

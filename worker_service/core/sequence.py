@@ -17,7 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from session.limits import MAX_LEAVE_AT
-from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, SnapshotSlot
+from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, StateSlot
 from worker_service.core.sampling_params import SamplingParams
 
 # Of a sequence whose tokens the device does not count.
@@ -170,11 +170,11 @@ class Sequence:
         self.counted_len = (
             -1
         )  # tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's
-        self.restore: tuple[SnapshotSlot, ...] = ()
-        self.leave: tuple[SnapshotSlot, ...] = ()
-        self.left: tuple[SnapshotSlot, ...] = ()  # those that a launch has written since the last publish
-        self.working: tuple[SnapshotSlot, ...] = ()
-        self.rolling: tuple[SnapshotSlot, ...] = ()
+        self.restore: tuple[StateSlot, ...] = ()
+        self.leave: tuple[StateSlot, ...] = ()
+        self.left: tuple[StateSlot, ...] = ()  # those that a launch has written since the last publish
+        self.working: tuple[StateSlot, ...] = ()
+        self.rolling: tuple[StateSlot, ...] = ()
         for table in self.tables:
             del table[:]
 

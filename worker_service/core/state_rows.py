@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from session.words import GroupKind, GroupSpec, SnapshotSlot
+from session.words import GroupKind, GroupSpec, StateSlot
 from worker_service.core.launch_plan import Row
 
 # No slot: slots of a pool count from 1.
@@ -87,5 +87,5 @@ def _resumes(row: Row) -> bool:
     return 0 < row.first_token == row.sequence.start_len
 
 
-def _slot(slots: Seq[SnapshotSlot], group: int) -> int:
+def _slot(slots: Seq[StateSlot], group: int) -> int:
     return next((slot.slot for slot in slots if slot.group == group), NO_SLOT)

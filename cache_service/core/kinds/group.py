@@ -17,7 +17,7 @@ from cache_service.core.device.page_pool import PagePool, unpack
 from cache_service.core.device.radix_node import Node, Packed
 from cache_service.core.device.sparse_pages import Retention, SparsePages
 from session.messages import Acquire, Adopt, Grant
-from session.words import PAGE_ID_BYTES, GroupPages, GroupSpec, MissReason, SnapshotSlot, Transfer
+from session.words import PAGE_ID_BYTES, GroupPages, GroupSpec, MissReason, StateSlot, Transfer
 
 
 class Group(ABC):
@@ -87,7 +87,7 @@ class Group(ABC):
     def admit(self, lease: Lease) -> None:
         """Notes that the sequence may run, with nothing left to fetch."""
 
-    def offer(self, lease: Lease, room_tokens: int) -> Sequence[SnapshotSlot]:
+    def offer(self, lease: Lease, room_tokens: int) -> Sequence[StateSlot]:
         """Returns slots for the boundaries in (lease.room_tokens, room_tokens], as many as there are."""
         return ()
 

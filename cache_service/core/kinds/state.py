@@ -26,7 +26,7 @@ from cache_service.core.device.snapshot_order import SnapshotPages
 from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.kinds.group import SparseGroup
 from session.messages import Acquire, Adopt, Grant
-from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, GroupSpec, MissReason, PageId, SnapshotSlot
+from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, GroupSpec, MissReason, PageId, StateSlot
 
 # What a guess leaves to others until it is published: the next sequence's working and rolling slots.
 RESERVED_SLOTS = 2
@@ -103,7 +103,7 @@ class StateGroup(SparseGroup):
         if self.pages.num_available and not lease.bypass:
             lease.holds[self.number].rolling = self._slot()
 
-    def offer(self, lease: Lease, room_tokens: int) -> Sequence[SnapshotSlot]:
+    def offer(self, lease: Lease, room_tokens: int) -> Sequence[StateSlot]:
         if lease.bypass:
             return ()
         start, end = lease.room_tokens // self.page_tokens, room_tokens // self.page_tokens
@@ -121,7 +121,7 @@ class StateGroup(SparseGroup):
             leave[boundary] = self._slot()
             offered.append(boundary)
         offered.sort()
-        return [SnapshotSlot(self.number, boundary * self.page_tokens, PageId(leave[boundary])) for boundary in offered]
+        return [StateSlot(self.number, boundary * self.page_tokens, PageId(leave[boundary])) for boundary in offered]
 
     def _own(self, lease: Lease) -> set[int]:
         return set(lease.resume_boundaries(self.page_tokens, lease.matched_pages))
@@ -152,8 +152,8 @@ class StateGroup(SparseGroup):
             restore=grant.restore if grant.fetches else grant.restore + self._named(hold.restore, tokens),
         )
 
-    def _named(self, slot: int, tokens: int) -> tuple[SnapshotSlot, ...]:
-        return (SnapshotSlot(self.number, tokens, PageId(slot)),) if slot else ()
+    def _named(self, slot: int, tokens: int) -> tuple[StateSlot, ...]:
+        return (StateSlot(self.number, tokens, PageId(slot)),) if slot else ()
 
     def publish(self, lease: Lease) -> Sequence[Node]:
         """Publishes snapshots whose boundary a completed launch has passed; drops restored ones, which it read."""

@@ -16,7 +16,7 @@ from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import fetching, publishing, renewal
 from cache_service.core.verbs.admission import Plan, lacks_pages, match_of, plan_acquire
 from session.messages import Acquire, Extend, ExtendGrant, Grant, Refusal
-from session.words import TOKEN_BYTES, GroupPages, MissReason, RefusalReason, ReleaseReason, SnapshotSlot, Transfer
+from session.words import TOKEN_BYTES, GroupPages, MissReason, RefusalReason, ReleaseReason, StateSlot, Transfer
 
 # Acquire.
 
@@ -51,7 +51,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     room_tokens = lease.room_tokens + (lease.chunk_tokens or num_tokens)
     if room_tokens > num_tokens:
         room_tokens = num_tokens
-    leave: list[SnapshotSlot] = []
+    leave: list[StateSlot] = []
     for group in cache.sparse:
         leave += group.offer(lease, room_tokens)
     lease.room_tokens = room_tokens
@@ -112,7 +112,7 @@ def _grant(
     cache: DeviceCache,
     lease: Lease,
     plan: Plan,
-    leave: tuple[SnapshotSlot, ...] = (),
+    leave: tuple[StateSlot, ...] = (),
     fetches: tuple[Transfer, ...] = (),
 ) -> Grant:
     page_tokens = cache.layout.page_tokens
@@ -186,7 +186,7 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
     lease.full_end += num_pages
     if item.leave_at:
         lease.want(item.leave_at, cache.layout.page_tokens)
-    leave: list[SnapshotSlot] = []
+    leave: list[StateSlot] = []
     for sparse in cache.sparse:
         leave += sparse.offer(lease, item.num_tokens)
         cache.trim_emptied(sparse)
