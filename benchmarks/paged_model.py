@@ -43,7 +43,7 @@ class PagedTokens:
     start_len: int = 0
     working: tuple[StateSlot, ...] = ()
     restore: tuple[StateSlot, ...] = ()
-    leave: tuple[StateSlot, ...] = ()
+    snapshots: tuple[StateSlot, ...] = ()
     rolling: tuple[StateSlot, ...] = ()
 
     @property
@@ -121,7 +121,7 @@ class PagedModel:
         made = PagedTokens(array("i", tokens.tolist()), [ids] * self.pages.num_groups)
         if self.state_groups:
             made.working, made.rolling = self._slots(0), self._slots(0)
-            made.leave = tuple(slot for boundary in snapshots for slot in self._slots(boundary))
+            made.snapshots = tuple(slot for boundary in snapshots for slot in self._slots(boundary))
         return made
 
     def _slots(self, boundary: int) -> tuple[StateSlot, ...]:
@@ -133,7 +133,7 @@ class PagedModel:
         """The sequence's next launch starts at `first`, from the snapshot that it left there. Raises ValueError where
         the model has states and there is none."""
         sequence.start_len = first
-        sequence.restore = tuple(slot for slot in sequence.leave if slot.boundary_tokens == first)
+        sequence.restore = tuple(slot for slot in sequence.snapshots if slot.boundary_tokens == first)
         if first and self.state_groups and not sequence.restore:
             raise ValueError(f"first: the sequence has no snapshot at {first}")
 

@@ -18,8 +18,8 @@ MAX_RANKS = 1_024
 MAX_SEQUENCE_ID = 2**64 - 1
 # Characters of a salt and of any other name: they are kept for each root, lease and event.
 MAX_NAME_CHARS = 256
-# Boundaries in one `leave_at`: few requests that wait for a sequence part from it at places of their own.
-MAX_LEAVE_AT = 64
+# Boundaries in one `snapshot_at`: few requests that wait for a sequence part from it at places of their own.
+MAX_SNAPSHOT_BOUNDARIES = 64
 # A running sequence works in one slot, and what another one resumes from is in a second.
 MIN_STATE_SLOTS = 2
 # Items in each repeated field of a Step: an engine sends at most a few for each sequence that it runs.

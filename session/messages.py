@@ -75,7 +75,8 @@ class Welcome(NamedTuple):
 class Acquire(NamedTuple):
     """`tokens` are those after the first `kept_tokens`, which the service kept from an earlier acquire or lease.
 
-    `leave_at` are boundaries in tokens at which snapshots are wanted: other requests part from this one there.
+    `snapshot_at` (`leave_at` in the protocol) are boundaries in tokens at which snapshots are wanted: other requests
+    part from this one there.
     """
 
     sequence_id: SequenceId
@@ -86,15 +87,15 @@ class Acquire(NamedTuple):
     priority: int = 0
     kept_tokens: int = 0
     bypass_cache: bool = False
-    leave_at: tuple[int, ...] = ()
+    snapshot_at: tuple[int, ...] = ()
 
 
 class Grant(NamedTuple):
     """A sequence may run on these pages; while there are `fetches` it waits for the acks of all of them instead.
 
-    The rest is for STATE groups: `restore` are the snapshots to load before the first launch; `leave` the slots in
-    which the coming chunk stores the state at those boundaries; `working` each group's slot for the running state;
-    `rolling` each group's slot for the state at the last boundary that decoding crossed.
+    The rest is for STATE groups: `restore` are the snapshots to load before the first launch; `snapshots` (`leave`
+    in the protocol) the slots in which the coming chunk stores the state at those boundaries; `working` each group's
+    slot for the running state; `rolling` each group's slot for the state at the last boundary that decoding crossed.
     """
 
     sequence_id: SequenceId
@@ -105,7 +106,7 @@ class Grant(NamedTuple):
     match: Match
     fetches: tuple[Transfer, ...] = ()
     restore: tuple[StateSlot, ...] = ()
-    leave: tuple[StateSlot, ...] = ()
+    snapshots: tuple[StateSlot, ...] = ()
     working: tuple[StateSlot, ...] = ()
     rolling: tuple[StateSlot, ...] = ()
 
@@ -128,11 +129,11 @@ class BadItem(NamedTuple):
 
 
 class Extend(NamedTuple):
-    """Room for a length of `num_tokens`. `leave_at`: further boundaries in tokens, as in Acquire."""
+    """Room for a length of `num_tokens`. `snapshot_at`: further boundaries in tokens, as in Acquire."""
 
     sequence_id: SequenceId
     num_tokens: int
-    leave_at: tuple[int, ...] = ()
+    snapshot_at: tuple[int, ...] = ()
 
 
 class Shrink(NamedTuple):
@@ -145,7 +146,7 @@ class Shrink(NamedTuple):
 class ExtendGrant(NamedTuple):
     sequence_id: SequenceId
     pages: tuple[GroupPages, ...]
-    leave: tuple[StateSlot, ...] = ()
+    snapshots: tuple[StateSlot, ...] = ()
 
 
 class Publish(NamedTuple):

@@ -32,7 +32,7 @@ class PoolCheck:
             self._grant(grant)
         for extend in reply.extends:
             self._tables("extends", extend.pages)
-            self._slots("extends.snapshots", extend.leave)
+            self._slots("extends.snapshots", extend.snapshots)
         for remap in reply.remaps:
             self._tables("remaps.pages", remap.pages)
 
@@ -42,8 +42,13 @@ class PoolCheck:
 
     def _grant(self, grant: Grant) -> None:
         self._tables("grants.tables", grant.tables)
-        for field in ("restore", "leave", "working", "rolling"):
-            self._slots(f"grants.{field}", getattr(grant, field))
+        for field, slots in (
+            ("restore", grant.restore),
+            ("leave", grant.snapshots),
+            ("working", grant.working),
+            ("rolling", grant.rolling),
+        ):
+            self._slots(f"grants.{field}", slots)
         for fetch in grant.fetches:
             self._transfer("grants.fetches", fetch)
 

@@ -59,7 +59,7 @@ def _fill_grant(message: types_pb2.Grant, value: Grant) -> None:
     for fetch in value.fetches:
         fill_transfer(message.fetches.add(), fetch)
     message.restore.extend(encode_slots(value.restore))
-    message.leave.extend(encode_slots(value.leave))
+    message.leave.extend(encode_slots(value.snapshots))
     message.working.extend(encode_slots(value.working))
     message.rolling.extend(encode_slots(value.rolling))
     message.match.CopyFrom(encode_match(value.match))
@@ -75,8 +75,8 @@ def _fill_extend_grants(message: cache_pb2.ExtendGrants, grants: Sequence[Extend
             first_pages.append(first_page)
             num_pages.append(len(ids) // PAGE_ID_BYTES)
             page_ids.append(ids)
-        if grant.leave:
-            message.snapshots.add(sequence_id=grant.sequence_id, leave=encode_slots(grant.leave))
+        if grant.snapshots:
+            message.snapshots.add(sequence_id=grant.sequence_id, leave=encode_slots(grant.snapshots))
     message.sequence_ids = array("Q", [grant.sequence_id for grant in grants]).tobytes()
     message.first_pages = array("I", first_pages).tobytes()
     message.num_pages = array("I", num_pages).tobytes()
@@ -124,7 +124,7 @@ def _grant(message: types_pb2.Grant) -> Grant:
         match=decode_match(message.match),
         fetches=tuple([decode_transfer(fetch, "grants.fetches") for fetch in message.fetches]),
         restore=_slots(message.restore),
-        leave=_slots(message.leave),
+        snapshots=_slots(message.leave),
         working=_slots(message.working),
         rolling=_slots(message.rolling),
     )

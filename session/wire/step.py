@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import FieldError, InvalidInput
-from session.limits import MAX_GROUPS, MAX_LEAVE_AT, SessionLimits
+from session.limits import MAX_GROUPS, MAX_SNAPSHOT_BOUNDARIES, SessionLimits
 from session.messages import (
     Ack,
     Acquire,
@@ -78,8 +78,8 @@ def encode_step(value: Step) -> cache_pb2.WorkerMessage:
         step.extends.sequence_ids = array("Q", [extend.sequence_id for extend in value.extends]).tobytes()
         step.extends.num_tokens = array("I", [extend.num_tokens for extend in value.extends]).tobytes()
         for extend in value.extends:
-            if extend.leave_at:
-                step.extends.leave_at.add(sequence_id=extend.sequence_id, boundary_tokens=extend.leave_at)
+            if extend.snapshot_at:
+                step.extends.leave_at.add(sequence_id=extend.sequence_id, boundary_tokens=extend.snapshot_at)
     for acquire in cast(Sequence[Acquire], value.acquires):
         _fill_acquire(step.acquires.add(), acquire)
     if value.rates is not None:
@@ -114,7 +114,7 @@ def _fill_acquire(message: cache_pb2.Acquire, value: Acquire) -> None:
     message.priority = value.priority
     message.kept_tokens = value.kept_tokens
     message.bypass_cache = value.bypass_cache
-    message.leave_at.extend(value.leave_at)
+    message.leave_at.extend(value.snapshot_at)
 
 
 def _fill_adopt(message: cache_pb2.Adopt, value: Adopt) -> None:
@@ -240,7 +240,7 @@ def _acquire(message: cache_pb2.Acquire, most_tokens: int) -> Acquire:
 
 
 def _leave_at(boundaries: Sequence[int], field: str) -> tuple[int, ...]:
-    fields.at_most(len(boundaries), field, MAX_LEAVE_AT)
+    fields.at_most(len(boundaries), field, MAX_SNAPSHOT_BOUNDARIES)
     return tuple(boundaries)
 
 
@@ -301,7 +301,7 @@ def _with_leave_at(messages: Sequence[cache_pb2.LeaveAt], extends: tuple[Extend,
     named = {
         message.sequence_id: _leave_at(message.boundary_tokens, f"{field}.boundary_tokens") for message in messages
     }
-    out = tuple(extend._replace(leave_at=named.pop(extend.sequence_id, ())) for extend in extends)
+    out = tuple(extend._replace(snapshot_at=named.pop(extend.sequence_id, ())) for extend in extends)
     if named:
         raise InvalidInput(f"{field}.sequence_id", f"{next(iter(named))} is no sequence that is extended")
     return out

@@ -74,7 +74,7 @@ class Launcher:
             self.shadow.store(group, slot, state_value([], 0) if source is None else self.shadow.value(group, source))
         held = self.shadow.value(group, slot)
         assert held == state_value(live.marks, start), f"a launch: the working state of group {group} is another's"
-        for (other, boundary), target in live.leave.items():
+        for (other, boundary), target in live.snapshots.items():
             if other == group and start < boundary <= end:
                 self.shadow.store(group, target, state_value(live.marks, boundary))
         boundary = end // self.page_tokens * self.page_tokens

@@ -227,7 +227,7 @@ class Oracle:
         for live in self.worker.live.values():
             if self.specs[group].kind == GroupKind.STATE:
                 total += (group in live.working) + (group in live.rolling)
-                total += sum(1 for g, boundary in live.leave if g == group and boundary > live.reported)
+                total += sum(1 for g, boundary in live.snapshots if g == group and boundary > live.reported)
             elif live.bypass:
                 total += sum(1 for number in live.tables[group] if number >= self._first_held(group, live))
             else:

@@ -86,7 +86,7 @@ def _lease_state(lease: Lease, numbers: dict[Node, int]) -> tuple[object, ...]:
             lease.priority,
             lease.room_tokens,
             sorted(lease.fetches),
-            sorted(lease.leave_at),
+            sorted(lease.snapshot_at),
             len(lease.arrived),
         ),
         repr(lease.holds),

@@ -48,17 +48,17 @@ class TableKeeper(Launcher):
     def _set_slots(self, live: Live, grant: Grant) -> None:
         live.working = {s.group: s.slot for s in grant.working}
         live.rolling = {s.group: s.slot for s in grant.rolling}
-        live.leave = {}
-        self._set_leave(live, grant.leave)
+        live.snapshots = {}
+        self._set_snapshots(live, grant.snapshots)
         for slots in (live.working, live.rolling):
             for group, slot in slots.items():
                 self.shadow.poison(group, slot)
 
-    def _set_leave(self, live: Live, leave: Iterable[StateSlot]) -> None:
-        for slot in leave:
+    def _set_snapshots(self, live: Live, snapshots: Iterable[StateSlot]) -> None:
+        for slot in snapshots:
             assert slot.boundary_tokens % self.page_tokens == 0 and slot.slot
             assert slot.boundary_tokens > live.grant.usable_tokens or live.fetch
-            live.leave[slot.group, slot.boundary_tokens] = slot.slot
+            live.snapshots[slot.group, slot.boundary_tokens] = slot.slot
             self.shadow.poison(slot.group, slot.slot)
 
     def _set_pages(self, live: Live, pages: GroupPages) -> list[tuple[int, int]]:
@@ -74,7 +74,7 @@ class TableKeeper(Launcher):
         for pages in extended.pages:
             for _, page in self._set_pages(live, pages):
                 self.shadow.poison(pages.group, page)
-        self._set_leave(live, extended.leave)
+        self._set_snapshots(live, extended.snapshots)
 
     def _apply_remap(self, remap: Remap) -> None:
         live = self.live.get(remap.sequence_id)

@@ -31,7 +31,7 @@ def test_nothing_is_found_and_nothing_is_left(groups: tuple[GroupSpec, ...]) -> 
     before = [spare(worker, group) for group in range(len(groups))]
     live = worker.start([*span(1, 9), 10, 11], chunk=4, bypass=True)
     assert live.grant.usable_tokens == live.grant.match.matched_tokens == live.grant.match.host_tokens == 0
-    assert live.grant.match.miss_reason is MissReason.BYPASSED and not live.grant.leave and not live.grant.rolling
+    assert live.grant.match.miss_reason is MissReason.BYPASSED and not live.grant.snapshots and not live.grant.rolling
     worker.prefill(live, 4)
     worker.decode(live, span(50, 59))
     oracle.check()

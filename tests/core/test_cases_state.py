@@ -141,7 +141,7 @@ def test_case_41_the_divergence_boundary_gets_its_snapshot() -> None:
     assert (first.grant.match.matched_tokens, first.grant.usable_tokens) == (16, 0)
     (stats,) = worker.world.manager.stats().workers
     assert (stats.matched_tokens, stats.cached_tokens) == (16, 0), "resident, and of no use"
-    assert 16 in {slot.boundary_tokens for slot in first.grant.leave}
+    assert 16 in {slot.boundary_tokens for slot in first.grant.snapshots}
     worker.prefill(first)
     assert worker.world.tokens_cached([*span(1, 16), *span(90, 95)]) == 16
 
@@ -160,7 +160,7 @@ def test_h18_m27_snapshots_are_optional_and_live_slots_are_not() -> None:
     first = worker.start(span(1, 17))
     worker.prefill(first)
     second = worker.start(span(101, 117))
-    assert second.grant.leave == (), "all four slots are live: no snapshot, and no refusal"
+    assert second.grant.snapshots == (), "all four slots are live: no snapshot, and no refusal"
     refusal = worker.refused(span(201, 217))
     assert refusal.reason == RefusalReason.NO_ROOM
     worker.prefill(second)

@@ -155,7 +155,7 @@ def test_a_snapshot_at_a_boundary_that_a_launch_may_have_passed_is_not_asked_for
     item = Adopt(SequenceId(1), NS, pack(range(8)), 7, (GroupPages(0, 0, pack([1, 2, 3, 4])),), **slots)
     assert not stage.step(adopts=(item,)).refusals
     (extend,) = stage.step(extends=(Extend(SequenceId(1), 9),)).extends
-    assert extend.leave == ()
+    assert extend.snapshots == ()
 
 
 def _published(number: int, computed: int) -> Publish:

@@ -78,7 +78,7 @@ class Live:
     reported: int = 0
     working: dict[int, int] = field(default_factory=dict)
     rolling: dict[int, int] = field(default_factory=dict)
-    leave: dict[tuple[int, int], int] = field(default_factory=dict)
+    snapshots: dict[tuple[int, int], int] = field(default_factory=dict)
     restored: bool = False
     rolled: int = 0
     fetches: list[Transfer] = field(default_factory=list)  # whose acks are still to come

@@ -10,7 +10,7 @@ import pytest
 
 from protos.v1 import cache_pb2, types_pb2
 from session.errors import InvalidInput, TooMany
-from session.limits import MAX_LEAVE_AT, SessionLimits
+from session.limits import MAX_SNAPSHOT_BOUNDARIES, SessionLimits
 from session.messages import Ack, Acquire, Adopt, BadItem, BadRun, Extend, Hello, Publish, Rates, Release, Shrink, Step
 from session.wire.hello import decode_hello, encode_hello
 from session.wire.step import decode_step, encode_step
@@ -277,7 +277,7 @@ def test_too_many_extends_are_too_much() -> None:
 
 def test_too_many_branches_are_too_much() -> None:
     """Of an extend they end the stream, as its packed arrays do; an acquire is refused alone."""
-    many = [16 * at for at in range(1, MAX_LEAVE_AT + 2)]
+    many = [16 * at for at in range(1, MAX_SNAPSHOT_BOUNDARIES + 2)]
     message = full_step()
     message.extends.leave_at.add(sequence_id=7, boundary_tokens=many)
     with pytest.raises(TooMany, match=r"step\.extends\.leave_at\.boundary_tokens"):
@@ -341,8 +341,9 @@ def test_a_step_arrives_as_it_was_said() -> None:
     assert decode_step(over_the_wire(encode_step(said)).step, LIMITS) == said
     assert decode_step(over_the_wire(encode_step(Step(3))).step, LIMITS) == Step(3)
     extends = tuple(
-        extend._replace(leave_at=leave_at) for extend, leave_at in zip(said.extends, ((), (16, 48)), strict=True)
+        extend._replace(snapshot_at=snapshot_at)
+        for extend, snapshot_at in zip(said.extends, ((), (16, 48)), strict=True)
     )
-    acquires = tuple(item._replace(leave_at=(32,)) for item in said.acquires if isinstance(item, Acquire))
+    acquires = tuple(item._replace(snapshot_at=(32,)) for item in said.acquires if isinstance(item, Acquire))
     said = said._replace(extends=extends, acquires=acquires)
     assert decode_step(over_the_wire(encode_step(said)).step, LIMITS) == said

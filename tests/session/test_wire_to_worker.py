@@ -56,7 +56,7 @@ GRANT = Grant(
     MATCH,
     fetches=(TRANSFER, TRANSFER._replace(ticket=TicketId(10))),
     restore=(StateSlot(2, 48, PageId(4)),),
-    leave=(StateSlot(2, 64, PageId(5)),),
+    snapshots=(StateSlot(2, 64, PageId(5)),),
     working=(StateSlot(2, 0, PageId(6)),),
     rolling=(StateSlot(2, 0, PageId(7)),),
 )
@@ -85,7 +85,7 @@ def test_what_was_cleared_is_told_in_a_welcome_and_in_an_order(forget: Forget) -
 def test_step_reply() -> None:
     said = StepReply(
         7,
-        grants=(GRANT, GRANT._replace(fetches=(), restore=(), leave=())),
+        grants=(GRANT, GRANT._replace(fetches=(), restore=(), snapshots=())),
         extends=(
             ExtendGrant(SequenceId(1), (GroupPages(1, 4, u32([9, 10])),)),
             ExtendGrant(

@@ -341,7 +341,7 @@ class Bench:
             working, rolling = PageId(next(self._working)), PageId(next(self._working))
             made.working = tuple(StateSlot(group, 0, working) for group in self.state_groups)
             made.rolling = tuple(StateSlot(group, 0, rolling) for group in self.state_groups)
-            made.leave = tuple(
+            made.snapshots = tuple(
                 self.snapshot(made, group, page + 1)
                 for group in self.state_groups
                 for page in range(min(len(made.tables[group]), len(tokens) // self.page))

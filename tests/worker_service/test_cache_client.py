@@ -203,7 +203,7 @@ REPLY = StepReply(
                 ),
             ),
             restore=(StateSlot(group=2, boundary_tokens=8, slot=PageId(1)),),
-            leave=(StateSlot(group=2, boundary_tokens=12, slot=PageId(2)),),
+            snapshots=(StateSlot(group=2, boundary_tokens=12, slot=PageId(2)),),
             working=(StateSlot(group=2, boundary_tokens=0, slot=PageId(3)),),
             rolling=(StateSlot(group=2, boundary_tokens=4, slot=PageId(4)),),
         ),
@@ -213,7 +213,7 @@ REPLY = StepReply(
         ExtendGrant(
             SequenceId(5),
             pages=(GroupPages(group=0, first_page=9, page_ids=u32(13)),),
-            leave=(StateSlot(group=2, boundary_tokens=0, slot=PageId(6)),),
+            snapshots=(StateSlot(group=2, boundary_tokens=0, slot=PageId(6)),),
         ),
     ),
     refusals=(Refusal(SequenceId(6), RefusalReason.INVALID, detail="odd", field="step.acquires[0].tokens"),),

@@ -146,7 +146,7 @@ class Twins:
                 rows.append(bench.sequence(tokens, range(3 * place + 1, 3 * place + 4), **sampling))
                 bench.all_logits(Part(rows[-1], 0, len(tokens) - 1))
                 # What decodes leaves states of prompts no more.
-                rows[-1].leave = ()
+                rows[-1].snapshots = ()
             batches.append(bench.batch(*(Part(row, len(row.tokens) - 1, len(row.tokens)) for row in rows)))
         return batches[0], batches[1]
 

@@ -101,7 +101,7 @@ def test_decode_leaves_its_state_at_the_end_of_a_page(bench: Bench, page: int) -
     """A second turn goes on from the rolling snapshot, whose page decoding filled."""
     tokens = random_tokens(2 * page + 7, 2)
     first = bench.sequence(tokens, [1, 2, 3])
-    first.leave = ()
+    first.snapshots = ()
     bench.all_logits(Part(first, 0, page - 3))
     for at in range(page - 3, page + 2):
         bench.all_logits(Part(first, at, at + 1))
@@ -120,11 +120,11 @@ def test_a_launch_writes_its_own_slots_alone(bench: Bench, page: int, length: in
         bench.sequence(random_tokens(length, 4), range(2, 6)),
     )
     bench.all_logits(Part(decoding, 0, page - 1), num_decode=0)
-    decoding.leave = ()
+    decoding.snapshots = ()
     before = states_of(bench)
     logits = bench.all_logits(Part(decoding, page - 1, page), Part(prompt, 0, length))
     assert torch.isfinite(logits).all()
-    left = {slot.slot for slot in prompt.leave}
+    left = {slot.slot for slot in prompt.snapshots}
     assert len(left) == 3
     own = {slot_of(sequence.working) for sequence in (decoding, prompt)} | {slot_of(decoding.rolling)}
     assert changed(before, states_of(bench)) == own | left
@@ -246,7 +246,7 @@ class TestFixedArrays:
         def behind(length: int, seed: int, *pages: int) -> PagedTokens:
             sequence = bench.sequence(random_tokens(length, seed), pages)
             bench.all_logits(Part(sequence, 0, length - 1), num_decode=0)
-            sequence.leave = ()
+            sequence.snapshots = ()
             return sequence
 
         decoding = [

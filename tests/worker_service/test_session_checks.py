@@ -50,7 +50,7 @@ def grant(*tables: GroupPages, **fields: object) -> StepReply:
 
 def test_what_fits_passes() -> None:
     slots = (StateSlot(2, 8, 4),)
-    check().reply(grant(GroupPages(0, 0, u32(1, 10)), GroupPages(1, 0, u32(0, 6)), working=slots, leave=slots))
+    check().reply(grant(GroupPages(0, 0, u32(1, 10)), GroupPages(1, 0, u32(0, 6)), working=slots, snapshots=slots))
     extend = ExtendGrant(SequenceId(1), (GroupPages(0, 9, u32(10)), GroupPages(2, 0, b"")), slots)
     remap = Remap(SequenceId(1), (GroupPages(0, 0, u32(3)),))
     check().reply(StepReply(1, extends=(extend,), remaps=(remap,)))
@@ -71,7 +71,7 @@ def test_what_fits_passes() -> None:
         (grant(working=(StateSlot(2, 8, 5),)), "grants.working: slot 5"),
         (grant(restore=(StateSlot(2, 8, 0),)), "grants.restore: slot 0"),
         (grant(rolling=(StateSlot(0, 8, 1),)), "grants.rolling"),
-        (grant(leave=(StateSlot(2, 44, 1),)), "grants.leave: boundary 44"),
+        (grant(snapshots=(StateSlot(2, 44, 1),)), "grants.leave: boundary 44"),
         (
             grant(fetches=(Transfer(TicketId(1), (TransferPages(0, u32(11), "k:", bytes(32)),), 0, 1),)),
             "grants.fetches: page 11",

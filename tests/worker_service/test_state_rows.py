@@ -30,7 +30,7 @@ class Stateful(PagedTokens):
         self.working = snapshots(0, slot, slot + 20)
         self.restore = snapshots(start_len, slot + 1, slot + 21) if start_len else ()
         self.rolling = snapshots(0, slot + 2, slot + 22)
-        self.leave: tuple[StateSlot, ...] = ()
+        self.snapshots: tuple[StateSlot, ...] = ()
 
 
 def snapshots(boundary_tokens: int, first: int, second: int) -> tuple[StateSlot, ...]:
@@ -49,7 +49,7 @@ def states_of(batch: Any) -> tuple[StateRows, StateRows]:
 
 def test_a_chunk_begins_at_zero_or_from_its_snapshot_and_leaves_what_it_passes() -> None:
     fresh, resumed, going_on = Stateful(11, 1), Stateful(19, 4, start_len=8), Stateful(19, 7, start_len=4)
-    resumed.leave = (*snapshots(8, 9, 29), *snapshots(12, 10, 30), *snapshots(16, 11, 31))
+    resumed.snapshots = (*snapshots(8, 9, 29), *snapshots(12, 10, 30), *snapshots(16, 11, 31))
     batch = build_batch(rows_of((fresh, 0, 11), (resumed, 8, 15), (going_on, 8, 19)), 0, GROUPS, PAGE)
     first, second = states_of(batch)
     assert first == StateRows(
@@ -78,7 +78,7 @@ def test_a_decoded_token_that_ends_a_page_leaves_the_rolling_snapshot() -> None:
 
 def test_a_part_of_a_batch_has_its_rows_states() -> None:
     one, other = Stateful(8, 1), Stateful(12, 4)
-    other.leave = snapshots(8, 9, 29)
+    other.snapshots = snapshots(8, 9, 29)
     first, _ = states_of(part_of(build_batch(rows_of((one, 0, 8), (other, 0, 12)), 0, GROUPS, PAGE), 1, 2))
     assert (first.working.tolist(), first.fresh.tolist()) == ([4], [1])
     assert (first.leave_row.tolist(), first.leave_tokens.tolist(), first.leave_slot.tolist()) == ([0], [8], [9])

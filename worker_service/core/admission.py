@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from session.limits import MAX_LEAVE_AT
+from session.limits import MAX_SNAPSHOT_BOUNDARIES
 from session.messages import Acquire
 from session.words import TOKEN_BYTES, GroupKind, SequenceId
 from worker_service.core.holding import Siblings
@@ -142,11 +142,11 @@ class Admission:
             sequence.request.priority,
             sequence.kept_len,
             sequence.request.bypass_cache,
-            sequence.leave_at(),
+            sequence.snapshot_at(),
         )
 
 
 def _acquire_bytes(sequence: Sequence) -> int:
     num_sent = len(sequence.tokens) - sequence.kept_len
-    boundaries = BOUNDARY_BYTES * MAX_LEAVE_AT
+    boundaries = BOUNDARY_BYTES * MAX_SNAPSHOT_BOUNDARIES
     return ITEM_BYTES + boundaries + name_bytes(sequence.namespace) + TOKEN_BYTES * num_sent

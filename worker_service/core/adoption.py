@@ -37,7 +37,7 @@ class Adoptions:
             sequence.known_len = len(sequence.tokens)
             sequence.published_len = sequence.granted_len = sequence.launched_len = sequence.computed_len
             sequence.num_refused_extends = 0
-            sequence.restore = sequence.leave = sequence.left = ()
+            sequence.restore = sequence.snapshots = sequence.written_snapshots = ()
 
     def suspend(self) -> None:
         """Lets those that wait run on: the pages are theirs as long as steps carry nothing but adopts."""
@@ -97,6 +97,6 @@ def take_over(sequence: Sequence, grant: Grant) -> None:
     for pages in grant.tables:
         del sequence.tables[pages.group][:]
     place_pages(sequence.tables, grant.tables)
-    sequence.working, sequence.rolling, sequence.leave = grant.working, grant.rolling, grant.leave
+    sequence.working, sequence.rolling, sequence.snapshots = grant.working, grant.rolling, grant.snapshots
     if sequence.state is State.ADOPTING:
         sequence.state = State.RUNNING

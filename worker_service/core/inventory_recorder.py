@@ -47,7 +47,7 @@ class Recorder:
         """What was computed since the last publish; None where that is nothing to keep."""
         size = self._inventory.page_tokens
         first, end = sequence.published_len // size, sequence.computed_len // size
-        left, sequence.left = sequence.left, ()
+        left, sequence.written_snapshots = sequence.written_snapshots, ()
         if self._inventory.leading is None or sequence.request.bypass_cache or first >= end:
             return None
         base = max(first - 1, 0)
@@ -80,7 +80,7 @@ class Recorder:
             forget(pages.group, _ids(pages.page_ids, at))
             if at and pages.group == self._inventory.leading:
                 self._inventory.use(_ids(pages.page_ids, at - 1, at)[0])
-        for slots in (grant.leave, grant.working, grant.rolling):
+        for slots in (grant.snapshots, grant.working, grant.rolling):
             self._kill_slots(slots)
 
     def fetched(self, sequence: Sequence, grant: Grant) -> None:
@@ -95,7 +95,7 @@ class Recorder:
     def extended(self, extend: ExtendGrant) -> None:
         for pages in extend.pages:
             self._inventory.forget_pages(pages.group, _ids(pages.page_ids))
-        self._kill_slots(extend.leave)
+        self._kill_slots(extend.snapshots)
 
     def _kill_slots(self, slots: Iterable[StateSlot]) -> None:
         for slot in slots:

@@ -63,7 +63,7 @@ class ReplyHandler:
             sequence = entry.sequence
             place_pages(sequence.tables, extend.pages)
             sequence.granted_len = max(sequence.granted_len, entry.length)
-            sequence.leave += extend.leave
+            sequence.snapshots += extend.snapshots
             sequence.num_refused_extends = 0
         for grant in reply.grants:
             fetches += self._grant(grant, asked.pop(grant.sequence_id))
@@ -182,7 +182,7 @@ def take_pages(sequence: Sequence, grant: Grant) -> None:
     sequence.start_len = sequence.computed_len = sequence.launched_len = sequence.published_len = usable
     sequence.in_prefill_until = len(sequence.tokens)
     sequence.kept_len = sequence.num_rejected = 0
-    sequence.restore, sequence.leave = grant.restore, grant.leave
+    sequence.restore, sequence.snapshots = grant.restore, grant.snapshots
     sequence.working, sequence.rolling = grant.working, grant.rolling
     if sequence.match is NO_MATCH:
         sequence.match = grant.match

@@ -272,9 +272,9 @@ class Scheduler:
         sequence.computed_len = end + max(len(kept) - 1, 0)
         # A younger launch may have gone on from there.
         sequence.launched_len = max(sequence.launched_len, sequence.computed_len)
-        if sequence.leave:
-            sequence.left += tuple(slot for slot in sequence.leave if slot.boundary_tokens <= end)
-            sequence.leave = tuple(slot for slot in sequence.leave if slot.boundary_tokens > end)
+        if sequence.snapshots:
+            sequence.written_snapshots += tuple(slot for slot in sequence.snapshots if slot.boundary_tokens <= end)
+            sequence.snapshots = tuple(slot for slot in sequence.snapshots if slot.boundary_tokens > end)
         if reason is not None:
             self._queues.finish(sequence, ReleaseReason.FINISHED)
             return (Output(row.sequence_id, kept, reason, sequence.usage()),)

@@ -16,7 +16,7 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
-from session.limits import MAX_LEAVE_AT
+from session.limits import MAX_SNAPSHOT_BOUNDARIES
 from session.words import NO_PAGE, GroupPages, Match, MissReason, Namespace, SequenceId, StateSlot
 from worker_service.core.sampling_params import SamplingParams
 
@@ -109,8 +109,6 @@ class Sequence:
         "launched_len",
         "lease",
         "leased",
-        "leave",
-        "left",
         "match",
         "num_pending",
         "num_preemptions",
@@ -124,12 +122,14 @@ class Sequence:
         "restore",
         "rolling",
         "sample_index",
+        "snapshots",
         "start_len",
         "state",
         "tables",
         "tokens",
         "working",
         "written_len",
+        "written_snapshots",
     )
 
     def __init__(self, request: Request, queue_order: QueueOrder, num_groups: int) -> None:
@@ -171,8 +171,8 @@ class Sequence:
             -1
         )  # tokens counted in the slot by the launches so far; -1: none, the slot was another sequence's
         self.restore: tuple[StateSlot, ...] = ()
-        self.leave: tuple[StateSlot, ...] = ()
-        self.left: tuple[StateSlot, ...] = ()  # those that a launch has written since the last publish
+        self.snapshots: tuple[StateSlot, ...] = ()
+        self.written_snapshots: tuple[StateSlot, ...] = ()  # those that a launch has written since the last publish
         self.working: tuple[StateSlot, ...] = ()
         self.rolling: tuple[StateSlot, ...] = ()
         for table in self.tables:
@@ -215,11 +215,13 @@ class Sequence:
         has_moved_on = self.written_len // page_tokens * page_tokens > boundary
         return 0 if not self.rolling or has_moved_on or boundary <= self.in_prefill_until else boundary
 
-    def leave_at(self) -> tuple[int, ...]:
+    def snapshot_at(self) -> tuple[int, ...]:
         """Returns the branches that no launch can have passed, as an acquire or an extend names them."""
         if not self.branches:
             return ()
-        return tuple(sorted(boundary for boundary in self.branches if boundary > self.granted_len)[:MAX_LEAVE_AT])
+        return tuple(
+            sorted(boundary for boundary in self.branches if boundary > self.granted_len)[:MAX_SNAPSHOT_BOUNDARIES]
+        )
 
     def drop_pages(self, num_pages: int) -> None:
         """Keeps the first `num_pages` of each block table."""

@@ -22,7 +22,7 @@ NO_SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """One STATE group's slots; arrays are 'i', with an entry for each row but for the three of `leave`.
+    """One STATE group's slots; arrays are 'i', with an entry for each row but for the three `leave_*`.
 
     leave_row, leave_tokens, leave_slot    a row, how many of its tokens the state has seen, and where that state goes
     """
@@ -65,7 +65,7 @@ def _of_group(rows: Seq[Row], num_decode_seqs: int, group: int, page_tokens: int
     left = [
         (index, slot.boundary_tokens - row.first_token, slot.slot)
         for index, row in enumerate(rows)
-        for slot in row.sequence.leave
+        for slot in row.sequence.snapshots
         if slot.group == group and row.first_token < slot.boundary_tokens <= row.end
     ]
     decoded = [

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from session.limits import MAX_LEAVE_AT
+from session.limits import MAX_SNAPSHOT_BOUNDARIES
 from session.messages import Ack, Acquire, Adopt, Extend, Publish, Rates, Release, Shrink, Step
 from session.words import GroupKind, ReleaseReason, SequenceId, TicketId
 from worker_service.core.admission import Admission
@@ -282,7 +282,7 @@ class StepBuilder:
         needs.sort(key=lambda asked: (asked.sequence.num_refused_extends == 0, asked.sequence.queue_order))
         needs = [asked for asked in needs if room.take(Extend, _extend_bytes(asked.sequence))]
         self.asked.update((asked.sequence.sequence_id, asked) for asked in needs)
-        return tuple(Extend(asked.sequence.sequence_id, asked.length, asked.sequence.leave_at()) for asked in needs)
+        return tuple(Extend(asked.sequence.sequence_id, asked.length, asked.sequence.snapshot_at()) for asked in needs)
 
     def _needs(self, plan: Plan) -> Iterator[Asked]:
         """Yields what to ask for rows that lack pages, or soon will."""
@@ -361,4 +361,4 @@ class StepBuilder:
 
 
 def _extend_bytes(sequence: Sequence) -> int:
-    return ITEM_BYTES + BOUNDARY_BYTES * min(len(sequence.branches), MAX_LEAVE_AT)
+    return ITEM_BYTES + BOUNDARY_BYTES * min(len(sequence.branches), MAX_SNAPSHOT_BOUNDARIES)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cache_service.core.base.page_hash import PromptHashes
 from cache_service.core.device.radix_node import Node
 from cache_service.core.device.transfer_table import Fetch
-from session.limits import MAX_LEAVE_AT
+from session.limits import MAX_SNAPSHOT_BOUNDARIES
 from session.words import TOKEN_BYTES, Namespace, SequenceId, TicketId
 
 # Running sequences may grow to this multiple of the limit on bytes of tokens at which new ones wait.
@@ -41,7 +41,7 @@ class Lease:
     resumed_pages: int = 0
     matched_pages: int = 0
     room_tokens: int = 0  # up to which snapshot boundaries have been offered
-    leave_at: frozenset[int] = frozenset()  # page boundaries at which others are known to part from it
+    snapshot_at: frozenset[int] = frozenset()  # page boundaries at which others are known to part from it
     accepted: bytearray = field(default_factory=bytearray)  # tokens beyond the prompt
     fetches: frozenset[TicketId] = frozenset()  # waits for the acks of these tickets
     arrived: tuple[Arrival, ...] = ()  # what the acks said so far
@@ -69,8 +69,8 @@ class Lease:
 
         Boundaries that its launches have passed are dropped, so that no more are kept than can be named at once."""
         ahead = {tokens // page_tokens for tokens in boundaries_tokens if tokens > self.computed_tokens}
-        ahead.update(boundary for boundary in self.leave_at if boundary * page_tokens > self.computed_tokens)
-        self.leave_at = frozenset(sorted(ahead)[:MAX_LEAVE_AT])
+        ahead.update(boundary for boundary in self.snapshot_at if boundary * page_tokens > self.computed_tokens)
+        self.snapshot_at = frozenset(sorted(ahead)[:MAX_SNAPSHOT_BOUNDARIES])
 
     def tokens(self, start: int, end: int) -> bytes:
         """Packed tokens between two byte offsets."""

@@ -3,8 +3,8 @@
 Where a sequence leaves them, as far as there are slots:
 
     wanted    the last boundary of its whole pages, the last one at which this very prompt could resume, the one where
-              it parts from cached KV, those where others are known to part from it (`leave_at`), and the last one that
-              its decode crossed
+              it parts from cached KV, those where others are known to part from it (`snapshot_at`), and the last one
+              that its decode crossed
     guessed   each multiple of `state_interval_tokens`, and the end of each chunk
 
 A wanted one may evict other snapshots. A guess takes a vacant slot or, at an interval, that of another guess, and
@@ -42,12 +42,12 @@ class StateNeed:
 
 @dataclass(slots=True)
 class StateHold:
-    """Slots; 0 for none. `leave`: by boundary, private ones in which a launch is to leave its snapshot."""
+    """Slots; 0 for none. `snapshots`: by boundary, private ones that a launch is to fill."""
 
     working: int
     rolling: int = 0
     restore: int = 0  # read until the launch that restores it is reported
-    leave: dict[int, int] = field(default_factory=dict)
+    snapshots: dict[int, int] = field(default_factory=dict)
 
 
 class StateGroup(SparseGroup):
@@ -96,7 +96,7 @@ class StateGroup(SparseGroup):
         need: StateNeed = needs[self.number]
         if not need.is_fetched:
             return GroupPages(self.number, boundary, b"")
-        slot = lease.holds[self.number].leave[boundary] = self._slot()
+        slot = lease.holds[self.number].snapshots[boundary] = self._slot()
         return GroupPages(self.number, boundary - 1, pack([slot]))
 
     def admit(self, lease: Lease) -> None:
@@ -109,26 +109,28 @@ class StateGroup(SparseGroup):
         start, end = lease.room_tokens // self.page_tokens, room_tokens // self.page_tokens
         if start >= end:
             return ()
-        leave: dict[int, int] = lease.holds[self.number].leave
+        snapshots: dict[int, int] = lease.holds[self.number].snapshots
         offered: list[int] = []
         # The lease's own first: they are the likeliest to be hit.
-        for wanted in (self._own(lease), lease.leave_at):
+        for wanted in (self._own(lease), lease.snapshot_at):
             for boundary in sorted(wanted):
-                if start < boundary <= end and boundary not in leave and self.pages.num_available:
-                    leave[boundary] = self._slot()
+                if start < boundary <= end and boundary not in snapshots and self.pages.num_available:
+                    snapshots[boundary] = self._slot()
                     offered.append(boundary)
         for boundary in self._guesses(lease, start, end):
-            leave[boundary] = self._slot()
+            snapshots[boundary] = self._slot()
             offered.append(boundary)
         offered.sort()
-        return [StateSlot(self.number, boundary * self.page_tokens, PageId(leave[boundary])) for boundary in offered]
+        return [
+            StateSlot(self.number, boundary * self.page_tokens, PageId(snapshots[boundary])) for boundary in offered
+        ]
 
     def _own(self, lease: Lease) -> set[int]:
         return set(lease.resume_boundaries(self.page_tokens, lease.matched_pages))
 
     def _guesses(self, lease: Lease, start: int, end: int) -> list[int]:
         """Returns the boundaries in (start, end] for which there are slots to spare; nothing is taken yet."""
-        leave: dict[int, int] = lease.holds[self.number].leave
+        snapshots: dict[int, int] = lease.holds[self.number].snapshots
         num_vacant = max(self.pool.num_free - RESERVED_SLOTS, 0)
         num_slots = max(self.pool.num_free + self.snapshots.num_cold - RESERVED_SLOTS, 0)
         last = min(end, len(lease.prompt) // TOKEN_BYTES // self.page_tokens)
@@ -136,11 +138,11 @@ class StateGroup(SparseGroup):
         interval = self.spec.state_interval_tokens // self.page_tokens
         if interval and num_slots:
             spaced = range(start // interval * interval + interval, last + 1, interval)
-            missing = [boundary for boundary in spaced if boundary not in leave]
+            missing = [boundary for boundary in spaced if boundary not in snapshots]
             # With fewer slots than boundaries, as evenly as they go.
             step = -(-len(missing) // num_slots) or 1
             guesses = missing[step - 1 :: step]
-        if end <= last and end not in leave and end not in guesses and len(guesses) < num_vacant:
+        if end <= last and end not in snapshots and end not in guesses and len(guesses) < num_vacant:
             guesses.append(end)
         return guesses
 
@@ -159,13 +161,13 @@ class StateGroup(SparseGroup):
         """Publishes snapshots whose boundary a completed launch has passed; drops restored ones, which it read."""
         hold: StateHold = lease.holds[self.number]
         computed = min(lease.computed_tokens // self.page_tokens, lease.published_pages)
-        passed = [boundary for boundary in hold.leave if boundary <= computed]
+        passed = [boundary for boundary in hold.snapshots if boundary <= computed]
         nodes: list[Node] = []
         if passed:
-            wanted = self._own(lease) | lease.leave_at
+            wanted = self._own(lease) | lease.snapshot_at
             for boundary in passed:
                 retention = Retention.WARM if boundary in wanted else Retention.COLD
-                nodes += self._publish_slot(lease, boundary, hold.leave.pop(boundary), retention)
+                nodes += self._publish_slot(lease, boundary, hold.snapshots.pop(boundary), retention)
             self.num_taken += len(nodes)
         if hold.restore and lease.computed_tokens > lease.resumed_pages * self.page_tokens:
             self.snapshots.drop_restored(hold.restore)
@@ -183,11 +185,11 @@ class StateGroup(SparseGroup):
         return nodes
 
     def arrive(self, lease: Lease, page_ids: bytes, first: int, end: int) -> Sequence[Node]:
-        leave: dict[int, int] = lease.holds[self.number].leave
+        snapshots: dict[int, int] = lease.holds[self.number].snapshots
         nodes: list[Node] = []
         for page, slot in enumerate(unpack(page_ids), first):
             if slot and page < end:
-                nodes += self._publish_slot(lease, page + 1, leave.pop(page + 1), Retention.WARM)
+                nodes += self._publish_slot(lease, page + 1, snapshots.pop(page + 1), Retention.WARM)
         return nodes
 
     def _publish_slot(self, lease: Lease, boundary: int, slot: int, retention: Retention) -> list[Node]:
@@ -208,7 +210,7 @@ class StateGroup(SparseGroup):
 
     def held(self, lease: Lease) -> Packed:
         hold: StateHold = lease.holds[self.number]
-        return pack(filter(None, (hold.working, hold.rolling, hold.restore, *hold.leave.values())))
+        return pack(filter(None, (hold.working, hold.rolling, hold.restore, *hold.snapshots.values())))
 
     def claim(self, adopt: Adopt, standing: bytes) -> Any:
         slots = [slot.slot for slot in (*adopt.working, *adopt.rolling) if slot.group == self.number]

@@ -51,11 +51,11 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
     room_tokens = lease.room_tokens + (lease.chunk_tokens or num_tokens)
     if room_tokens > num_tokens:
         room_tokens = num_tokens
-    leave: list[StateSlot] = []
+    snapshots: list[StateSlot] = []
     for group in cache.sparse:
-        leave += group.offer(lease, room_tokens)
+        snapshots += group.offer(lease, room_tokens)
     lease.room_tokens = room_tokens
-    grant = _grant(cache, lease, plan, tuple(leave))
+    grant = _grant(cache, lease, plan, tuple(snapshots))
     counters = cache.counters
     counters.prompt += num_tokens
     counters.matched += grant.match.matched_tokens
@@ -73,7 +73,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
 
 def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     tree = cache.tree
-    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass, leave_at = acquire
+    sequence_id, namespace, tokens, _, chunk_tokens, priority, _, bypass, snapshot_at = acquire
     node = tree.node_at(plan.place)
     if node.parent is None:  # without a cached page the walk began at a root that is not in the tree
         node = tree.root(namespace)
@@ -86,8 +86,8 @@ def _take(cache: DeviceCache, plan: Plan, acquire: Acquire) -> Lease:
     lease = Lease(sequence_id, namespace, tokens, node, plan.base, plan.total, holds, priority, chunk_tokens, bypass)
     lease.computed_tokens = plan.boundary * cache.layout.page_tokens
     lease.resumed_pages, lease.matched_pages = plan.boundary, plan.found.matched_pages
-    if leave_at:
-        lease.want(leave_at, cache.layout.page_tokens)
+    if snapshot_at:
+        lease.want(snapshot_at, cache.layout.page_tokens)
     num_pages = plan.total - plan.base
     cache.make_room(num_pages)  # the pages that the plan reuses belong to pinned nodes
     for group in cache.groups:
@@ -112,14 +112,16 @@ def _grant(
     cache: DeviceCache,
     lease: Lease,
     plan: Plan,
-    leave: tuple[StateSlot, ...] = (),
+    snapshots: tuple[StateSlot, ...] = (),
     fetches: tuple[Transfer, ...] = (),
 ) -> Grant:
     page_tokens = cache.layout.page_tokens
     usable = (plan.found.usable_pages if fetches else plan.boundary) * page_tokens
     fetched = max(usable - lease.device_tokens, 0) if lease.fetched_any else 0
     match = match_of(plan, page_tokens)
-    grant = Grant(lease.sequence_id, usable, usable - fetched, fetched, tables(cache, lease), match, fetches, (), leave)
+    grant = Grant(
+        lease.sequence_id, usable, usable - fetched, fetched, tables(cache, lease), match, fetches, (), snapshots
+    )
     for group in cache.sparse:
         grant = group.describe(grant, lease)
         cache.trim_emptied(group)
@@ -147,7 +149,7 @@ def plan_again(cache: DeviceCache, lease: Lease) -> Grant | Refusal:
         tokens=lease.prompt,
         chunk_tokens=lease.chunk_tokens,
         priority=lease.priority,
-        leave_at=tuple([boundary * page_tokens for boundary in sorted(lease.leave_at)]),
+        snapshot_at=tuple([boundary * page_tokens for boundary in sorted(lease.snapshot_at)]),
     )
     if lease.hashes is not None:
         lease.hashes.reach.clear()  # the tier's rows have changed since
@@ -184,15 +186,15 @@ def extend(cache: DeviceCache, lease: Lease, item: Extend) -> ExtendGrant | Refu
         if gained is not None:
             pages.append(gained)
     lease.full_end += num_pages
-    if item.leave_at:
-        lease.want(item.leave_at, cache.layout.page_tokens)
-    leave: list[StateSlot] = []
+    if item.snapshot_at:
+        lease.want(item.snapshot_at, cache.layout.page_tokens)
+    snapshots: list[StateSlot] = []
     for sparse in cache.sparse:
-        leave += sparse.offer(lease, item.num_tokens)
+        snapshots += sparse.offer(lease, item.num_tokens)
         cache.trim_emptied(sparse)
     if item.num_tokens > lease.room_tokens:
         lease.room_tokens = item.num_tokens
-    return ExtendGrant(item.sequence_id, tuple(pages), tuple(leave))
+    return ExtendGrant(item.sequence_id, tuple(pages), tuple(snapshots))
 
 
 def shrink(cache: DeviceCache, lease: Lease, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, U
 from cache_service.core.device.lease_table import GROWTH, Lease
 from cache_service.core.device_cache import DeviceCache
 from session.errors import FieldError, InvalidInput, TooMany
-from session.limits import MAX_LEAVE_AT, MAX_NAME_CHARS, MAX_SEQUENCE_ID
+from session.limits import MAX_NAME_CHARS, MAX_SEQUENCE_ID, MAX_SNAPSHOT_BOUNDARIES
 from session.messages import Ack, Acquire, Extend, Publish, Release, Shrink
 from session.words import TOKEN_BYTES, Namespace, SequenceId
 
@@ -93,8 +93,8 @@ def check_extend(cache: DeviceCache, extend: Extend) -> Lease:
     if not 1 <= extend.num_tokens <= cache.config.max_sequence_tokens:
         limit = cache.config.max_sequence_tokens
         raise InvalidInput("num_tokens", f"{extend.num_tokens} is not in 1..{limit}")
-    if extend.leave_at:
-        _check_leave_at(cache, extend.leave_at)
+    if extend.snapshot_at:
+        _check_snapshot_at(cache, extend.snapshot_at)
     return lease
 
 
@@ -107,9 +107,9 @@ def check_shrink(cache: DeviceCache, shrink: Shrink) -> Lease:
     return lease
 
 
-def _check_leave_at(cache: DeviceCache, boundaries: tuple[int, ...]) -> None:
-    if len(boundaries) > MAX_LEAVE_AT:
-        raise TooMany("leave_at", f"has {len(boundaries)} boundaries; at most {MAX_LEAVE_AT}")
+def _check_snapshot_at(cache: DeviceCache, boundaries: tuple[int, ...]) -> None:
+    if len(boundaries) > MAX_SNAPSHOT_BOUNDARIES:
+        raise TooMany("leave_at", f"has {len(boundaries)} boundaries; at most {MAX_SNAPSHOT_BOUNDARIES}")
     page_tokens = cache.layout.page_tokens
     for boundary in boundaries:
         if boundary <= 0 or boundary % page_tokens:
@@ -124,8 +124,8 @@ def check_acquire(cache: DeviceCache, acquire: Acquire) -> None:
     if acquire.reserve_pages < 0 or acquire.chunk_tokens < 0:
         name = "reserve_pages" if acquire.reserve_pages < 0 else "chunk_tokens"
         raise InvalidInput(name, "must not be negative")
-    if acquire.leave_at:
-        _check_leave_at(cache, acquire.leave_at)
+    if acquire.snapshot_at:
+        _check_snapshot_at(cache, acquire.snapshot_at)
 
 
 def check_sequence(cache: DeviceCache, sequence_id: SequenceId, namespace: Namespace) -> None:
