@@ -6,6 +6,7 @@ That its logits are right is in tests/worker_service/test_model_parity.py. Pages
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from kernels.key_rows import KeyRows
 from tests.worker_service.model_kit import NUM_PAGES, Bench, Part, make_reference, random_tokens
 from worker_service.core.errors import ModelError
 from worker_service.gpu.group_layout import PageRole
+from worker_service.model import choice_parts
+from worker_service.model.compressed_attention import compressed_workspace_bytes
 from worker_service.model.config import read_model_spec
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.rope import cos_sin_table
@@ -52,6 +55,20 @@ def test_bits_do_not_depend_on_the_cut(folder: Path) -> None:
     assert whole.isfinite().all()
     for cuts in ((1, 2, 3, 4, 6), (PAGE - 1, PAGE, PAGE + 1), (130, 255, 256, 257, 258), (LENGTH - 2, LENGTH - 1)):
         assert torch.equal(in_parts(folder, *cuts), whole), cuts
+
+
+def test_rows_are_chosen_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the workspace holds changes no bit."""
+    whole = in_parts(folder)
+    monkeypatch.setattr(choice_parts, "LOGITS_BYTES", 4 * (LENGTH // 4) * 50)
+    assert torch.equal(in_parts(folder), whole)
+
+
+def test_the_workspace_is_that_of_logits_choices_and_partial_results(folder: Path) -> None:
+    spec = read_model_spec(folder)
+    assert compressed_workspace_bytes(spec, 2000) == (128 << 20) + (256 << 20) + 4 * 2000 * 7
+    windows = replace(spec, layers=spec.layers[:1])
+    assert compressed_workspace_bytes(windows, 2000) == 0
 
 
 def test_neighbours_change_nothing(folder: Path) -> None:
