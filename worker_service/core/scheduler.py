@@ -1,4 +1,4 @@
-"""Decides what the engine asks of the cache service and what the next launch computes.
+"""The facade of the worker's core: the engine calls nothing else. Each decision has a file of its own in this folder.
 
 Knows no clock, no wire, no thread, no tensor and no text. The engine drives it in this order:
 
