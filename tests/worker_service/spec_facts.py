@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from worker_service.model.recurrent_specs import GatedDeltaSpec, ShortConvSpec
+from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, ShortConvSpec
 from worker_service.model.spec import (
     AttentionSpec,
     CompressedSpec,
@@ -26,6 +26,7 @@ class Layer(NamedTuple):
     entries   the rank of queries, the groups of the output and their rank, and the tokens of a compressed entry or 0
     taps      of a short convolution, and whether it has biases; there are no heads then
     delta     of the gated delta rule the heads of values and of keys, the elements of a key and of a value, and taps
+    kimi      of Kimi Delta Attention the heads, their elements, and taps
     """
 
     heads: tuple[int, int, int]
@@ -44,6 +45,7 @@ class Layer(NamedTuple):
     taps: tuple[int, bool] | None = None
     delta: tuple[int, int, int, int, int] | None = None
     entries: tuple[int, int, int, int] | None = None
+    kimi: tuple[int, int, int] | None = None
 
 
 class Facts(NamedTuple):
@@ -88,6 +90,8 @@ def layer_of_spec(layer: LayerSpec) -> Layer:
     if isinstance(mixer, GatedDeltaSpec):
         heads = (mixer.num_heads, mixer.num_k_heads)
         return recurrent_layer(_mlp_of_spec(layer.mlp), delta=(*heads, mixer.key_dim, mixer.value_dim, mixer.width))
+    if isinstance(mixer, KimiDeltaSpec):
+        return recurrent_layer(_mlp_of_spec(layer.mlp), kimi=(mixer.num_heads, mixer.head_dim, mixer.width))
     assert isinstance(mixer, AttentionSpec)
     return Layer(
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
@@ -115,7 +119,7 @@ def _latent_layer(mixer: LatentSpec, mlp: tuple[Any, ...]) -> Layer:
         mixer.value_dim,
         1.0,
         0,
-        _rope_of_spec(mixer.rope),
+        None if mixer.rope is None else _rope_of_spec(mixer.rope),
         mixer.rope_dim,
         mixer.scale,
         0.0,

@@ -169,6 +169,68 @@ def test_qwen3_next_reads_as_transformers_does(changes: Fields) -> None:
     assert ours._replace(max_model_len=theirs.max_model_len) == theirs
 
 
+KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+KIMI_LINEAR = PUBLISHED[KIMI]["linear_attn_config"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # As transformers writes it.
+        {
+            "linear_attn_config": None,
+            "layer_types": ["full_attention"] + ["linear_attention"] * 26,
+            "mlp_layer_types": ["sparse", "dense"] + ["sparse"] * 25,
+            "linear_num_heads": 8,
+            "linear_head_dim": 64,
+            "linear_conv_kernel_dim": 3,
+        },
+        {"linear_attn_config": {**KIMI_LINEAR, "num_heads": 16}, "linear_num_heads": 8},
+        {"linear_attn_config": {"head_dim": 64}},
+        {"layer_types": ["full_attention"] * 27},
+        {"first_k_dense_replace": 3},
+        {"first_k_dense_replace": 0},
+        {"q_lora_rank": 1536, "attention_bias": True},
+        {"num_expert_group": 8, "topk_group": 4, "moe_renormalize": False, "num_shared_experts": 2},
+        {"model_max_length": None, "max_position_embeddings": 4096},
+    ],
+    ids=str,
+)
+def test_kimi_linear_reads_as_transformers_does(changes: Fields) -> None:
+    fields = {name: value for name, value in {**PUBLISHED[KIMI], **changes}.items() if value is not None}
+    assert facts_of_spec(parse_model_spec(fields)) == facts_of_transformers(fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope"),
+        ({"use_grouped_topk": False}, "use_grouped_topk"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate"),
+        ({"attn_res_block_size": 12}, "attn_res_block_size"),
+        ({"routed_expert_hidden_size": 3584}, "routed_expert_hidden_size"),
+        ({"linear_attn_config": {**KIMI_LINEAR, "gate_lower_bound": -5.0}}, "linear_attn_config"),
+        ({"linear_attn_config": {**KIMI_LINEAR, "use_full_rank_gate": True}}, "linear_attn_config"),
+        ({"linear_attn_config": {**KIMI_LINEAR, "kda_layers": [1, 2]}}, "linear_attn_config"),
+        (
+            {"linear_attn_config": {**KIMI_LINEAR, "full_attn_layers": [4, 8, 12, 16, 20, 24, 27.0]}},
+            "linear_attn_config",
+        ),
+        ({"linear_attn_config": {**KIMI_LINEAR, "head_dim": 512}}, "linear_head_dim"),
+        ({"linear_attn_config": {**KIMI_LINEAR, "short_conv_kernel_size": 9}}, "linear_conv_kernel_dim"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_of_kimi_linear_is_named(changes: Fields, field: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_model_spec({**PUBLISHED[KIMI], **changes})
+    assert caught.value.field == field
+
+
 def test_lfm2_without_a_size_of_its_own_has_the_usual_one() -> None:
     published = PUBLISHED["LiquidAI/LFM2-1.2B"]
     fields = {**{name: published[name] for name in published.keys() - {"block_ff_dim"}}, "intermediate_size": 10_752}

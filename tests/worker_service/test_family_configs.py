@@ -74,6 +74,8 @@ UNREAD_BY = {
     # The wrapper's own say whether the head is the embeddings.
     "Qwen/Qwen3.5-0.8B": {"mlp_only_layers", "tie_word_embeddings"},
     "Qwen/Qwen3.5-35B-A3B": {"mlp_only_layers"},
+    # Its attention sees no positions.
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": {"head_dim", "num_key_value_heads", "rope_scaling", "rope_theta"},
     "deepseek-ai/DeepSeek-V3": V3_UNREAD,
     "deepseek-ai/DeepSeek-V4-Flash": V4_UNREAD,
     "deepseek-ai/DeepSeek-V4-Pro": V4_UNREAD,

@@ -45,6 +45,12 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
     if config.model_type == "deepseek_v4":
         return _compressed_layer_of_transformers(config, layer)
     kinds = getattr(config, "layer_types", None)
+    if config.model_type == "kimi_linear":
+        if kinds[layer] == "full_attention":
+            return _latent_layer_of_transformers(config, layer)
+        names = ("num_heads", "head_dim", "conv_kernel_dim")
+        kimi = tuple(getattr(config, f"linear_{name}") for name in names)
+        return recurrent_layer(_mlp_of_transformers(config, layer), kimi=kimi)
     if kinds is not None and kinds[layer] == "conv":
         return recurrent_layer(_mlp_of_transformers(config, layer), taps=(config.conv_L_cache, config.conv_bias))
     if kinds is not None and kinds[layer] == "linear_attention":
@@ -79,14 +85,14 @@ def _layer_of_transformers(config: Any, layer: int) -> Layer:
 
 
 def _latent_layer_of_transformers(config: Any, layer: int) -> Layer:
-    rope = config.rope_parameters
-    mscale = 0.1 * rope.get("mscale_all_dim", 0.0) * math.log(rope.get("factor", 1.0)) + 1.0
+    rope = None if config.model_type == "kimi_linear" else config.rope_parameters
+    mscale = 1.0 if rope is None else 0.1 * rope.get("mscale_all_dim", 0.0) * math.log(rope.get("factor", 1.0)) + 1.0
     return Layer(
         (config.num_attention_heads, config.num_attention_heads, config.qk_head_dim),
         config.v_head_dim,
         1.0,
         0,
-        _rope_of_transformers(rope),
+        None if rope is None else _rope_of_transformers(rope),
         config.qk_rope_head_dim,
         config.qk_head_dim**-0.5 * mscale**2,
         0.0,

@@ -35,6 +35,9 @@ DEFAULTS: Fields = {
     "v_head_dim": 128,
     "routed_scaling_factor": 2.446,
     "rms_norm_eps": 1e-5,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
     "eos_token_id": 163_586,
 }
 ATTENDS = {"full_attention": True, "linear_attention": False}
@@ -45,15 +48,17 @@ LINEAR_NAMES = {
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
+# Of later models that call themselves kimi_linear too.
+NOT_SERVED = ("mla_use_output_gate", "attn_res_block_size", "routed_expert_hidden_size")
+LINEAR_NOT_SERVED = ("gate_lower_bound", "use_full_rank_gate")
 
 
 def read_spec(fields: Fields) -> ModelSpec:
     _refuse_what_is_not_served(fields)
     num_layers = whole(fields, "num_hidden_layers")
-    linear = _linear_fields(fields)
-    latents, delta = _latents(fields), _delta(linear)
+    latents, delta = _latents(fields), _delta(_linear_fields(fields))
     dense, experts = read_dense(fields), _experts(fields)
-    kinds = zip(_attending(fields, linear, num_layers), _dense_layers(fields, num_layers), strict=True)
+    kinds = zip(_attending(fields, num_layers), _dense_layers(fields, num_layers), strict=True)
     return model_spec(
         fields,
         layers=tuple(
@@ -69,36 +74,42 @@ def _refuse_what_is_not_served(fields: Fields) -> None:
     for name in ("mla_use_nope", "use_grouped_topk"):
         if not flag(fields, name, True):
             raise ModelError(name, "false is not supported; true is")
+    for name in NOT_SERVED:
+        if fields.get(name) not in (None, False):
+            raise ModelError(name, f"{fields[name]!r} is not supported")
     one_of(fields, "moe_router_activation_func", {"sigmoid": True}, "sigmoid")
     whole(fields, "moe_layer_freq", 1, most=1)
 
 
-def _linear_fields(fields: Fields) -> dict[str, Any]:
-    """Returns the object's fields, and in their place those that stand apart."""
-    said = fields.get(LINEAR)
-    if said is not None and not isinstance(said, dict):
+def _linear_fields(fields: Fields) -> Fields:
+    """Returns the object's fields under the names of those that stand apart, which count where it has none."""
+    said = fields.get(LINEAR) or {}
+    if not isinstance(said, dict):
         raise ModelError(LINEAR, f"must be an object, not {said!r}")
-    apart = {name: fields.get(other) for other, name in LINEAR_NAMES.items()}
-    return {**apart, **(said or {})}
+    for name in LINEAR_NOT_SERVED:
+        if said.get(name) not in (None, False):
+            raise ModelError(LINEAR, f"{name} {said[name]!r} is not supported")
+    return {**fields, **{apart: said[name] for apart, name in LINEAR_NAMES.items() if name in said}}
 
 
 def _delta(linear: Fields) -> KimiDeltaSpec:
-    head_dim = whole(linear, "head_dim", 128, most=MAX_DIM)
+    head_dim = whole(linear, "linear_head_dim", most=MAX_DIM)
     return KimiDeltaSpec(
-        num_heads=whole(linear, "num_heads", 32),
+        num_heads=whole(linear, "linear_num_heads"),
         head_dim=head_dim,
         rank=head_dim,
-        width=whole(linear, "short_conv_kernel_size", 4, least=2, most=MAX_D_CONV),
+        width=whole(linear, "linear_conv_kernel_dim", least=2, most=MAX_D_CONV),
     )
 
 
-def _attending(fields: Fields, linear: Fields, num_layers: int) -> list[bool]:
+def _attending(fields: Fields, num_layers: int) -> list[bool]:
     """Returns which layers have latent attention: by `layer_types`, else by the object's numbers, which count from 1,
     else every fourth one behind the first."""
     named = layer_types(fields, num_layers, ATTENDS)
     if named is not None:
         return named
-    full, delta = linear.get("full_attn_layers"), linear.get("kda_layers")
+    said = fields.get(LINEAR) or {}
+    full, delta = said.get("full_attn_layers"), said.get("kda_layers")
     if full is None or delta is None:
         return [layer > 0 and layer % 4 == 0 for layer in range(num_layers)]
     if not isinstance(full, list) or not isinstance(delta, list) or not _are_all(full + delta, num_layers):
