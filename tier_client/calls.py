@@ -18,7 +18,7 @@ from protos.v1 import cache_pb2, host_tier_pb2, host_tier_pb2_grpc, types_pb2
 from session.limits import MAX_MESSAGE_BYTES
 from session.words import HASH_BYTES, MissReason, TransferStatus
 from tier_client.breaker import Breaker
-from tier_client.fetch_rate import FetchRate
+from tier_client.page_store import PageStore
 from tier_client.values import NOT_ATTACHED, Attachment, Hit, KeyedPages, PagePath, PageRange, Ticket, TierClientConfig
 
 PROTOCOL_VERSION = 1
@@ -39,12 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class HostTierCalls:
-    """One attachment, held by any number of threads. `identity` tells which store the engine reaches."""
+    """One attachment, held by any number of threads. `store` tells which store the engine reaches, and how fast."""
 
-    def __init__(
-        self, config: TierClientConfig, identity: Callable[[], str | None], breaker: Breaker, rate: FetchRate
-    ) -> None:
-        self._config, self._identity, self._breaker, self._rate = config, identity, breaker, rate
+    def __init__(self, config: TierClientConfig, store: PageStore) -> None:
+        self._config, self._store, self._breaker = config, store, Breaker(config.pause_s)
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.insecure_channel(config.cache_address, options)
         self._stub: Any = host_tier_pb2_grpc.HostTierStub(self._channel)
@@ -56,12 +54,21 @@ class HostTierCalls:
 
     def close(self) -> None:
         self._channel.close()
+        self._store.close()
+
+    def is_away(self) -> bool:
+        """Returns whether calls would find and take nothing at the moment. Does not wait."""
+        return self._breaker.is_open
+
+    def was_read(self, num_bytes: int, took_s: float) -> None:
+        """Counts what a rank's process read, and how long that took."""
+        self._store.rate.add(num_bytes, took_s)
 
     def attached(self) -> Attachment | None:
         """Returns the attachment, made anew where it has ended; None while that is not possible."""
         with self._lock:
             if self._is_suspect or self._attachment is None:
-                identity = None if self._breaker.is_open else self._identity()
+                identity = None if self._breaker.is_open else self._store.identity()
                 if identity is None:
                     return None
                 if self._attachment is None or identity != self._tier_id:
@@ -115,7 +122,7 @@ class HostTierCalls:
                 local_pages=local_pages,
                 lease=True,
                 compute_tokens_per_s=self._config.compute_tokens_per_s,
-                fetch_bytes_per_s=self._rate.bytes_per_s,
+                fetch_bytes_per_s=self._store.rate.bytes_per_s,
             ),
         )
         if answer is None:

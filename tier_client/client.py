@@ -40,7 +40,7 @@ class TierClient:
             part_bytes=config.part_bytes,
             replicated=[number for number, group in enumerate(config.groups) if group.replicated],
         )
-        self.calls = HostTierCalls(config, self.store.identity, Breaker(config.pause_s), self.store.rate)
+        self.calls = HostTierCalls(config, self.store)
 
     def __enter__(self) -> TierClient:
         return self
@@ -50,7 +50,6 @@ class TierClient:
 
     def close(self) -> None:
         self.calls.close()
-        self.store.close()
 
     def fetch(self, path: PagePath, local_pages: int = 0) -> Loaded:
         """Returns the longest prefix that the engine can resume from, with the bytes that it lacks for that, verified.

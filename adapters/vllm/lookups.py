@@ -7,8 +7,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from adapters.vllm.tier import PageIndex
 from session.words import HASH_BYTES, TransferStatus
+from tier_client.calls import HostTierCalls
 from tier_client.values import Hit, PagePath
 
 # The service takes this many pages in one call.
@@ -60,7 +60,7 @@ class Lookups:
 
     def __init__(
         self,
-        index: PageIndex,
+        index: HostTierCalls,
         thread: Executor,
         page_tokens: int,
         timeout_s: float,
@@ -70,9 +70,6 @@ class Lookups:
         self._index, self._thread, self._page_tokens = index, thread, page_tokens
         self._timeout_s, self._inline_wait_s, self._now_s = timeout_s, inline_wait_s, now_s
         self._asked: dict[str, Asked] = {}
-
-    def num_open(self) -> int:
-        return len(self._asked)
 
     def tokens(self, request: Request, local_pages: int) -> int | None:
         """Returns how many tokens behind `local_pages` can be read from the tier. None: ask again at the next step."""

@@ -15,8 +15,8 @@ from adapters.vllm.layout import Layout
 from adapters.vllm.lookups import MAX_PAGES, Lookups, Request, namespace
 from adapters.vllm.metadata import BlockPages, LoadOrder, LoadReport, StepOrders, StepReports, WriteReport
 from adapters.vllm.saving import NULL_BLOCK, BoundaryState, Completed, Cursor, Save, make_batch, state_table
-from adapters.vllm.tier import PageIndex
 from session.words import GroupKind, TransferStatus
+from tier_client.calls import HostTierCalls
 from tier_client.values import Hit, KeyedPages
 
 # Saves that wait for the tier or for the store; more are not begun.
@@ -51,7 +51,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        index: PageIndex,
+        index: HostTierCalls,
         thread: Executor,
         layout: Layout,
         num_ranks: int,

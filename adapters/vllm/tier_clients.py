@@ -8,7 +8,6 @@ from adapters.vllm.layout import Layout
 from adapters.vllm.settings import Settings
 from tier_client.breaker import Breaker
 from tier_client.calls import HostTierCalls
-from tier_client.fetch_rate import FetchRate
 from tier_client.page_store import PageStore
 from tier_client.redis_tier import RedisTier, RedisTierConfig
 from tier_client.values import PageGroup, TierClientConfig
@@ -24,26 +23,7 @@ class Engine(NamedTuple):
     num_ranks: int
 
 
-class ServiceIndex(HostTierCalls):
-    """Calls of the service, and whether it is asked at the moment."""
-
-    def __init__(self, config: TierClientConfig, store: PageStore) -> None:
-        self._store, self._answers, self._read_rate = store, Breaker(config.pause_s), FetchRate()
-        super().__init__(config, store.identity, self._answers, self._read_rate)
-
-    def was_read(self, num_bytes: int, took_s: float) -> None:
-        """Counts what a worker read, whose store is in another process."""
-        self._read_rate.add(num_bytes, took_s)
-
-    def is_away(self) -> bool:
-        return self._answers.is_open
-
-    def close(self) -> None:
-        super().close()
-        self._store.close()
-
-
-def make_index(settings: Settings, engine: Engine) -> ServiceIndex:
+def make_index(settings: Settings, engine: Engine) -> HostTierCalls:
     """Returns the client; the first call attaches."""
     config = TierClientConfig(
         cache_address=settings.cache,
@@ -60,7 +40,7 @@ def make_index(settings: Settings, engine: Engine) -> ServiceIndex:
         part_bytes=settings.host_part_kb << 10,
         compute_tokens_per_s=settings.compute_tokens_per_s,
     )
-    return ServiceIndex(config, _store(settings, engine.layout, 0, 1))
+    return HostTierCalls(config, _store(settings, engine.layout, 0, 1))
 
 
 def make_store(settings: Settings, layout: Layout, rank: int) -> PageStore:

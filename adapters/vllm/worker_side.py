@@ -24,8 +24,8 @@ from adapters.vllm.metadata import (
     WriteReport,
 )
 from adapters.vllm.page_copies import Event, PageCopies
-from adapters.vllm.tier import PageStore
 from session.words import TransferStatus
+from tier_client.page_store import PageStore
 from tier_client.values import KeyedPages
 
 # Pages of one read or write, in bytes: what a thread holds in host memory at a time.

@@ -20,7 +20,7 @@ class LeaseEnd(NamedTuple):
 
 @dataclass
 class DictTier:
-    """Both a PageIndex and a PageStore. `rows` are findable, `values` stand in the store; tests may break either."""
+    """In place of HostTierCalls and PageStore. `rows` are findable, `values` are stored; tests may break either."""
 
     layout: Layout
     num_ranks: int = 1

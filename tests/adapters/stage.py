@@ -15,10 +15,11 @@ from adapters.vllm.metadata import StepOrders, StepReports
 from adapters.vllm.page_copies import PageCopies
 from adapters.vllm.saving import BoundaryState
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
-from adapters.vllm.tier import PageIndex, PageStore
 from adapters.vllm.worker_side import Results, WorkerSide
 from session.words import GroupKind
 from tests.adapters.dict_tier import DictTier
+from tier_client.calls import HostTierCalls
+from tier_client.page_store import PageStore
 
 PAGE_TOKENS = 4
 NUM_BLOCKS = 32
@@ -109,7 +110,7 @@ class Stage:
     tier: DictTier | None = None
     thread: ByHand = field(default_factory=ByHand)
     clock: float = 0.0
-    index: PageIndex | None = None
+    index: HostTierCalls | None = None
     stores: Sequence[PageStore] = ()
 
     def __post_init__(self) -> None:
