@@ -38,7 +38,11 @@ def readme_block(report: Mapping[str, Any] | None, stopped: Mapping[str, Any] | 
     """Markdown, markers included; without a report a sentence that says so. Of `stopped` that case alone is told."""
     if report is None:
         return BEGIN + NOT_YET + END
-    lines = [_what(report), "", *table_lines(HEAD, [_cells(row) for row in _rows(report, "streams")])]
+    lines = [
+        _what(report),
+        "",
+        *table_lines(HEAD, [_cells(row) for row in sorted(_rows(report, "streams"), key=_size)]),
+    ]
     sentences = [*_alone(report), *_burst(report), *_arrivals(report), *_stopped(report)]
     sentences += _stopped(stopped or {"rows": []})
     plot = f"![First token by the cached share, tokens a second by streams]({PLOT.relative_to(ROOT)})"
@@ -48,6 +52,10 @@ def readme_block(report: Mapping[str, Any] | None, stopped: Mapping[str, Any] | 
 def _rows(report: Mapping[str, Any], kind: str) -> list[Row]:
     """Those that have figures."""
     return [row for row in report["rows"] if row["kind"] == kind and row["ttft_ms_p50"] is not None]
+
+
+def _size(row: Row) -> tuple[int, int]:
+    return row["context"], row["streams"]
 
 
 def _what(report: Mapping[str, Any]) -> str:
@@ -117,7 +125,7 @@ def _arrivals(report: Mapping[str, Any]) -> list[str]:
 
 def _stopped(report: Mapping[str, Any]) -> list[str]:
     ahead = report.get("settings", {}).get("STEMCACHE_WORKER_DECODE_AHEAD_TOKENS")
-    setting = f"`decode_ahead_tokens` {int(ahead):,}, commit {report['commit']}" if ahead else "default settings"
+    setting = f"`decode_ahead_tokens` {int(ahead):,}" if ahead else "default settings"
     return [
         f"With the cache service stopped for {row['detail']['stopped_s']:.0f} s, the longest silence of "
         f"{row['streams']} decoding streams is {row['silence_ms_max']:,.0f} ms ({setting})."

@@ -74,6 +74,13 @@ def test_the_table_has_what_was_measured_only(report: dict[str, Any]) -> None:
         assert sentence in block
 
 
+def test_the_table_is_in_the_order_of_prompts_and_streams(report: dict[str, Any]) -> None:
+    sizes = [(330, 64), (4096, 1), (330, 1), (330, 16)]
+    rows = [timed(Row("", "streams", streams, context, 160), **STEADY) for context, streams in sizes]
+    lines = [line.split(" | ")[:2] for line in readme_block({**report, "rows": rows}).splitlines() if "9,126" in line]
+    assert lines == [["| 1", "330"], ["| 16", "330"], ["| 64", "330"], ["| 1", "4,096"]]
+
+
 def test_a_run_of_some_cases_only(report: dict[str, Any]) -> None:
     block = readme_block({**report, "rows": report["rows"][:1]})
     assert "- " not in block.replace("| --- ", "").replace("<!-- ", "")
@@ -82,7 +89,7 @@ def test_a_run_of_some_cases_only(report: dict[str, Any]) -> None:
 def test_a_run_with_another_setting_is_told_apart(report: dict[str, Any]) -> None:
     ahead = {**report, "settings": {"STEMCACHE_WORKER_DECODE_AHEAD_TOKENS": "8192"}}
     block = readme_block(report, ahead)
-    assert f"1,234 ms (`decode_ahead_tokens` 8,192, commit {report['commit']})." in block
+    assert "1,234 ms (`decode_ahead_tokens` 8,192)." in block
     assert block.count("stopped for 20 s") == 2
 
 

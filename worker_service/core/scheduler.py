@@ -1,4 +1,4 @@
-"""The facade of the worker's core: the engine calls nothing else. Each decision has a file of its own in this folder.
+"""The facade of the worker's core, which the engine drives. Each decision has a file of its own in this folder.
 
 Knows no clock, no wire, no thread, no tensor and no text. The engine drives it in this order:
 
