@@ -22,14 +22,15 @@ if torch.cuda.is_available():
     # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
     prepare_process(CUDA, 0)
 
+SCANS = ("gated-delta", "kimi-delta", "mamba2")
 # Of kinds whose pages are four or eight times as long, so that as many prompts need more of the pool.
 GPU_SCALES = {
-    **dict.fromkeys(("gated-delta", "mamba2"), Scale(pool_tokens=32_768)),
+    **dict.fromkeys(SCANS, Scale(pool_tokens=32_768)),
     # The longer ones have more entries than are chosen, and a list of keys that is cut into pieces.
     "compressed": Scale(pool_tokens=65_536, lengths=(2, 130, 900, 1_400)),
 }
 CPU_SCALES = {
-    **dict.fromkeys(("gated-delta", "mamba2"), Scale(pool_tokens=16_384, lengths=(75, 150, 200))),
+    **dict.fromkeys(SCANS, Scale(pool_tokens=16_384, lengths=(75, 150, 200))),
     "compressed": Scale(pool_tokens=32_768, lengths=(75, 150, 300)),
 }
 GPU_CASES = 6
@@ -81,6 +82,25 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         },
         {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
         {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    # Beside latents whose keys do not turn.
+    "kimi-delta": (
+        {
+            "architectures": ["KimiLinearForCausalLM"],
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "num_experts": 16,
+            "num_experts_per_token": 4,
+        },
+        {"num_attention_heads": 16, "linear_head_dim": 128, "moe_intermediate_size": 512},
+        {
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "linear_head_dim": 16,
+            "moe_intermediate_size": 32,
+        },
     ),
     "mamba2": (
         {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1]},
