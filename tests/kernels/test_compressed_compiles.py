@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 __all__ = ["own_cache"]
 
 SHARED_BYTES = 200 << 10
-# Of a thread, where more registers would mean fewer warps or smaller tiles.
-SPILLED_BYTES = 512
+# Of a thread, where more registers would mean fewer warps or smaller tiles; Triton 3.6 needs 544, 3.7 fewer.
+SPILLED_BYTES = 576
 INTEGERS = ("tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
 FLOATS = ("acc", "row_max", "row_sum", "sinks", "bias", "cos_sin", "mixes", "base", "scale", "post", "comb")
 
