@@ -7,7 +7,8 @@ miss and a save writes nothing. Calls block, so an engine that must not wait cal
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from session.words import TransferStatus
 from tier_client.breaker import Breaker
@@ -20,6 +21,17 @@ _log = logging.getLogger(__name__)
 
 # A page that is not there shortens the next lookup; after so many the engine computes.
 MAX_LOOKUPS = 3
+
+
+# The bytes of pages of a group, by their numbers in the path.
+Payloads = Callable[[int, tuple[int, ...]], Sequence[Buffer]]
+
+
+class Saved(NamedTuple):
+    """`num_findable` pages became findable. Of those asked for the tier has `num_there` now, each group's counted."""
+
+    num_findable: int
+    num_there: int
 
 
 class TierClient:
@@ -87,27 +99,43 @@ class TierClient:
         `payload(group, page)` gives a page's bytes; nobody may write to them until this returns. What it raises comes
         through, and pages of a wrong length are not written.
         """
+
+        def payloads(group: int, pages: tuple[int, ...]) -> list[Buffer]:
+            return [payload(group, page) for page in pages]
+
+        return self.save_batches(path, list(ranges), payloads).num_findable
+
+    def save_batches(self, path: PagePath, ranges: Sequence[PageRange], payloads: Payloads) -> Saved:
+        """Does the same where an engine gives all pages of a group at once."""
         ticket = self.calls.reserve(path, ranges)
-        if ticket is None or not ticket.number:
-            return 0
+        if ticket is None:
+            return Saved(0, 0)
+        num_asked = sum(one.end_page - one.first_page for one in ranges)
+        num_there = num_asked - sum(len(one.pages) for one in ticket.pages) - ticket.num_refused
+        if not ticket.number:
+            return Saved(0, max(0, num_there))
         written: list[tuple[int, int]] = []
-        status, num_findable = TransferStatus.DONE, 0
+        status, num_findable = TransferStatus.DONE, None
         try:
             for one in ticket.pages:
-                count, status = self._write(one, payload)
+                values = payloads(one.group, one.pages)
+                if not self._is_of_size(one, values):
+                    break
+                count, status = self.store.write(one.group, one.keys(self.config.rank), values)
                 written.append((one.group, count))
-                if status is TransferStatus.FAILED:
+                if count < len(values):
                     self.calls.suspect_store()
                     break
-        finally:  # also when `payload` raised: others may write what is left
-            num_findable = self.calls.commit(ticket, self.config.rank, written, status) or 0
-        return num_findable
+        finally:  # also when `payloads` raised: others may write what is left
+            num_findable = self.calls.commit(ticket, self.config.rank, written, status)
+        if num_findable is not None:
+            num_there += sum(count for _, count in written)
+        return Saved(num_findable or 0, max(0, num_there))
 
-    def _write(self, pages: KeyedPages, payload: Callable[[int, int], Buffer]) -> tuple[int, TransferStatus]:
-        payloads = [payload(pages.group, page) for page in pages.pages]
+    def _is_of_size(self, pages: KeyedPages, payloads: Sequence[Buffer]) -> bool:
         page_bytes = self.config.groups[pages.group].page_bytes
         for page, given in zip(pages.pages, payloads, strict=True):
             if (num_bytes := memoryview(given).nbytes) != page_bytes:
                 _log.error("page %d of group %d has %d bytes, not %d", page, pages.group, num_bytes, page_bytes)
-                return 0, TransferStatus.DONE
-        return self.store.write(pages.group, pages.keys(self.config.rank), payloads)
+                return False
+        return True

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 
 from adapters.sglang.pool_pages import PoolPages
-from adapters.sglang.saving import save_pages
 from tier_client.client import TierClient
 from tier_client.page_store import Buffer
-from tier_client.values import PageRange
+from tier_client.values import PagePath, PageRange
 
 # Pages that are in host memory at once take about this much of it.
 STAGED_BYTES = 64 << 20
@@ -116,4 +115,4 @@ class Offloads:
             host = self._pages[group].read(self._pages[group].rows(indices[group], places))
             return [memoryview(row.numpy()) for row in host]
 
-        return save_pages(self._client, ids, ranges, payloads)
+        return self._client.save_batches(PagePath(b"".join(ids)), ranges, payloads).num_there

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adapters.sglang.saving import save_pages
 from session.words import GroupKind, TransferStatus
 from tier_client.client import TierClient
 from tier_client.page_store import Buffer
@@ -95,8 +94,9 @@ class StoredPages:
 
     def write(self, ids: Sequence[bytes], pages: Sequence[Buffer]) -> bool:
         """Returns whether the tier has all of them now."""
-        ranges = [PageRange(0, 0, len(ids))]
-        return save_pages(self._client, ids, ranges, lambda _, wanted: [pages[page] for page in wanted]) == len(ids)
+        path, ranges = PagePath(b"".join(ids)), [PageRange(0, 0, len(ids))]
+        saved = self._client.save_batches(path, ranges, lambda _, wanted: [pages[page] for page in wanted])
+        return saved.num_there == len(ids)
 
     def close(self) -> None:
         self._client.close()

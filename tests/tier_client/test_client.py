@@ -186,7 +186,10 @@ def test_tokens_that_are_none_find_nothing(shared: Stage) -> None:
 
 def test_pages_of_a_wrong_length_are_not_written(shared: Stage) -> None:
     client = shared.client()
+    before = shared.stats().attachments
     assert client.save(PROMPT, all_pages(6), lambda group, page: payload(group, page)[page // 5 :]) == 0
+    after = shared.stats().attachments
+    assert (after.given_up_pages - before.given_up_pages, after.refused_pages - before.refused_pages) == (6, 0)
     assert client.fetch(PROMPT).usable_pages == 0
     saved(shared, client)
 
