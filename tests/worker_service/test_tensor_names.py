@@ -134,6 +134,20 @@ def test_a_folder_as_qwen_publishes_it(tmp_path: Path, family: str, model: str) 
     assert any(name.endswith(".experts.gate_up_proj") for name in spelling) == (model == "qwen3.5-moe")
 
 
+def test_a_folder_as_moonshot_publishes_it(tmp_path: Path) -> None:
+    """The dense layer's MLP is called mlp; transformers saves it under the name of the experts."""
+    make_reference("kimi-linear", tmp_path)
+    saved, tokens, logits = load_file(tmp_path / WEIGHTS), random_tokens(70, 1), []
+    prefixes = ("model.layers.0.block_sparse_moe.", "model.layers.0.mlp.")
+    published = {name.replace(*prefixes): tensor for name, tensor in saved.items()}
+    assert saved.keys() - published.keys() and {f"{prefixes[1]}gate_proj.weight"} <= published.keys()
+    for spelling in (saved, published):
+        save_file(spelling, tmp_path / WEIGHTS)
+        bench = Bench(tmp_path)
+        logits.append(bench.all_logits(Part(bench.sequence(tokens, [1, 2]), 0, len(tokens))))
+    assert torch.equal(*logits)
+
+
 def with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns them with one tensor for all experts of a layer: gates over ups, and downs."""
     joined = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
