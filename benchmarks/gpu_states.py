@@ -1,4 +1,4 @@
-"""What is measured of the ops on recurrent states, with the shapes of Qwen3-Next-80B-A3B and Bamba-9B.
+"""What is measured of the ops on recurrent states, with the shapes of Qwen3-Next-80B-A3B, Kimi-Linear and Bamba-9B.
 
 Decode, convolutions and copies: GB/s of what is read and written. Prompts: TFLOP/s of the products that blocks of 64
 need. Peers are fla's and mamba_ssm's kernels where they are installed.
@@ -30,6 +30,9 @@ DELTA = (16, 32, 128, 128)
 CHANNELS, D_CONV = 8192, 4
 # Bamba: one group, 128 heads of 64, which remember 128.
 MAMBA2 = (1, 128, 64, 128)
+
+# Behind the name of an op with a decay for each key channel.
+BY_CHANNEL = "_by_channel"
 
 # Queries, keys, values, g and beta.
 Delta = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -95,10 +98,13 @@ def copy(pairs: int) -> list[Measurement]:
     return [Measurement("copy_states", f"{pairs} of {pool[0].nbytes} B", amount, call, error, peers=(peer,))]
 
 
-def delta_inputs(tokens: int) -> Delta:
+def delta_inputs(tokens: int, by_channel: bool) -> Delta:
+    """With a decay for each key channel there are as many heads of keys as of values, as Kimi Linear has them."""
     k_heads, heads, k_dim, dim = DELTA
-    gates = torch.rand(tokens, heads, device=DEVICE)
-    return random(tokens, k_heads, k_dim), random(tokens, k_heads, k_dim), random(tokens, heads, dim), -gates, gates
+    k_heads = heads if by_channel else k_heads
+    g = -torch.rand(tokens, heads, *([k_dim] if by_channel else []), device=DEVICE)
+    beta = torch.rand(tokens, heads, device=DEVICE)
+    return random(tokens, k_heads, k_dim), random(tokens, k_heads, k_dim), random(tokens, heads, dim), g, beta
 
 
 def mamba2_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Mamba2Steps]:
@@ -110,13 +116,13 @@ def mamba2_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def update(name: str, rolling: bool) -> list[Measurement]:
     """B64 decode of one layer: what is counted is each state, read once and written once, or twice."""
     slots, cu = slots_for(DECODES, rolling=rolling), begins(DECODES, 1)
-    delta, mamba2 = delta_inputs(DECODES), mamba2_inputs(DECODES)
-    pool = pool_for(slots, *(DELTA[1:] if name == "update_gated_delta" else MAMBA2[1:]))
+    delta, mamba2 = delta_inputs(DECODES, name.endswith(BY_CHANNEL)), mamba2_inputs(DECODES)
+    pool = pool_for(slots, *(MAMBA2[1:] if name == "update_mamba2" else DELTA[1:]))
 
     def op(backend: Backend, states: torch.Tensor) -> torch.Tensor:
-        if name == "update_gated_delta":
-            return update_gated_delta(*delta, states, cu, slots, norm_eps=1e-6, backend=backend)
-        return update_mamba2(*mamba2, states, cu, slots, backend=backend)
+        if name == "update_mamba2":
+            return update_mamba2(*mamba2, states, cu, slots, backend=backend)
+        return update_gated_delta(*delta, states, cu, slots, norm_eps=1e-6, backend=backend)
 
     amount = 4e-9 * DECODES * pool[0].numel() * (3 if rolling else 2)
     case = f"B{DECODES}{', rolling' if rolling else ''}"
@@ -128,11 +134,12 @@ def scan(name: str, tokens: int, left: tuple[int, ...]) -> list[Measurement]:
     """One prompt of `tokens`, with snapshots after `left` of them."""
     slots, cu = slots_for(1, left), begins(1, tokens)
     plan = plan_scan(cu, cu, slots, tokens)
-    op, shape, peers = (delta_scan if name == "gated_delta_scan" else ssd_scan)(tokens, plan)
+    is_delta = name != "mamba2_scan"
+    op, shape, peers = delta_scan(tokens, plan, name.endswith(BY_CHANNEL)) if is_delta else ssd_scan(tokens, plan)
     heads, rows, columns = shape
     # Within a block: three products with keys and two with values; two products with keys and values of Mamba2.
-    within = 3 * rows + 2 * columns if name == "gated_delta_scan" else rows + columns
-    states = (6 if name == "gated_delta_scan" else 4) * rows * columns
+    within = 3 * rows + 2 * columns if is_delta else rows + columns
+    states = (6 if is_delta else 4) * rows * columns
     amount = 1e-12 * tokens * heads * (states + 2 * GRID_TOKENS * within)
     pool = pool_for(slots, *shape)
     case = f"{tokens} tokens{f', {len(left)} snapshots' if left else ''}"
@@ -146,18 +153,19 @@ def scan(name: str, tokens: int, left: tuple[int, ...]) -> list[Measurement]:
 Scan = tuple[Op, tuple[int, int, int], list[tuple[str, Callable[[], object]]]]
 
 
-def delta_scan(tokens: int, plan: ScanPlan) -> Scan:
-    given = delta_inputs(tokens)
+def delta_scan(tokens: int, plan: ScanPlan, by_channel: bool) -> Scan:
+    given = delta_inputs(tokens, by_channel)
 
     def op(backend: Backend, states: torch.Tensor) -> torch.Tensor:
         return gated_delta_scan(*given, states, plan, norm_eps=1e-6, backend=backend)
 
     def fla() -> object:
         """Its heads of keys are as many as those of values."""
-        rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        ops = import_module("fla.ops.kda" if by_channel else "fla.ops.gated_delta_rule")
+        rule = ops.chunk_kda if by_channel else ops.chunk_gated_delta_rule
         return rule(*given_to_fla, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
-    queries = [rows.repeat_interleave(DELTA[1] // DELTA[0], 1) for rows in given[:2]]
+    queries = [rows.repeat_interleave(DELTA[1] // rows.shape[1], 1) for rows in given[:2]]
     given_to_fla = [tensor[None] for tensor in (*queries, *given[2:])]
     return op, (DELTA[1], DELTA[2], DELTA[3]), [("fla", fla)]
 
@@ -176,7 +184,7 @@ def ssd_scan(tokens: int, plan: ScanPlan) -> Scan:
     return op, (MAMBA2[1], MAMBA2[2], MAMBA2[3]), [("mamba_ssm", mamba_ssm)]
 
 
-SCANS = ("gated_delta_scan", "mamba2_scan")
+SCANS = ("gated_delta_scan", f"gated_delta_scan{BY_CHANNEL}", "mamba2_scan")
 AREAS: dict[str, tuple[Maker, ...]] = {
     "states": (
         *(partial(convolve, 1, tokens) for tokens in PROMPTS),
@@ -184,7 +192,7 @@ AREAS: dict[str, tuple[Maker, ...]] = {
         *(partial(copy, pairs) for pairs in (4, DECODES)),
         *(
             partial(update, f"update_{kind}", rolling)
-            for kind in ("gated_delta", "mamba2")
+            for kind in ("gated_delta", f"gated_delta{BY_CHANNEL}", "mamba2")
             for rolling in (False, True)
         ),
         *(partial(scan, name, tokens, ()) for name in SCANS for tokens in PROMPTS),

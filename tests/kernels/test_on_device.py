@@ -83,10 +83,12 @@ def calls(case: PagedCase) -> list[Callable[[], object]]:
         lambda: times_sigmoid(rows, rows[:, :1]),
         lambda: gated_rms_norm(case.q, case.q[0, 0].clone(), 1e-5, rows),
         lambda: delta_gates(rows, rows, *rows[:2].float().unbind())[0],
+        lambda: delta_gates(rows, rows[:, :4], rows[0].float(), rows[1, :4].float())[0],
         lambda: softcap_logits(rows, 30.0),
         lambda: expert_layer(rows),
         *state_calls(),
         lambda: rotate_append_latent(latents.clone()[:, None], latents, *latent_places, **norm) or own[0],
+        lambda: rotate_append_latent(latents[:, None], latents, slots, None, *latent_places[2:], **norm) or own[0],
         lambda: gather_latent(latent_pages, *where, total),
         lambda: gather_pages(*args, case.cu_seqlens_k, total)[1],
         lambda: scatter_pages(k, v, *own, case.block_tables, case.cu_seqlens_k) or own[1],
@@ -126,14 +128,17 @@ def recurrent_calls() -> list[Callable[[], object]]:
     steps = Mamba2Steps(gates, None, -gates[0])
     none = StateSlots(*on_device[:4], *(array[:0] for array in on_device[4:]))
     delta = (few, few, many, -gates, gates)
+    by_channel = (*delta[:3], -gates[:, :, None].expand(-1, -1, 32).contiguous(), gates)
 
     def plan() -> ScanPlan:
         return plan_scan(cu_q, cu_k, on_device, tokens)
 
     return [
         lambda: gated_delta_scan(*delta, pool.clone(), plan(), norm_eps=1e-6),
+        lambda: gated_delta_scan(*by_channel, pool.clone(), plan(), norm_eps=1e-6),
         lambda: mamba2_scan(many, few, few, steps, pool.clone(), plan()),
         lambda: update_gated_delta(*delta, pool.clone(), cu_q, none, norm_eps=1e-6),
+        lambda: update_gated_delta(*by_channel, pool.clone(), cu_q, none, norm_eps=1e-6),
         lambda: update_mamba2(many, few, few, steps, pool.clone(), cu_q, none),
     ]
 

@@ -1,4 +1,5 @@
-"""The recurrences as transformers computes them on a CPU: its functions for the gated delta rule, its Mamba2 mixer."""
+"""The recurrences as transformers computes them on a CPU: its functions for the gated delta rule and for Kimi Delta
+Attention, its Mamba2 mixer."""
 
 from __future__ import annotations
 
@@ -21,21 +22,31 @@ def made(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("oracle", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+@pytest.mark.parametrize(
+    ("family", "oracle"),
+    [
+        ("qwen3_next", "torch_chunk_gated_delta_rule"),
+        ("qwen3_next", "torch_recurrent_gated_delta_rule"),
+        ("kimi_linear", "chunk_kimi_delta_attention"),
+        ("kimi_linear", "recurrent_kimi_delta_attention"),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [1, 64, 300])
-def test_gated_delta_rule(oracle: str, backend: Backend, tokens: int) -> None:
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    heads, size = 4, 128
+def test_gated_delta_rule(family: str, oracle: str, backend: Backend, tokens: int) -> None:
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    heads, size = 4, 128 if family == "qwen3_next" else 48
     q, k, v = made(tokens, heads, size, seed=0), made(tokens, heads, size, seed=1), made(tokens, heads, 64, seed=2)
-    g, beta = -made(tokens, heads, seed=3).abs(), made(tokens, heads, seed=4).sigmoid()
+    decays = (tokens, heads) if family == "qwen3_next" else (tokens, heads, size)
+    g, beta = -made(*decays, seed=3).abs(), made(tokens, heads, seed=4).sigmoid()
     slots, count = make_slots([StateRow(tokens)])
     states, cu = torch.zeros(count, heads, size, 64), begins([StateRow(tokens)])
     plan = plan_scan(cu, cu, slots, tokens)
     got = gated_delta_scan(q, k, v, g, beta, states, plan, norm_eps=1e-6, backend=backend)
     wanted, state = getattr(modeling, oracle)(
-        *(given[None] for given in (q, k, v, g, beta)), output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+        *(given[None] for given in (q, k, v, g, beta)), initial_state=None, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
     for mine, theirs in ((got, wanted[0]), (states[slots.working[0]], state[0])):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=5e-5 * max(1.0, theirs.abs().max().item()))
 
