@@ -35,7 +35,10 @@ Row = Mapping[str, Any]
 
 
 def readme_block(report: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None = None) -> str:
-    """Markdown, markers included; without a report a sentence that says so. Of `stopped` that case alone is told."""
+    """Markdown, markers included; without a report a sentence that says so.
+
+    `stopped` is a run of that case alone, told in place of the report's.
+    """
     if report is None:
         return BEGIN + NOT_YET + END
     lines = [
@@ -43,8 +46,7 @@ def readme_block(report: Mapping[str, Any] | None, stopped: Mapping[str, Any] | 
         "",
         *table_lines(HEAD, [_cells(row) for row in sorted(_rows(report, "streams"), key=_size)]),
     ]
-    sentences = [*_alone(report), *_burst(report), *_arrivals(report), *_stopped(report)]
-    sentences += _stopped(stopped or {"rows": []})
+    sentences = [*_alone(report), *_burst(report), *_arrivals(report), *_stopped(stopped or report)]
     plot = f"![First token by the cached share, tokens a second by streams]({PLOT.relative_to(ROOT)})"
     return BEGIN + "\n".join([*lines, "", *(f"- {sentence}" for sentence in sentences), "", plot]) + "\n" + END
 
@@ -124,12 +126,12 @@ def _arrivals(report: Mapping[str, Any]) -> list[str]:
 
 
 def _stopped(report: Mapping[str, Any]) -> list[str]:
-    ahead = report.get("settings", {}).get("STEMCACHE_WORKER_DECODE_AHEAD_TOKENS")
-    setting = f"`decode_ahead_tokens` {int(ahead):,}" if ahead else "default settings"
+    rows = _rows(report, "stopped")
+    pools = ["in a pool full of cached prompts " if "filled_tokens" in row["detail"] else "" for row in rows]
     return [
         f"With the cache service stopped for {row['detail']['stopped_s']:.0f} s, the longest silence of "
-        f"{row['streams']} decoding streams is {row['silence_ms_max']:,.0f} ms ({setting})."
-        for row in _rows(report, "stopped")
+        f"{row['streams']} decoding streams {pool}is {row['silence_ms_max']:,.0f} ms."
+        for row, pool in zip(rows, pools, strict=True)
     ]
 
 

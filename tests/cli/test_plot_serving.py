@@ -63,7 +63,6 @@ def test_the_table_has_what_was_measured_only(report: dict[str, Any]) -> None:
     block = readme_block(report)
     assert "| 64 | 330 | 9,126 | 6.90, 7.64 | 6.95 |  |  | 343.0 |" in block
     assert "| 16 |" not in block and "| 256 |" not in block
-    assert "1,234 ms (default settings)." in block
     for sentence in (
         "600 tokens 35.7 ms",
         "4,096 cached and 512 own tokens alone: 17.4 ms",
@@ -86,11 +85,12 @@ def test_a_run_of_some_cases_only(report: dict[str, Any]) -> None:
     assert "- " not in block.replace("| --- ", "").replace("<!-- ", "")
 
 
-def test_a_run_with_another_setting_is_told_apart(report: dict[str, Any]) -> None:
-    ahead = {**report, "settings": {"STEMCACHE_WORKER_DECODE_AHEAD_TOKENS": "8192"}}
-    block = readme_block(report, ahead)
-    assert "1,234 ms (`decode_ahead_tokens` 8,192)." in block
-    assert block.count("stopped for 20 s") == 2
+def test_a_run_of_the_stopped_case_alone_takes_the_place_of_the_older_one(report: dict[str, Any]) -> None:
+    detail = {"stopped_s": 20.0, "filled_tokens": 1}
+    row = timed(Row("stopped", "stopped", 64, 330, 6000), ttft_ms_p50=1.0, silence_ms_max=44.3, detail=detail)
+    block = readme_block(report, {**report, "rows": [row]})
+    assert "streams in a pool full of cached prompts is 44 ms." in block
+    assert "1,234 ms" not in block
 
 
 def test_the_plot_is_a_drawing_of_the_rows(report: dict[str, Any]) -> None:

@@ -150,11 +150,11 @@ async def test_in_a_full_pool_streams_take_pages_of_cached_prompts_while_the_cac
     client: Client, start: Starter, draw: Draw, restarted: bool
 ) -> None:
     cache = start.cache()
-    worker = start.workers(cache.address, pool_pages=260, max_model_len=2048)[0]
-    fillers = [draw(400) for _ in range(10)]
+    worker = start.workers(cache.address, pool_pages=170, max_model_len=2048)[0]
+    fillers = [draw(400) for _ in range(7)]
     for filler in fillers:
         await client.generate(worker.address, filler, 2)
-    running = Running(client, worker.address, lengths(draw), 600)
+    running = Running(client, worker.address, lengths(draw), 300)
     await running.decoding.wait()
     assert num_free(await client.stats(cache.address)) < 20, "pages are free: nothing has to be taken"
     if restarted:
@@ -163,7 +163,7 @@ async def test_in_a_full_pool_streams_take_pages_of_cached_prompts_while_the_cac
         cache.freeze()
     assert running.all_run, "they ended before the cache service was away"
     answers = await asyncio.gather(*running.tasks)
-    assert [len(answer.tokens) for answer in answers] == [600] * 4
+    assert [len(answer.tokens) for answer in answers] == [300] * 4
     assert "streams take pages by themselves" in worker.logged()
     cache.settings["listen"] = cache.address
     await asyncio.to_thread(cache.start if restarted else cache.thaw)
@@ -171,7 +171,7 @@ async def test_in_a_full_pool_streams_take_pages_of_cached_prompts_while_the_cac
     await client.until(cache.address, lambda stats: [w.connected for w in stats.workers] == [True])
     assert (await client.generate(worker.address, fillers[-1], 2)).counts == (384, 0, 16)
     spoken = [*running.prompts[3], *answers[3].tokens]
-    assert (await client.generate(worker.address, spoken, 2)).counts == (896, 0, 4)
+    assert (await client.generate(worker.address, spoken, 2)).counts == (592, 0, 8)
     await running.check()
     await client.until(cache.address, healthy)
 
