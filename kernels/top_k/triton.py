@@ -63,21 +63,24 @@ def narrow(
         key = tl.load(keys_ptr + row * stride_row + at, mask=live, other=0).to(tl.uint32, bitcast=True)
         position = tl.load(positions_ptr + row * stride_row + at, mask=live, other=0)
     valid = tl.sum((key > 0).to(tl.int32), 0)
-    threshold = kth_largest(key, valid, K)
-    larger = (key > threshold).to(tl.int32)
-    missing = K - tl.sum(larger, 0)
-    equal = (key == threshold).to(tl.int32)
-    # Both running counts in one sum: neither reaches 2^16.
-    counted = tl.cumsum(larger + (equal << 16), 0)
-    place = (counted & 65535) + tl.minimum(counted >> 16, missing) - 1
-    is_kept = (larger == 1) | ((equal == 1) & (counted >> 16 <= missing))
     out = row * stride_out + tl.program_id(1) * K
-    tl.store(out_ptr + out + place, position, mask=is_kept)
+    # A captured launch has chunks for the longest row that there may be: most of them are behind a row's end.
+    if valid > 0:
+        threshold = kth_largest(key, valid, K)
+        larger = (key > threshold).to(tl.int32)
+        missing = K - tl.sum(larger, 0)
+        equal = (key == threshold).to(tl.int32)
+        # Both running counts in one sum: neither reaches 2^16.
+        counted = tl.cumsum(larger + (equal << 16), 0)
+        place = (counted & 65535) + tl.minimum(counted >> 16, missing) - 1
+        is_kept = (larger == 1) | ((equal == 1) & (counted >> 16 <= missing))
+        tl.store(out_ptr + out + place, position, mask=is_kept)
+        if not IS_LAST:
+            tl.store(out_keys_ptr + out + place, key.to(tl.int32, bitcast=True), mask=is_kept)
     lane = tl.arange(0, CHUNK)
     is_empty = (lane >= valid) & (lane < K)
     tl.store(out_ptr + out + lane, -1, mask=is_empty)
     if not IS_LAST:
-        tl.store(out_keys_ptr + out + place, key.to(tl.int32, bitcast=True), mask=is_kept)
         tl.store(out_keys_ptr + out + lane, 0, mask=is_empty)
 
 
