@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.block_scan.plan import GRID_TOKENS, PART_TOKENS, ScanPlan
+from kernels.block_scan.plan import GRID_TOKENS, SUB_TOKENS, ScanPlan
 from kernels.state_slots.reference import initial_states, write_states
 
 
@@ -69,26 +69,26 @@ def channel_decays(g: torch.Tensor) -> KeyDecays:
     """Returns the decays of log decays [heads, n, dk].
 
     No factor is above 1, however fast a channel forgets, and none is a difference of sums, whose last digits a fast
-    channel would take: parts are summed up forwards and backwards, and tokens of one part have a sum for each pair.
+    channel would take: sub-blocks are summed up forwards and backwards, tokens of one have a sum for each pair.
     """
-    parts = g.unflatten(1, (-1, PART_TOKENS))
-    sums, behind = parts.cumsum(dim=2), _sums_after(parts, 2)
+    subs = g.unflatten(1, (-1, SUB_TOKENS))
+    sums, behind = subs.cumsum(dim=2), _sums_after(subs, 2)
     totals = sums[:, :, -1:]
-    later = torch.ones(PART_TOKENS, PART_TOKENS, dtype=torch.bool).triu()[:, :, None]
-    # [heads, part, i, j, dk]: from behind j to i.
-    within = parts[:, :, :, None].expand(-1, -1, -1, PART_TOKENS, -1).masked_fill(later, 0.0).cumsum_(dim=2).exp_()
+    later = torch.ones(SUB_TOKENS, SUB_TOKENS, dtype=torch.bool).triu()[:, :, None]
+    # [heads, sub-block, i, j, dk]: from behind j to i.
+    within = subs[:, :, :, None].expand(-1, -1, -1, SUB_TOKENS, -1).masked_fill(later, 0.0).cumsum_(dim=2).exp_()
 
     def products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        a, b = rows.view_as(parts), keys.view_as(parts)
+        a, b = rows.view_as(subs), keys.view_as(subs)
         out = rows.new_zeros(*rows.shape[:2], rows.shape[1])
         near = ((a[:, :, :, None] * b[:, :, None]).mul_(within)).sum(dim=-1).tril_()
-        for part in range(parts.shape[1]):
-            first = part * PART_TOKENS
-            own = slice(first, first + PART_TOKENS)
-            out[:, own, own] = near[:, part]
-            if part:
-                reach = b[:, :part] * (behind[:, :part] + _sums_after(totals[:, :part], 1)).exp()
-                out[:, own, :first] = (a[:, part] * sums[:, part].exp()) @ reach.flatten(1, 2).transpose(1, 2)
+        for sub in range(subs.shape[1]):
+            first = sub * SUB_TOKENS
+            own = slice(first, first + SUB_TOKENS)
+            out[:, own, own] = near[:, sub]
+            if sub:
+                reach = b[:, :sub] * (behind[:, :sub] + _sums_after(totals[:, :sub], 1)).exp()
+                out[:, own, :first] = (a[:, sub] * sums[:, sub].exp()) @ reach.flatten(1, 2).transpose(1, 2)
         return out
 
     grown = (sums + _sums_after(totals.flip(1), 1).flip(1)).exp()

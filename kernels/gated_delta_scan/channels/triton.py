@@ -2,10 +2,10 @@
 
 Between two tokens of a block each channel keeps exp of the sum of its g behind the first, up to the second. As one
 factor for each token, counted from the block's begin, it would overflow where channels forget fast. So a block is cut
-into parts of 16 tokens (as in Kimi Linear: An Expressive, Efficient Attention Architecture, 2025):
+into sub-blocks of 16 tokens (as in Kimi Linear: An Expressive, Efficient Attention Architecture, 2025):
 
-    pairs within a part      the sum grows by one token with the distance; each pair has its own exponential
-    pairs of two parts       exp(sum from the later part's begin) times exp(sum to it), both at most 1
+    pairs within a sub-block   the sum grows by one token with the distance; each pair has its own exponential
+    pairs of two sub-blocks    exp(sum from the later one's begin) times exp(sum to it), both at most 1
 
 Nothing is ever subtracted from a sum: a channel that forgets all would leave no digits of what follows.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
-from kernels.block_scan.plan import GRID_TOKENS, PART_TOKENS
+from kernels.block_scan.plan import GRID_TOKENS, SUB_TOKENS
 from kernels.block_scan.triton import inverse_length, launch_scan, load_rows, load_scalars, padded, precision
 from kernels.gated_delta_scan.triton import unit_lower_inverse
 
@@ -24,25 +24,25 @@ WARPS = 8
 # Key channels that a program holds at a time: products are sums over all of them.
 CHANNELS = 32
 
-_GRID, _PART = tl.constexpr(GRID_TOKENS), tl.constexpr(PART_TOKENS)
-_PARTS = tl.constexpr(GRID_TOKENS // PART_TOKENS)
+_GRID, _SUB = tl.constexpr(GRID_TOKENS), tl.constexpr(SUB_TOKENS)
+_SUBS = tl.constexpr(GRID_TOKENS // SUB_TOKENS)
 
 
 @triton.jit
 def load_near(ptr, first, count, stride, head, shift, D: tl.constexpr, column, BLOCK: tl.constexpr):
-    """Returns [GRID, BLOCK] in fp32: for each token the row `shift` tokens on, zeros where that is in another part."""
+    """Returns [GRID, BLOCK] in fp32: for each token the row `shift` tokens on, zeros if that is in another sub-block."""
     token = tl.arange(0, _GRID)[:, None]
     other, d = token + shift, column + tl.arange(0, BLOCK)[None, :]
-    ok = (other >= 0) & (other // _PART == token // _PART) & (other < count) & (d < D)
+    ok = (other >= 0) & (other // _SUB == token // _SUB) & (other < count) & (d < D)
     at = ptr + first.to(tl.int64) * stride + head * D
     return tl.load(at + (other * stride + d), mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def sums_of_parts(rows, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """Returns running sums over the tokens of each part."""
-    parts = tl.reshape(rows, (_PARTS, _PART, BLOCK))
-    return tl.reshape(tl.cumsum(parts, 1, reverse=REVERSE), (_GRID, BLOCK))
+def sums_of_subs(rows, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
+    """Returns running sums over the tokens of each sub-block."""
+    subs = tl.reshape(rows, (_SUBS, _SUB, BLOCK))
+    return tl.reshape(tl.cumsum(subs, 1, reverse=REVERSE), (_GRID, BLOCK))
 
 
 @triton.jit
@@ -50,10 +50,10 @@ def add_near(
     products, scores, q, k, k_ptr, g_ptr, first, count, stride_k, stride_g, k_head, head, column,
     DK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds what some channels give of each pair of one part."""
+    """Adds what some channels give of each pair of one sub-block."""
     token = tl.arange(0, _GRID)
     total = tl.zeros((_GRID, BLOCK), tl.float32)
-    for distance in range(_PART):
+    for distance in range(_SUB):
         key = load_near(k_ptr, first, count, stride_k, k_head, -distance, DK, column, BLOCK) * tl.exp(total)
         # Behind the first token of the pair, up to the second.
         total += load_near(g_ptr, first, count, stride_g, head, -distance, DK, column, BLOCK)
@@ -65,22 +65,22 @@ def add_near(
 
 @triton.jit
 def add_far(products, scores, q, k, sums, reach, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what some channels give of each pair of two parts. Returns besides, in logs: what is left at each part's
-    begin of the state before the block, behind the block of what came at each token, and of that state."""
+    """Adds what some channels give of each pair of two sub-blocks. Returns besides, in logs: what is left at each
+    one's begin of the state before the block, behind the block of what came at each token, and of that state."""
     token = tl.arange(0, _GRID)[:, None]
-    part = token // _PART
+    sub = token // _SUB
     before = tl.zeros((_GRID, BLOCK), tl.float32)
     remains = tl.zeros((BLOCK,), tl.float32)
     grown = tl.exp(sums)
-    for later in tl.static_range(_PARTS):
-        # Of the parts before this one: up to its begin, then up to its end.
+    for later in tl.static_range(_SUBS):
+        # Of the sub-blocks before this one: up to its begin, then up to its end.
         if later > 0:
-            far = tl.trans(tl.where(part < later, k * tl.exp(reach), 0.0))
-            products += tl.where(part == later, tl.dot(k * grown, far, input_precision=PRECISION), 0.0)
-            scores += tl.where(part == later, tl.dot(q * grown, far, input_precision=PRECISION), 0.0)
-        total = tl.sum(tl.where(token == later * _PART + _PART - 1, sums, 0.0), 0)
-        reach = tl.where(part < later, reach + total[None, :], reach)
-        before = tl.where(part > later, before + total[None, :], before)
+            far = tl.trans(tl.where(sub < later, k * tl.exp(reach), 0.0))
+            products += tl.where(sub == later, tl.dot(k * grown, far, input_precision=PRECISION), 0.0)
+            scores += tl.where(sub == later, tl.dot(q * grown, far, input_precision=PRECISION), 0.0)
+        total = tl.sum(tl.where(token == later * _SUB + _SUB - 1, sums, 0.0), 0)
+        reach = tl.where(sub < later, reach + total[None, :], reach)
+        before = tl.where(sub > later, before + total[None, :], before)
         remains += total
     return products, scores, before, reach, remains
 
@@ -115,9 +115,9 @@ def solve_channels(
                 CHANNELS,
             )  # fmt: skip
             own = load_near(g_ptr, first, count, stride_g, head, 0, DK, column, CHANNELS)
-            sums = sums_of_parts(own, CHANNELS, False)
+            sums = sums_of_subs(own, CHANNELS, False)
             behind = load_near(g_ptr, first, count, stride_g, head, 1, DK, column, CHANNELS)
-            reach = sums_of_parts(behind, CHANNELS, True)
+            reach = sums_of_subs(behind, CHANNELS, True)
             products, scores, before, reach, remains = add_far(products, scores, q, k, sums, reach, CHANNELS, PRECISION)
             d = column + tl.arange(0, CHANNELS)
             at, ok = of_head[:, None] * DK + d[None, :], (token < count)[:, None] & (d < DK)[None, :]
