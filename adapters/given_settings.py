@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -36,7 +37,8 @@ class CommonSettings:
             value: Any = getattr(self, field.name)
             if isinstance(value, str):
                 continue
-            if value < 0 or (value == 0 and field.name not in self.may_be_zero):
+            # Python reads NaN and Infinity from JSON, too.
+            if not 0 <= value < math.inf or (value == 0 and field.name not in self.may_be_zero):
                 wanted = "must not be negative" if field.name in self.may_be_zero else "must be positive"
                 raise ValueError(f"{self.option}.{field.name}: {wanted}")
         try:

@@ -101,7 +101,6 @@ MISS_REASONS = tuple(
     if MissReason.NONE < reason < MissReason.REFUSED and reason is not MissReason.OTHER_SALT
 )
 
-
 # What a Lookup may count as.
 ATTACHED_MISS_REASONS = tuple(
     reason
@@ -126,17 +125,19 @@ class ManagerCollector(Collector):
         rates = [(labels, worker.rates) for labels, worker in workers]
         yield from _families(GaugeMetricFamily, ((name, text, name) for name, text in RATES), ["worker"], rates)
         yield _hit_rate(stats.workers)
-        yield _misses(stats.workers)
+        text = "Admitted requests by why no more of them was reused."
+        yield _misses("misses", text, MISS_REASONS, ["worker"], workers)
         yield _pages(stats.workers)
         yield from _families(CounterMetricFamily, GROUP_COUNTERS, ["worker", "group"], groups)
         yield from _families(CounterMetricFamily, HOST_COUNTERS, [], tier)
         yield from _families(GaugeMetricFamily, HOST_GAUGES, [], tier)
         yield from _families(CounterMetricFamily, ATTACHMENT_COUNTERS, [], attached)
         yield from _families(GaugeMetricFamily, ATTACHMENT_GAUGES, [], attached)
-        yield _attached_misses("attached_misses", (), [((), stats.attachments)])
+        text = "Lookups by why no more could be used."
+        yield _misses("attached_misses", text, ATTACHED_MISS_REASONS, [], attached)
         engines = [((name,), counted) for name, counted in stats.by_engine]
         yield from _families(CounterMetricFamily, ENGINE_COUNTERS, ["engine"], engines)
-        yield _attached_misses("engine_misses", ("engine",), engines)
+        yield _misses("engine_misses", text, ATTACHED_MISS_REASONS, ["engine"], engines)
         info = GaugeMetricFamily(PREFIX + "info", "Always 1.", labels=["epoch", "policy", "core"])
         info.add_metric([stats.epoch, stats.policy, CORE_FORM], 1)
         yield info
@@ -167,15 +168,19 @@ def _hit_rate(workers: Iterable[WorkerStats]) -> Metric:
     return gauge
 
 
-def _misses(workers: Iterable[WorkerStats]) -> Metric:
-    counter = CounterMetricFamily(
-        PREFIX + "misses", "Admitted requests by why no more of them was reused.", labels=["worker", "reason"]
-    )
-    for worker in workers:
-        counts = dict(worker.misses)
-        for reason in MISS_REASONS:
-            counter.add_metric([worker.worker_id, reason.name.lower()], counts.get(reason, 0))
-    return counter
+def _misses(
+    name: str,
+    text: str,
+    reasons: Iterable[MissReason],
+    names: Sequence[str],
+    values: Iterable[tuple[Sequence[str], WorkerStats | AttachmentStats]],
+) -> Metric:
+    misses = CounterMetricFamily(PREFIX + name, text, labels=[*names, "reason"])
+    for labels, stats in values:
+        counts = dict(stats.misses)
+        for reason in reasons:
+            misses.add_metric([*labels, reason.name.lower()], counts.get(reason, 0))
+    return misses
 
 
 def _pages(workers: Iterable[WorkerStats]) -> Metric:
@@ -186,17 +191,6 @@ def _pages(workers: Iterable[WorkerStats]) -> Metric:
             for state, count in (("free", group.num_free), ("evictable", group.num_evictable), ("held", held)):
                 pages.add_metric([worker.worker_id, group.name, state], count)
     return pages
-
-
-def _attached_misses(
-    name: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], AttachmentStats]]
-) -> Metric:
-    misses = CounterMetricFamily(PREFIX + name, "Lookups by why no more could be used.", labels=[*labels, "reason"])
-    for named, stats in values:
-        counts = dict(stats.misses)
-        for reason in ATTACHED_MISS_REASONS:
-            misses.add_metric([*named, reason.name.lower()], counts.get(reason, 0))
-    return misses
 
 
 class StepTimes(Collector):

@@ -163,7 +163,7 @@ def _config(
         store_timeout_s=settings.store_timeout_s,
         pause_s=settings.pause_s,
         part_bytes=settings.host_part_kb << 10,
-        num_connections=settings.read_threads,
+        num_connections=settings.read_threads + 1,  # offloads have a thread of their own
     )
 
 

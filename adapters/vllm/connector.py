@@ -34,7 +34,7 @@ from adapters.vllm.page_copies import PageCopies
 from adapters.vllm.saving import BoundaryState
 from adapters.vllm.scheduler_side import Scheduled, SchedulerSide
 from adapters.vllm.settings import Settings
-from adapters.vllm.tier_clients import Engine, make_index, make_store
+from adapters.vllm.tier_clients import make_index, make_store
 from adapters.vllm.worker_side import WorkerSide
 
 logger = init_logger(f"vllm.{__name__}")
@@ -74,14 +74,15 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
         weights = weights_identity(config.model_config, load_format, self._settings.model_digest)
         platform = (vllm_version, torch.__version__, current_platform.device_type, current_platform.get_device_name())
         name = config.model_config.served_model_name
-        engine = Engine(
-            name=f"vllm {vllm_version}",
-            fingerprint=fingerprint(config, self._layout, get_none_hash_seed(), weights, platform),
+        identity = fingerprint(config, self._layout, get_none_hash_seed(), weights, platform)
+        index = make_index(
+            self._settings,
+            self._layout,
+            self._num_ranks,
+            engine=f"vllm {vllm_version}",
+            fingerprint=identity,
             model=str(name[0] if isinstance(name, list) else name),
-            layout=self._layout,
-            num_ranks=self._num_ranks,
         )
-        index = make_index(self._settings, engine)
         thread = ThreadPoolExecutor(1, thread_name_prefix="stemcache-index")
         thread.submit(index.attached)
         side = SchedulerSide(
@@ -95,7 +96,7 @@ class StemcacheConnector(KVConnectorBase_V1, SupportsHMA):
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
         )
-        logger.info("Stemcache: fingerprint %s, groups %s", engine.fingerprint.hex()[:16], self._layout.groups)
+        logger.info("Stemcache: fingerprint %s, groups %s", identity.hex()[:16], self._layout.groups)
         return side
 
     @property

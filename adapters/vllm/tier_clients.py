@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from adapters.vllm.layout import Layout
 from adapters.vllm.settings import Settings
 from tier_client.breaker import Breaker
 from tier_client.calls import HostTierCalls
+from tier_client.client import TierClient
 from tier_client.page_store import PageStore
 from tier_client.redis_tier import RedisTier, RedisTierConfig
 from tier_client.values import PageGroup, TierClientConfig
 
 
-class Engine(NamedTuple):
-    """This engine as the service HostTier is told of it. `fingerprint` has 32 bytes."""
-
-    name: str
-    fingerprint: bytes
-    model: str
-    layout: Layout
-    num_ranks: int
-
-
-def make_index(settings: Settings, engine: Engine) -> HostTierCalls:
-    """Returns the client; the first call attaches."""
+def make_index(
+    settings: Settings, layout: Layout, num_ranks: int, *, engine: str, fingerprint: bytes, model: str
+) -> HostTierCalls:
+    """Returns the client; the first call attaches. `engine` and `model` are names, `fingerprint` has 32 bytes."""
     config = TierClientConfig(
         cache_address=settings.cache,
         redis_url=settings.redis,
-        engine=engine.name,
-        model=engine.model,
-        fingerprint=engine.fingerprint,
-        page_tokens=engine.layout.page_tokens,
-        groups=_groups(engine.layout),
-        num_ranks=engine.num_ranks,
+        engine=engine,
+        model=model,
+        fingerprint=fingerprint,
+        page_tokens=layout.page_tokens,
+        groups=_groups(layout),
+        num_ranks=num_ranks,
         call_timeout_s=settings.call_timeout_s,
         store_timeout_s=settings.store_timeout_s,
         pause_s=settings.pause_s,
+        num_connections=1,
         part_bytes=settings.host_part_kb << 10,
         compute_tokens_per_s=settings.compute_tokens_per_s,
     )
-    return HostTierCalls(config, _store(settings, engine.layout, 0, 1))
+    return TierClient(config).calls
 
 
 def make_store(settings: Settings, layout: Layout, rank: int) -> PageStore:
-    return _store(settings, layout, rank, settings.load_threads + settings.save_threads)
-
-
-def _store(settings: Settings, layout: Layout, rank: int, num_connections: int) -> PageStore:
+    num_connections = settings.load_threads + settings.save_threads
     tier = RedisTier(settings.redis, RedisTierConfig(num_connections, settings.store_timeout_s))
     replicated = [number for number, group in enumerate(layout.groups) if group.replicated]
     part_bytes = settings.host_part_kb << 10

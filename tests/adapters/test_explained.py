@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from adapters.vllm.layout import GroupLayout
 from adapters.vllm.scheduler_side import SAVE_S, Scheduled
 from adapters.vllm.settings import Settings
-from adapters.vllm.tier_clients import Engine, make_index, make_store
+from adapters.vllm.tier_clients import make_index, make_store
 from cli.__main__ import app
 from protos.v1 import cache_pb2, cache_pb2_grpc, types_pb2
 from tests.adapters.stage import FULL, PAGE_TOKENS, WINDOW, FakeRequest, Stage, layout
@@ -57,7 +57,7 @@ def vllm(services: Services, fingerprint: bytes, *groups: GroupLayout) -> Stage:
         pause_s=0.01,
     )
     spec = layout(*groups)
-    index = make_index(settings, Engine("vllm 0.33.0", fingerprint, "model", spec, 1))
+    index = make_index(settings, spec, 1, engine="vllm 0.33.0", fingerprint=fingerprint, model="model")
     stage = Stage(spec, index=index, stores=[make_store(settings, spec, 0)])
     services.stack.callback(stage.close)
     return stage

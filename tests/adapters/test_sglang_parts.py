@@ -262,7 +262,13 @@ def test_every_part_of_the_identity_tells_engines_apart(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"host": "x"}, "host: unknown"), ({"read_threads": 0}, "read_threads"), ({"model_digest": "xyz"}, "hexadecimal")],
+    [
+        ({"host": "x"}, "host: unknown"),
+        ({"read_threads": 0}, "read_threads"),
+        ({"model_digest": "xyz"}, "hexadecimal"),
+        ({"lookup_wait_s": float("nan")}, "lookup_wait_s"),
+        ({"pause_s": float("inf")}, "pause_s"),
+    ],
 )
 def test_bad_settings_are_named(given: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):

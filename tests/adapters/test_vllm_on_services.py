@@ -14,7 +14,7 @@ import pytest
 
 from adapters.vllm.layout import GroupLayout
 from adapters.vllm.settings import Settings
-from adapters.vllm.tier_clients import Engine, make_index, make_store
+from adapters.vllm.tier_clients import make_index, make_store
 from tests.adapters.stage import FULL, LATENT, PAGE_TOKENS, PAUSE_S, STATE, WINDOW, FakeRequest, Stage, layout
 from tests.tier_client.conftest import staged
 from tests.tier_client.stage import Stage as Services
@@ -47,7 +47,7 @@ def start_engine(services: Services) -> Iterator[StartEngine]:
                 pause_s=0.01,
             )
             spec = layout(*groups)
-            index = make_index(settings, Engine("test", b"f" * 32, "model", spec, ranks))
+            index = make_index(settings, spec, ranks, engine="test", fingerprint=b"f" * 32, model="model")
             stage = Stage(spec, ranks, index=index, stores=[make_store(settings, spec, rank) for rank in range(ranks)])
             stack.callback(stage.close)
             return stage
