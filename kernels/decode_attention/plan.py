@@ -1,8 +1,8 @@
-"""DecodePlan: the buffers of decode steps and their division into chunks of work, made on the device.
+"""DecodePlan: the buffers of decode steps, and of their splits, which are made on the device.
 
-How many chunks a sequence gets is computed in plan_triton.py.
+Into how many splits a step is cut is decided in splits_triton.py.
 One plan serves every layer of a step and, as its counters return to zero, every captured graph. Layers with a window
-may have a plan of their own, whose chunks divide what the window can touch: one sequence of 65,536 keys with a window
+may have a plan of their own, whose splits divide what the window can touch: one sequence of 65,536 keys with a window
 of 4,096 (32 heads over 8, dim 128) takes 53.5 us with the plan of all keys, and 16.6 with its own (H200).
 """
 
@@ -18,14 +18,14 @@ __all__ = ["DecodePlan"]
 MAX_COLUMNS = 32
 # Up to this number of (sequence, kv head) pairs, one program of three stages on a multiprocessor beats two of two.
 FEW_PAIRS = 8
-# Fields of a chunk: sequence, kv head, first leaf within the pair, leaves, the sequence's length, parts of the pair,
-# its first partial less the groups before its origin; and the number of chunks, the same for all, so that a program
+# Fields of a split: sequence, kv head, first leaf within the pair, leaves, the sequence's length, splits of the pair,
+# its first partial less the groups before its origin; and the number of splits, the same for all, so that a program
 # starts with one load.
-CHUNK_FIELDS = 8
-# Chunks for each program beyond one for each pair, at most.
+SPLIT_FIELDS = 8
+# Splits for each program beyond one for each pair, at most.
 MAX_ROUNDS = 4
 # What the plan's model counts with, by programs on a multiprocessor: the share of a tile's time among all programs that
-# it takes one alone, what a part of a cut pair costs in tiles, and what each part adds to the pair's merge. Fitted to
+# it takes one alone, what a split of a cut pair costs in tiles, and what each split adds to the pair's merge. Fitted to
 # one H200: 132 programs for up to 8 pairs, 264 for more.
 COSTS = {1: (0.8, 1.5, 0.45), 2: (0.52, 0.85, 0.2)}
 
@@ -79,16 +79,16 @@ class DecodePlan:
     def _allocate(self) -> None:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         pairs = self.max_seqs * self.kv_heads
-        max_chunks = pairs + MAX_ROUNDS * 2 * self.multiprocessors
+        max_splits = pairs + MAX_ROUNDS * 2 * self.multiprocessors
         groups = pairs * self._max_groups()
-        # A partial for each group, and behind each cut for the leaves of a group that another chunk began.
-        partials = groups + (LEAVES_PER_GROUP - 1) * (max_chunks - pairs)
+        # A partial for each group, and behind each cut for the leaves of a group that another split began.
+        partials = groups + (LEAVES_PER_GROUP - 1) * (max_splits - pairs)
         self.acc, self.row_max, self.row_sum = (
             torch.empty(partials * self.rows * width, dtype=torch.float32, device=self.device)
             for width in (self.dim, 1, 1)
         )
-        self.chunks = torch.empty(max_chunks * CHUNK_FIELDS, dtype=torch.int32, device=self.device)
-        # Drawn chunks, finished programs, and arrivals of each pair: all return to zero with every launch.
+        self.splits = torch.empty(max_splits * SPLIT_FIELDS, dtype=torch.int32, device=self.device)
+        # Drawn splits, finished programs, and arrivals of each pair: all return to zero with every launch.
         counters = torch.zeros(2 + pairs, dtype=torch.int32, device=self.device)
         self.work, self.arrivals = counters[:2], counters[2:]
 
@@ -106,11 +106,11 @@ class DecodePlan:
             raise KernelArgumentError(f"seqlens_k: the plan has room for {self.max_seqs} sequences, got {num_seqs}")
         if num_seqs == 0 or self.device.type != "cuda":
             return
-        from kernels.decode_attention.plan_triton import launch
+        from kernels.decode_attention.splits_triton import launch
 
         launch(
             seqlens_k,
-            self.chunks.view(-1, CHUNK_FIELDS),
+            self.splits.view(-1, SPLIT_FIELDS),
             kv_heads=self.kv_heads,
             programs=self.programs(num_seqs),
             tile=TILE,

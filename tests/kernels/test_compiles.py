@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
 FLOATS = dict.fromkeys(
-    ("scale_log2", "scale", "eps", "limit", "alpha", "cap", "least", "cut_tiles", "part_tiles"), "fp32"
+    ("scale_log2", "scale", "eps", "limit", "alpha", "cap", "least", "cut_tiles", "merge_tiles"), "fp32"
 )
 SHARED = {
     "HEADS": 8,

@@ -111,11 +111,11 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
 @pytest.mark.parametrize("planned", [0, 1000])
 @pytest.mark.parametrize("sequences", [16, 256, 1024])
 def test_the_plan_spills_nothing(sequences: int, planned: int) -> None:
-    from kernels.decode_attention.plan_triton import BLOCK_ELEMENTS, plan_chunks
+    from kernels.decode_attention.splits_triton import BLOCK_ELEMENTS, plan_splits
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain
 
-    tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "CHUNK_FIELDS": 8}
-    blocks = {"BLOCK_SEQS": sequences, "BLOCK_CHUNKS": min(64, BLOCK_ELEMENTS // sequences)}
+    tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "SPLIT_FIELDS": 8}
+    blocks = {"BLOCK_SEQS": sequences, "BLOCK_SPLITS": min(64, BLOCK_ELEMENTS // sequences)}
     constants: dict[str, object] = {"HEADS": 8, "PLANNED": planned, **tree, **blocks}
-    built = compile_plain(plan_chunks, constants, 4 if sequences <= 256 else 8, lambda name: "*i32")
+    built = compile_plain(plan_splits, constants, 4 if sequences <= 256 else 8, lambda name: "*i32")
     assert built.stack_bytes == 0 and not built.spills

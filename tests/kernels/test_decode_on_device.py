@@ -1,5 +1,5 @@
 """decode_attention on Hopper: the Gluon kernel against dense attention, and the promise that nothing around a sequence
-changes its bits: other requests, programs, chunks, repetition, other new tokens, replays of a captured graph.
+changes its bits: other requests, programs, splits, repetition, other new tokens, replays of a captured graph.
 
 On any other GPU these tests skip. All memory that no sequence holds is NaN (tests/kernels/inputs.py).
 """
@@ -12,7 +12,7 @@ import torch
 
 from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import DecodePlan, decode_attention, plan, plan_triton
+from kernels.decode_attention import DecodePlan, decode_attention, plan, splits_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -24,7 +24,7 @@ from tests.kernels.test_decode_tokens import check_shifted, shifted, widened
 
 pytestmark = pytest.mark.gpu
 
-# Around tiles of 64, leaves of 512 and groups of 2048 keys; nothing; long enough for several chunks.
+# Around tiles of 64, leaves of 512 and groups of 2048 keys; nothing; long enough for several splits.
 LENGTHS = [1, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 0, 5000, 9001]
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -140,27 +140,27 @@ def test_programs_and_chunks_change_no_bit(programs: int, window: int, monkeypat
     case = decoding([9001, 40, 513, 6000, 2048], window=window)
     wanted = run(case)
     monkeypatch.setattr(DecodePlan, "programs", lambda self, num_seqs: programs)
-    # As the model has it; cuts that are dear, cost nothing, are worth something: from few chunks to one for each leaf.
+    # As the model has it; cuts that are dear, cost nothing, are worth something: from few splits to one for each leaf.
     for costs in (plan.COSTS[2], (0.5, 50.0, 5.0), (1.0, 0.0, 0.0), (0.5, -5.0, 0.0)):
         monkeypatch.setattr(plan, "COSTS", dict.fromkeys(plan.COSTS, costs))
         for got, right in zip(run(case), wanted, strict=True):
             assert_same_bits(got, right)
 
 
-@pytest.mark.parametrize("parts", range(1, 18))
+@pytest.mark.parametrize("splits", range(1, 18))
 @pytest.mark.parametrize("window", [0, 2500])
-def test_cuts_change_no_bit(parts: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair of 17 leaves in as many equal parts: cuts at every leaf of a group, several in one, and none."""
+def test_cuts_change_no_bit(splits: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of 17 leaves in as many equal splits: cuts at every leaf of a group, several in one, and none."""
     case = decoding([8193, 8700, 4600], window=window)
     wanted = run(case)
-    launch = plan_triton.launch
+    launch = splits_triton.launch
 
     def cut(*args: object, **options: object) -> None:
-        """Plans with costs that make cuts free, so that pairs are cut into as many chunks as there are programs."""
-        programs = parts * 3 * 2
+        """Plans with costs that make cuts free, so that pairs are cut into as many splits as there are programs."""
+        programs = splits * 3 * 2
         launch(*args, **{**options, "programs": programs, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plan_triton, "launch", cut)
+    monkeypatch.setattr(splits_triton, "launch", cut)
     for got, right in zip(run(case), wanted, strict=True):
         assert_same_bits(got, right)
 
@@ -236,17 +236,17 @@ def test_a_plan_for_a_window_of_several_tokens(window: int, tokens: int) -> None
         assert_same_bits(got, right)
 
 
-@pytest.mark.parametrize("parts", range(1, 10))
+@pytest.mark.parametrize("splits", range(1, 10))
 @pytest.mark.parametrize("window", [513, 4096])
-def test_cuts_of_a_window_change_no_bit(parts: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_of_a_window_change_no_bit(splits: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = decoding([8193, 8700, 20_000], window=window)
     wanted = run(case, plan=planned(case, 0))
-    launch = plan_triton.launch
+    launch = splits_triton.launch
 
     def cut(*args: object, **options: object) -> None:
-        launch(*args, **{**options, "programs": parts * 3 * 2, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
+        launch(*args, **{**options, "programs": splits * 3 * 2, "costs": (1.0, 0.0, 0.0)})  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plan_triton, "launch", cut)
+    monkeypatch.setattr(splits_triton, "launch", cut)
     for got, right in zip(run(case, plan=planned(case, window)), wanted, strict=True):
         assert_same_bits(got, right)
 

@@ -1,4 +1,4 @@
-"""DecodePlan: every leaf of every pair in exactly one chunk, in order, whatever the lengths, and no chunk far above its
+"""DecodePlan: every leaf of every pair in exactly one split, in order, whatever the lengths, and no split far above its
 share; room is checked by name.
 
 The plan kernel is plain Triton, so it runs in the interpreter and on a GPU; there is no torch version of it to test.
@@ -9,7 +9,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan import CHUNK_FIELDS, COSTS, MAX_ROUNDS
+from kernels.decode_attention.plan import COSTS, MAX_ROUNDS, SPLIT_FIELDS
 from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case
@@ -33,19 +33,19 @@ LENGTHS = {
 
 
 class Planned:
-    """A plan's chunks on the host."""
+    """A plan's splits on the host."""
 
     def __init__(
         self, lengths: list[int], device: str, heads: int = HEADS, programs: int = PROGRAMS, planned_tokens: int = 0
     ) -> None:
-        from kernels.decode_attention.plan_triton import launch
+        from kernels.decode_attention.splits_triton import launch
 
         self.room = len(lengths) * heads + MAX_ROUNDS * programs
         counts = {"dtype": torch.int32, "device": device}
-        chunks = torch.full((self.room, CHUNK_FIELDS), -1, **counts)
+        splits = torch.full((self.room, SPLIT_FIELDS), -1, **counts)
         launch(
             torch.tensor(lengths, **counts),
-            chunks,
+            splits,
             kv_heads=heads,
             programs=programs,
             tile=TILE,
@@ -54,9 +54,9 @@ class Planned:
             costs=COSTS[2],
             planned_tokens=planned_tokens,
         )
-        self.chunks: list[list[int]] = chunks.tolist()
-        self.count = self.chunks[0][-1]
-        self.tiles = [tiles_of(*chunk[2:5]) for chunk in self.chunks[: self.count]]
+        self.splits: list[list[int]] = splits.tolist()
+        self.count = self.splits[0][-1]
+        self.tiles = [tiles_of(*split[2:5]) for split in self.splits[: self.count]]
 
 
 def tiles_of(first: int, leaves: int, length: int) -> int:
@@ -75,33 +75,33 @@ def test_chunks_tile_all_leaves(device: str, name: str) -> None:
     lengths = LENGTHS[name]
     plan = Planned(lengths, device)
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for seq, head, first, leaves, length, parts, _, _ in plan.chunks[: plan.count]:
+    for seq, head, first, leaves, length, splits, _, _ in plan.splits[: plan.count]:
         assert length == lengths[seq] and leaves > 0
         found.setdefault((seq, head), []).append((first, leaves))
-        assert len(found[seq, head]) <= parts
+        assert len(found[seq, head]) <= splits
     assert sorted(found) == [(seq, head) for seq in range(len(lengths)) for head in range(HEADS)]
     for (seq, _), runs in found.items():
         assert [first for first, _ in runs] == [sum(leaves for _, leaves in runs[:i]) for i in range(len(runs))]
         assert sum(leaves for _, leaves in runs) == max(1, -(-lengths[seq] // LEAF))
     assert plan.count <= plan.room
-    assert all(chunk[3] == 0 for chunk in plan.chunks[plan.count :])
-    assert {chunk[-1] for chunk in plan.chunks} == {plan.count}
+    assert all(split[3] == 0 for split in plan.splits[plan.count :])
+    assert {split[-1] for split in plan.splits} == {plan.count}
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_the_longest_chunks_come_first(device: str, name: str) -> None:
-    """By what a pair's parts hold on average."""
+    """By what a pair's splits hold on average."""
     plan = Planned(LENGTHS[name], device)
-    mean = [-(-max(1, -(-chunk[4] // TILE)) // chunk[5]) for chunk in plan.chunks[: plan.count]]
+    mean = [-(-max(1, -(-split[4] // TILE)) // split[5]) for split in plan.splits[: plan.count]]
     assert mean == sorted(mean, reverse=True)
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_parts_of_a_pair_are_equal_to_within_a_leaf(device: str, name: str) -> None:
     plan = Planned(LENGTHS[name], device)
-    for chunk, tiles in zip(plan.chunks, plan.tiles, strict=False):
-        _, _, _, _, length, parts, _, _ = chunk
-        assert abs(tiles - -(-length // TILE) / parts) <= LEAF // TILE
+    for split, tiles in zip(plan.splits, plan.tiles, strict=False):
+        _, _, _, _, length, splits, _, _ = split
+        assert abs(tiles - -(-length // TILE) / splits) <= LEAF // TILE
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
@@ -109,12 +109,12 @@ def test_partials_of_pairs_lie_side_by_side(device: str, name: str) -> None:
     """As many as a pair has groups, and what each cut may leave alone; a whole pair has none."""
     lengths = LENGTHS[name]
     plan = Planned(lengths, device)
-    pairs = {(chunk[0], chunk[1]): tuple(chunk[4:7]) for chunk in plan.chunks[: plan.count]}
+    pairs = {(split[0], split[1]): tuple(split[4:7]) for split in plan.splits[: plan.count]}
     expected = 0
-    for length, parts, base in sorted(pairs.values(), key=lambda pair: pair[2]):
-        if parts > 1:
+    for length, splits, base in sorted(pairs.values(), key=lambda pair: pair[2]):
+        if splits > 1:
             assert base == expected
-            expected += -(-length // GROUP) + (LEAVES_PER_GROUP - 1) * (parts - 1)
+            expected += -(-length // GROUP) + (LEAVES_PER_GROUP - 1) * (splits - 1)
     most = len(lengths) * HEADS * -(-max(lengths) // GROUP)
     assert expected <= most + (LEAVES_PER_GROUP - 1) * (plan.room - len(lengths) * HEADS)
 
@@ -126,7 +126,7 @@ def test_few_leaves_are_dealt_out_one_by_one(device: str) -> None:
 @pytest.mark.parametrize("sequences", [16, 64])
 @pytest.mark.parametrize("length", [2048, 4096, 8192, 32768])
 def test_one_key_more_makes_no_chunk_much_longer(device: str, length: int, sequences: int) -> None:
-    """A chunk grows by its tile or so, not by a leaf or a group."""
+    """A split grows by its tile or so, not by a leaf or a group."""
     before, after = (Planned([keys] * sequences, device, heads=8, programs=264) for keys in (length, length + 1))
     assert after.count == before.count and max(after.tiles) <= max(before.tiles) + 1
 

@@ -1,6 +1,6 @@
-"""DecodePlan for a window: each leaf that the window can touch in exactly one chunk, and partials that are found again.
+"""DecodePlan for a window: each leaf that the window can touch in exactly one split, and partials that are found again.
 
-The plan kernel runs in the interpreter or on a GPU. What the Gluon kernel does with it - where a part begins, which
+The plan kernel runs in the interpreter or on a GPU. What the Gluon kernel does with it - where a split begins, which
 number a partial has, how the last program walks over them - is integer arithmetic, run here as plain Python.
 """
 
@@ -38,11 +38,11 @@ Jitted = Callable[..., Any]
 def walks() -> dict[str, Jitted]:
     """The Gluon kernel's integer functions as plain Python: theirs is the text, with int for what are scalars there."""
     pytest.importorskip("triton")
-    from kernels.decode_attention.hopper import chunks, merge
+    from kernels.decode_attention.hopper import merge, splits
 
     scalars = SimpleNamespace(maximum=max, minimum=min, where=lambda holds, a, b: a if holds else b)
     names: dict[str, Any] = {"gl": scalars}
-    for module, name in ((chunks, "origin_of"), (chunks, "part_of"), (chunks, "lowest_key"), (merge, "first_step")):
+    for module, name in ((splits, "origin_of"), (splits, "split_of"), (splits, "lowest_key"), (merge, "first_step")):
         names[name] = plain(getattr(module, name), names)
     names["step"] = plain(merge.step, names)
     return names
@@ -54,12 +54,12 @@ def plain(jitted: Any, names: dict[str, Any]) -> Jitted:
 
 
 def planned_leaves(length: int, newest: int) -> range:
-    """Of the newest keys; an empty sequence has one leaf, as it has one chunk."""
+    """Of the newest keys; an empty sequence has one leaf, as it has one split."""
     return range(max(length - newest, 0) // LEAF, max(1, -(-length // LEAF)))
 
 
 class Room(Planned):
-    """A plan's chunks, and what the buffers of a DecodePlan of its sizes hold."""
+    """A plan's splits, and what the buffers of a DecodePlan of its sizes hold."""
 
     def __init__(self, lengths: list[int], device: str, window: int, tokens: int, programs: int = PROGRAMS) -> None:
         sizes = (len(lengths), max(*lengths, 1), 2 * HEADS, HEADS, 64)
@@ -69,29 +69,29 @@ class Room(Planned):
         self.partials = pairs * self.own._max_groups() + (LEAVES_PER_GROUP - 1) * (self.room - pairs)
 
     def pairs(self) -> dict[tuple[int, int], list[list[int]]]:
-        """The chunks of each sequence and head, in the order of the plan."""
+        """The splits of each sequence and head, in the order of the plan."""
         found: dict[tuple[int, int], list[list[int]]] = {}
-        for chunk in self.chunks[: self.count]:
-            found.setdefault((chunk[0], chunk[1]), []).append(chunk)
+        for split in self.splits[: self.count]:
+            found.setdefault((split[0], split[1]), []).append(split)
         return found
 
 
 def check_leaves(plan: Room, lengths: list[int], newest: int) -> None:
     pairs = plan.pairs()
     assert sorted(pairs) == [(seq, head) for seq in range(len(lengths)) for head in range(HEADS)]
-    for (seq, _), chunks in pairs.items():
-        runs = [range(first, first + leaves) for _, _, first, leaves, *_ in chunks]
+    for (seq, _), splits in pairs.items():
+        runs = [range(first, first + leaves) for _, _, first, leaves, *_ in splits]
         assert [leaf for run in runs for leaf in run] == list(planned_leaves(lengths[seq], newest))
-        assert all(len(run) > 0 for run in runs) and {chunk[5] for chunk in chunks} == {len(chunks)}
+        assert all(len(run) > 0 for run in runs) and {split[5] for split in splits} == {len(splits)}
 
 
-def stored(walks: dict[str, Jitted], chunk: list[int], planned: int, skipped: int) -> list[tuple[int, int]]:
-    """(number, first leaf) of each partial that `attend` leaves of a chunk of a pair that is cut."""
-    _, _, begin, held, length, parts, base, _ = chunk
+def stored(walks: dict[str, Jitted], split: list[int], planned: int, skipped: int) -> list[tuple[int, int]]:
+    """(number, first leaf) of each partial that `attend` leaves of a split of a pair that is cut."""
+    _, _, begin, held, length, splits, base, _ = split
     origin, leaves = walks["origin_of"](length, planned, LEAF), max(1, -(-length // LEAF))
     tiles = max(-(-length // TILE), 1) - origin * PER_LEAF
     spare = base + -(-leaves // LEAVES_PER_GROUP)
-    spare += (walks["part_of"](begin - origin, parts, tiles, PER_LEAF) - 1) * (LEAVES_PER_GROUP - 1) - begin
+    spare += (walks["split_of"](begin - origin, splits, tiles, PER_LEAF) - 1) * (LEAVES_PER_GROUP - 1) - begin
     first, found = max(begin, skipped), []
     while first < begin + held:
         group = first // LEAVES_PER_GROUP
@@ -101,15 +101,15 @@ def stored(walks: dict[str, Jitted], chunk: list[int], planned: int, skipped: in
     return found
 
 
-def merged(walks: dict[str, Jitted], chunk: list[int], planned: int, skipped: int) -> list[tuple[int, int]]:
+def merged(walks: dict[str, Jitted], split: list[int], planned: int, skipped: int) -> list[tuple[int, int]]:
     """(number, first leaf) of each partial that the last program of a pair folds, in its order."""
-    _, _, _, _, length, parts, base, _ = chunk
+    _, _, _, _, length, splits, base, _ = split
     origin, leaves = walks["origin_of"](length, planned, LEAF), max(1, -(-length // LEAF))
     tiles = max(-(-length // TILE), 1) - origin * PER_LEAF
-    share = parts * PER_LEAF
+    share = splits * PER_LEAF
     divided = max(tiles, share)
     first_alone = base + -(-leaves // LEAVES_PER_GROUP)
-    pair = (base, first_alone, skipped, leaves, parts, share, divided // share, divided % share)
+    pair = (base, first_alone, skipped, leaves, splits, share, divided // share, divided % share)
     walk, found = walks["first_step"](pair, origin, tiles, PER_LEAF), []
     while walk[0] < leaves:
         leaf = walk[0]
@@ -124,21 +124,21 @@ def check_partials(walks: dict[str, Jitted], plan: Room, window: int, tokens: in
     planned = plan.own.planned_tokens
     for new in {1, tokens}:
         taken: set[int] = set()
-        for chunks in plan.pairs().values():
-            length, parts = chunks[0][4], chunks[0][5]
-            if parts == 1:
+        for own in plan.pairs().values():
+            length, splits = own[0][4], own[0][5]
+            if splits == 1:
                 continue
             origin = walks["origin_of"](length, planned, LEAF)
             tiles = max(-(-length // TILE), 1) - origin * PER_LEAF
             skipped = walks["lowest_key"](length - new, length, window) // LEAF
             assert skipped >= origin
-            for part, (_, _, first, leaves, *_) in enumerate(chunks):
+            for number, (_, _, first, leaves, *_) in enumerate(own):
                 inside = range(first - origin, first - origin + leaves)
-                assert {walks["part_of"](leaf, parts, tiles, PER_LEAF) for leaf in inside} == {part}
-            written = [partial for chunk in chunks for partial in stored(walks, chunk, planned, skipped)]
-            assert written == merged(walks, chunks[0], planned, skipped)
-            arriving = sum(chunk[2] + chunk[3] > skipped for chunk in chunks)
-            assert arriving == parts - walks["part_of"](skipped - origin, parts, tiles, PER_LEAF)
+                assert {walks["split_of"](leaf, splits, tiles, PER_LEAF) for leaf in inside} == {number}
+            written = [partial for split in own for partial in stored(walks, split, planned, skipped)]
+            assert written == merged(walks, own[0], planned, skipped)
+            arriving = sum(split[2] + split[3] > skipped for split in own)
+            assert arriving == splits - walks["split_of"](skipped - origin, splits, tiles, PER_LEAF)
             numbers = {number for number, _ in written}
             assert len(numbers) == len(written) and not numbers & taken
             taken |= numbers
@@ -169,15 +169,15 @@ def test_any_lengths_interpreter(
 
 
 @pytest.mark.parametrize(
-    ("window", "length", "parts"), [(128, 65_536, 1), (1024, 32_768, 2), (4096, 65_536, 8), (4096, 4096, 8)]
+    ("window", "length", "splits"), [(128, 65_536, 1), (1024, 32_768, 2), (4096, 65_536, 8), (4096, 4096, 8)]
 )
 def test_a_long_sequence_is_divided_as_one_of_the_windows_length(
-    target: Target, window: int, length: int, parts: int
+    target: Target, window: int, length: int, splits: int
 ) -> None:
     if target.backend is Backend.REFERENCE:
         pytest.skip("the plan has no reference")
     plan = Planned([length], target.device, heads=8, programs=132, planned_tokens=window)
-    assert plan.count == 8 * parts and set(plan.tiles) == {LEAF // TILE}
+    assert plan.count == 8 * splits and set(plan.tiles) == {LEAF // TILE}
 
 
 def test_buffers_follow_the_window() -> None:

@@ -1,4 +1,4 @@
-"""The consumer: walks the program's chunks, sums each along the tree, finishes pairs that it holds whole.
+"""The consumer: walks the program's splits, sums each along the tree, finishes pairs that it holds whole.
 
 Tiles arrive in a ring, in the order in which this partition walks.
 """
@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.decode_attention.hopper.chunks import lowest_key, origin_of, part_of, query_span, read_chunk
 from kernels.decode_attention.hopper.merge import merge_pair, store_partial
 from kernels.decode_attention.hopper.quantized import query_operand, value_dims
+from kernels.decode_attention.hopper.splits import lowest_key, origin_of, query_span, read_split, split_of
 from kernels.decode_attention.hopper.tree import add_sink, fold, fold_parked, nothing, store_rows, sum_leaf
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.work_queue import take_index
@@ -36,13 +36,13 @@ def load_queries(
 
 
 @gluon.jit
-def next_chunk(chunks_ptr, num_chunks, queue, queue_full, queue_empty, turn):
-    """(number, place) of the program's next chunk; behind the last one some chunk's place, so that loading is safe."""
-    chunk = num_chunks
-    if num_chunks > gl.num_programs(0):
-        chunk = take_index(queue, queue_full, queue_empty, turn, 4)
-    own, _ = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
-    return chunk, own
+def next_split(splits_ptr, num_splits, queue, queue_full, queue_empty, turn):
+    """(number, place) of the program's next split; behind the last one some split's place, so that loading is safe."""
+    split = num_splits
+    if num_splits > gl.num_programs(0):
+        split = take_index(queue, queue_full, queue_empty, turn, 4)
+    own, _ = read_split(splits_ptr, gl.minimum(split, num_splits - 1))
+    return split, own
 
 
 @gluon.jit
@@ -59,7 +59,7 @@ def queries_of(
     D: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """The queries of a chunk."""
+    """The queries of a split."""
     start, _, count = query_span(cu_seqlens_ptr, own[0], token_first, TOKENS, HAS_SPANS)
     return load_queries(q_ptr, strides_q, start + token_first, own[1], count * GQA_GROUP, GQA_GROUP, COLUMNS, D, LAYOUT)
 
@@ -104,7 +104,7 @@ def attend(
     outputs,
     strides_out,
     partials,
-    chunks_ptr,
+    splits_ptr,
     arrivals_ptr,
     cu_seqlens_ptr,
     token_first,
@@ -129,7 +129,7 @@ def attend(
     HAS_SINKS: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    """Computes all of this program's chunks; ROWS is the room that a partial has for rows."""
+    """Computes all of this program's splits; ROWS is the room that a partial has for rows."""
     q_smem = rings[0]
     scale, cap, value_scale = factors
     COLUMNS: gl.constexpr = q_smem.shape[1]
@@ -138,20 +138,20 @@ def attend(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if D == 64 else [2, 16], [4, 1], [1, 0])
     QUANTIZED: gl.constexpr = rings[2].dtype == gl.float8e4nv
-    # The next chunk's numbers and queries wait in registers, if that leaves enough of them.
+    # The next split's numbers and queries wait in registers, if that leaves enough of them.
     AHEAD: gl.constexpr = PARKED < 2 - QUANTIZED and (TOKENS == 1 or not QUANTIZED)
     BLOCK: gl.constexpr = 4 if ROWS <= 4 or D > 128 else 8
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     tile = 0
     turn = 0
-    chunk = gl.program_id(0)
-    own, num_chunks = read_chunk(chunks_ptr, chunk)
+    split = gl.program_id(0)
+    own, num_splits = read_split(splits_ptr, split)
     if AHEAD:
         q = queries_of(
             q_ptr, strides_q, own, cu_seqlens_ptr, token_first, TOKENS, HAS_SPANS, GQA_GROUP, COLUMNS, D, Q_LAYOUT
         )
-    while chunk < num_chunks:
-        seq, head, begin, held, length, parts, base = own
+    while split < num_splits:
+        seq, head, begin, held, length, splits, base = own
         start, tokens, count = query_span(cu_seqlens_ptr, seq, token_first, TOKENS, HAS_SPANS)
         rows = count * GQA_GROUP
         if not AHEAD:
@@ -165,8 +165,8 @@ def attend(
         fence_async_shared()
         thread_barrier()
         if AHEAD:
-            # The next chunk's numbers are on their way while this one is summed.
-            chunk, own = next_chunk(chunks_ptr, num_chunks, queue, queue_full, queue_empty, turn)
+            # The next split's numbers are on their way while this one is summed.
+            split, own = next_split(splits_ptr, num_splits, queue, queue_full, queue_empty, turn)
         first_position = length - tokens + token_first
         low = lowest_key(first_position, length, WINDOW)
         skipped = low // LEAF
@@ -176,7 +176,7 @@ def attend(
         end = begin + held
         whole = (begin <= skipped) & (end == leaves)
         spare = base + (leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP
-        spare += (part_of(begin - origin, parts, tiles, LEAF // TILE) - 1) * (LEAVES_PER_GROUP - 1) - begin
+        spare += (split_of(begin - origin, splits, tiles, LEAF // TILE) - 1) * (LEAVES_PER_GROUP - 1) - begin
         ok = column < rows
         token = gl.minimum(column // GQA_GROUP, count - 1)
         token_row = (start + token_first).to(gl.int64)
@@ -185,7 +185,7 @@ def attend(
             parked.index(0).store(acc)
         first = gl.maximum(begin, skipped)
         while first < end:
-            # Leaves behind a cut stay alone: their group's sum begins in another chunk.
+            # Leaves behind a cut stay alone: their group's sum begins in another split.
             group = first // LEAVES_PER_GROUP
             alone = first > gl.maximum(group * LEAVES_PER_GROUP, skipped)
             stop = gl.where(alone, first + 1, gl.minimum((group + 1) * LEAVES_PER_GROUP, end))
@@ -230,16 +230,16 @@ def attend(
                 GQA_GROUP, QUANTIZED, LAYOUT, HAS_SINKS, WANTS_LSE,
             )  # fmt: skip
         if (whole == 0) & (end > skipped):
-            others = parts - 1 - part_of(skipped - origin, parts, tiles, LEAF // TILE)
+            others = splits - 1 - split_of(skipped - origin, splits, tiles, LEAF // TILE)
             thread_barrier()
             arrived = gl.atomic_add(arrivals_ptr + seq * HEADS + head, 1, sem="acq_rel", scope="gpu")
-            if arrived == others:  # the last of this pair's chunks
+            if arrived == others:  # the last of this pair's splits
                 gl.store(arrivals_ptr + seq * HEADS + head, 0)
                 merge_pair(
-                    partials, base, skipped, leaves, origin, tiles, parts, rows, head, token_row, outputs, strides_out,
+                    partials, base, skipped, leaves, origin, tiles, splits, rows, head, token_row, outputs, strides_out,
                     value_scale, length > 0, ROWS, GQA_GROUP, D, BLOCK, LEAF // TILE, LEAVES_PER_GROUP, WANTS_LSE,
                     HAS_SINKS,
                 )  # fmt: skip
         if not AHEAD:
-            chunk, own = next_chunk(chunks_ptr, num_chunks, queue, queue_full, queue_empty, turn)
+            split, own = next_split(splits_ptr, num_splits, queue, queue_full, queue_empty, turn)
         turn += 1

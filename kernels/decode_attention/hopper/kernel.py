@@ -13,7 +13,7 @@ are more columns, the upper levels' accumulators wait in shared memory between f
 Quantized keys and values become fp16 in registers, on their way into the products (quantized.py); the tree is the same.
 
 Three partitions of a program: one warp streams K, one streams V, four compute. A pair (sequence, kv head) that is one
-chunk is finished in registers. One that is cut into several leaves partials in memory: of what a chunk holds of a group
+split is finished in registers. One that is cut into several leaves partials in memory: of what a split holds of a group
 from its beginning, and of each leaf behind a cut within a group; the program that arrives last merges them. Counters
 return to zero, so that a captured graph can replay.
 """
@@ -46,7 +46,7 @@ def decode_pages(
     acc_ptr,
     row_max_ptr,
     row_sum_ptr,
-    chunks_ptr,
+    splits_ptr,
     arrivals_ptr,
     work_ptr,
     cu_seqlens_ptr,
@@ -113,7 +113,7 @@ def decode_pages(
             (
                 attend,
                 (
-                    q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, chunks_ptr, arrivals_ptr,
+                    q_ptr, (stride_q_token, stride_q_head), outputs, strides_out, partials, splits_ptr, arrivals_ptr,
                     cu_seqlens_ptr, token_first, factors, rings, barriers, queue, queue_full, queue_empty, parked,
                     HEADS, GQA_GROUP, TOKENS, HAS_SPANS, ROWS, LEAF, LEAVES_PER_GROUP, PARKED, WINDOW, PLANNED,
                     SOFTCAP, HAS_SINKS, WANTS_LSE,
@@ -123,7 +123,7 @@ def decode_pages(
                 stream_pages,
                 (
                     k_desc, k_page_rows, k_ring, k_full, k_empty, queue, queue_full, queue_empty, tables_ptr,
-                    stride_tables_seq, cu_seqlens_ptr, token_first, chunks_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
+                    stride_tables_seq, cu_seqlens_ptr, token_first, splits_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
                     HAS_SPANS, WINDOW, BY_HEAD, True,
                 ),
             ),
@@ -131,7 +131,7 @@ def decode_pages(
                 stream_pages,
                 (
                     v_desc, v_page_rows, v_ring, v_full, v_empty, queue, queue_full, queue_empty, tables_ptr,
-                    stride_tables_seq, cu_seqlens_ptr, token_first, chunks_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
+                    stride_tables_seq, cu_seqlens_ptr, token_first, splits_ptr, work_ptr, PAGE, TILE, LEAF, TOKENS,
                     HAS_SPANS, WINDOW, BY_HEAD, False,
                 ),
             ),

@@ -46,7 +46,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
     tokens = min(call.max_q_tokens, plan.tokens)
     per_multiprocessor = plan.programs_per_multiprocessor(num_seqs)
     columns = max(16, 1 << (tokens * group - 1).bit_length())
-    buffers = (plan.acc, plan.row_max, plan.row_sum, plan.chunks, plan.arrivals, plan.work)
+    buffers = (plan.acc, plan.row_max, plan.row_sum, plan.splits, plan.arrivals, plan.work)
     with torch.cuda.device_of(q):
         for token_first in range(0, call.max_q_tokens, tokens):
             decode_pages[(plan.programs(num_seqs),)](

@@ -1,7 +1,7 @@
 """Partials in memory: where those of a pair lie, and the last program's fold over them.
 
-A pair's groups come first, those from its origin on: what one chunk holds of a group from its beginning is one partial.
-The leaves of a group that lie behind a cut follow, part by part, one partial each. They are folded as the tree says:
+A pair's groups come first, those from its origin on: what one split holds of a group from its beginning is one partial.
+The leaves of a group that lie behind a cut follow, split by split, one partial each. They are folded as the tree says:
 leaves to their group first, groups in ascending order.
 
     groups     | 0       | 1       | 2       |        cut before leaf 6: leaves 4 and 5 are the partial of group 1,
@@ -11,8 +11,8 @@ leaves to their group first, groups in ascending order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_attention.hopper.chunks import part_of
 from kernels.decode_attention.hopper.quantized import value_dims
+from kernels.decode_attention.hopper.splits import split_of
 from kernels.decode_attention.hopper.tree import add_sink, fold, store_rows
 from kernels.softmax.triton import NO_KEYS
 
@@ -64,37 +64,37 @@ def fold_next(state, group, partial, starts):
 @gluon.jit
 def first_step(pair, origin, tiles, PER_LEAF: gl.constexpr):
     """The walk over a pair's partials at its first leaf that is not skipped."""
-    _, _, skipped, leaves, parts, share, _, _ = pair
-    part = part_of(skipped - origin, parts, tiles, PER_LEAF)
-    cut = (part + 1) * gl.maximum(tiles, share) + share // 2
-    return skipped, part, part * 0, gl.where(part + 1 < parts, origin + cut // share, leaves), cut % share
+    _, _, skipped, leaves, splits, share, _, _ = pair
+    split = split_of(skipped - origin, splits, tiles, PER_LEAF)
+    cut = (split + 1) * gl.maximum(tiles, share) + share // 2
+    return skipped, split, split * 0, gl.where(split + 1 < splits, origin + cut // share, leaves), cut % share
 
 
 @gluon.jit
 def step(walk, pair, LEAVES_PER_GROUP: gl.constexpr):
     """((number of the partial that begins at this leaf, whether it starts a group, whether it exists), the next walk).
 
-    A walk is the leaf, its part, what numbers of leaves alone count from, the first leaf of the next part, and what
-    the division for that left over: parts follow each other without another division, as each is slow here.
+    A walk is the leaf, its split, what numbers of leaves alone count from, the first leaf of the next split, and what
+    the division for that left over: splits follow each other without another division, as each is slow here.
     """
-    leaf, part, alone, stop, rest = walk
-    first_group, first_alone, skipped, leaves, parts, share, whole_leaves, more = pair
+    leaf, split, alone, stop, rest = walk
+    first_group, first_alone, skipped, leaves, splits, share, whole_leaves, more = pair
     exists = leaf < leaves
     if exists & (leaf >= stop):
-        alone = first_alone + part * (LEAVES_PER_GROUP - 1) - stop
-        part += 1
+        alone = first_alone + split * (LEAVES_PER_GROUP - 1) - stop
+        split += 1
         rest += more
         stop += whole_leaves
         if rest >= share:
             rest -= share
             stop += 1
-        if part + 1 == parts:
+        if split + 1 == splits:
             stop = leaves
     group = leaf // LEAVES_PER_GROUP
     starts = leaf == gl.maximum(group * LEAVES_PER_GROUP, skipped)
     number = gl.where(starts, first_group + group, alone + leaf)
     following = gl.where(starts, gl.minimum((group + 1) * LEAVES_PER_GROUP, stop), leaf + 1)
-    return (number, starts & exists, exists), (gl.where(exists, following, leaf), part, alone, stop, rest)
+    return (number, starts & exists, exists), (gl.where(exists, following, leaf), split, alone, stop, rest)
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def merge_pair(
     leaves,
     origin,
     tiles,
-    parts,
+    splits,
     rows,
     head,
     token_row,
@@ -179,10 +179,10 @@ def merge_pair(
     stride_out_token, stride_out_head, num_tokens = strides
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    share = parts * PER_LEAF
+    share = splits * PER_LEAF
     divided = gl.maximum(tiles, share)
     first_alone = base + (leaves + LEAVES_PER_GROUP - 1) // LEAVES_PER_GROUP
-    pair = (base, first_alone, skipped, leaves, parts, share, divided // share, divided % share)
+    pair = (base, first_alone, skipped, leaves, splits, share, divided // share, divided % share)
     for block in range(0, rows, BLOCK):
         row = block + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
         ok = row < rows

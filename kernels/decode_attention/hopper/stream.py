@@ -1,13 +1,13 @@
 """The producers: one warp copies tiles of K, another tiles of V, page by page, into a ring in shared memory.
 
-A stream never stops at the end of a chunk: the next tiles are already on their way while the consumer works.
+A stream never stops at the end of a split: the next tiles are already on their way while the consumer works.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.decode_attention.hopper.chunks import lowest_key, query_span, read_chunk
+from kernels.decode_attention.hopper.splits import lowest_key, query_span, read_split
 from kernels.hopper.work_queue import draw, leave, publish_index, take_index
 
 
@@ -45,14 +45,14 @@ def copy_tile(
 
 
 @gluon.jit
-def following_chunk(work_ptr, queue, queue_full, queue_empty, turn, DRAWS: gl.constexpr):
-    """The program's next chunk: drawn and published, or taken."""
+def following_split(work_ptr, queue, queue_full, queue_empty, turn, DRAWS: gl.constexpr):
+    """The program's next split: drawn and published, or taken."""
     if DRAWS:
-        chunk = draw(work_ptr, gl.num_programs(0))
-        publish_index(queue, queue_full, queue_empty, turn, chunk)
+        split = draw(work_ptr, gl.num_programs(0))
+        publish_index(queue, queue_full, queue_empty, turn, split)
     else:
-        chunk = take_index(queue, queue_full, queue_empty, turn, 1)
-    return chunk
+        split = take_index(queue, queue_full, queue_empty, turn, 1)
+    return split
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def stream_pages(
     stride_tables_seq,
     cu_seqlens_ptr,
     token_first,
-    chunks_ptr,
+    splits_ptr,
     work_ptr,
     PAGE: gl.constexpr,
     TILE: gl.constexpr,
@@ -80,19 +80,19 @@ def stream_pages(
     BY_HEAD: gl.constexpr,
     DRAWS: gl.constexpr,
 ):
-    """All tiles of this program's chunks; the partition that DRAWS also fetches the program's further chunks."""
+    """All tiles of this program's splits; the partition that DRAWS also fetches the program's further splits."""
     STAGES: gl.constexpr = ring.shape[0]
     PAGES: gl.constexpr = TILE // PAGE if PAGE < TILE else 1
     tile = 0
     turn = 0
-    chunk = gl.program_id(0)
-    own, num_chunks = read_chunk(chunks_ptr, chunk)
-    more = num_chunks > gl.num_programs(0)
-    # The next chunk's numbers are asked for early, and by who only takes them once they are published.
+    split = gl.program_id(0)
+    own, num_splits = read_split(splits_ptr, split)
+    more = num_splits > gl.num_programs(0)
+    # The next split's numbers are asked for early, and by who only takes them once they are published.
     ASKS_AFTER: gl.constexpr = 1 if DRAWS else 2
-    while chunk < num_chunks:
+    while split < num_splits:
         seq, head, leaf, leaves, length, _, _ = own
-        chunk = num_chunks
+        split = num_splits
         issued = 0
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         last = gl.maximum((length - 1) // PAGE, 0)
@@ -113,11 +113,11 @@ def stream_pages(
             tile += 1
             issued += 1
             if more & (issued == ASKS_AFTER):
-                chunk = following_chunk(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
-                own, _ = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
+                split = following_split(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
+                own, _ = read_split(splits_ptr, gl.minimum(split, num_splits - 1))
         if more & (issued < ASKS_AFTER):
-            chunk = following_chunk(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
-            own, _ = read_chunk(chunks_ptr, gl.minimum(chunk, num_chunks - 1))
+            split = following_split(work_ptr, queue, queue_full, queue_empty, turn, DRAWS)
+            own, _ = read_split(splits_ptr, gl.minimum(split, num_splits - 1))
         turn += 1
     if DRAWS:  # noqa: SIM102 - known at compile time, the other is not
         if more:

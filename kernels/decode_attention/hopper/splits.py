@@ -1,9 +1,9 @@
-"""What all partitions of a program agree on: chunks, how a pair is cut into them, and the keys of a chunk.
+"""What all partitions of a program agree on: splits, how a pair is cut into them, and the keys of a split.
 
-A chunk is a run of leaves of one pair (sequence, kv head): the whole pair, or one of its parts. Streams and consumers
-walk the same chunks in the same order by themselves. Where a pair is cut follows from its length and its number of
-parts alone, so that the program that merges the pair can compute which partials exist. A plan for a window divides what
-lies from a pair's origin on: its parts count leaves and tiles from there. Leaves and groups stay where they are.
+A split is a run of leaves of one pair (sequence, kv head), or all of them. Streams and consumers walk the same splits
+in the same order by themselves. Where a pair is cut follows from its length and its number of splits alone, so that the
+program that merges the pair can compute which partials exist. A plan for a window divides what lies from a pair's
+origin on: its splits count leaves and tiles from there. Leaves and groups stay where they are.
 """
 
 from triton.experimental import gluon
@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def read_chunk(chunks_ptr, chunk):
-    """((sequence, kv head, first leaf, leaves, length, parts of the pair, its first partial), number of chunks)."""
-    at = chunks_ptr + chunk * 8
+def read_split(splits_ptr, split):
+    """((sequence, kv head, first leaf, leaves, length, splits of the pair, its first partial), number of splits)."""
+    at = splits_ptr + split * 8
     seq, head, leaf, leaves = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     return (seq, head, leaf, leaves, gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)), gl.load(at + 7)
 
@@ -28,13 +28,13 @@ def origin_of(length, PLANNED: gl.constexpr, LEAF: gl.constexpr):
 
 
 @gluon.jit
-def part_of(leaf, parts, tiles, PER_LEAF: gl.constexpr):
-    """Returns the part that a leaf lies in, the inverse of the plan's part_start; leaves and tiles from the origin on.
+def split_of(leaf, splits, tiles, PER_LEAF: gl.constexpr):
+    """Returns the split of a pair that has this leaf, the inverse of split_start; leaves and tiles from the origin on.
 
-    As many parts as leaves have one each.
+    As many splits as leaves have one each.
     """
-    tiles = gl.maximum(tiles, parts * PER_LEAF)
-    return gl.minimum((parts * (PER_LEAF // 2) * (2 * leaf + 1) - 1) // tiles, parts - 1)
+    tiles = gl.maximum(tiles, splits * PER_LEAF)
+    return gl.minimum((splits * (PER_LEAF // 2) * (2 * leaf + 1) - 1) // tiles, splits - 1)
 
 
 @gluon.jit

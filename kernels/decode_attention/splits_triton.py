@@ -1,0 +1,217 @@
+"""Into how many splits a decode step is cut, and where: lengths in, splits out, in device memory, by Triton.
+
+A plan of all keys holds for every layer of a step, windowed or not. One for a window divides the PLANNED newest keys of
+each sequence, from its origin on: the leaf in which they begin. What is said of a pair below is said of that rest.
+
+A pair is one sequence and one kv head; its keys are tiles of TILE, its tiles leaves of PER_LEAF. A split is a whole
+pair, or one of the equal runs of leaves into which a pair is cut. How many splits a sequence's pairs have follows from
+one number for the batch: the tiles that a split may hold. Several are tried, and the one taken whose step a model of
+the card says is the shortest. Programs draw splits, the longest first, until there are none.
+
+    tiles of a pair     | 33            | 9   | 70                                |      here with up to 35 a split
+    splits              | 0             | 1   | 2                | 3              |
+
+The model: memory serves all programs alike, so a round of one split for each takes as long as their tiles together;
+but a program that is left alone needs `least` of its time in company. A split of a pair that is cut takes a program as
+long as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_ELEMENTS = 8192
+
+
+@triton.jit
+def pair_of(length, PLANNED: tl.constexpr, TILE: tl.constexpr, PER_LEAF: tl.constexpr):
+    """Returns (origin, tiles from there on, the most splits) of a sequence's pairs.
+
+    The most are as many as the planned keys fill leaves. The first leaf may hold one of them behind many other keys.
+    """
+    all_tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    before = tl.zeros_like(length)
+    if PLANNED > 0:
+        before = tl.maximum(length - PLANNED, 0) // TILE
+    origin = before // PER_LEAF
+    return origin, all_tiles - origin * PER_LEAF, tl.cdiv(all_tiles - before, PER_LEAF)
+
+
+@triton.jit
+def splits_of(tiles, most, limit, PER_LEAF: tl.constexpr):
+    """Returns how many splits a pair is cut into for about `limit` tiles each, a leaf or more; `most` at most.
+
+    Less than half a leaf above it is no reason for one split more.
+    """
+    return tl.minimum(tl.cdiv(tl.maximum(tiles - (PER_LEAF // 2 - 1), 1), limit), most)
+
+
+@triton.jit
+def split_start(split, splits, tiles, leaves, PER_LEAF: tl.constexpr):
+    """Returns the first leaf of a split, from the origin on: the one that begins nearest to its share of the tiles."""
+    tiles = tl.maximum(tiles, splits * PER_LEAF)
+    return tl.where(split < splits, (split * tiles + splits * (PER_LEAF // 2)) // (splits * PER_LEAF), leaves)
+
+
+@triton.jit
+def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
+    """Returns 16 limits to choose from, of PER_LEAF tiles or more.
+
+    Two are of a leaf (the first makes a split of any rest of one), some cut the longest pair into equal splits, and
+    some lie around a program's share of all tiles.
+    """
+    number = tl.arange(0, 16)
+    longest = tl.max(tiles, 0)
+    pairs = tl.maximum(tl.sum(busy.to(tl.int32), 0) * HEADS, 1)
+    share = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS / programs
+    equal = tl.where(number < 9, number - 1, tl.maximum(programs // pairs, 1) * (number - 8))
+    rounds = tl.exp2((number - 12).to(tl.float32) * 0.5)
+    limits = tl.where(number < 11, tl.cdiv(longest, tl.maximum(equal, 1)), tl.ceil(share / rounds).to(tl.int32))
+    return tl.where(number > 1, tl.maximum(limits, PER_LEAF), PER_LEAF - 1 + number)
+
+
+@triton.jit
+def estimates(
+    tiles, most_splits, busy, limits, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF: tl.constexpr
+):
+    """Returns how long a step with each limit takes, in tiles of a program among all others; too many splits never."""
+    splits = tl.where(busy[None, :], splits_of(tiles[None, :], most_splits[None, :], limits[:, None], PER_LEAF), 0)
+    total = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS
+    # Cuts lie at leaves: what equal splits leave over is one more leaf for some, or the last leaf's rest.
+    even = tiles[None, :] // tl.maximum(splits * PER_LEAF, 1) * PER_LEAF
+    longest = even + tl.minimum(tiles[None, :] - splits * even, PER_LEAF)
+    largest = tl.max(tl.where(busy[None, :], longest, 0), 1).to(tl.float32)
+    num_splits = tl.sum(splits.to(tl.float32), 1) * HEADS
+    cut = tl.sum(tl.where(splits > 1, splits, 0).to(tl.float32), 1) * HEADS
+    mean = total / tl.maximum(num_splits, 1.0)
+    full_rounds = tl.floor(num_splits / programs)
+    rest = num_splits / programs - full_rounds
+    # What is drawn last is not spread evenly over the multiprocessors, as first splits are.
+    rounds = full_rounds + tl.where(
+        rest > 0.0, tl.maximum(tl.where(full_rounds > 0, 0.3 + 0.7 * rest, rest), least), 0.0
+    )
+    merged = tl.max(tl.where(splits > 1, splits, 0), 1).to(tl.float32)
+    # The longest come first: the more splits a program draws, the less it matters how long one is.
+    uneven = least * (largest - mean) / tl.maximum(num_splits / programs, 1.0)
+    cost = mean * rounds + uneven + cut_tiles * cut / programs + merge_tiles * merged
+    return tl.where(num_splits <= most, cost, float("inf"))
+
+
+@triton.jit
+def split_limit(tiles, most_splits, busy, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF: tl.constexpr):
+    """Returns the tiles that a split may hold: those of the shortest step, the longest pair's where none may be cut."""
+    limits = limits_to_try(tiles, busy, programs, HEADS, PER_LEAF)
+    cost = estimates(tiles, most_splits, busy, limits, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF)
+    return tl.max(tl.where(cost == tl.min(cost, 0), limits, 1), 0)
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@triton.jit(do_not_specialize=["num_seqs"])
+def plan_splits(
+    seqlens_ptr,
+    splits_ptr,
+    num_seqs,
+    programs,
+    max_splits,
+    least,
+    cut_tiles,
+    merge_tiles,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    PER_LEAF: tl.constexpr,
+    LEAVES_PER_GROUP: tl.constexpr,
+    PLANNED: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    SPLIT_FIELDS: tl.constexpr,
+):
+    """Every program of the plan sums over all sequences and writes its own slice of the splits."""
+    place = tl.arange(0, BLOCK_SEQS)
+    real = place < num_seqs
+    length = tl.load(seqlens_ptr + place, mask=real, other=0)
+    _, tiles, most_splits = pair_of(length, PLANNED, TILE, PER_LEAF)
+    empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
+    most = max_splits - empty * HEADS
+    limit = split_limit(tiles, most_splits, length > 0, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF)
+    # Longest splits first: what is drawn last then keeps no program long behind the others. Beyond what a sort has bits
+    # for they count as equal.
+    average = tl.cdiv(tiles, splits_of(tiles, most_splits, limit, PER_LEAF))
+    average_tiles = tl.where(real, tl.minimum(average, 1 << 18), 0)
+    seq = tl.sort(((1 << 18) - average_tiles) * BLOCK_SEQS + place) % BLOCK_SEQS
+    length = tl.load(seqlens_ptr + seq, mask=real, other=0)
+    origin, tiles, most_splits = pair_of(length, PLANNED, TILE, PER_LEAF)
+    groups = tl.cdiv(origin + tl.cdiv(tiles, PER_LEAF), LEAVES_PER_GROUP) - origin // LEAVES_PER_GROUP
+    splits = tl.where(real, splits_of(tiles, most_splits, limit, PER_LEAF), 0)
+    # Partials of a pair: one for each group, and what may be left alone behind each cut.
+    spare = LEAVES_PER_GROUP - 1
+    partials = tl.where(splits > 1, groups + spare * (splits - 1), 0)
+    base = tl.cumsum(splits, 0) - splits
+    partials_base = tl.cumsum(partials, 0) - partials
+
+    split = tl.program_id(0) * BLOCK_SPLITS + tl.arange(0, BLOCK_SPLITS)
+    before = ((base * HEADS)[None, :] <= split[:, None]) & real[None, :]
+    owner = tl.maximum(tl.sum(before.to(tl.int32), 1) - 1, 0)
+    own = place[None, :] == owner[:, None]
+    own_splits = tl.maximum(tl.sum(tl.where(own, splits[None, :], 0), 1), 1)
+    own_length = tl.sum(tl.where(own, length[None, :], 0), 1)
+    own_origin, own_tiles, _ = pair_of(own_length, PLANNED, TILE, PER_LEAF)
+    own_leaves = tl.cdiv(own_tiles, PER_LEAF)
+    own_partials = tl.sum(tl.where(own, partials[None, :], 0), 1)
+    first = tl.sum(tl.where(own, partials_base[None, :], 0), 1) * HEADS
+    offset = split - tl.sum(tl.where(own, base[None, :], 0), 1) * HEADS
+    head = offset // own_splits % HEADS
+    nth = offset % own_splits
+    start = split_start(nth, own_splits, own_tiles, own_leaves, PER_LEAF)
+    stop = split_start(nth + 1, own_splits, own_tiles, own_leaves, PER_LEAF)
+    total = tl.sum(splits, 0) * HEADS
+    at = splits_ptr + split * SPLIT_FIELDS
+    ok = split < max_splits
+    tl.store(at, tl.sum(tl.where(own, seq[None, :], 0), 1), mask=ok)
+    tl.store(at + 1, head, mask=ok)
+    tl.store(at + 2, own_origin + start, mask=ok)
+    tl.store(at + 3, tl.where(split < total, stop - start, 0), mask=ok)
+    tl.store(at + 4, own_length, mask=ok)
+    tl.store(at + 5, own_splits, mask=ok)
+    # A group's partial is numbered by the group, from the sequence's beginning on.
+    tl.store(at + 6, first + head * own_partials - own_origin // LEAVES_PER_GROUP, mask=ok)
+    tl.store(at + 7, total + tl.zeros_like(split), mask=ok)
+
+
+def launch(
+    seqlens_k: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    kv_heads: int,
+    programs: int,
+    tile: int,
+    leaf: int,
+    leaves_per_group: int,
+    costs: tuple[float, float, float],
+    planned_tokens: int = 0,
+) -> None:
+    """Launches over at least one sequence; `splits` [max_splits, fields] int32 has the room.
+
+    `costs` are the model's least, cut_tiles and merge_tiles. planned_tokens of a sequence's newest keys are divided (0:
+    all).
+    """
+    num_seqs, max_splits = seqlens_k.shape[0], splits.shape[0]
+    block_seqs = max(16, triton.next_power_of_2(num_seqs))
+    block_splits = max(1, min(64, BLOCK_ELEMENTS // block_seqs))
+    with torch.cuda.device_of(seqlens_k):
+        plan_splits[(triton.cdiv(max_splits, block_splits),)](
+            seqlens_k,
+            splits,
+            num_seqs,
+            programs,
+            max_splits,
+            *costs,
+            HEADS=kv_heads,
+            TILE=tile,
+            PER_LEAF=leaf // tile,
+            LEAVES_PER_GROUP=leaves_per_group,
+            PLANNED=planned_tokens,
+            BLOCK_SEQS=block_seqs,
+            BLOCK_SPLITS=block_splits,
+            SPLIT_FIELDS=splits.shape[1],
+            num_warps=4 if block_seqs <= 256 else 8,
+        )
