@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from tier_client.large_pages import PART_BYTES
+from tier_client.values import TierClientConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,18 @@ class CommonSettings:
             bytes.fromhex(self.model_digest)
         except ValueError:
             raise ValueError(f"{self.option}.model_digest: must be hexadecimal") from None
+
+    def client_config(self, **engine: Any) -> TierClientConfig:
+        """Returns the client's configuration. `engine`: its fields that say who attaches, and those of no setting."""
+        return TierClientConfig(
+            cache_address=self.cache,
+            redis_url=self.redis,
+            call_timeout_s=self.call_timeout_s,
+            store_timeout_s=self.store_timeout_s,
+            pause_s=self.pause_s,
+            part_bytes=self.host_part_kb << 10,
+            **engine,
+        )
 
     @classmethod
     def read(cls, given: Mapping[str, object]) -> Self:

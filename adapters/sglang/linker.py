@@ -73,7 +73,7 @@ class StemcacheLinker(UnifiedCacheLinker):
             if len(values[group]) < count:
                 return False
             # A window that begins within the prefix may be shorter than what was read for it.
-            loads.append(Load(group, values[group][-count:], indices.clone()))
+            loads.append(Load(group, values[group][len(values[group]) - count :], indices.clone()))
         self._queued[rid] = loads
         return True
 
@@ -151,18 +151,12 @@ def _config(
     device = pools[0].pages.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     platform = [version("sglang"), torch.__version__, name]
-    return TierClientConfig(
-        cache_address=settings.cache,
-        redis_url=settings.redis,
+    return settings.client_config(
         engine=f"{ENGINE} {version('sglang')}",
         model=server_args.served_model_name or server_args.model_path,
         fingerprint=fingerprint(server_args, pools, rank, settings.model_digest, platform),
         page_tokens=params.page_size,
         groups=tuple(pool.group for pool in pools),
-        call_timeout_s=settings.call_timeout_s,
-        store_timeout_s=settings.store_timeout_s,
-        pause_s=settings.pause_s,
-        part_bytes=settings.host_part_kb << 10,
         num_connections=settings.read_threads + 1,  # offloads have a thread of their own
     )
 

@@ -81,19 +81,12 @@ class StemcacheStorage(HiCacheStorage):
         self._pools[name] = HostPool(pool, StoredPages(TierClient(self._client_config(group, pool))))
 
     def _client_config(self, group: PageGroup, pool: Any) -> TierClientConfig:
-        settings, config = self._settings, self._config
-        return TierClientConfig(
-            cache_address=settings.cache,
-            redis_url=settings.redis,
+        return self._settings.client_config(
             engine=f"{ENGINE} {version('sglang')}",
-            model=config.model_name or "",
+            model=self._config.model_name or "",
             fingerprint=self._fingerprint(group, pool),
             page_tokens=self.mem_pool_host.page_size,
             groups=(group,),
-            call_timeout_s=settings.call_timeout_s,
-            store_timeout_s=settings.store_timeout_s,
-            pause_s=settings.pause_s,
-            part_bytes=settings.host_part_kb << 10,
         )
 
     def _fingerprint(self, group: PageGroup, pool: Any) -> bytes:

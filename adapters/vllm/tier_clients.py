@@ -9,27 +9,21 @@ from tier_client.calls import HostTierCalls
 from tier_client.client import TierClient
 from tier_client.page_store import PageStore
 from tier_client.redis_tier import RedisTier, RedisTierConfig
-from tier_client.values import PageGroup, TierClientConfig
+from tier_client.values import PageGroup
 
 
 def make_index(
     settings: Settings, layout: Layout, num_ranks: int, *, engine: str, fingerprint: bytes, model: str
 ) -> HostTierCalls:
     """Returns the client; the first call attaches. `engine` and `model` are names, `fingerprint` has 32 bytes."""
-    config = TierClientConfig(
-        cache_address=settings.cache,
-        redis_url=settings.redis,
+    config = settings.client_config(
         engine=engine,
         model=model,
         fingerprint=fingerprint,
         page_tokens=layout.page_tokens,
         groups=_groups(layout),
         num_ranks=num_ranks,
-        call_timeout_s=settings.call_timeout_s,
-        store_timeout_s=settings.store_timeout_s,
-        pause_s=settings.pause_s,
         num_connections=1,
-        part_bytes=settings.host_part_kb << 10,
         compute_tokens_per_s=settings.compute_tokens_per_s,
     )
     return TierClient(config).calls

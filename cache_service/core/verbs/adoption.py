@@ -7,7 +7,6 @@ are compared as bytes: the cost is that of the sequence's own pages, whatever th
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 from cache_service.core.device.lease_table import GROWTH, Lease
@@ -17,7 +16,7 @@ from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import leasing, publishing
 from cache_service.core.verbs.admission import lacks_lease_bytes
 from cache_service.core.verbs.prefix_match import page_ids
-from cache_service.core.verbs.step_check import check_sequence, check_tokens
+from cache_service.core.verbs.step_check import check_page_ids, check_sequence, check_tokens
 from session.errors import InvalidInput
 from session.messages import Adopt, Grant, Refusal
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, GroupPages, Match, MissReason, RefusalReason
@@ -77,13 +76,7 @@ def _check_table(table: GroupPages, pool_pages: int, where: str, computed_pages:
     num_pages, rest = divmod(len(table.page_ids), PAGE_ID_BYTES)
     if rest or table.first_page < 0:
         raise InvalidInput(where, "is no whole number of uint32 page ids")
-    ids = array("I")
-    ids.frombytes(table.page_ids)
-    if max(ids, default=0) > pool_pages:
-        raise InvalidInput(where, f"names a page beyond the pool of {pool_pages}")
-    num_holes = ids.count(0)
-    if len(set(ids)) - (num_holes > 0) != num_pages - num_holes:
-        raise InvalidInput(where, "names a page twice")
+    check_page_ids(table.page_ids, pool_pages, where)
     if table.first_page + num_pages < computed_pages:
         raise InvalidInput(where, "does not cover the computed tokens")
 

@@ -7,14 +7,13 @@ Nobody holds them afterwards: they may be evicted, those that came first before 
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 from cache_service.core.device.radix_node import Node, Root
 from cache_service.core.device.radix_tree import Walk
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.verbs import publishing
-from cache_service.core.verbs.step_check import check_namespace, check_tokens
+from cache_service.core.verbs.step_check import check_namespace, check_page_ids, check_tokens
 from session.errors import InvalidInput, TooMany
 from session.messages import CachedRun, RunRefusal
 from session.words import PAGE_ID_BYTES, TOKEN_BYTES, Namespace, RefusalReason
@@ -88,13 +87,7 @@ def _check(cache: DeviceCache, run: CachedRun, start: _Start) -> None:
 def _check_ids(packed: bytes, num_pages: int, pool_pages: int, where: str) -> None:
     if len(packed) != num_pages * PAGE_ID_BYTES:
         raise InvalidInput(where, f"has {len(packed)} bytes for {num_pages} pages")
-    ids = array("I")
-    ids.frombytes(packed)
-    if max(ids, default=0) > pool_pages:
-        raise InvalidInput(where, f"names a page beyond the pool of {pool_pages}")
-    num_holes = ids.count(0)
-    if len(set(ids)) - (num_holes > 0) != num_pages - num_holes:
-        raise InvalidInput(where, "names a page twice")
+    check_page_ids(packed, pool_pages, where)
 
 
 # The commit: cannot fail.

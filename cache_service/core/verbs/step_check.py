@@ -5,6 +5,7 @@ The field of an item's error is named from the item on, as "computed_tokens"; st
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from cache_service.core.base.errors import DuplicateSequence, UnknownSequence, UnknownTicket
@@ -26,6 +27,17 @@ def check_tokens(tokens: bytes, where: str, most: int, kept_tokens: int = 0) -> 
     if count > most:
         raise InvalidInput(where, f"{count} tokens; at most {most} are allowed")
     return count
+
+
+def check_page_ids(packed: bytes, pool_pages: int, where: str) -> None:
+    """Raises InvalidInput for a page that the pool lacks, or that stands there twice; 0 is a hole."""
+    ids = array("I")
+    ids.frombytes(packed)
+    if max(ids, default=0) > pool_pages:
+        raise InvalidInput(where, f"names a page beyond the pool of {pool_pages}")
+    num_holes = ids.count(0)
+    if len(set(ids)) - (num_holes > 0) != len(ids) - num_holes:
+        raise InvalidInput(where, "names a page twice")
 
 
 def _not_running(cache: DeviceCache, sequence_id: SequenceId) -> FieldError:
