@@ -71,7 +71,7 @@ def channel_decays(g: torch.Tensor) -> KeyDecays:
     No factor is above 1, however fast a channel forgets, and none is a difference of sums, whose last digits a fast
     channel would take: sub-blocks are summed up forwards and backwards, tokens of one have a sum for each pair.
     """
-    subs = g.unflatten(1, (-1, SUB_TOKENS))
+    subs = g.view(g.shape[0], -1, SUB_TOKENS, g.shape[2])
     sums, behind = subs.cumsum(dim=2), _sums_after(subs, 2)
     totals = sums[:, :, -1:]
     later = torch.ones(SUB_TOKENS, SUB_TOKENS, dtype=torch.bool).triu()[:, :, None]

@@ -154,7 +154,7 @@ class KimiDeltaMixer:
         )
         mixed = step.states.convolve(self._number, channels, self._taps)
         heads = (-1, spec.num_heads, spec.head_dim)
-        q, k, v = (part.view(heads) for part in mixed.split(spec.inner_size, dim=1))
+        q, k, v = (part.view(heads) for part in mixed.chunk(3, dim=1))
         out = step.states.gated_delta(self._number, GatedDeltaRows(q, k, v, g.view(heads), betas))
         logits = step.gemm(gate, self._gate_up)
         normed = gated_rms_norm(out, self._norm, self._eps, logits, silu=False, backend=self._backend)
