@@ -111,6 +111,23 @@ def check_token_indices(
     check_dense("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), device)
 
 
+def check_appended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    pages: torch.Tensor,
+    key_name: str = "k",
+) -> None:
+    """Refuses strides, indices and overlaps that an op cannot work with that turns q in place and puts k into slots."""
+    check_head_rows("q", q)
+    check_rows(key_name, k)
+    check_token_indices(positions, slot_mapping, k.shape[0], k.device)
+    for name, tensor in (("q", q), (key_name, k)):
+        check_disjoint("pages", pages, name, tensor)
+    check_page_pair(q, k, "q", key_name)
+
+
 def num_sequences(cu_seqlens: torch.Tensor, name: str) -> int:
     """Returns how many sequences a vector of running sums describes."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

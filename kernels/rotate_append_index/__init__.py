@@ -6,16 +6,7 @@ slots, as fp8 with a scale for each token where the pages are fp8.
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_dense,
-    check_disjoint,
-    check_head_rows,
-    check_page_pair,
-    check_rows,
-    check_tensor,
-    check_token_indices,
-)
+from kernels._checks import KV_DTYPES, check_appended, check_dense, check_page_pair, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scaled_rows
@@ -76,9 +67,4 @@ def _check(call: RotateAppendIndexCall) -> None:
     if not 0 < call.rope <= dim:
         raise KernelArgumentError(f"cos_sin: must turn 1 to {dim} elements, got {call.rope}")
     check_tensor("q", q, (tokens, None, dim), (k.dtype,), k.device)
-    check_head_rows("q", q)
-    check_rows("k", k)
-    check_token_indices(call.positions, call.slot_mapping, tokens, k.device)
-    for name, tensor in (("q", q), ("k", k)):
-        check_disjoint("pages", pages, name, tensor)
-    check_page_pair(q, k, "q", "k")
+    check_appended(q, k, call.positions, call.slot_mapping, pages)

@@ -6,17 +6,7 @@ their slots.
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_dense,
-    check_dense_pages,
-    check_disjoint,
-    check_head_rows,
-    check_page_pair,
-    check_rows,
-    check_tensor,
-    check_token_indices,
-)
+from kernels._checks import KV_DTYPES, check_appended, check_dense, check_dense_pages, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.rotate_append_latent import reference
@@ -80,9 +70,4 @@ def _check(call: RotateAppendLatentCall) -> None:
     check_tensor("q", q, (tokens, None, None), (kv.dtype,), kv.device)
     if q.shape[1] == 0 or q.shape[2] < call.rope:
         raise KernelArgumentError(f"q: needs heads of at least the {call.rope} that turn, got {list(q.shape)}")
-    check_head_rows("q", q)
-    check_token_indices(call.positions, call.slot_mapping, tokens, kv.device)
-    for name, tensor in (("q", q), ("kv", kv)):
-        check_rows(name, tensor)
-        check_disjoint("pages", pages, name, tensor)
-    check_page_pair(q, kv, "q", "kv")
+    check_appended(q, kv, call.positions, call.slot_mapping, pages, "kv")

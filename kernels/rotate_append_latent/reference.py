@@ -3,6 +3,7 @@
 import torch
 
 from kernels.backend import Backend
+from kernels.key_rows import append_rows
 from kernels.rms_norm import rms_norm
 from kernels.rotate_append_latent.call import RotateAppendLatentCall
 from kernels.rotation.reference import rotated
@@ -12,10 +13,7 @@ def rotate_append_latent(call: RotateAppendLatentCall) -> None:
     """Turns q in place and fills the slots."""
     keys = call.kv[:, call.latent :] if call.cos_sin is None else _turn(call, call.cos_sin)
     latents = rms_norm(call.kv[:, : call.latent], call.norm, call.eps, backend=Backend.REFERENCE)
-    kept = call.slot_mapping >= 0
-    slots, page_tokens = call.slot_mapping[kept], call.pages.shape[1]
-    rows = torch.cat((latents, keys), dim=-1)[kept]
-    call.pages[slots // page_tokens, slots % page_tokens] = rows
+    append_rows(torch.cat((latents, keys), dim=-1), call.pages, call.slot_mapping)
 
 
 def _turn(call: RotateAppendLatentCall, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -5,17 +5,7 @@ The one key of a token is normalised, last elements of queries and keys are turn
 
 import torch
 
-from kernels._checks import (
-    KV_DTYPES,
-    check_dense,
-    check_dense_pages,
-    check_disjoint,
-    check_head_rows,
-    check_page_pair,
-    check_rows,
-    check_tensor,
-    check_token_indices,
-)
+from kernels._checks import KV_DTYPES, check_appended, check_dense, check_dense_pages, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.rotate_append_tail import reference
@@ -71,9 +61,4 @@ def _check(call: RotateAppendTailCall) -> None:
     if dim % 2 or not 0 < call.turned <= dim:
         raise KernelArgumentError(f"cos_sin: must turn 2 to {dim} elements of an even number, got {call.turned}")
     check_tensor("q", q, (tokens, None, dim), (k.dtype,), k.device)
-    check_head_rows("q", q)
-    check_rows("k", k)
-    check_token_indices(call.positions, call.slot_mapping, tokens, k.device)
-    for name, tensor in (("q", q), ("k", k)):
-        check_disjoint("pages", pages, name, tensor)
-    check_page_pair(q, k, "q", "k")
+    check_appended(q, k, call.positions, call.slot_mapping, pages)
