@@ -156,6 +156,7 @@ class Twins:
     params=[
         *((name, kind) for name in MODELS for kind in (Invariance.STRICT, Invariance.BATCH)),
         ("deepseek-v3", Invariance.BATCH),
+        ("kimi-linear", Invariance.BATCH),
         # Sparse layers are planned on the device in any invariance, and layers with compressed entries not at all.
         *(
             (name, kind)

@@ -30,7 +30,7 @@ _SUBS = tl.constexpr(GRID_TOKENS // SUB_TOKENS)
 
 @triton.jit
 def load_near(ptr, first, count, stride, head, shift, D: tl.constexpr, column, BLOCK: tl.constexpr):
-    """Returns [GRID, BLOCK] in fp32: for each token the row `shift` tokens on, zeros if that is in another sub-block."""
+    """Returns [GRID, BLOCK] in fp32: for each token the row `shift` tokens on, zeros outside of its sub-block."""
     token = tl.arange(0, _GRID)[:, None]
     other, d = token + shift, column + tl.arange(0, BLOCK)[None, :]
     ok = (other >= 0) & (other // _SUB == token // _SUB) & (other < count) & (d < D)
