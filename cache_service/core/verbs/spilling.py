@@ -154,8 +154,6 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> None:
         # Stops spills alone: a full store takes nothing, and what it has can be fetched.
         cache.spill_breaker.failed(now_ms)
         _unmark(spill, spill.transfer.first_page + ack.num_done)
-        if spill.node.resident:
-            cache.spill_queue[spill.node] = None
     else:
         cache.spill_breaker.succeeded()
         index.breaker.succeeded()
