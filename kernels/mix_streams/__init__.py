@@ -3,25 +3,15 @@
 A token is one row, whose bits depend on nothing else.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.mix_streams import reference
+from kernels.mix_streams.call import Collapsed, MixCall
 
 __all__ = ["Collapsed", "collapse_streams", "expand_streams", "join_streams"]
-
-
-class Collapsed(NamedTuple):
-    """One row of each token's streams, x [num_tokens, hidden]; how a branch's output goes to each stream, post fp32
-    [num_tokens, n], and how the streams go to each other, comb fp32 [num_tokens, n, n], from the first of both."""
-
-    x: torch.Tensor
-    post: torch.Tensor
-    comb: torch.Tensor
 
 
 def collapse_streams(
@@ -44,16 +34,17 @@ def collapse_streams(
     tokens, n, hidden = _check(streams)
     if num_iters < 1:
         raise KernelArgumentError(f"num_iters: must be positive, got {num_iters}")
-    _check_mixes(streams, mixes, base, scale, (2 + n) * n, 3)
+    call = MixCall(streams, mixes, base, scale, eps)
+    _check_mixes(call, (2 + n) * n, 3)
     post = torch.empty((tokens, n), dtype=torch.float32, device=streams.device)
     comb = torch.empty((tokens, n, n), dtype=torch.float32, device=streams.device)
     made = Collapsed(streams.new_empty((tokens, hidden)), post, comb)
     if streams.numel() and uses_triton(backend, streams):
         from kernels.mix_streams.triton import launch_collapse
 
-        launch_collapse(streams, mixes, base, scale, eps, num_iters, *made)
+        launch_collapse(call, num_iters, made)
     else:
-        reference.collapse_streams(streams, mixes, base, scale, eps, num_iters, *made)
+        reference.collapse_streams(call, num_iters, made)
     return made
 
 
@@ -98,14 +89,15 @@ def join_streams(
     mixes fp32 [num_tokens, n], rows may be slices of wider ones; base fp32 [n], scale fp32 [1].
     """
     tokens, n, hidden = _check(streams)
-    _check_mixes(streams, mixes, base, scale, n, 1)
+    call = MixCall(streams, mixes, base, scale, eps)
+    _check_mixes(call, n, 1)
     x = streams.new_empty((tokens, hidden))
     if streams.numel() and uses_triton(backend, streams):
         from kernels.mix_streams.triton import launch_join
 
-        launch_join(streams, mixes, base, scale, eps, x)
+        launch_join(call, x)
     else:
-        reference.join_streams(streams, mixes, base, scale, eps, x)
+        reference.join_streams(call, x)
     return x
 
 
@@ -115,10 +107,9 @@ def _check(streams: torch.Tensor) -> tuple[int, int, int]:
     return tokens, n, hidden
 
 
-def _check_mixes(
-    streams: torch.Tensor, mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, width: int, num_scales: int
-) -> None:
-    check_tensor("mixes", mixes, (streams.shape[0], width), (torch.float32,), streams.device)
-    check_rows("mixes", mixes)
-    check_dense("base", base, (width,), (torch.float32,), streams.device)
-    check_dense("scale", scale, (num_scales,), (torch.float32,), streams.device)
+def _check_mixes(call: MixCall, width: int, num_scales: int) -> None:
+    device = call.streams.device
+    check_tensor("mixes", call.mixes, (call.streams.shape[0], width), (torch.float32,), device)
+    check_rows("mixes", call.mixes)
+    check_dense("base", call.base, (width,), (torch.float32,), device)
+    check_dense("scale", call.scale, (num_scales,), (torch.float32,), device)

@@ -2,30 +2,22 @@
 
 import torch
 
+from kernels.mix_streams.call import Collapsed, MixCall
 
-def collapse_streams(
-    streams: torch.Tensor,
-    mixes: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    num_iters: int,
-    x: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-) -> None:
-    """Fills x, post and comb."""
-    n = streams.shape[1]
-    of_row, of_output, of_streams = torch.split(mixes, [n, n, n * n], dim=-1)
-    row_base, output_base, streams_base = torch.split(base, [n, n, n * n])
-    join_streams(streams, of_row, row_base, scale[:1], eps, x)
-    post.copy_(2.0 * _sigmoid(of_output * scale[1] + output_base))
+
+def collapse_streams(call: MixCall, num_iters: int, made: Collapsed) -> None:
+    """Fills x, post and comb of `made`."""
+    n, scale, eps = call.streams.shape[1], call.scale, call.eps
+    of_row, of_output, of_streams = torch.split(call.mixes, [n, n, n * n], dim=-1)
+    row_base, output_base, streams_base = torch.split(call.base, [n, n, n * n])
+    join_streams(MixCall(call.streams, of_row, row_base, scale[:1], eps), made.x)
+    made.post.copy_(2.0 * _sigmoid(of_output * scale[1] + output_base))
     matrix = (of_streams * scale[2] + streams_base).view(-1, n, n).softmax(dim=-1) + eps
     matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
     for _ in range(num_iters - 1):
         matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + eps)
         matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
-    comb.copy_(matrix)
+    made.comb.copy_(matrix)
 
 
 def expand_streams(
@@ -38,12 +30,10 @@ def expand_streams(
     expanded.copy_(total)
 
 
-def join_streams(
-    streams: torch.Tensor, mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, x: torch.Tensor
-) -> None:
+def join_streams(call: MixCall, x: torch.Tensor) -> None:
     """Fills x."""
-    weights = _sigmoid(mixes * scale + base) + eps
-    x.copy_((weights.unsqueeze(-1) * streams).sum(dim=1))
+    weights = _sigmoid(call.mixes * call.scale + call.base) + call.eps
+    x.copy_((weights.unsqueeze(-1) * call.streams).sum(dim=1))
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.mix_streams.call import Collapsed, MixCall
 from kernels.softmax.triton import MASKED
 
 # Elements of a program: of 4 streams 8 KiB of bf16, which 4 warps load at once.
@@ -104,51 +105,29 @@ def spread_output(
         tl.store(expanded_ptr + (token * N + to) * D + d, made.to(expanded_ptr.dtype.element_ty), mask=d < D)
 
 
-def launch_collapse(
-    streams: torch.Tensor,
-    mixes: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    num_iters: int,
-    x: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-) -> None:
-    """Fills x, post and comb; checked, non-empty arguments."""
-    _weigh(streams, mixes, base, scale, eps, x, (post, comb), num_iters)
+def launch_collapse(call: MixCall, num_iters: int, made: Collapsed) -> None:
+    """Fills x, post and comb of `made`; checked, non-empty arguments."""
+    _weigh(call, num_iters, made, collapses=True)
 
 
-def launch_join(
-    streams: torch.Tensor, mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, x: torch.Tensor
-) -> None:
+def launch_join(call: MixCall, x: torch.Tensor) -> None:
     """Fills x; checked, non-empty arguments."""
-    _weigh(streams, mixes, base, scale, eps, x, None, 1)
+    _weigh(call, 1, Collapsed(x, x, x), collapses=False)
 
 
-def _weigh(
-    streams: torch.Tensor,
-    mixes: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    x: torch.Tensor,
-    post_comb: tuple[torch.Tensor, torch.Tensor] | None,
-    num_iters: int,
-) -> None:
-    with torch.cuda.device_of(streams):
-        weigh_streams[_grid(streams)](
-            streams,
-            mixes,
-            base,
-            scale,
-            x,
-            *((x, x) if post_comb is None else post_comb),
-            eps,
+def _weigh(call: MixCall, num_iters: int, made: Collapsed, collapses: bool) -> None:
+    with torch.cuda.device_of(call.streams):
+        weigh_streams[_grid(call.streams)](
+            call.streams,
+            call.mixes,
+            call.base,
+            call.scale,
+            *made,
+            call.eps,
             num_iters,
-            mixes.stride(0),
-            **_sizes(streams),
-            COLLAPSES=post_comb is not None,
+            call.mixes.stride(0),
+            **_sizes(call.streams),
+            COLLAPSES=collapses,
             num_warps=WARPS,
         )
 
