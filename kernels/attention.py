@@ -19,7 +19,7 @@ from kernels._checks import (
 )
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import E4M3, Scales, check_scales, dequantised_by_table
+from kernels.fp8 import E4M3, ScaleKind, Scales, check_scales, dequantised_by_table
 from kernels.layout import KvLayout, PageShape, read_span
 
 # A weight below e^-64 of the largest counts as e^-64 in the references: no fp32 sum can tell, and values too small for
@@ -167,10 +167,25 @@ def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
         check_dense("lse", lse, (heads, tokens), (torch.float32,), q.device)
 
 
+def float_span(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [stop - start, kv_heads, dim] of one sequence in fp32, times their scales if any."""
+    keys, values = (part.float() for part in read_span(k_pages, v_pages, table, start, stop, spec.layout))
+    if spec.scales is None:
+        return keys, values
+    k_scales, v_scales, kind = spec.scales
+    if kind is ScaleKind.PER_TENSOR:
+        return keys * k_scales, values * v_scales
+    position = torch.arange(start, stop, device=table.device)
+    page, slot = table[position // spec.shape.page_tokens].long(), position % spec.shape.page_tokens
+    return keys * k_scales[page, :, slot].unsqueeze(-1), values * v_scales[page, :, slot].unsqueeze(-1)
+
+
 def scaled_span(
     k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [stop - start, kv_heads, dim] of one sequence, fp8 ones in fp32 and times their scale."""
+    """The same on a CPU, where fp8 keys and values have one scale; 16-bit ones keep their dtype."""
     keys, values = read_span(k_pages, v_pages, table, start, stop, spec.layout)
     if spec.scales is None:
         return keys, values

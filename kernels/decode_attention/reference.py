@@ -5,11 +5,9 @@ A token's result depends on its sequence alone, and so do its bits.
 
 import torch
 
-from kernels.attention import LEAST_EXPONENT, AttentionSpec, visible_start
+from kernels.attention import LEAST_EXPONENT, AttentionSpec, float_span, visible_start
 from kernels.decode_attention.call import DecodeCall
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import ScaleKind
-from kernels.layout import read_span
 
 
 def decode_attention(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -35,22 +33,8 @@ def decode_attention(call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | No
                     lse[:, row] = float("-inf")
                 continue
             low = visible_start(keys_seen - 1, spec.window)
-            keys, values = _dequantized(call, seq, low, keys_seen)
+            keys, values = float_span(call.k_pages, call.v_pages, call.block_tables[seq], low, keys_seen, spec)
             out[row] = _attend(q[row].float(), keys, values, spec, columns, None if lse is None else lse[:, row])
-
-
-def _dequantized(call: DecodeCall, seq: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values at one sequence's positions, fp32 [stop - start, kv_heads, dim], times their scales if any."""
-    spec, table = call.spec, call.block_tables[seq]
-    keys, values = (part.float() for part in read_span(call.k_pages, call.v_pages, table, start, stop, spec.layout))
-    if spec.scales is None:
-        return keys, values
-    k_scales, v_scales, kind = spec.scales
-    if kind is ScaleKind.PER_TENSOR:
-        return keys * k_scales, values * v_scales
-    position = torch.arange(start, stop, device=table.device)
-    page, slot = table[position // spec.shape.page_tokens].long(), position % spec.shape.page_tokens
-    return keys * k_scales[page, :, slot].unsqueeze(-1), values * v_scales[page, :, slot].unsqueeze(-1)
 
 
 def _attend(

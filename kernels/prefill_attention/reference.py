@@ -15,10 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kernels.attention import LEAST_EXPONENT, AttentionSpec, visible_start
+from kernels.attention import LEAST_EXPONENT, AttentionSpec, float_span, visible_start
 from kernels.errors import KernelArgumentError
-from kernels.fp8 import ScaleKind
-from kernels.layout import read_span
 from kernels.prefill_attention.call import PrefillCall
 from kernels.softmax import MASKED
 
@@ -43,31 +41,13 @@ def prefill_attention(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | 
         if new == 0:
             continue
         low = visible_start(length - new, spec.window)
-        span = _Span(*_dequantized(call, seq, low, length), low, length)
+        keys, values = float_span(call.k_pages, call.v_pages, call.block_tables[seq], low, length, spec)
+        span = _Span(keys, values, low, length)
         for first, stop in _blocks(length - new, length):
             rows = slice(start + first - (length - new), start + stop - (length - new))
             out[rows], row_lse = _attend(q[rows], span, first, spec, call.sinks)
             if lse is not None:
                 lse[:, rows] = row_lse
-
-
-def _dequantized(call: PrefillCall, seq: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values at one sequence's positions, fp32 [stop - start, kv_heads, dim], times their scales if any."""
-    spec, table = call.spec, call.block_tables[seq]
-    keys, values = (part.float() for part in read_span(call.k_pages, call.v_pages, table, start, stop, spec.layout))
-    if spec.scales is None:
-        return keys, values
-    where = (spec.scales.kind, table, start, stop)
-    return keys * _scales_at(spec.scales.k, *where), values * _scales_at(spec.scales.v, *where)
-
-
-def _scales_at(scales: torch.Tensor, kind: ScaleKind, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """One scale for all rows, or [stop - start, kv_heads, 1]."""
-    if kind is ScaleKind.PER_TENSOR:
-        return scales
-    position = torch.arange(start, stop, device=table.device)
-    page_tokens = scales.shape[2]
-    return scales[table[position // page_tokens].long(), :, position % page_tokens].unsqueeze(2)
 
 
 class _Span(NamedTuple):
