@@ -120,14 +120,14 @@ def test_rows_of_every_kind(target: Target, sizes: Heads, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("is_restored", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [Heads(), CHANNELS], ids=str)
+@pytest.mark.parametrize("sizes", [Heads(), Heads(1, 1, by_channel=True)], ids=str)
 def test_no_cut_on_the_grid_and_no_company_changes_a_bit(
     target: Target, sizes: Heads, dtype: torch.dtype, is_restored: bool
 ) -> None:
     check_cuts_on_the_grid(SCAN, target, sizes, dtype, is_restored)
 
 
-@pytest.mark.parametrize("sizes", [Heads(), CHANNELS], ids=str)
+@pytest.mark.parametrize("sizes", [Heads(), Heads(1, 1, by_channel=True)], ids=str)
 def test_cuts_off_the_grid_agree_to_within_rounding(target: Target, sizes: Heads) -> None:
     check_cuts_off_the_grid(SCAN, target, sizes, is_relative=False)
 
