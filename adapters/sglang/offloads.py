@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from tier_client.values import PagePath, PageRange
 
 # Pages that are in host memory at once take about this much of it.
 STAGED_BYTES = 64 << 20
+
+_log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
@@ -45,7 +48,7 @@ class Offloads:
         self._client, self._pages = client, pages
         self._max_waiting = max_waiting
         self._at_once = max(1, STAGED_BYTES // pages[0].page_bytes)
-        self._queue: queue.SimpleQueue[Offload | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Offload | threading.Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting = 0  # of those that will be written
         self._ended: deque[bool] = deque()
@@ -71,7 +74,7 @@ class Offloads:
         """Waits until nothing reads the device's pages any more; what is queued is not written, and is not reported."""
         self._is_void.set()
         idle = threading.Event()
-        self._queue.put(Offload((), (), idle.set))
+        self._queue.put(idle)
         idle.wait()
         self._is_void.clear()
         self._ended.clear()
@@ -83,15 +86,19 @@ class Offloads:
 
     def _run(self) -> None:
         while (offload := self._queue.get()) is not None:
+            if isinstance(offload, threading.Event):
+                offload.set()
+                continue
             is_done = False
             try:
                 offload.ready()
                 if offload.page_ids:
                     is_done = self._write(offload)
-            finally:
-                with self._lock:
-                    self._num_waiting -= bool(offload.page_ids)
-                self._ended.append(is_done)
+            except Exception:
+                _log.exception("an offload failed")  # the thread goes on: without it nothing would end any more
+            with self._lock:
+                self._num_waiting -= bool(offload.page_ids)
+            self._ended.append(is_done)
 
     def _write(self, offload: Offload) -> bool:
         """Some pages after the other, each with what the other groups have for them."""

@@ -211,6 +211,25 @@ def test_a_drain_leaves_nothing_behind(rank: Rank) -> None:
     assert rank.save(ids(1, "c"), slots(3))
 
 
+def test_an_offload_that_fails_ends_and_the_next_one_is_written(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    rank.offloads.add(ids(1, "fails"), part(1), fail)
+    while not rank.offloads.num_ended():
+        threading.Event().wait(0.005)
+    assert not rank.offloads.pop_ended() and "the device is lost" in caplog.text
+    assert rank.save(ids(1, "next"), slots(2))
+
+
+def test_a_drain_is_no_offload_that_ended(rank: Rank) -> None:
+    """SGLang frees an offload's pages when it has ended: one that is counted too soon is read when they are others'."""
+    with rank.offloads._lock:  # the thread is slow behind the drain
+        rank.offloads.drain()
+    assert rank.save(ids(1, "after"), slots(3))
+    assert rank.offloads.num_ended() == 0
+
+
 def arguments(folder: str, **changes: object) -> SimpleNamespace:
     usual = {
         "model_path": folder, "dtype": "bfloat16", "kv_cache_dtype": "auto", "quantization": None, "tp_size": 1,
