@@ -49,6 +49,11 @@ class AttentionSpec(NamedTuple):
         """Query heads that share a kv head."""
         return self.q_heads // self.shape.heads
 
+    @property
+    def row_elements(self) -> int:
+        """The width of the matrix that a pool is to the copy engine: a slot's heads (NHD), or one of them (HND)."""
+        return self.shape.dim * (self.shape.heads if self.layout is KvLayout.NHD else 1)
+
 
 class PagedArguments(NamedTuple):
     """What an attention over pages is called with, unchecked; q is [num_tokens, q_heads, dim] or packed."""
@@ -185,7 +190,7 @@ def float_span(
 def scaled_span(
     k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on a CPU, where fp8 keys and values have one scale; 16-bit ones keep their dtype."""
+    """The same on a CPU, where fp8 keys and values have one scale; others keep their dtype."""
     keys, values = read_span(k_pages, v_pages, table, start, stop, spec.layout)
     if spec.scales is None:
         return keys, values

@@ -10,17 +10,12 @@ from kernels.backend import is_hopper
 from kernels.fp8 import E4M3, ScaleKind
 from kernels.layout import KvLayout
 
-__all__ = ["reason_against", "row_elements"]
+__all__ = ["reason_against"]
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16
 MAX_ROWS = 2**31
-
-
-def row_elements(spec: AttentionSpec) -> int:
-    """Elements from one slot to the next in a pool seen as a matrix: all heads (NHD), or one (HND)."""
-    return spec.shape.dim * (spec.shape.heads if spec.layout is KvLayout.NHD else 1)
 
 
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
@@ -43,7 +38,7 @@ def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
 
 def _reason_against_pool(pages: torch.Tensor, spec: AttentionSpec) -> str | None:
     """TMA sees the pool as a matrix whose rows are slots; int32 must number them."""
-    width = row_elements(spec)
+    width = spec.row_elements
     if pages.stride(0) % width or pages.data_ptr() % 16:
         return f"needs pages {width} elements apart and aligned to 16 bytes, stride is {pages.stride(0)}"
     if pages.shape[0] * (pages.stride(0) // width) >= MAX_ROWS:

@@ -6,7 +6,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention import AttentionSpec
 from kernels.decode_attention.call import DecodeCall
-from kernels.decode_attention.hopper import row_elements
 from kernels.decode_attention.hopper.kernel import decode_pages
 from kernels.decode_attention.plan import DecodePlan
 from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
@@ -51,8 +50,8 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
         for token_first in range(0, call.max_q_tokens, tokens):
             decode_pages[(plan.programs(num_seqs),)](
                 *(_page_descriptor(pages, spec) for pages in (k_pages, v_pages)),
-                k_pages.stride(0) // row_elements(spec),
-                v_pages.stride(0) // row_elements(spec),
+                k_pages.stride(0) // spec.row_elements,
+                v_pages.stride(0) // spec.row_elements,
                 q,
                 *q.stride()[:2],
                 out,
@@ -95,7 +94,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
 
 def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec) -> TensorDescriptor:
     """A pool as a matrix of slots; a box is a page's slots of one head, or a tile of a larger page."""
-    width, dim = row_elements(spec), spec.shape.dim
+    width, dim = spec.row_elements, spec.shape.dim
     slots = spec.shape.page_tokens * (1 if spec.layout is KvLayout.NHD else spec.shape.heads)
     rows = (pages.shape[0] - 1) * (pages.stride(0) // width) + slots
     dtype = gl.float8e4nv if pages.element_size() == 1 else gl.bfloat16

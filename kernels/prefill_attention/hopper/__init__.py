@@ -18,7 +18,6 @@ __all__ = [
     "padded_dim",
     "reason_against",
     "reason_against_case",
-    "row_elements",
 ]
 
 TILE_ROWS = 128
@@ -51,11 +50,6 @@ def holds_queries(spec: AttentionSpec) -> bool:
     return spec.shape.dim <= 128 and spec.scales is None and spec.shape.page_tokens >= 16
 
 
-def row_elements(spec: AttentionSpec) -> int:
-    """The width of the matrix that the pages are to the copy engine."""
-    return spec.shape.dim * (spec.shape.heads if spec.layout is KvLayout.NHD else 1)
-
-
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:
     """Returns why the Gluon kernel cannot take a checked case, or None when it can."""
     if not is_hopper(q.device):
@@ -84,7 +78,7 @@ def reason_against_case(
         return f"unpacked queries in groups of {group}, which is no power of two"
     if not SCALES[0] <= spec.scale <= SCALES[1]:
         return f"scale {spec.scale} is not within {SCALES}"
-    return _reason_against_strides(q, (k_pages, v_pages), row_elements(spec))
+    return _reason_against_strides(q, (k_pages, v_pages), spec.row_elements)
 
 
 def _reason_against_strides(q: torch.Tensor, pages: tuple[torch.Tensor, ...], width: int) -> str | None:

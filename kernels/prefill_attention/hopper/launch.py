@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.attention import AttentionSpec
 from kernels.layout import KvLayout
 from kernels.prefill_attention.call import PrefillCall
-from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim, row_elements
+from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim
 from kernels.prefill_attention.hopper.kernel import attend_tiles
 from kernels.prefill_attention.plan import PrefillPlan
 from kernels.softmax import LOG2_E
@@ -44,8 +44,8 @@ def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: 
             call.block_tables.stride(0),
             out.stride(0),
             out.stride(1),
-            k_pages.stride(0) // row_elements(spec),
-            v_pages.stride(0) // row_elements(spec),
+            k_pages.stride(0) // spec.row_elements,
+            v_pages.stride(0) // spec.row_elements,
             HEADS=shape.heads,
             GQA_GROUP=group,
             DIM=shape.dim,
@@ -82,7 +82,7 @@ def _query_descriptor(q: torch.Tensor, group: int) -> TensorDescriptor:
 
 def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec, block: int) -> TensorDescriptor:
     """Pages as rows: of a slot's heads (NHD), or of one head, the slots of a page's first, of its second, ... (HND)."""
-    width, shape = row_elements(spec), spec.shape
+    width, shape = spec.row_elements, spec.shape
     rows = ((shape.num_pages - 1) * pages.stride(0) + pages[0].numel()) // width
     slots, dim, bits = min(shape.page_tokens, block), padded_dim(shape.dim), 8 * pages.element_size()
     if dim == shape.dim:
