@@ -40,9 +40,9 @@ def pack_pages(
     if rows.numel() == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.copy_pages.triton import launch_pack
+        from kernels.copy_pages.triton import launch
 
-        launch_pack(planes, page_ids, rows, to_host=pages.is_cuda and not out.is_cuda)
+        launch(planes, page_ids, rows, pack=True, on_host=pages.is_cuda and not out.is_cuda)
     else:
         reference.pack_pages(planes, page_ids, rows)
 
@@ -61,9 +61,9 @@ def unpack_pages(
     if rows.numel() == 0:
         return
     if uses_triton(backend, pages):
-        from kernels.copy_pages.triton import launch_unpack
+        from kernels.copy_pages.triton import launch
 
-        launch_unpack(rows, planes, page_ids, from_host=pages.is_cuda and not packed.is_cuda)
+        launch(planes, page_ids, rows, pack=False, on_host=pages.is_cuda and not packed.is_cuda)
     else:
         reference.unpack_pages(rows, planes, page_ids)
 

@@ -87,25 +87,19 @@ def move_words_in_turn(
         )
 
 
-def launch_pack(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, to_host: bool) -> None:
-    """packed[i, plane] = planes[plane, page_ids[i]]; checked, non-empty arguments."""
-    _launch(planes, page_ids, packed, pack=True, in_turn=to_host)
+def launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, *, pack: bool, on_host: bool) -> None:
+    """packed[i, plane] = planes[plane, page_ids[i]], or the inverse; checked, non-empty arguments.
 
-
-def launch_unpack(packed: torch.Tensor, planes: torch.Tensor, page_ids: torch.Tensor, from_host: bool) -> None:
-    """planes[plane, page_ids[i]] = packed[i, plane]; checked, non-empty arguments."""
-    _launch(planes, page_ids, packed, pack=False, in_turn=from_host)
-
-
-def _launch(planes: torch.Tensor, page_ids: torch.Tensor, packed: torch.Tensor, pack: bool, in_turn: bool) -> None:
+    on_host: the packed rows are in pinned host memory, which few programs fill or read.
+    """
     word_type = widest_word(planes, packed)
     paged, dense = planes.view(word_type), packed.view(word_type)
     words = paged.shape[2]
-    block = min(HOST_WORDS if in_turn else WORDS, triton.next_power_of_2(words))
+    block = min(HOST_WORDS if on_host else WORDS, triton.next_power_of_2(words))
     chunks = packed.shape[0] * triton.cdiv(words, block)
     sizes = (words, paged.stride(0), paged.stride(1), dense.stride(0))
     with torch.cuda.device_of(planes):
-        if in_turn:
+        if on_host:
             turns = chunks * planes.shape[0]
             grid = (min(turns, HOST_PROGRAMS),)
             move_words_in_turn[grid](

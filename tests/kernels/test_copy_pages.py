@@ -71,15 +71,15 @@ def test_few_programs_do_the_same(target: Target) -> None:
     """What moves host memory: every program takes many chunks, over all planes and pages."""
     if target.backend is not Backend.TRITON:
         pytest.skip("a Triton kernel")
-    from kernels.copy_pages.triton import launch_pack, launch_unpack
+    from kernels.copy_pages.triton import launch
 
     pages = random_bytes((3, 5, 32808)).to(target.device)
     ids = torch.tensor([4, 1, 2], device=target.device)
     packed = torch.zeros(3, 3, 32808, dtype=torch.uint8, device=target.device)
-    launch_pack(pages, ids, packed, to_host=True)
+    launch(pages, ids, packed, pack=True, on_host=True)
     assert_same_bits(packed, pages[:, ids].transpose(0, 1))
     fresh = torch.zeros_like(pages)
-    launch_unpack(packed, fresh, ids, from_host=True)
+    launch(fresh, ids, packed, pack=False, on_host=True)
     assert_same_bits(fresh[:, ids], pages[:, ids])
     assert not fresh[:, [0, 3]].any()
 
