@@ -97,7 +97,9 @@ class CacheConfig:
         "Tokens that the sequences of all workers may hold together, in MiB.",
         minimum=1,
     )
-    breaker_failures: int = setting(MANAGER.breaker_failures, "Failed transfers in a row that stop fetches.", minimum=1)
+    breaker_failures: int = setting(
+        MANAGER.breaker_failures, "Failures in a row that stop fetches, or a worker's spills.", minimum=1
+    )
     breaker_ms: int = setting(MANAGER.breaker_ms, "How long they stay stopped.", minimum=1)
     watch: bool = setting(True, "Whether Watch is served.")
     max_watchers: int = setting(64, "Watch streams at once.", minimum=0)
