@@ -67,13 +67,11 @@ def check_head_rows(name: str, tensor: torch.Tensor) -> None:
         raise KernelArgumentError(f"{name}: a token's heads must be contiguous, strides are {list(tensor.stride())}")
 
 
-def check_pages(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, layout: KvLayout, dtypes: Sequence[torch.dtype] = KV_DTYPES
-) -> PageShape:
+def check_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, layout: KvLayout) -> PageShape:
     """Refuses page tensors that do not match each other or the layout; a page is dense, pages may lie apart."""
     shape = page_shape(k_pages, layout)
     k_shape, v_shape = page_tensor_shapes(shape, k_pages.dtype, layout)
-    check_tensor("k_pages", k_pages, k_shape, dtypes, k_pages.device)
+    check_tensor("k_pages", k_pages, k_shape, PAGE_DTYPES, k_pages.device)
     check_tensor("v_pages", v_pages, v_shape, (k_pages.dtype,), k_pages.device)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         check_dense_pages(name, pages)

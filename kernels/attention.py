@@ -8,7 +8,6 @@ import torch
 
 from kernels._checks import (
     KV_DTYPES,
-    PAGE_DTYPES,
     check_contiguous,
     check_dense,
     check_disjoint,
@@ -87,7 +86,7 @@ class AttentionOptions(TypedDict, total=False):
 def check_attention(given: PagedArguments, *, packed: bool = False) -> AttentionSpec:
     """Refuses what no attention op can work with; a packed q is [kv_heads, num_tokens, group, dim]."""
     q, k_pages, v_pages = given.q, given.k_pages, given.v_pages
-    shape = check_pages(k_pages, v_pages, given.layout, PAGE_DTYPES)
+    shape = check_pages(k_pages, v_pages, given.layout)
     check_page_pair(k_pages, v_pages)
     dtypes = KV_DTYPES if k_pages.dtype is E4M3 else (k_pages.dtype,)
     axes = (shape.heads, None, None, shape.dim) if packed else (None, None, shape.dim)

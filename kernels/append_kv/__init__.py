@@ -5,7 +5,7 @@ The scheduler hands out only fresh slots.
 
 import torch
 
-from kernels._checks import PAGE_DTYPES, check_dense, check_page_pair, check_pages
+from kernels._checks import check_dense, check_page_pair, check_pages
 from kernels.append_kv import reference
 from kernels.append_kv.call import AppendCall
 from kernels.backend import Backend, uses_triton
@@ -35,7 +35,7 @@ def append_kv(
     which are read, or fp32 [num_pages, heads, page_tokens], which are written (k, v must be finite). Quantized values
     are rounded to nearest and saturate.
     """
-    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
+    shape = check_pages(k_pages, v_pages, layout)
     check_page_pair(k_pages, v_pages)
     tokens = slot_mapping.shape[0] if slot_mapping.dim() == 1 else None
     check_dense("slot_mapping", slot_mapping, (tokens,), (torch.int64,), k_pages.device)

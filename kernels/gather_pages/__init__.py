@@ -5,7 +5,7 @@ Lengths stay on the device, the total comes from the host.
 
 import torch
 
-from kernels._checks import PAGE_DTYPES, check_block_tables, check_lengths, check_page_pair, check_pages, num_sequences
+from kernels._checks import check_block_tables, check_lengths, check_page_pair, check_pages, num_sequences
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scales, check_written_rows, check_written_scales, dense_dtypes
@@ -35,7 +35,7 @@ def gather_pages(
     pages' own (None), or a wider one for fp8 e4m3 pages, which then need their scales: fp32 [1] or fp32 [num_pages,
     heads, page_tokens].
     """
-    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
+    shape = check_pages(k_pages, v_pages, layout)
     num_seqs = num_sequences(cu_seqlens_k, "cu_seqlens_k")
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, k_pages.device)
     check_block_tables(block_tables, num_seqs, k_pages.device)
@@ -77,7 +77,7 @@ def scatter_pages(
     Where two sequences share a page, both must bring the same bytes for it. fp8 e4m3 pages also take wider k, v and
     then need scales: fp32 [1], which are read, or fp32 [num_pages, heads, page_tokens], which are written.
     """
-    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
+    shape = check_pages(k_pages, v_pages, layout)
     check_page_pair(k_pages, v_pages)
     num_seqs = num_sequences(cu_seqlens_k, "cu_seqlens_k")
     check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1, k_pages.device)

@@ -10,7 +10,6 @@ import torch
 
 from kernels._checks import (
     KV_DTYPES,
-    PAGE_DTYPES,
     check_dense,
     check_disjoint,
     check_page_pair,
@@ -68,7 +67,7 @@ def rotate_append_kv(
     slot_mapping, k_scales and v_scales are append_kv's; a token with a negative slot still has its query written.
     Outputs that are not given are made.
     """
-    shape = check_pages(k_pages, v_pages, layout, PAGE_DTYPES)
+    shape = check_pages(k_pages, v_pages, layout)
     check_page_pair(k_pages, v_pages)
     _check_queries(qkv, q_heads, shape, k_pages.device)
     tokens = qkv.shape[0]
