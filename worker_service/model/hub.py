@@ -15,7 +15,7 @@ from worker_service.model.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 SMALL_FILES = ("config.json", "generation_config.json", TOKENIZER, TOKENIZER_CONFIG, "chat_template.jinja", INDEX)
 
 
-def resolve_folder(model: str, revision: str | None = None) -> Path:
+def resolve_folder(model: str) -> Path:
     """Returns a folder unchanged, else a hub id's snapshot.
 
     The index comes first and names the shards: repositories keep other copies of their weights beside them
@@ -24,7 +24,7 @@ def resolve_folder(model: str, revision: str | None = None) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder
-    snapshot = _fetched(model, revision, SMALL_FILES)
+    snapshot = _fetched(model, None, SMALL_FILES)
     has_index = (snapshot / INDEX).is_file()
     files = sorted(set(read_index(snapshot).values())) if has_index else [WEIGHTS]
     # The folder of a snapshot is called by its commit: both halves are of the same one.

@@ -39,7 +39,6 @@ def load_model(
     model: str,
     device: torch.device,
     *,
-    revision: str | None = None,
     dtype: str = "auto",
     max_model_len: int = 0,
     backend: Backend = Backend.AUTO,
@@ -48,7 +47,7 @@ def load_model(
 
     max_model_len 0 means the config's.
     """
-    folder = resolve_folder(model, revision)
+    folder = resolve_folder(model)
     spec = _limited(read_model_spec(folder), max_model_len)
     tokenizer = _tokenizer(folder, spec)
     if not spec.eos_token_ids:
