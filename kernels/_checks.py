@@ -157,6 +157,20 @@ def check_out(
             check_disjoint("out", out, name, tensor)
 
 
+def checked_out(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    **inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns `out`, or a new tensor if it is None; refuses what check_out refuses."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    check_out(out, shape, dtype, device, **inputs)
+    return out
+
+
 def check_page_pair(
     pages: torch.Tensor, others: torch.Tensor, name: str = "k_pages", other_name: str = "v_pages"
 ) -> None:

@@ -11,8 +11,8 @@ from kernels._checks import (
     check_block_tables,
     check_dense,
     check_dense_pages,
-    check_out,
     check_tensor,
+    checked_out,
 )
 from kernels.attention import check_tensor_core_dtype
 from kernels.backend import Backend, uses_triton
@@ -51,10 +51,7 @@ def compressed_attention(
     entries = _entries(rows, entry_pages, entry_tables, ratio, chosen)
     call = CompressedCall(q, window_pages, window_tables, rows, sinks, scale, window_tokens, entries)
     _check(call)
-    if out is None:
-        out = q.new_empty(q.shape)
-    else:
-        check_out(out, q.shape, q.dtype, q.device, q=q, window_pages=window_pages, entry_pages=entry_pages)
+    out = checked_out(out, q.shape, q.dtype, q.device, q=q, window_pages=window_pages, entry_pages=entry_pages)
     if q.numel() == 0:
         return out
     if uses_triton(backend, q):

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_out, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_rows, check_tensor, checked_out
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.gated_activation import reference
@@ -65,10 +65,7 @@ def _gated(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor | None, backend:
     rows, width = gate_up.shape
     if width % 2:
         raise KernelArgumentError(f"gate_up: rows must have two halves, got {width} columns")
-    if out is None:
-        out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    else:
-        check_out(out, (rows, width // 2), gate_up.dtype, gate_up.device, gate_up=gate_up)
+    out = checked_out(out, (rows, width // 2), gate_up.dtype, gate_up.device, gate_up=gate_up)
     if out.numel() and uses_triton(backend, gate_up):
         from kernels.gated_activation.triton import launch
 

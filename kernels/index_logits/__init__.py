@@ -5,7 +5,7 @@ logits[t, p] = sum over index heads h of weights[t, h] * max(q[t, h] . key p, 0)
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_head_rows, check_out, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_head_rows, check_rows, check_tensor, checked_out
 from kernels.attention import check_tensor_core_dtype
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
@@ -43,11 +43,7 @@ def index_logits(
     """
     call = IndexLogitsCall(q, weights, pages, block_tables, rows, max_keys, scales, least_keys)
     _check(call)
-    size = (q.shape[0], max_keys)
-    if out is None:
-        out = torch.empty(size, dtype=torch.float32, device=q.device)
-    else:
-        check_out(out, size, torch.float32, q.device, q=q)
+    out = checked_out(out, (q.shape[0], max_keys), torch.float32, q.device, q=q)
     if out.numel() == 0 or max_keys <= least_keys:
         return out
     if uses_triton(backend, q):

@@ -7,7 +7,7 @@ from typing import overload
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_dense, check_out, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor, checked_out
 from kernels.backend import Backend, uses_triton
 from kernels.rms_norm import reference
 
@@ -62,11 +62,8 @@ def rms_norm(
     if residual is not None:
         check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
         check_rows("residual", residual)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        dtype = torch.float32 if out.dtype is torch.float32 else x.dtype
-        check_out(out, x.shape, dtype, x.device, x=x, weight=weight, residual=residual)
+    dtype = x.dtype if out is None or out.dtype is not torch.float32 else torch.float32
+    out = checked_out(out, x.shape, dtype, x.device, x=x, weight=weight, residual=residual)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() and uses_triton(backend, x):
         from kernels.rms_norm.triton import launch

@@ -6,7 +6,7 @@ seed draws the same tokens in any batch.
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_dense, check_out, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor, checked_out
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.sample_tokens import reference
@@ -40,10 +40,7 @@ def sample_tokens(
         check_dense(name, values, (num_rows,), (_INT_FIELDS.get(name, torch.float32),), logits.device)
     if counts is not None:
         _check_counts(counts, num_rows, vocab_size, logits.device)
-    if out is None:
-        out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    else:
-        check_out(out, (num_rows,), torch.int32, logits.device, logits=logits)
+    out = checked_out(out, (num_rows,), torch.int32, logits.device, logits=logits)
     if num_rows and uses_triton(backend, logits):
         from kernels.sample_tokens.triton import launch
 

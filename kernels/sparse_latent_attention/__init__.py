@@ -6,7 +6,7 @@ its prompt was cut nor on other requests.
 
 import torch
 
-from kernels._checks import check_dense, check_out
+from kernels._checks import check_dense, checked_out
 from kernels.attention import check_tensor_core_dtype
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
@@ -40,10 +40,7 @@ def sparse_latent_attention(
     call = SparseLatentCall(q, pages, block_tables, rows, chosen, scale, latent)
     _check(call)
     tokens, heads, _ = q.shape
-    if out is None:
-        out = q.new_empty((tokens, heads, latent))
-    else:
-        check_out(out, (tokens, heads, latent), q.dtype, q.device, q=q, pages=pages)
+    out = checked_out(out, (tokens, heads, latent), q.dtype, q.device, q=q, pages=pages)
     if tokens == 0 or heads == 0:
         return out
     if uses_triton(backend, q):

@@ -5,7 +5,7 @@ No row is sorted and nothing is added up atomically: a row's choice is a functio
 
 import torch
 
-from kernels._checks import check_lengths, check_out, check_rows, check_tensor
+from kernels._checks import check_lengths, check_rows, check_tensor, checked_out
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.top_k import reference
@@ -37,10 +37,7 @@ def top_k(
         raise KernelArgumentError(f"k: must be at least 1, got {k}")
     if width > MAX_COLUMNS:
         raise KernelArgumentError(f"logits: rows must be of at most {MAX_COLUMNS}, got {width}")
-    if out is None:
-        out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
-    else:
-        check_out(out, (num_rows, k), torch.int32, logits.device)
+    out = checked_out(out, (num_rows, k), torch.int32, logits.device)
     if num_rows and uses_triton(backend, logits):
         from kernels.top_k.triton import launch
 
