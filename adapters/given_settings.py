@@ -28,6 +28,8 @@ class CommonSettings:
     """For one call of the cache service."""
     store_timeout_s: float = 2.0
     """For one command of the store."""
+    transfer_timeout_s: float = 5.0
+    """For all pages of one group in a load or a save."""
     host_part_kb: int = PART_BYTES >> 10
     """Larger pages move in parts of this size; engines that share pages have the same."""
     pause_s: float = 2.0
@@ -54,6 +56,7 @@ class CommonSettings:
             redis_url=self.redis,
             call_timeout_s=self.call_timeout_s,
             store_timeout_s=self.store_timeout_s,
+            transfer_timeout_s=self.transfer_timeout_s,
             pause_s=self.pause_s,
             part_bytes=self.host_part_kb << 10,
             **engine,

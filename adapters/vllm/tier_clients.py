@@ -33,8 +33,14 @@ def make_store(settings: Settings, layout: Layout, rank: int) -> PageStore:
     num_connections = settings.load_threads + settings.save_threads
     tier = RedisTier(settings.redis, RedisTierConfig(num_connections, settings.store_timeout_s))
     replicated = [number for number, group in enumerate(layout.groups) if group.replicated]
-    part_bytes = settings.host_part_kb << 10
-    return PageStore(tier, rank, Breaker(settings.pause_s), part_bytes=part_bytes, replicated=replicated)
+    return PageStore(
+        tier,
+        rank,
+        Breaker(settings.pause_s),
+        settings.transfer_timeout_s,
+        part_bytes=settings.host_part_kb << 10,
+        replicated=replicated,
+    )
 
 
 def _groups(layout: Layout) -> tuple[PageGroup, ...]:

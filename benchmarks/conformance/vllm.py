@@ -71,7 +71,7 @@ def command(python: str, folder: Path, case: Case) -> list[str]:
     """An engine's command line, with placeholders for its port and the services."""
     config = readme_config()
     # A slow machine must not turn an answer into a miss.
-    patient = {"call_timeout_s": 20.0, "store_timeout_s": 20.0}
+    patient = {"call_timeout_s": 20.0, "store_timeout_s": 20.0, "transfer_timeout_s": 20.0}
     config["kv_connector_extra_config"] = {"cache": "{cache}", "redis": "{redis}", **patient}
     environment = [f"{name}={value}" for name, value in {**ENVIRONMENT, **case.environment}.items()]
     server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / case.model)]

@@ -198,6 +198,13 @@ def test_settings_have_defaults() -> None:
     assert Settings.read({"cache": "c:1", "call_timeout_s": 1}).call_timeout_s == 1
 
 
+def test_times_and_sizes_reach_the_client() -> None:
+    given = {"call_timeout_s": 1, "store_timeout_s": 2, "transfer_timeout_s": 3, "pause_s": 4, "host_part_kb": 5}
+    config = Settings.read(given).client_config(engine="e", model="m", fingerprint=bytes(32), page_tokens=16, groups=())
+    times = (config.call_timeout_s, config.store_timeout_s, config.transfer_timeout_s, config.pause_s)
+    assert (*times, config.part_bytes) == (1, 2, 3, 4, 5 << 10)
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
