@@ -66,7 +66,20 @@ def mla_extend(
     for run in plan.runs:
         rows, target = q[run.first_token : run.last_token], out[run.first_token : run.last_token]
         if isinstance(run, AbsorbedRun):
-            _absorb(rows, pages, kv_b, run, factor, target, backend)
+            mla_absorbed(
+                rows,
+                pages,
+                kv_b,
+                run.block_tables,
+                run.seqlens_k,
+                cu_seqlens_q=run.cu_seqlens_q,
+                max_q_tokens=run.max_q_tokens,
+                max_seqlen_k=run.max_seqlen_k,
+                plan=run.plan,
+                scale=factor,
+                out=target,
+                backend=backend,
+            )
         elif cpu.reason_against(q, backend) is None:
             cpu.materialise(rows, pages, kv_b, dims, run, factor, target)
         else:
@@ -110,31 +123,6 @@ def mla_absorbed(
     return head_linear(attended, matrices[:, dims.nope :].transpose(1, 2), out, backend=backend)
 
 
-def _absorb(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    kv_b: torch.Tensor,
-    run: AbsorbedRun,
-    scale: float,
-    out: torch.Tensor,
-    backend: Backend,
-) -> None:
-    mla_absorbed(
-        q,
-        pages,
-        kv_b,
-        run.block_tables,
-        run.seqlens_k,
-        cu_seqlens_q=run.cu_seqlens_q,
-        max_q_tokens=run.max_q_tokens,
-        max_seqlen_k=run.max_seqlen_k,
-        plan=run.plan,
-        scale=scale,
-        out=out,
-        backend=backend,
-    )
-
-
 def _materialise(
     q: torch.Tensor,
     pages: torch.Tensor,
@@ -150,39 +138,15 @@ def _materialise(
     for index, chunk in enumerate(run.chunks):
         latents = _gather(pages, run, chunk, backend)
         nope = q.shape[2] - (pages.shape[2] - kv_b.shape[1])
-        k_nope, k_rope, v = project_latents(latents, kv_b, q.shape[1], nope, route=route, backend=backend)
+        keys = project_latents(latents, kv_b, q.shape[1], nope, route=route, backend=backend)
+        arguments = (q, *keys, run.cu_seqlens_q, chunk.cu_seqlens_k, run.max_seqlen_q)
+        offsets, plan = chunk.q_offsets, chunk.plan
         if state is not None and index < len(run.chunks) - 1:
             mla_prefill_part(
-                q,
-                k_nope,
-                k_rope,
-                v,
-                run.cu_seqlens_q,
-                chunk.cu_seqlens_k,
-                run.max_seqlen_q,
-                state,
-                resumes=index > 0,
-                q_offsets=chunk.q_offsets,
-                scale=scale,
-                plan=chunk.plan,
-                backend=backend,
+                *arguments, state, resumes=index > 0, q_offsets=offsets, scale=scale, plan=plan, backend=backend
             )
-            continue
-        mla_prefill(
-            q,
-            k_nope,
-            k_rope,
-            v,
-            run.cu_seqlens_q,
-            chunk.cu_seqlens_k,
-            run.max_seqlen_q,
-            q_offsets=chunk.q_offsets,
-            scale=scale,
-            state=state,
-            plan=chunk.plan,
-            out=out,
-            backend=backend,
-        )
+        else:
+            mla_prefill(*arguments, q_offsets=offsets, scale=scale, state=state, plan=plan, out=out, backend=backend)
 
 
 def _gather(pages: torch.Tensor, run: MaterialisedRun, chunk: Chunk, backend: Backend) -> torch.Tensor:
