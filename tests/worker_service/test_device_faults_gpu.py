@@ -7,13 +7,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-import torch
 
 from cli.random_model import make_random_model
 from tests.e2e.processes import cache_process
+from tests.worker_service.cuda_device import NEEDS_CUDA
 from tests.worker_service.device_faults import BYSTANDERS, faulty_worker, generate, lose_device
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])

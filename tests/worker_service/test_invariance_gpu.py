@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels.fp8 import E4M3
+from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.invariance_rig import (
     VOCAB,
     Case,
@@ -23,18 +24,10 @@ from tests.worker_service.invariance_rig import (
     drawn_tokens,
 )
 from tests.worker_service.model_kit import Part
-from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 
-CUDA = torch.device("cuda", 0)
-if torch.cuda.is_available():
-    # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
-    prepare_process(CUDA, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+CUDA = prepared_cuda()
+pytestmark = NEEDS_CUDA
 
 CASES = 8
 MODEL: dict[str, Any] = {

@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill
 from tests.worker_service.model_kit import page_of
 from worker_service.model.config import parse_model_spec
-from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-if torch.cuda.is_available():
-    # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
-    prepare_process(CUDA, 0)
+CPU, CUDA = torch.device("cpu"), prepared_cuda()
 
 SCANS = ("gated-delta", "kimi-delta", "mamba2")
 # Of kinds whose pages are four or eight times as long, so that as many prompts need more of the pool.
@@ -204,11 +201,8 @@ def cpu_world(request: pytest.FixtureRequest) -> World:
     return World(fields, page_of(parse_model_spec(fields)), Invariance.BATCH, CPU, torch.float32, scale)
 
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
 class TestGpu:
-    pytestmark = on_gpu
+    pytestmark = NEEDS_CUDA
 
     @pytest.mark.parametrize("seed", range(GPU_CASES))
     def test_prefill_gives_the_cold_logits(self, gpu_world: World, seed: int) -> None:

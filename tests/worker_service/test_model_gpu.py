@@ -8,24 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.loaded_tensors import LoadedTensors
 from tests.worker_service.model_kit import CPU, PAGE, Bench, Part, make_reference, random_tokens
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder, expected_shapes
-from worker_service.model.device import prepare_process
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner
 
-CUDA = torch.device("cuda", 0)
-if torch.cuda.is_available():
-    # While tests are collected: cuBLAS reads its settings once, at its first use in the process.
-    prepare_process(CUDA, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+CUDA = prepared_cuda()
+pytestmark = NEEDS_CUDA
 
 LAYERS = 4
 LLAMA_8B: dict[str, Any] = {

@@ -9,11 +9,12 @@ import torch
 
 from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
+from tests.worker_service.cuda_device import NEEDS_CUDA
 from tests.worker_service.model_kit import PAGE, Bench, Part
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import gemm_shape
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.worker_service.cuda_device import NEEDS_CUDA
 from tests.worker_service.test_weight_formats import FP8, mxfp4_experts, quantised
 from worker_service.model.weight_formats import Fp8WithMxfp4Experts, Mxfp4
 
 CUDA = torch.device("cuda", 0)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
