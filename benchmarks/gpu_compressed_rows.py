@@ -18,7 +18,7 @@ from kernels.compress_tokens import compress_tokens
 from kernels.key_rows import KeyRows
 from kernels.mix_streams import collapse_streams, expand_streams, join_streams
 from kernels.rotate_append_tail import rotate_append_tail
-from kernels.turn_tail import turn_tail
+from kernels.rotate_tail import rotate_tail
 
 DECODES, PROMPT = 64, 2_048
 HEADS, TURNED, EPS = 64, 64, 1e-6
@@ -89,7 +89,7 @@ def turn(tokens: int) -> list[Measurement]:
     positions = torch.randint(0, 8192, (tokens,), device="cuda")
 
     def call(backend: Backend = Backend.AUTO) -> torch.Tensor:
-        turn_tail(x, positions, table, inverse=True, backend=backend)
+        rotate_tail(x, positions, table, inverse=True, backend=backend)
         return x
 
     def error() -> float:
@@ -100,7 +100,7 @@ def turn(tokens: int) -> list[Measurement]:
 
     amount, name = 4e-9 * tokens * HEADS * TURNED, f"{tokens} x {HEADS} heads"
     peers = (Peer("torch", partial(call, Backend.REFERENCE), amount),)
-    return [Measurement("turn_tail", name, amount, call, error, ROUNDING, peers)]
+    return [Measurement("rotate_tail", name, amount, call, error, ROUNDING, peers)]
 
 
 def mix(tokens: int, hidden: int) -> list[Measurement]:

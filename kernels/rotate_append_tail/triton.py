@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.rotate_append_tail.call import RotateAppendTailCall
-from kernels.rotation.triton import store_normed_tail, turn_tails
+from kernels.rotation.triton import rotate_row_tails, store_normed_tail
 
 # Heads of a program: 16 times 64 elements that turn are the 2 KiB that keep one warp's loads in flight.
 BLOCK_H = 16
@@ -44,7 +44,7 @@ def rotate_tails(
     if block < Q_BLOCKS:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)
         row_ptr = q_ptr + token * stride_q_token + head * DIM
-        turn_tails(row_ptr, angle_ptr + 0 * head, head < HEADS, DIM, HALF, BLOCK_HALF, False)
+        rotate_row_tails(row_ptr, angle_ptr + 0 * head, head < HEADS, DIM, HALF, BLOCK_HALF, False)
     else:
         slot = tl.load(slots_ptr + token)
         d = tl.arange(0, BLOCK_DIM)

@@ -44,7 +44,7 @@ def turned(first, second, angle_ptr, row_ok, HALF: tl.constexpr, BLOCK_HALF: tl.
 
 
 @triton.jit
-def turn_tails(
+def rotate_row_tails(
     row_ptr, angle_ptr, row_ok, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INVERSE: tl.constexpr
 ):
     """Turns the last 2 HALF elements of rows [n] of DIM in place, neighbours with each other, or turns them back."""

@@ -69,14 +69,14 @@ def test_compress_tokens(ratio: int, overlap: bool, dim: int) -> None:
 @pytest.mark.parametrize("heads", [64, 128])
 def test_tails(heads: int) -> None:
     from kernels.rotate_append_tail.triton import BLOCK_H, rotate_tails
-    from kernels.turn_tail.triton import turn_heads
+    from kernels.rotate_tail.triton import rotate_heads
 
     sizes = {"HEADS": heads, "DIM": 512, "HALF": 32, "BLOCK_H": BLOCK_H, "BLOCK_HALF": 32}
     append = {**sizes, "PAGE": 128, "BLOCK_DIM": 512}
     assert not compile_for_hopper(rotate_tails, append, 1, pointer, enable_fp_fusion=False).spills
     for inverse in (False, True):
         turn = {**sizes, "INVERSE": inverse}
-        assert not compile_for_hopper(turn_heads, turn, 1, pointer, enable_fp_fusion=False).spills
+        assert not compile_for_hopper(rotate_heads, turn, 1, pointer, enable_fp_fusion=False).spills
 
 
 @pytest.mark.parametrize("hidden", [4096, 7168])

@@ -19,7 +19,7 @@ from kernels.compress_tokens import compress_tokens
 from kernels.key_rows import KeyRows
 from kernels.mix_streams import collapse_streams, expand_streams, join_streams
 from kernels.rotate_append_tail import rotate_append_tail
-from kernels.turn_tail import turn_tail
+from kernels.rotate_tail import rotate_tail
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.compressed_inputs import CompressedCase, CompressedShape, make_compressed
@@ -135,7 +135,7 @@ def test_the_ops_around_it_wait_for_nothing_and_replay() -> None:
             overlap=True, bias=made.bias, norm=made.norm, eps=EPS, cos_sin=made.cos_sin,
         )  # fmt: skip
         rotate_append_tail(turned, k, positions, made.cos_sin, keys, slots, norm=made.norm, eps=EPS)
-        turn_tail(turned, positions, made.cos_sin, inverse=True)
+        rotate_tail(turned, positions, made.cos_sin, inverse=True)
         x, post, comb = collapse_streams(streams, mixes, base, scale, eps=EPS, num_iters=20)
         expanded = expand_streams(x, streams, post, comb)
         joined = join_streams(expanded, mixes[:, :4], base[:4], scale[:1], eps=EPS)

@@ -44,7 +44,7 @@ PARTS = (
         "sparse_latents",
         "compressed_attention",
         "compress_tokens",
-        "turn_tail",
+        "rotate_tail",
         "rotate_append_tail",
         "mix_streams",
         "fp8_pages",

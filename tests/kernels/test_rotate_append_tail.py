@@ -12,7 +12,7 @@ from kernels.rotate_append_tail import rotate_append_tail
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import POISON, far_pages
 from tests.kernels.target import Target
-from tests.kernels.test_turn_tail import turned_pairs
+from tests.kernels.test_rotate_tail import turned_pairs
 
 EPS, NUM_POSITIONS, NUM_PAGES, PAGE_TOKENS, TOKENS, PADDING = 1e-6, 50, 5, 8, 11, 3
 

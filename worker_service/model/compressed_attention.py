@@ -15,8 +15,8 @@ from kernels.compressed_attention import compressed_attention
 from kernels.index_logits import index_logits
 from kernels.key_rows import key_rows
 from kernels.rotate_append_tail import rotate_append_tail
+from kernels.rotate_tail import rotate_tail
 from kernels.top_k import top_k
-from kernels.turn_tail import turn_tail
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.choice_parts import CAPTURED_KEYS, LOGITS_BYTES, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
@@ -98,7 +98,7 @@ class PagedCompressed:
                 chosen=self._chosen(layer, spec.compressor, rows),
                 backend=backend,
             )
-        turn_tail(out, rows.positions, rows.cos_sin, inverse=True, backend=backend)
+        rotate_tail(out, rows.positions, rows.cos_sin, inverse=True, backend=backend)
         return out
 
     def _compress(self, layer: int, compressor: CompressorSpec, rows: CompressedRows) -> None:
@@ -131,7 +131,7 @@ class PagedCompressed:
         entries = self._pools.layer_entries(layer)
         keys, launch, index, k = entries.planes[1], self._launch, rows.entry_index, compressor.index.top_k
         seen, tables = self._rows.entries(compressor.ratio), launch.block_tables[entries.group]
-        turn_tail(index.q, rows.positions, rows.cos_sin, backend=self._backend)
+        rotate_tail(index.q, rows.positions, rows.cos_sin, backend=self._backend)
         chosen = torch.empty((index.q.shape[0], k), dtype=torch.int32, device=index.q.device)
         for part, width in choice_parts(launch, compressor.ratio):
             logits = index_logits(

@@ -1,4 +1,4 @@
-"""turn_tail: the last elements of heads turned and turned back in place, the others untouched."""
+"""rotate_tail: the last elements of heads turned and turned back in place, the others untouched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.errors import KernelArgumentError
-from kernels.turn_tail import turn_tail
+from kernels.rotate_tail import rotate_tail
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.inputs import POISON
 from tests.kernels.target import Target
@@ -43,7 +43,7 @@ def test_pairs_turn_in_place(
 ) -> None:
     x, positions, cos_sin = make(target, heads, dim, turned, dtype)
     before, wanted = x.clone(), turned_pairs(x, positions, cos_sin, -1 if inverse else 1)
-    turn_tail(x, positions, cos_sin, inverse=inverse, backend=target.backend)
+    rotate_tail(x, positions, cos_sin, inverse=inverse, backend=target.backend)
     tolerance = 4e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(x.double(), wanted, rtol=0.0, atol=tolerance)
     assert_same_bits(x[..., : dim - turned], before[..., : dim - turned])
@@ -52,18 +52,18 @@ def test_pairs_turn_in_place(
 def test_bits_do_not_depend_on_other_tokens(target: Target) -> None:
     x, positions, cos_sin = make(target, 20, 24, 8)
     alone = x.clone()
-    turn_tail(x, positions, cos_sin, backend=target.backend)
+    rotate_tail(x, positions, cos_sin, backend=target.backend)
     for token in range(TOKENS):
-        turn_tail(alone[token : token + 1], positions[token : token + 1], cos_sin, backend=target.backend)
+        rotate_tail(alone[token : token + 1], positions[token : token + 1], cos_sin, backend=target.backend)
     assert_same_bits(alone, x)
 
 
 def test_what_does_not_turn_may_be_anything(target: Target) -> None:
     x, positions, cos_sin = make(target, 3, 24, 8)
     wanted = x.clone()
-    turn_tail(wanted, positions, cos_sin, backend=target.backend)
+    rotate_tail(wanted, positions, cos_sin, backend=target.backend)
     x[..., :16] = POISON
-    turn_tail(x, positions, cos_sin, backend=target.backend)
+    rotate_tail(x, positions, cos_sin, backend=target.backend)
     assert_same_bits(x[..., 16:], wanted[..., 16:])
     assert x[..., :16].isnan().all()
 
@@ -86,4 +86,4 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], message
         "cos_sin": torch.zeros(9, 2, 4),
     }
     with pytest.raises(KernelArgumentError, match=message):
-        turn_tail(**{**arguments, **change})
+        rotate_tail(**{**arguments, **change})

@@ -1,17 +1,17 @@
-"""turn_tail in Triton: one program for a block of a token's heads, which touches what turns and nothing else."""
+"""rotate_tail in Triton: one program for a block of a token's heads, which touches what turns and nothing else."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.rotation.triton import turn_tails
+from kernels.rotation.triton import rotate_row_tails
 
 # Heads of a program: 16 times 64 elements that turn are the 2 KiB that keep one warp's loads in flight.
 BLOCK_H = 16
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     x_ptr,
     positions_ptr,
     cos_sin_ptr,
@@ -28,7 +28,7 @@ def turn_heads(
     head = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)
     row_ptr = x_ptr + token * stride_token + head * DIM
-    turn_tails(row_ptr, angle_ptr + 0 * head, head < HEADS, DIM, HALF, BLOCK_HALF, INVERSE)
+    rotate_row_tails(row_ptr, angle_ptr + 0 * head, head < HEADS, DIM, HALF, BLOCK_HALF, INVERSE)
 
 
 def launch(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inverse: bool) -> None:
@@ -36,7 +36,7 @@ def launch(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inve
     (tokens, heads, dim), half = x.shape, cos_sin.shape[2]
     block = min(BLOCK_H, triton.next_power_of_2(heads))
     with torch.cuda.device_of(x):
-        turn_heads[(tokens * triton.cdiv(heads, block),)](
+        rotate_heads[(tokens * triton.cdiv(heads, block),)](
             x,
             positions,
             cos_sin,

@@ -1,4 +1,4 @@
-"""turn_tail: rotary position embedding of the last elements of each head, neighbours with each other, and its inverse.
+"""rotate_tail: rotation of the last elements of each head, neighbours with each other, and its inverse.
 
 DeepSeek V4 turns queries and keys so, and turns what attention made of keys back.
 """
@@ -8,12 +8,12 @@ import torch
 from kernels._checks import INDEX_DTYPES, KV_DTYPES, check_dense, check_head_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
-from kernels.turn_tail import reference
+from kernels.rotate_tail import reference
 
-__all__ = ["turn_tail"]
+__all__ = ["rotate_tail"]
 
 
-def turn_tail(
+def rotate_tail(
     x: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -37,8 +37,8 @@ def turn_tail(
     if x.numel() == 0:
         return
     if uses_triton(backend, x):
-        from kernels.turn_tail.triton import launch
+        from kernels.rotate_tail.triton import launch
 
         launch(x, positions, cos_sin, inverse)
     else:
-        reference.turn_tail(x, positions, cos_sin, inverse)
+        reference.rotate_tail(x, positions, cos_sin, inverse)
