@@ -26,6 +26,12 @@ def assert_lse(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), wanted.double(), rtol=0.0, atol=LSE_TOLERANCE)
 
 
+def assert_attention(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Outputs and log-sum-exps agree."""
+    assert_output(got[0], wanted[0])
+    assert_lse(got[1], wanted[1])
+
+
 def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal bit for bit, NaN with NaN."""
     assert got.shape == wanted.shape and got.dtype is wanted.dtype

@@ -9,7 +9,7 @@ from kernels.attention import with_lse
 from kernels.decode_attention import decode_attention
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, spread_pages
 from tests.kernels.target import Target
@@ -41,10 +41,7 @@ def run(
 
 
 def check(case: PagedCase, target: Target, scale: float | None = None) -> None:
-    out, lse = run(case, target, scale)
-    wanted, wanted_lse = dense_attention(case, scale)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, target, scale), dense_attention(case, scale))
 
 
 @pytest.mark.parametrize("window", [0, 1, 20, 300])

@@ -16,7 +16,7 @@ from kernels.decode_attention import DecodePlan, decode_attention, plan, splits_
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
 from tests.kernels.routes import decode_route
@@ -93,10 +93,7 @@ def test_fp8_pages(dim: int) -> None:
     case = decoding([1, 70, 600, 3000], dim=dim, dtype=E4M3)
     case = replace(case, q=torch.randn(case.q.shape, device="cuda").to(torch.bfloat16))
     scales = (torch.tensor([0.4], device="cuda"), torch.tensor([1.3], device="cuda"))
-    out, lse = run(case, k_scales=scales[0], v_scales=scales[1])
-    wanted, wanted_lse = dense_attention(widened(case, *scales))
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, k_scales=scales[0], v_scales=scales[1]), dense_attention(widened(case, *scales)))
 
 
 def test_a_pool_beyond_two_billion_elements() -> None:

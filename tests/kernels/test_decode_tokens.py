@@ -11,7 +11,7 @@ from kernels.decode_attention import MAX_Q_TOKENS, decode_attention
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case
 from tests.kernels.routes import decode_route
@@ -37,10 +37,7 @@ def run(case: PagedCase, target: Target, **options: object) -> tuple[torch.Tenso
 @pytest.mark.parametrize("layout", list(KvLayout))
 def test_tokens_are_causal_among_themselves(target: Target, layout: KvLayout, window: int) -> None:
     case = make_case(SPANS, CaseShape(layout=layout, window=window, device=target.device))
-    out, lse = run(case, target)
-    wanted, wanted_lse = dense_attention(case)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, target), dense_attention(case))
 
 
 @pytest.mark.parametrize("group", [1, 7, 16])
@@ -77,10 +74,9 @@ def test_softcap(target: Target, softcap: float) -> None:
     case = make_case(SPANS, CaseShape(device=target.device))
     case = replace(case, q=case.q * 4)
     sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], device=target.device)
-    out, lse = run(case, target, softcap=softcap, sinks=sinks)
-    wanted, wanted_lse = dense_attention(case, sinks=sinks, softcap=softcap)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(
+        run(case, target, softcap=softcap, sinks=sinks), dense_attention(case, sinks=sinks, softcap=softcap)
+    )
 
 
 def widened(case: PagedCase, k_scales: torch.Tensor, v_scales: torch.Tensor) -> PagedCase:
@@ -108,10 +104,9 @@ def test_fp8_pages(target: Target, per_token: bool, layout: KvLayout) -> None:
     case = replace(case, q=torch.randn(case.q.shape, generator=rng).to(torch.bfloat16).to(target.device))
     size = (case.k_pages.shape[0], 2, 16) if per_token else (1,)
     k_scales, v_scales = ((torch.rand(size, generator=rng) * 0.5 + 0.5).to(target.device) for _ in range(2))
-    out, lse = run(case, target, k_scales=k_scales, v_scales=v_scales)
-    wanted, wanted_lse = dense_attention(widened(case, k_scales, v_scales))
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(
+        run(case, target, k_scales=k_scales, v_scales=v_scales), dense_attention(widened(case, k_scales, v_scales))
+    )
 
 
 def test_padding_rows_among_spans(target: Target) -> None:

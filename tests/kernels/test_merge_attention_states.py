@@ -6,7 +6,7 @@ import torch
 from kernels.attention import with_lse
 from kernels.merge_attention_states import merge_attention_states
 from kernels.prefill_attention import prefill_attention
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, make_case, running_sums
 from tests.kernels.target import Target
@@ -92,10 +92,7 @@ def test_prefix_and_rest_give_the_whole(target: Target) -> None:
         pages = (case.k_pages, case.v_pages, tables)
         return with_lse(prefill_attention, case.q, *pages, one, keys, 1, window=window, backend=target.backend)
 
-    out, lse = merge(attend(32, 0), attend(40, 8), target)
-    wanted, wanted_lse = dense_attention(case)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(merge(attend(32, 0), attend(40, 8), target), dense_attention(case))
 
 
 def test_no_tokens(target: Target) -> None:

@@ -7,7 +7,7 @@ from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_prefill import BLOCK, AttentionState, MlaPrefillPlan, mla_prefill, mla_prefill_part
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.inputs import running_sums
 from tests.kernels.mla_inputs import NOPE, ROPE, LatentCase, attention_truth, make_latents, projected
 from tests.kernels.target import Target
@@ -40,27 +40,18 @@ def run(case: LatentCase, keys: Keys, target: Target, **options: object) -> tupl
 def test_causal_and_aligned_at_the_bottom_right(target: Target, lengths: list[tuple[int, int]]) -> None:
     for dtype in target.dtypes:
         case = make(lengths, target, dtype)
-        out, lse = run(case, projected(case), target)
-        wanted, wanted_lse = truth(case, projected(case), case.cached)
-        assert_output(out, wanted)
-        assert_lse(lse, wanted_lse)
+        assert_attention(run(case, projected(case), target), truth(case, projected(case), case.cached))
 
 
 def test_sequences_without_a_query_among_others(target: Target) -> None:
     """First, in the middle and last, with keys and without."""
     case = make([(9, 0), (40, 9), (0, 0), (130, 0), (3, 70), (20, 0)], target)
-    out, lse = run(case, projected(case), target)
-    wanted, wanted_lse = truth(case, projected(case), case.cached)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, projected(case), target), truth(case, projected(case), case.cached))
 
 
 def test_every_key_is_visible_if_not_causal(target: Target) -> None:
     case = make([(40, 9), (0, 130)], target)
-    out, lse = run(case, projected(case), target, causal=False)
-    wanted, wanted_lse = truth(case, projected(case), case.totals)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, projected(case), target, causal=False), truth(case, projected(case), case.totals))
 
 
 def test_an_offset_says_where_query_0_stands_and_a_query_may_see_nothing(target: Target) -> None:

@@ -10,7 +10,7 @@ from kernels.attention import with_lse
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 from kernels.prefill_attention import prefill_attention
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums, spread_pages
 from tests.kernels.target import REFERENCE, Target
@@ -38,10 +38,7 @@ def run(case: PagedCase, target: Target, scale: float | None = None) -> tuple[to
 
 
 def check(case: PagedCase, target: Target, scale: float | None = None) -> None:
-    out, lse = run(case, target, scale)
-    wanted, wanted_lse = dense_attention(case, scale)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, target, scale), dense_attention(case, scale))
 
 
 @pytest.mark.parametrize("window", [0, 1, 20])

@@ -11,7 +11,7 @@ from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.hopper import reason_against_case
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_lse, assert_output, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
 from tests.kernels.routes import prefill_route
@@ -64,10 +64,7 @@ class TestAgainstDenseAttention:
     @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 16])
     def test_packed_queries(self, group: int) -> None:
         case = make_case(LENGTHS, replace(SHAPE, q_heads=2 * group))
-        out, lse = run(case, GLUON, q=packed(case.q, 2))
-        wanted, wanted_lse = dense_attention(case)
-        assert_output(out, wanted)
-        assert_lse(lse, wanted_lse)
+        assert_attention(run(case, GLUON, q=packed(case.q, 2)), dense_attention(case))
 
     @pytest.mark.parametrize("window", [0, 50])
     def test_options(self, window: int) -> None:
@@ -98,10 +95,9 @@ class TestAgainstDenseAttention:
         case = make_case(LENGTHS, SHAPE)
         case, options = coded(replace(case, q=(case.q.float() * size).to(case.q.dtype)), False, GLUON)
         for extra in ({}, {"softcap": 3.0}):
-            out, lse = run(case, GLUON, **options, **extra, scale=0.1 / size)
-            wanted, wanted_lse = dense_attention(case, scale=0.1 / size, **extra)
-            assert_output(out, wanted)
-            assert_lse(lse, wanted_lse)
+            assert_attention(
+                run(case, GLUON, **options, **extra, scale=0.1 / size), dense_attention(case, scale=0.1 / size, **extra)
+            )
 
     def test_given_output_and_queries_inside_wider_rows(self) -> None:
         case = make_case([(16, 20), (0, 200)], SHAPE)

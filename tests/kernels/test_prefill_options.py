@@ -10,7 +10,7 @@ from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3, dequantise, quantise
 from kernels.layout import KvLayout, page_shape, page_tensor_shapes
 from kernels.prefill_attention import PrefillPlan, prefill_attention
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, write_tokens
 from tests.kernels.target import Target
@@ -46,19 +46,15 @@ def test_softcap(target: Target, softcap: float, window: int) -> None:
     case = make_case(RAGGED, CaseShape(window=window, device=target.device))
     case = replace(case, q=case.q * 4)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=target.device)
-    out, lse = run(case, target, softcap=softcap, sinks=sinks)
-    wanted, wanted_lse = dense_attention(case, sinks=sinks, softcap=softcap)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(
+        run(case, target, softcap=softcap, sinks=sinks), dense_attention(case, sinks=sinks, softcap=softcap)
+    )
 
 
 def test_softcap_bounds_scores_of_any_size(target: Target) -> None:
     case = make_case([(30, 20)], CaseShape(device=target.device))
     case = replace(case, q=case.q * 1000)
-    out, lse = run(case, target, softcap=3.0)
-    wanted, wanted_lse = dense_attention(case, softcap=3.0)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(run(case, target, softcap=3.0), dense_attention(case, softcap=3.0))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
@@ -111,20 +107,17 @@ def test_fp8_pages(target: Target, layout: KvLayout, per_token: bool) -> None:
     for dtype in target.dtypes[:2]:
         case = make_case(RAGGED, CaseShape(layout=layout, dtype=dtype, device=target.device))
         case, options = coded(case, per_token, target)
-        out, lse = run(case, target, **options)
-        wanted, wanted_lse = dense_attention(case)
-        assert_output(out, wanted)
-        assert_lse(lse, wanted_lse)
+        assert_attention(run(case, target, **options), dense_attention(case))
 
 
 def test_everything_at_once(target: Target) -> None:
     case = make_case(RAGGED, CaseShape(q_heads=6, window=0, device=target.device))
     case, options = coded(case, True, target)
     sinks = torch.linspace(-2, 2, 6, device=target.device)
-    out, lse = run(case, target, **options, q=packed(case.q, 2), sinks=sinks, softcap=5.0)
-    wanted, wanted_lse = dense_attention(case, sinks=sinks, softcap=5.0)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(
+        run(case, target, **options, q=packed(case.q, 2), sinks=sinks, softcap=5.0),
+        dense_attention(case, sinks=sinks, softcap=5.0),
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from kernels.attention import with_lse
 from kernels.decode_attention import decode_attention
 from kernels.prefill_attention import prefill_attention
-from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
+from tests.kernels.compare import assert_attention, assert_same_bits
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
 from tests.kernels.target import Target
@@ -61,10 +61,7 @@ def test_prefill(target: Target, window: int, dtype: torch.dtype) -> None:
     lengths = [(0, 33), (PAGE, 5), (3 * PAGE, 16), (37, 70), (0, 1)]
     case = make_case(lengths, CaseShape(window=window, device=target.device))
     sinks = sinks_for(target, dtype)
-    out, lse = prefill(case, sinks, target)
-    wanted, wanted_lse = dense_attention(case, sinks=sinks)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(prefill(case, sinks, target), dense_attention(case, sinks=sinks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -73,10 +70,7 @@ def test_decode(target: Target, window: int, dtype: torch.dtype) -> None:
     """Of the lengths, some have one split and some have several: a sink per split would show."""
     case = make_case([(length - 1, 1) for length in LENGTHS], CaseShape(window=window, device=target.device))
     sinks = sinks_for(target, dtype)
-    out, lse = decode(case, sinks, target)
-    wanted, wanted_lse = dense_attention(case, sinks=sinks)
-    assert_output(out, wanted)
-    assert_lse(lse, wanted_lse)
+    assert_attention(decode(case, sinks, target), dense_attention(case, sinks=sinks))
 
 
 def test_by_hand(target: Target) -> None:
