@@ -1,4 +1,4 @@
-"""How the slots of a page lie in memory, and the one way from a logical block to kernel pages.
+"""How the slots of a page lie in memory.
 
 The writer of a page records its layout; a reader is told it, and never guesses from a shape.
 
@@ -115,14 +115,3 @@ def read_span(
     keys = keys_to_nhd(k_pages.index_select(0, ids), layout).flatten(0, 1)[skip : skip + stop - start]
     values = values_to_nhd(v_pages.index_select(0, ids), layout).flatten(0, 1)[skip : skip + stop - start]
     return keys, values
-
-
-def expand_block_tables(block_tables: torch.Tensor, block_ratio: int) -> torch.Tensor:
-    """Block tables of logical blocks as tables of kernel pages: block b starts at page b * block_ratio.
-
-    The only place where a logical block becomes kernel pages. Kernels take what it returns and never multiply again.
-    """
-    if block_ratio < 1:
-        raise KernelArgumentError(f"block_ratio must be at least 1, got {block_ratio}")
-    steps = torch.arange(block_ratio, dtype=block_tables.dtype, device=block_tables.device)
-    return (block_tables.unsqueeze(-1) * block_ratio + steps).flatten(-2)

@@ -1,22 +1,10 @@
-"""Layouts and the one mapping from logical blocks to kernel pages."""
+"""Layouts: shapes of page tensors and back."""
 
 import pytest
 import torch
 
 from kernels.errors import KernelArgumentError
-from kernels.layout import KvLayout, PageShape, expand_block_tables, page_shape, page_tensor_shapes
-
-
-def test_block_of_256_tokens_as_16_pages() -> None:
-    """Logical block 3 is pages 48 to 63, once; block 0, the hole, stays within the reserved pages."""
-    assert expand_block_tables(torch.tensor([[3]], dtype=torch.int32), 16).tolist() == [list(range(48, 64))]
-    tables = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
-    expanded = expand_block_tables(tables, 2)
-    assert expanded.tolist() == [[6, 7, 0, 1], [2, 3, 4, 5]]
-    assert expanded.dtype is torch.int32
-    assert torch.equal(expand_block_tables(tables, 1), tables)
-    with pytest.raises(KernelArgumentError, match="block_ratio must be at least 1, got 0"):
-        expand_block_tables(tables, 0)
+from kernels.layout import KvLayout, PageShape, page_shape, page_tensor_shapes
 
 
 @pytest.mark.parametrize("layout", list(KvLayout))
