@@ -100,7 +100,7 @@ class DecodePlan:
 
     def prepare(self, seqlens_k: torch.Tensor) -> None:
         """Plans a step for these lengths, int32 [num_seqs]; call it once, before the first layer."""
-        check_lengths("seqlens_k", seqlens_k, None, self._same_device(seqlens_k))
+        check_lengths("seqlens_k", seqlens_k, None, self._same_device_as(seqlens_k.device))
         num_seqs = seqlens_k.shape[0]
         if num_seqs > self.max_seqs:
             raise KernelArgumentError(f"seqlens_k: the plan has room for {self.max_seqs} sequences, got {num_seqs}")
@@ -142,9 +142,6 @@ class DecodePlan:
                 raise KernelArgumentError(f"plan: made for {name} up to {room[name]}, got {size}")
         if self._same_device_as(device) != device:
             raise KernelArgumentError(f"plan: made for {self.device}, the tensors are on {device}")
-
-    def _same_device(self, tensor: torch.Tensor) -> torch.device:
-        return self._same_device_as(tensor.device)
 
     def _same_device_as(self, device: torch.device) -> torch.device:
         """The plan's device; "cuda" alone means the tensor's."""

@@ -17,7 +17,7 @@ from kernels.linear import Route
 from kernels.mla import cpu
 from kernels.mla.absorb import absorbed_queries
 from kernels.mla.device_plan import plan_on_device
-from kernels.mla.plan import AbsorbedRun, Chunk, ExtendPlan, MaterialisedRun, plan_extend, workspace_bytes
+from kernels.mla.plan import AbsorbedRun, ExtendPlan, MaterialisedRun, plan_extend, workspace_bytes
 from kernels.mla.rule import MlaPath, choose_path
 from kernels.mla.sparse import mla_sparse
 from kernels.mla_decode import MlaDecodePlan, mla_decode
@@ -136,7 +136,14 @@ def _materialise(
     """All but the last chunk leave their sums behind; a sequence may own nothing in a chunk."""
     state = AttentionState.empty(q.shape[0], q.shape[1], out.shape[2], q.device) if len(run.chunks) > 1 else None
     for index, chunk in enumerate(run.chunks):
-        latents = _gather(pages, run, chunk, backend)
+        latents = gather_latent(
+            pages,
+            run.block_tables,
+            chunk.cu_seqlens_k,
+            chunk.num_latents,
+            first_positions=chunk.first_positions,
+            backend=backend,
+        )
         nope = q.shape[2] - (pages.shape[2] - kv_b.shape[1])
         keys = project_latents(latents, kv_b, q.shape[1], nope, route=route, backend=backend)
         arguments = (q, *keys, run.cu_seqlens_q, chunk.cu_seqlens_k, run.max_seqlen_q)
@@ -147,14 +154,3 @@ def _materialise(
             )
         else:
             mla_prefill(*arguments, q_offsets=offsets, scale=scale, state=state, plan=plan, out=out, backend=backend)
-
-
-def _gather(pages: torch.Tensor, run: MaterialisedRun, chunk: Chunk, backend: Backend) -> torch.Tensor:
-    return gather_latent(
-        pages,
-        run.block_tables,
-        chunk.cu_seqlens_k,
-        chunk.num_latents,
-        first_positions=chunk.first_positions,
-        backend=backend,
-    )

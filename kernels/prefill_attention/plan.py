@@ -42,7 +42,7 @@ class PrefillPlan:
         self.heads = (q_heads, kv_heads, dim)
         self.device = torch.device(device)
         self._tile_queries = max(TILE_ROWS // (q_heads // kv_heads), 1)
-        max_tiles = max_tokens // self._tile_queries + max_seqs if self._is_used() else 0
+        max_tiles = max_tokens // self._tile_queries + max_seqs if is_hopper(self.device) else 0
         self.records = torch.empty(max_tiles, RECORD, dtype=torch.int32, device=self.device)
         self.count = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
@@ -51,7 +51,7 @@ class PrefillPlan:
         num_seqs = cu_seqlens_q.shape[0] - 1
         if num_seqs > self.max_seqs:
             raise KernelArgumentError(f"cu_seqlens_q: {num_seqs} sequences, the plan holds {self.max_seqs}")
-        if self._is_used():
+        if is_hopper(self.device):
             from kernels.prefill_attention.plan_triton import launch
 
             key_tile = key_block(self.heads[2])
@@ -67,6 +67,3 @@ class PrefillPlan:
             raise KernelArgumentError(f"plan: made for (q_heads, kv_heads, dim) {self.heads}, got {heads}")
         if device != self.count.device:
             raise KernelArgumentError(f"plan: must be on {device}, is on {self.count.device}")
-
-    def _is_used(self) -> bool:
-        return is_hopper(self.device)
