@@ -12,7 +12,7 @@ from kernels.backend import Backend, choose_backend
 from kernels.decode_attention import cpu, reference
 from kernels.decode_attention.call import DecodeCall
 from kernels.decode_attention.hopper import reason_against
-from kernels.decode_attention.plan import DecodePlan
+from kernels.decode_attention.plan_buffers import DecodePlan
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
 

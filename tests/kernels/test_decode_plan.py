@@ -9,7 +9,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.decode_attention import DecodePlan, decode_attention
-from kernels.decode_attention.plan import COSTS, MAX_ROUNDS, SPLIT_FIELDS
+from kernels.decode_attention.plan_buffers import COSTS, MAX_ROUNDS, SPLIT_FIELDS
 from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from kernels.errors import KernelArgumentError
 from tests.kernels.inputs import CaseShape, make_case

@@ -1,6 +1,6 @@
 """What a kind of group means, from where a sequence can resume to what an adopt claims: one class for each kind.
 
-A new kind is a file in this folder and a line in `KINDS` (layout.py). The verbs call these methods, in the order of a
+A new kind is a file in this folder and a line in `KINDS` (registry.py). The verbs call these methods, in the order of a
 request's life, and never ask which kind it is. Residency is packed in prompt order: a byte for each page, 0 for a hole.
 """
 

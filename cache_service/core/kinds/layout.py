@@ -6,18 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cache_service.core.device.eviction_order import EvictionPolicy
-from cache_service.core.kinds.full import FullGroup
 from cache_service.core.kinds.group import Group, SparseGroup, pages_of
-from cache_service.core.kinds.state import StateGroup
-from cache_service.core.kinds.window import WindowGroup
-from session.words import TOKEN_BYTES, GroupKind, GroupSpec
-
-# Which class says what a kind means.
-KINDS: dict[GroupKind, type[FullGroup] | type[WindowGroup] | type[StateGroup]] = {
-    GroupKind.FULL: FullGroup,
-    GroupKind.WINDOW: WindowGroup,
-    GroupKind.STATE: StateGroup,
-}
+from cache_service.core.kinds.registry import KINDS
+from session.words import TOKEN_BYTES, GroupSpec
 
 
 @dataclass(frozen=True, slots=True)

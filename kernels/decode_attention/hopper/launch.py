@@ -7,7 +7,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.attention import AttentionSpec
 from kernels.decode_attention.call import DecodeCall
 from kernels.decode_attention.hopper.kernel import decode_pages
-from kernels.decode_attention.plan import DecodePlan
+from kernels.decode_attention.plan_buffers import DecodePlan
 from kernels.decode_attention.tree_sizes import LEAF, LEAVES_PER_GROUP, TILE
 from kernels.layout import KvLayout
 from kernels.softmax import LOG2_E
