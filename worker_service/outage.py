@@ -77,7 +77,7 @@ class Outages:
         if self._scheduler.is_detached:
             return self._take_pages()
         now_s = time.monotonic()
-        if self._silent_s() < self.patience.seconds(now_s) or not self._scheduler.lacks_pages():
+        if self._silent_s() < self.patience.seconds(now_s) or not self._scheduler.lacks_room():
             return False
         _log.warning("the cache service has been silent for %.3g s: streams take pages by themselves", self._silent_s())
         self.patience.lost(now_s)

@@ -55,7 +55,7 @@ class OwnPages:
         for pages in (self._spare, self._returned, self._pauses, self._last_pauses):
             pages.clear()
 
-    def lacks(self) -> bool:
+    def lacks_room(self) -> bool:
         """Returns whether a row that decodes has no room for its next token."""
         plan = self._plan()
         return any(self._lack(plan, index) for index in range(plan.num_decode))

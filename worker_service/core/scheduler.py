@@ -304,9 +304,9 @@ class Scheduler:
         """Returns whether this worker has given up the state of the cache service and not got a new one yet."""
         return self._readmitter.is_detached
 
-    def lacks_pages(self) -> bool:
+    def lacks_room(self) -> bool:
         """Returns whether some row that decodes stands still without the cache service."""
-        return self.num_adopting > 0 or self._own_pages.lacks()
+        return self.num_adopting > 0 or self._own_pages.lacks_room()
 
     def detach(self) -> None:
         """Gives up the state of the cache service: rows may take pages by themselves once transfers have ended."""
