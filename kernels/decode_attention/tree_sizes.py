@@ -1,6 +1,6 @@
 """The sizes of decode_attention's summation tree for Hopper. Every result's bits depend on all three.
 
-plan.py divides work along the tree, hopper/tree.py and hopper/merge.py sum along it. The plain Triton kernel merges
+splits_triton.py divides work along the tree, hopper/tree.py and hopper/merge.py sum along it. The plain Triton kernel merges
 splits in their order instead, SPLIT keys in each (triton.py).
 """
 

@@ -9,7 +9,7 @@ from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.route_experts import reference
-from kernels.route_experts.rule import Routing, RoutingRule, Scoring
+from kernels.route_experts.routing import Routing, RoutingRule, Scoring
 
 __all__ = ["Routing", "RoutingRule", "Scoring", "route_experts"]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.route_experts.rule import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
+from kernels.route_experts.routing import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
 
 
 def route_experts(

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.route_experts.rule import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
+from kernels.route_experts.routing import LEAST_SUM, LINEAR_FROM, Routing, RoutingRule, Scoring
 
 TINY: tl.constexpr = tl.constexpr(LEAST_SUM)
 _LINEAR_FROM: tl.constexpr = tl.constexpr(LINEAR_FROM)

@@ -1,5 +1,6 @@
 """What all partitions of a program agree on: splits, how a pair is cut into them, and the keys of a split.
 
+Into how many splits a step is cut is decided in ../splits_triton.py.
 A split is a run of leaves of one pair (sequence, kv head), or all of them. Streams and consumers walk the same splits
 in the same order by themselves. Where a pair is cut follows from its length and its number of splits alone, so that the
 program that merges the pair can compute which partials exist. A plan for a window divides what lies from a pair's
