@@ -11,11 +11,12 @@ import pytest
 from adapters.sglang.pool_hits import pool_hits
 from adapters.sglang.stored_pages import StoredPages
 from session.words import GroupKind
-from tests.tier_client.conftest import common_stage, shared
+from tests.tier_client.conftest import common_stage, shared, stage
 from tests.tier_client.stage import Stage
+from tests.tier_client.test_client import until
 from tier_client.values import PageGroup
 
-__all__ = ["common_stage", "shared"]
+__all__ = ["common_stage", "shared", "stage"]
 
 PAGE_TOKENS, WINDOW, PAGE_BYTES = 4, 7, 64  # of a window before a token: a boundary needs two pages
 
@@ -54,6 +55,45 @@ def test_stored_pages_are_present_and_read_up_to_the_first_that_is_not(
     assert stored_tokens.num_present(names[1:]) == 2, "a chain may begin anywhere"
     assert [bytes(page) for page in stored_tokens.read(names[1:2])] == pages[1:2]
     assert shared.stats().attachments.num_leases == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn"])
+def test_a_page_that_is_not_as_it_was_written_ends_what_is_read(shared: Stage, damage: str) -> None:
+    with stored(shared, PageGroup("kv", GroupKind.FULL, PAGE_BYTES)) as kept:
+        names, pages = ids(4, damage), pages_of(4)
+        before = keys(shared)
+        assert kept.write(names[:1], pages[:1])
+        (first,) = keys(shared) - before
+        assert kept.write(names, pages)
+        with shared.redis.client() as redis:
+            value = redis.get(first)
+            assert isinstance(value, bytes)
+            redis.delete(first)
+            if damage == "torn":
+                redis.set(first, value[:-1] + bytes([value[-1] ^ 1]))
+        assert kept.read(names) == [], "a wrong page"
+        assert kept.num_present(names) == 0, "its row is gone"
+        assert kept.write(names, pages)
+        assert [bytes(page) for page in kept.read(names)] == pages
+
+
+def keys(stage: Stage) -> set[bytes]:
+    with stage.redis.client() as redis:
+        return set(redis.keys("*"))
+
+
+@pytest.mark.parametrize("dead", ["redis", "cache"])
+def test_with_redis_or_the_service_dead_nothing_is_there_and_nothing_is_raised(stage: Stage, dead: str) -> None:
+    with stored(stage, PageGroup("kv", GroupKind.FULL, PAGE_BYTES)) as kept:
+        names, pages = ids(3), pages_of(3)
+        assert kept.write(names, pages) and kept.num_present(names) == 3
+        service = stage.redis if dead == "redis" else stage.cache
+        service.kill()
+        # What was granted before is read, if the bytes are there.
+        assert [bytes(page) for page in kept.read(names[:2])] == ([] if dead == "redis" else pages[:2])
+        assert kept.num_present(names) == 0 and kept.read(names) == [] and not kept.write(ids(3, "other"), pages)
+        service.start()
+        until(lambda: kept.write(names, pages) and [bytes(page) for page in kept.read(names)] == pages)
 
 
 def test_paths_that_begin_alike_are_told_apart(stored_tokens: StoredPages) -> None:
