@@ -12,7 +12,7 @@ import torch
 
 from kernels.attention import with_lse
 from kernels.backend import Backend
-from kernels.decode_attention import DecodePlan, decode_attention, plan, splits_triton
+from kernels.decode_attention import DecodePlan, decode_attention, plan_buffers, splits_triton
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import E4M3
 from kernels.layout import KvLayout
@@ -138,8 +138,8 @@ def test_programs_and_chunks_change_no_bit(programs: int, window: int, monkeypat
     wanted = run(case)
     monkeypatch.setattr(DecodePlan, "programs", lambda self, num_seqs: programs)
     # As the model has it; cuts that are dear, cost nothing, are worth something: from few splits to one for each leaf.
-    for costs in (plan.COSTS[2], (0.5, 50.0, 5.0), (1.0, 0.0, 0.0), (0.5, -5.0, 0.0)):
-        monkeypatch.setattr(plan, "COSTS", dict.fromkeys(plan.COSTS, costs))
+    for costs in (plan_buffers.COSTS[2], (0.5, 50.0, 5.0), (1.0, 0.0, 0.0), (0.5, -5.0, 0.0)):
+        monkeypatch.setattr(plan_buffers, "COSTS", dict.fromkeys(plan_buffers.COSTS, costs))
         for got, right in zip(run(case), wanted, strict=True):
             assert_same_bits(got, right)
 
