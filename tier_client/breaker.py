@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Open for `pause_s` after so many failures in a row, and after each further one. Any number of threads may ask."""
+    """Open for `pause_s` after `failures_to_open` failures in a row, and after each further one.
+
+    Any number of threads may ask.
+    """
 
     def __init__(self, pause_s: float, failures_to_open: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause_s, self._failures_to_open, self._clock = pause_s, failures_to_open, clock

@@ -21,7 +21,7 @@ from tier_client.values import Hit, PageGroup, PagePath
 READ_PAGES = 32
 # What nobody asks for any more is dropped after this time.
 KEPT_S = 30.0
-# With windows or states: ranks that found different boundaries read again, up to the least of them, so many times.
+# How often ranks that found different boundaries (windows, states) read again, up to the least of them.
 MAX_ROUNDS = 4
 
 

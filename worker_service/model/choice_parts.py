@@ -8,7 +8,7 @@ from worker_service.model.launch_inputs import LaunchInputs
 
 # Prompts with more keys than this, all together, are not captured: the host is not what they wait for.
 CAPTURED_KEYS = 16_384
-# Logits of so many bytes are chosen from at a time, for at most so many queries.
+# The most bytes of logits, and the most queries, that are chosen from at a time.
 LOGITS_BYTES = 256 << 20
 MOST_ROWS = 1024
 

@@ -27,13 +27,13 @@ class Quota:
         return self.max_bytes - self.held_bytes - self.reserved_bytes
 
     def grow(self, num_bytes: int, *, is_held: bool) -> None:
-        """A row got so many bytes more."""
+        """Counts `num_bytes` more of a row."""
         self.num_bytes += num_bytes
         if is_held:
             self.held_bytes += num_bytes
 
     def drop(self, num_bytes: int, *, is_held: bool) -> None:
-        """A row of so many bytes has gone."""
+        """Counts a row of `num_bytes` that is gone."""
         self.num_bytes -= num_bytes
         if is_held:
             self.let_go(num_bytes)
@@ -44,7 +44,7 @@ class Quota:
         self.held_bytes += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Nobody holds a row of so many bytes any more."""
+        """Counts a row of `num_bytes` that nobody holds any more."""
         self.num_held -= 1
         self.held_bytes -= num_bytes
 
