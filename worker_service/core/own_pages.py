@@ -28,7 +28,8 @@ from worker_service.core.queues import Queues
 from worker_service.core.sequence import Sequence
 from worker_service.core.step_builder import StepBuilder
 
-# A look through 60,000 pages takes 15 ms. After one that found none, this many calls of `take` pass without one: first and most.
+# A look through 60,000 pages takes 15 ms. After one that found none, this many calls of `take` pass without one: at
+# first, and at most.
 FEW_CALLS, MANY_CALLS = 4, 64
 # Cached pages of a window that are taken before the next look: streams leave others behind meanwhile.
 NUM_OLDEST = 16
