@@ -30,7 +30,7 @@ from worker_service.core.step_builder import StepBuilder
 
 # A look through 60,000 pages takes 15 ms. After one that found none, this many calls of `take` pass without one: at
 # first, and at most.
-FEW_CALLS, MANY_CALLS = 4, 64
+FEW_CALLS, MANY_CALLS = 8, 64
 # Cached pages of a window that are taken before the next look: streams leave others behind meanwhile.
 NUM_OLDEST = 16
 # Of a page: 0 is spare.
@@ -124,7 +124,9 @@ class OwnPages:
             self._spare[group] = self._by_chains(use) if is_leading else iter(self._by_last_use(group, use))
             self._last_pauses.pop(group, None)
             return True
-        self._pauses[group] = self._last_pauses[group] = min(2 * self._last_pauses.get(group, FEW_CALLS), MANY_CALLS)
+        self._pauses[group] = self._last_pauses[group] = min(
+            2 * self._last_pauses.get(group, FEW_CALLS // 2), MANY_CALLS
+        )
         return False
 
     # -- what is in use, and what is known --
