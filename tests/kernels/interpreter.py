@@ -17,6 +17,9 @@ before Triton was imported:
     int32 overflow is computed with five operations, half of     computed by numpy, and told
     the time, and never told
     operands of one type are converted to it all the same        passed as they are
+    reductions and scans by a kernel's own function go element   a slice of the axis at a time
+    by element
+    a sort runs its network of comparisons                       done by numpy
     each call of a jitted function patches the language again,   once a launch
     and each operation makes its shapes and tables of types      once each
     anew: another quarter of the time
@@ -30,6 +33,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+
+from tests.kernels.interpreter_loops import reduce_slices, scan_slices, sort_rows
 
 _mended = False
 # Modules of the language that the launch in progress has patched.
@@ -50,6 +55,9 @@ def mend() -> None:
     builder.create_dot = _with_exact_rows(builder.create_dot)
     builder.binary_op = _without_bf16(builder.binary_op)
     interpreter.ReduceOps.apply_impl = _without_bf16_input(interpreter.ReduceOps.apply_impl)
+    interpreter.ReduceOps.generic_reduce = reduce_slices
+    interpreter.ScanOps.generic_scan = scan_slices
+    tl.sort = sort_rows
     semantic = type(interpreter.interpreter_semantic)
     semantic.binary_op_sanitize_overflow_impl = _tell_overflow
     semantic.broadcast_impl_value = _unless_alike(semantic.broadcast_impl_value)
