@@ -1,5 +1,5 @@
 """What is measured of sparse attention over latents: an indexer's logits, its choice, attention over what is chosen,
-and all three beside dense latent attention.
+all three beside dense latent attention, and what comes between an indexer's GEMMs and its logits.
 
 The shapes are DeepSeek V3.2's: 64 index heads of 128, 2,048 tokens chosen, 128 heads on one card or the 16 that one of
 eight cards holds. A case is decoding sequences, or one prompt's new tokens behind what it has cached.
@@ -17,10 +17,12 @@ from benchmarks.measurement import (
     GEMM,
     OUT_TOLERANCE,
     READ,
+    ROUNDING,
     TOKENS,
     Maker,
     Measurement,
     Peer,
+    difference,
     random,
     row_error,
     unequal,
@@ -30,11 +32,13 @@ from kernels.index_logits import index_logits
 from kernels.key_rows import KeyRows, key_rows
 from kernels.mla import MlaPath, mla_absorbed, mla_extend, mla_sparse, plan_extend
 from kernels.mla_decode import MlaDecodePlan
+from kernels.rotate_append_index import rotate_append_index
 from kernels.sparse_latent_attention import sparse_latent_attention
 from kernels.top_k import top_k
 
 DEVICE = "cuda"
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
+INDEX_ROPE, MAX_POSITIONS, EPS = 64, 8192, 1e-6
 # Of the rows that are compared with a reference, which takes one after the other.
 SOME_ROWS = 16
 # A logit is a sum of 64 products of 128, each rounded to 8 bits before.
@@ -43,6 +47,7 @@ LOGITS_TOLERANCE = 1e-3
 DECODES = ((1, 65_536), (64, 8_192), (64, 65_536))
 PROMPTS = ((0, 2_048), (14_336, 2_048), (63_488, 2_048))
 HEADS = (128, 16)
+NEW_TOKENS = (64, 2_048)
 
 
 class Case(NamedTuple):
@@ -181,10 +186,32 @@ def dense_layer(case: Case, q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Te
     return partial(mla_extend, q, pages, kv_b, planned)
 
 
+def append(tokens: int) -> list[Measurement]:
+    """GB/s of what is read and of what is written; of queries only what turns is touched."""
+    q, k = random(tokens, INDEX_HEADS, INDEX_DIM), random(tokens, INDEX_DIM)
+    norm, bias = random(INDEX_DIM), random(INDEX_DIM)
+    pages, slots = random(-(-tokens // PAGE), PAGE, INDEX_DIM), torch.randperm(tokens, device=DEVICE)
+    positions = torch.randint(0, MAX_POSITIONS, (tokens,), device=DEVICE)
+    angles = torch.rand(MAX_POSITIONS, INDEX_ROPE // 2, device=DEVICE) * 6
+    table = torch.stack((angles.cos(), angles.sin()), dim=1)
+    options = {"norm": norm, "bias": bias, "eps": EPS}
+
+    def error() -> float:
+        made = [(q.clone(), torch.zeros_like(pages)) for _ in range(2)]
+        for (turned, filled), backend in zip(made, (Backend.AUTO, Backend.REFERENCE), strict=True):
+            rotate_append_index(turned, k, positions, table, filled, slots, **options, backend=backend)
+        return max(difference(*pair) for pair in zip(*made, strict=True))
+
+    call = partial(rotate_append_index, q, k, positions, table, pages, slots, **options)
+    amount = 4e-9 * tokens * (INDEX_HEADS * INDEX_ROPE + INDEX_DIM)
+    return [Measurement("rotate_append_index", f"{tokens} x {INDEX_HEADS} heads", amount, call, error, ROUNDING)]
+
+
 CASES = (*(partial(decoding, *sizes) for sizes in DECODES), *(partial(prompt, *sizes) for sizes in PROMPTS))
 AREAS: dict[str, tuple[Maker, ...]] = {
     "index_logits": tuple(partial(logits, case) for case in CASES),
     "top_k": tuple(partial(choice, case) for case in CASES),
     "sparse_attention": tuple(partial(attention, heads, case) for heads in HEADS for case in CASES),
     "sparse_layer": tuple(partial(layer, heads, case) for heads in HEADS for case in CASES),
+    "sparse_rows": tuple(partial(append, tokens) for tokens in NEW_TOKENS),
 }
