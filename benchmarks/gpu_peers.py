@@ -19,6 +19,7 @@ from tests.kernels.inputs import PagedCase
 
 WORKSPACE_BYTES = 256 << 20
 BACKENDS = ("fa3", "fa2")
+DECODE_BACKENDS = ("fa2", "fa3", "cudnn")
 
 Peers = tuple[Peer, ...]
 
@@ -60,10 +61,44 @@ def _prefill_peer(wrapper: Any, backend: str, case: PagedCase, amount: float) ->
 
 @made_by_flashinfer
 def flashinfer_decode(flashinfer: Any, case: PagedCase, amount: float) -> Peers:
-    """FlashInfer's paged decode on tensor cores, its faster way for several query heads to a KV head, likewise."""
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
-    wrapper.plan(*_page_lists(case), *_heads(case), case.page_tokens, q_data_type=case.q.dtype)
-    return (Peer("flashinfer", _call(wrapper, case), amount),)
+    """FlashInfer's paged decodes, planned beforehand: on tensor cores, by cuDNN over pages, and xqa."""
+    wrapper = partial(flashinfer.BatchDecodeWithPagedKVCacheWrapper, kv_layout="NHD", use_tensor_cores=True)
+    makers = {f"flashinfer_{backend}": partial(_planned_decode, wrapper, backend, case) for backend in DECODE_BACKENDS}
+    makers["flashinfer_xqa"] = partial(_xqa_decode, flashinfer, case)
+    return tuple(Peer(name, _made(make), amount) for name, make in makers.items())
+
+
+def _made(make: Callable[[], Work]) -> Work:
+    """Returns what `make` returns, or work that fails as `make` did: the row of a missing backend says why."""
+    try:
+        return make()
+    except (RuntimeError, ImportError, AttributeError, TypeError, ValueError, OSError, AssertionError) as failure:
+        return partial(_refuse, f"{type(failure).__name__}: {failure}")
+
+
+def _refuse(complaint: str) -> None:
+    raise RuntimeError(complaint)
+
+
+def _planned_decode(wrapper: Any, backend: str, case: PagedCase) -> Work:
+    decode = wrapper(workspace(), backend=backend)
+    decode.plan(*_page_lists(case), *_heads(case), case.page_tokens, q_data_type=case.q.dtype)
+    return _call(decode, case)
+
+
+def _xqa_decode(flashinfer: Any, case: PagedCase) -> Work:
+    """It takes lengths and block tables as they are, and plans nothing."""
+    return partial(
+        flashinfer.decode.xqa_batch_decode_with_kv_cache,
+        case.q,
+        (case.k_pages, case.v_pages),
+        workspace(),
+        case.block_tables,
+        case.seqlens_k.to(torch.uint32),
+        int(case.seqlens_k.max()),
+        bmm1_scale=case.q.shape[-1] ** -0.5,
+        out=torch.empty_like(case.q),
+    )
 
 
 @made_by_flashinfer
