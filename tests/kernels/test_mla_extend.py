@@ -227,8 +227,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     plan = plan_extend(case.block_tables, [3], [5], HEADS)
     with pytest.raises(KernelArgumentError, match="q: the plan is for 3 tokens"):
         mla_extend(case.q[:2], case.pages, case.kv_b, plan)
-    with pytest.raises(KernelArgumentError, match=r"kv_b: 100 rows are not a multiple of the .* heads of q"):
-        mla_extend(case.q, case.pages, case.kv_b[:100], plan)
+    with pytest.raises(KernelArgumentError, match=r"kv_b: 101 rows are not a multiple of the .* heads of q"):
+        mla_extend(case.q, case.pages, case.kv_b[:101], plan)
     with pytest.raises(KernelArgumentError, match="new_tokens, cached_tokens"):
         plan_extend(case.block_tables, [3], [5, 6], HEADS)
     with pytest.raises(KernelArgumentError, match="chunk_tokens: must be at least"):
