@@ -3,7 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.backend import is_hopper
 from kernels.gated_activation.gate import Gate, GateKind
 from kernels.gated_activation.reference import GELU_CUBIC, GELU_SLOPE
 
@@ -27,7 +29,11 @@ def gate_rows(
     COLUMNS: tl.constexpr,
     KIND: tl.constexpr,
     CLAMPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     runs: tl.constexpr = tl.cdiv(D, COLUMNS)
     row = (tl.program_id(0) // runs).to(tl.int64)
     d = tl.program_id(0) % runs * COLUMNS + tl.arange(0, COLUMNS)
@@ -52,6 +58,7 @@ def launch(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     rows, dim = out.shape
     columns = min(COLUMNS, triton.next_power_of_2(dim))
+    overlaps = is_hopper(gate_up.device)
     programs = rows * triton.cdiv(dim, columns)
     with torch.cuda.device_of(gate_up):
         gate_rows[(programs,)](
@@ -64,5 +71,7 @@ def launch(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
             COLUMNS=columns,
             KIND=gate.kind.value,
             CLAMPS=gate.clamps,
+            OVERLAPS=overlaps,
             num_warps=4,
+            launch_pdl=overlaps,
         )

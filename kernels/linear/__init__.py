@@ -2,8 +2,9 @@
 
 Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes while it has no workspace to
 split K into (the process sees to that before cuBLAS starts), and a Triton GEMM: of one fixed tile for 16 bits, of
-fixed slices of the depth for fp32. `keeps_rows` finds out, on the weights' own device, whether the first one will do.
-On a CPU fp32 weights are packed for oneDNN.
+fixed slices of the depth for fp32. On Hopper up to 64 rows of 16 bits take a Gluon kernel on both routes. `keeps_rows`
+finds out, on the weights' own device, whether library and Gluon kernel give the same bits. On a CPU fp32 weights are
+packed for oneDNN.
 """
 
 from enum import Enum
@@ -13,7 +14,8 @@ from torch.nn import functional
 
 from kernels._checks import KV_DTYPES, check_contiguous, check_dense, check_rows, check_tensor
 from kernels.backend import Backend, uses_triton
-from kernels.linear import packed, reference
+from kernels.errors import KernelArgumentError
+from kernels.linear import hopper, packed, reference
 
 __all__ = ["LEAST_PACKED_ROWS", "LEAST_ROWS", "Route", "keeps_rows", "linear", "packed_weight"]
 
@@ -54,12 +56,26 @@ def linear(
         return packed.linear(x, weight, bias)
     if backend is Backend.REFERENCE:
         return reference.linear(x, weight, bias)
+    if backend in (Backend.AUTO, Backend.GLUON):
+        reason = hopper.reason_against(x, weight)
+        if reason is None:
+            return _few(x, weight, bias)
+        if backend is Backend.GLUON:
+            raise KernelArgumentError(f"backend GLUON: {reason}")
     if route is Route.TILED and uses_triton(backend, x):
         return _tiled(x, weight, bias)
     missing = LEAST_ROWS - x.shape[0]
     if x.is_cuda and LEAST_ROWS > missing > 0:
         return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
     return functional.linear(x, weight, bias)
+
+
+def _few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from kernels.linear.hopper.launch import launch
+
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    launch(x, weight, bias, out)
+    return out
 
 
 def _tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -6,6 +6,9 @@ The number of warps follows from the row's width alone, so the order of its sum 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.backend import is_hopper
 
 # Elements that one warp sums: few enough that a short batch, bound by latency, has many loads in flight.
 WARP_ELEMENTS = 512
@@ -26,12 +29,16 @@ def normalise_rows(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     ok = d < D
-    x = tl.load(x_ptr + row * stride_x_row + d, mask=ok, other=0.0)
     weight = tl.load(weight_ptr + d, mask=ok, other=0.0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row * stride_x_row + d, mask=ok, other=0.0)
     wide = x.to(tl.float32)
     if ADDS:
         residual = tl.load(residual_ptr + row * stride_residual_row + d, mask=ok, other=0.0)
@@ -53,6 +60,7 @@ def launch(
     """Fills out and total; checked, non-empty arguments."""
     rows, dim = x.shape
     block = triton.next_power_of_2(dim)
+    overlaps = is_hopper(x.device)
     with torch.cuda.device_of(x):
         normalise_rows[(rows,)](
             x,
@@ -66,5 +74,7 @@ def launch(
             D=dim,
             BLOCK_D=block,
             ADDS=residual is not None,
+            OVERLAPS=overlaps,
             num_warps=min(MAX_WARPS, max(1, block // WARP_ELEMENTS)),
+            launch_pdl=overlaps,
         )

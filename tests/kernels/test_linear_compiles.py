@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper
+
+# What one program may take of a multiprocessor's shared memory.
+SHARED_BYTES = 227 << 10
 
 triton = pytest.importorskip("triton")
 
@@ -16,6 +20,25 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(8, 4096), (8, 28672), (16, 4096), (32, 4096), (64, 4096), (64, 28672)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_few(rows: int, outputs: int, dtype: str) -> None:
+    from kernels.linear.hopper import BLOCK_K, columns_for, tiles_for
+    from kernels.linear.hopper.kernel import multiply_few
+
+    block_n, stages = tiles_for(rows, outputs)
+    columns = columns_for(rows)
+    sizes = {"BLOCK_N": block_n, "COLUMNS": columns, "BLOCK_K": BLOCK_K, "STAGES": stages, "HAS_BIAS": True}
+    boxes = {"weight_desc": descriptor(dtype, [block_n, BLOCK_K]), "x_desc": descriptor(dtype, [columns, BLOCK_K])}
+    kinds = {**boxes, "out_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
+    built = compile_gluon(multiply_few, sizes, kinds, launch_pdl=True)
+    assert not built.spills and not built.serialised
+    assert built.shared_bytes <= SHARED_BYTES
+    assert built.ptx.count("wgmma.mma_async") == BLOCK_K // 16 * block_n // 64
+    wait, prefetched = built.ptx.index("griddepcontrol.wait"), built.ptx.index("cp.async.bulk.tensor")
+    assert prefetched < wait < built.ptx.rindex("cp.async.bulk.tensor")
 
 
 def test_tiled() -> None:

@@ -49,7 +49,7 @@ def test_rotate_append(layout: int, normed: bool) -> None:
     """Products and sums apart, as torch rounds them."""
     from kernels.rotate_append_kv.triton import rotate_rows
 
-    constants: dict[str, Any] = {**HEADS, **BLOCKS, "LAYOUT": layout, "NORM": normed, "SCALES": 0}
+    constants: dict[str, Any] = {**HEADS, **BLOCKS, "LAYOUT": layout, "NORM": normed, "SCALES": 0, "OVERLAPS": True}
     built = compile_for_hopper(rotate_rows, constants, 4, kind, enable_fp_fusion=False)
     check_moves(built)
     assert normed or "fma.rn.f32" not in built.ptx
@@ -59,7 +59,7 @@ def test_rotate_append(layout: int, normed: bool) -> None:
 def test_rotate_append_codes(scales: int) -> None:
     from kernels.rotate_append_kv.triton import rotate_rows
 
-    constants = {**HEADS, **BLOCKS, "NORM": False, "SCALES": scales}
+    constants = {**HEADS, **BLOCKS, "NORM": False, "SCALES": scales, "OVERLAPS": True}
     built = compile_for_hopper(rotate_rows, constants, 4, fp8_kind)
     assert "cvt.rn.satfinite.e4m3x2.f32" in built.ptx and "div.rn.f32" in built.ptx and "div.full" not in built.ptx
     assert not built.spills
@@ -96,11 +96,17 @@ def test_rows() -> None:
     from kernels.softcap_logits.triton import cap_rows
 
     for gate in GateKind:
-        constants = {"D": 14336, "COLUMNS": 1024, "KIND": gate.value, "CLAMPS": gate is not GateKind.GELU_TANH}
+        constants = {
+            "D": 14336,
+            "COLUMNS": 1024,
+            "KIND": gate.value,
+            "CLAMPS": gate is not GateKind.GELU_TANH,
+            "OVERLAPS": True,
+        }
         check_moves(compile_for_hopper(gate_rows, constants, 4, kind))
     check_moves(compile_for_hopper(cap_rows, {"COLUMNS": 2048}, 4, kind, aligned=("V",)))
     for adds in (False, True):
-        constants = {"D": 4096, "BLOCK_D": 4096, "ADDS": adds}
+        constants = {"D": 4096, "BLOCK_D": 4096, "ADDS": adds, "OVERLAPS": True}
         for weight in ("*bf16", "*fp32"):
             built = compile_for_hopper(
                 normalise_rows, constants, 8, lambda name, weight=weight: weight if name == "weight_ptr" else kind(name)

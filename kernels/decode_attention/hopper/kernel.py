@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from kernels.decode_attention.hopper.attend import attend
 from kernels.decode_attention.hopper.stream import stream_pages
 from kernels.hopper.barriers import make_barriers
+from kernels.hopper.launches import allow_next_launch, wait_for_last_launch
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "token_first", "stride_tables_seq"])
@@ -98,6 +99,8 @@ def decode_pages(
     queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queue_full = make_barriers(2, 1)
     queue_empty = make_barriers(2, 2)
+    allow_next_launch()
+    wait_for_last_launch()
     value_scale = 1.0
     if HAS_SCALES:
         scale = scale * gl.load(k_scale_ptr)

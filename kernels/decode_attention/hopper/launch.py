@@ -89,6 +89,7 @@ def launch(call: DecodeCall, plan: DecodePlan | None, out: torch.Tensor, lse: to
                 WANTS_LSE=lse is not None,
                 num_warps=4,
                 maxnreg=MAX_REGISTERS[per_multiprocessor],
+                launch_pdl=True,
             )
 
 

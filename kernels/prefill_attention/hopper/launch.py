@@ -1,12 +1,11 @@
 """Launches prefill_attention's Gluon kernel: descriptors of queries and pages, and compile-time constants."""
 
-import functools
-
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention import AttentionSpec
+from kernels.device import num_multiprocessors
 from kernels.layout import KvLayout
 from kernels.prefill_attention.call import PrefillCall
 from kernels.prefill_attention.hopper import TILE_ROWS, holds_queries, key_block, num_stages, padded_dim
@@ -23,7 +22,7 @@ def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: 
         plan = PrefillPlan(call.num_seqs, out.shape[0], spec.q_heads, shape.heads, shape.dim, device=out.device)
         plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k)
     block = key_block(shape.dim)
-    num_programs = min(_num_multiprocessors(q.device), plan.records.shape[0] * shape.heads)
+    num_programs = min(num_multiprocessors(q.device), plan.records.shape[0] * shape.heads)
     scale = spec.softcap if spec.softcap else spec.scale
     with torch.cuda.device_of(q):
         attend_tiles[(num_programs,)](
@@ -94,7 +93,3 @@ def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec, block: int) -> Te
 def _shared(rank: int, element_bits: int = 16) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=element_bits, rank=rank)
 
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
