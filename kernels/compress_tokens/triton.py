@@ -7,6 +7,8 @@ them for each element.
     overlap    | block before: first halves | own block: second halves |      rows 0 .. ROWS - 1 of the entry
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,23 @@ from kernels.compress_tokens.call import CompressCall
 from kernels.rotation.triton import store_normed_tail
 from kernels.softmax.triton import MASKED, NO_KEYS
 
-# Raw rows at a time: values and gates of 8 times 512 elements are 64 registers of a thread of 4 warps.
-CHUNK = 8
-WARPS = 4
+# Raw rows at a time: an entry's all, up to as many as eight warps hold of 512 elements without a spill.
+MOST_CHUNK = 64
+# Elements of a chunk from which on a program has so many warps, measured on an H200.
+WARPS = ((32_768, 8), (4_096, 2), (0, 1))
+
+
+class Tile(NamedTuple):
+    """Raw rows that are read at a time, and a program's warps."""
+
+    chunk: int
+    warps: int
+
+
+def tile_of(ratio: int, overlap: bool, block_dim: int) -> Tile:
+    """Returns how entries of this kind are summed: their bits follow from it, so nothing of a launch is asked."""
+    chunk = min(triton.next_power_of_2(2 * ratio if overlap else ratio), MOST_CHUNK)
+    return Tile(chunk, next(warps for least, warps in WARPS if chunk * block_dim >= least))
 
 
 @triton.jit
@@ -136,6 +152,8 @@ def compress_rows(
 def launch(call: CompressCall) -> None:
     """Fills the slots and the entries; checked, non-empty arguments."""
     rule, dim = call.rule, call.entry_pages.shape[2]
+    block_dim = triton.next_power_of_2(dim)
+    tile = tile_of(rule.ratio, rule.overlap, block_dim)
     with torch.cuda.device_of(call.raw):
         compress_rows[(call.raw.shape[0],)](
             call.raw,
@@ -160,7 +178,7 @@ def launch(call: CompressCall) -> None:
             HALF=rule.turned // 2,
             PAGE=call.raw_pages.shape[1],
             OF_PAGE=call.entry_pages.shape[1],
-            CHUNK=CHUNK,
-            BLOCK_D=triton.next_power_of_2(dim),
-            num_warps=WARPS,
+            CHUNK=tile.chunk,
+            BLOCK_D=block_dim,
+            num_warps=tile.warps,
         )

@@ -57,13 +57,14 @@ def test_the_fold_of_pieces() -> None:
 
 @pytest.mark.parametrize(("ratio", "overlap", "dim"), [(4, True, 512), (4, True, 128), (128, False, 512)])
 def test_compress_tokens(ratio: int, overlap: bool, dim: int) -> None:
-    from kernels.compress_tokens.triton import CHUNK, WARPS, compress_rows
+    from kernels.compress_tokens.triton import compress_rows, tile_of
 
+    tile = tile_of(ratio, overlap, dim)
     constants = {
         "RATIO": ratio, "OVERLAP": overlap, "D": dim, "HALF": 32, "PAGE": 128, "OF_PAGE": 128 // ratio,
-        "CHUNK": CHUNK, "BLOCK_D": dim,
+        "CHUNK": tile.chunk, "BLOCK_D": dim,
     }  # fmt: skip
-    assert not compile_for_hopper(compress_rows, constants, WARPS, pointer).spills
+    assert not compile_for_hopper(compress_rows, constants, tile.warps, pointer).spills
 
 
 @pytest.mark.parametrize("heads", [64, 128])
