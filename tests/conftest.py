@@ -2,7 +2,7 @@
 
 A group runs in one process, in order. Tests that share processes or a module's fixtures are a group, a file is one by
 default, and what depends on nothing (a kernel that is compiled) is dealt out one by one. Groups that take longest come
-first, so that no process is left with one of them at the end.
+first and single tests last, so that no process is left with much at the end.
 """
 
 from __future__ import annotations
@@ -29,13 +29,22 @@ settings.load_profile("thorough" if THOROUGH else "ci")
 HERE = Path(__file__).parent
 # Session fixtures that start services, by folder: whoever uses one shares it.
 SHARED_SERVICES = {"e2e": "cluster", "cli": "service"}
-SINGLE_TESTS = ("kernels/test_*_compiles.py", "kernels/test_compiles.py")
+SINGLE_TESTS = (
+    "kernels/test_*_compile.py",
+    "kernels/test_*_compiles.py",
+    "kernels/test_compiles.py",
+    "e2e/test_kinds_sabotage.py",
+    "e2e/test_recurrent_families.py",
+    "e2e/test_states_sabotage.py",
+)
 # By CPU time; none of the others takes more than ten seconds.
 LONGEST_FIRST = (
     "kernels/test_interpreted.py",
     "cli/test_main_job.py",
     "cluster",
     "e2e/test_kinds.py",
+    "e2e/test_states.py",
+    "e2e/test_families.py",
     "e2e/test_eval.py",
     "cli/test_up.py",
     "service",
@@ -69,7 +78,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = {item: _group(item) for item in items}
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: ranks.get(groups[item], ranks.get(_file(item), len(ranks))))
+    last = len(ranks) + 1
+    items.sort(key=lambda item: ranks.get(groups[item], ranks.get(_file(item), last - 1 if groups[item] else last)))
     for item, group in groups.items():
         if group and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))
