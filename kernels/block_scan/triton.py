@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
 from kernels.block_scan.call import BlockScan
-from kernels.block_scan.plan import GRID_TOKENS
+from kernels.block_scan.plan import GRID_TOKENS, ScanPlan
 from kernels.block_scan.steps import SOFTPLUS_LIMIT
 from kernels.state_slots.triton import slots_of_row
 
@@ -184,6 +184,15 @@ def padded(dim: int) -> int:
     return max(32, int(triton.next_power_of_2(dim)))
 
 
+def clear_bare_tokens(plan: ScanPlan, out: torch.Tensor) -> None:
+    """Zeros outputs [num_tokens, heads, dv] of padding rows and those behind the last row."""
+    with torch.cuda.device_of(out):
+        clear_uncovered[(triton.cdiv(out.shape[0], CLEARED),)](
+            out, plan.cu_seqlens_q, plan.slots.working, plan.num_rows, out.shape[0],
+            WIDTH=out[0].numel(), LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256, num_warps=4,
+        )  # fmt: skip
+
+
 def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     """Fills out, writes the states; checked, non-empty arguments."""
     plan, slots, states = scan.plan, scan.plan.slots, scan.states
@@ -195,11 +204,8 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
         nothing if tensor is None else tensor for tensor in optional
     )
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
+    clear_bare_tokens(plan, out)
     with torch.cuda.device_of(out):
-        clear_uncovered[(triton.cdiv(out.shape[0], CLEARED),)](
-            out, plan.cu_seqlens_q, slots.working, plan.num_rows, out.shape[0],
-            WIDTH=heads * dim_v, LEVELS=search_levels(plan.num_rows), BLOCK_T=CLEARED, BLOCK=256, num_warps=4,
-        )  # fmt: skip
         scan_blocks[(plan.num_rows * heads, triton.cdiv(dim_v, width))](
             scan.q, scan.k, scan.v, inverses, beta, nothing, weights, scan.scores, factors, skip, gate, kept, remains,
             states, out, plan.cu_blocks, plan.blocks, plan.leave_slot, slots.working, slots.restore, slots.fresh,

@@ -11,9 +11,10 @@ Rows may be of one token, but `update_gated_delta` (kernels/state_update) is mad
 
 import torch
 
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.block_scan import GatedDeltaLayer, ScanPlan, check_gated_delta, check_plan
 from kernels.gated_delta_scan import cpu, reference
+from kernels.gated_delta_scan.hopper import reason_against
 
 __all__ = ["gated_delta_scan"]
 
@@ -44,21 +45,32 @@ def gated_delta_scan(
     layer = GatedDeltaLayer(q, k, v, g, beta, states, k.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
     check_gated_delta(layer)
     check_plan(plan, v.shape[0], v.device)
-    by_triton = uses_triton(backend, v)
-    # Triton clears what no row covers; the others write rows alone.
-    make = torch.empty if by_triton else torch.zeros
+    route = choose_backend(backend, v, lambda: reason_against(layer))
+    # GPU kernels clear what no row covers; the others write rows alone.
+    make = torch.zeros if route is Backend.REFERENCE else torch.empty
     out = make(v.shape, dtype=v.dtype, device=v.device)
     if plan.num_rows == 0 or v.numel() == 0:
         return out.zero_()
-    if by_triton:
-        if layer.by_channel:
-            from kernels.gated_delta_scan.channels.triton import launch
-        else:
-            from kernels.gated_delta_scan.triton import launch
-
-        launch(layer, plan, out)
+    if route is not Backend.REFERENCE:
+        _scan_on_gpu(layer, plan, out, route)
     elif backend is Backend.AUTO:
         cpu.gated_delta_scan(layer, plan, out)
     else:
         reference.gated_delta_scan(layer, plan, out)
     return out
+
+
+def _scan_on_gpu(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor, route: Backend) -> None:
+    """Each block is made a plain sum of products first, then states pass and outputs follow."""
+    if layer.by_channel:
+        from kernels.gated_delta_scan.channels.triton import solve
+    elif route is Backend.GLUON:
+        from kernels.gated_delta_scan.hopper.launch import solve
+    else:
+        from kernels.gated_delta_scan.triton import solve
+    if route is Backend.GLUON:
+        from kernels.block_scan.hopper.launch import launch_scan
+    else:
+        from kernels.block_scan.triton import launch_scan
+
+    launch_scan(solve(layer, plan), out)

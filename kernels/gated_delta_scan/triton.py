@@ -4,6 +4,10 @@ With T the inverse of I + A (see `cpu`), a block adds T beta v - T beta exp(G) k
 the place of its values, the second one reads the state before it.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +15,7 @@ import triton.language as tl
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
-from kernels.block_scan.triton import inverse_length, launch_scan, load_rows, load_scalars, padded, precision
+from kernels.block_scan.triton import inverse_length, load_rows, load_scalars, padded, precision
 
 WARPS = 4
 
@@ -82,26 +86,48 @@ def solve_blocks(
         tl.store(inverses_ptr + at, inverse.to(k.dtype), mask=(token < count)[:, None])
 
 
-def launch(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor) -> None:
-    """Fills out, writes the states; checked, non-empty arguments."""
+class Solved(NamedTuple):
+    """What the blocks of a layer with a decay for each head become.
+
+    scores, inverses   [num_tokens, heads, GRID_TOKENS]: rows of each block's matrices
+    sums               fp32 [num_tokens, heads]: running sums of g within each block
+    lengths            fp32 [2, num_tokens, heads]: what normed keys and queries are multiplied by
+    """
+
+    scores: torch.Tensor
+    inverses: torch.Tensor
+    sums: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def empty(cls, layer: GatedDeltaLayer) -> Solved:
+        tokens, heads, _ = layer.v.shape
+        scores, inverses = layer.v.new_empty(2, tokens, heads, GRID_TOKENS)
+        numbers = layer.v.new_empty((3, tokens, heads), dtype=torch.float32)
+        return cls(scores, inverses, numbers[0], numbers[1:])
+
+    def scan(self, layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
+        """Returns the plain scan that the layer is now."""
+        weights, factors = (None, None) if layer.norm_eps is None else self.lengths
+        return BlockScan(
+            layer.q, layer.k, layer.v, self.inverses, layer.beta, self.sums, weights, self.scores, factors,
+            layer.states, plan, layer.scale, by_value=False, skip=None, gate=None,
+        )  # fmt: skip
+
+
+def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
+    """Returns the plain scan that a layer with a decay for each head is."""
     q, k, v = layer.q, layer.k, layer.v
-    tokens, heads, _ = v.shape
-    k_heads, dim_k = k.shape[1:]
-    scores, inverses = v.new_empty(2, tokens, heads, GRID_TOKENS)
-    sums, *lengths = v.new_empty((3, tokens, heads), dtype=torch.float32)
-    has_norm = layer.norm_eps is not None
+    heads, (k_heads, dim_k) = v.shape[1], k.shape[1:]
+    solved, has_norm = Solved.empty(layer), layer.norm_eps is not None
     strides = (tensor.stride(0) for tensor in (q, k, layer.g, layer.beta))
     with torch.cuda.device_of(v):
         solve_blocks[(plan.max_blocks * heads,)](
-            q, k, layer.g, layer.beta, inverses, scores, sums, lengths[0], plan.cu_blocks, plan.blocks,
-            plan.num_rows, layer.norm_eps or 0.0, *strides, sums.numel(),
+            q, k, layer.g, layer.beta, solved.inverses, solved.scores, solved.sums, solved.lengths, plan.cu_blocks,
+            plan.blocks, plan.num_rows, layer.norm_eps or 0.0, *strides, solved.sums.numel(),
             HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm,
             # With keys of length 1 no entry of an inverse is above beta, and 65,504 is far.
             HALVES=has_norm and v.dtype is not torch.float32,
             PRECISION=precision(v.dtype), BK=padded(dim_k), num_warps=WARPS,
         )  # fmt: skip
-    scan = BlockScan(
-        q, k, v, inverses, layer.beta, sums, lengths[0] if has_norm else None, scores, lengths[1] if has_norm else None,
-        layer.states, plan, layer.scale, by_value=False, skip=None, gate=None,
-    )  # fmt: skip
-    launch_scan(scan, out)
+    return solved.scan(layer, plan)

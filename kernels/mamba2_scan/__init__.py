@@ -9,8 +9,9 @@ Rows may be of one token, but `update_mamba2` (kernels/state_update) is made for
 
 import torch
 
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.block_scan import Mamba2Layer, Mamba2Steps, ScanPlan, check_mamba2, check_plan
+from kernels.block_scan.hopper import reason_against
 from kernels.mamba2_scan import cpu, reference
 
 __all__ = ["Mamba2Steps", "mamba2_scan"]
@@ -39,18 +40,28 @@ def mamba2_scan(
     layer = Mamba2Layer(x, b, c, steps, states, skip, gate)
     check_mamba2(layer)
     check_plan(plan, x.shape[0], x.device)
-    by_triton = uses_triton(backend, x)
-    # Triton clears what no row covers; the others write rows alone.
-    make = torch.empty if by_triton else torch.zeros
+    route = choose_backend(backend, x, lambda: reason_against(c, b, x))
+    # GPU kernels clear what no row covers; the others write rows alone.
+    make = torch.zeros if route is Backend.REFERENCE else torch.empty
     out = make(x.shape, dtype=x.dtype, device=x.device)
     if plan.num_rows == 0 or x.numel() == 0:
         return out.zero_()
-    if by_triton:
-        from kernels.mamba2_scan.triton import launch
-
-        launch(layer, plan, out)
+    if route is not Backend.REFERENCE:
+        _scan_on_gpu(layer, plan, out, route)
     elif backend is Backend.AUTO:
         cpu.mamba2_scan(layer, plan, out)
     else:
         reference.mamba2_scan(layer, plan, out)
     return out
+
+
+def _scan_on_gpu(layer: Mamba2Layer, plan: ScanPlan, out: torch.Tensor, route: Backend) -> None:
+    """Sizes of steps and scores of all blocks first, then states pass and outputs follow."""
+    from kernels.mamba2_scan.triton import score
+
+    if route is Backend.GLUON:
+        from kernels.block_scan.hopper.launch import launch_scan
+    else:
+        from kernels.block_scan.triton import launch_scan
+
+    launch_scan(score(layer, plan), out)

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.block_scan import Mamba2Layer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS
-from kernels.block_scan.triton import launch_scan, load_rows, load_scalars, padded, precision, step_sizes
+from kernels.block_scan.triton import load_rows, load_scalars, padded, precision, step_sizes
 
 # Heads of a program that serves a block.
 HEADS = 32
@@ -67,15 +67,15 @@ def score_blocks(
             tl.store(at, (products * decay * sizes[None, :]).to(c.dtype), mask=i < count)
 
 
-def launch(layer: Mamba2Layer, plan: ScanPlan, out: torch.Tensor) -> None:
-    """Fills out, writes the states; checked, non-empty arguments."""
+def score(layer: Mamba2Layer, plan: ScanPlan) -> BlockScan:
+    """Returns the plain scan that a layer is."""
     steps = layer.steps
     tokens, heads = steps.raw.shape
     groups, dim_k = layer.b.shape[1:]
     sizes, sums = steps.a.new_empty(2, tokens, heads)
     scores = layer.x.new_empty(tokens, heads, GRID_TOKENS)
     block = min(HEADS, triton.next_power_of_2(heads))
-    with torch.cuda.device_of(out):
+    with torch.cuda.device_of(layer.x):
         sum_steps[(plan.max_blocks, triton.cdiv(heads, block))](
             steps.raw, steps.a if steps.bias is None else steps.bias, steps.a, sizes, sums,
             plan.cu_blocks, plan.blocks, plan.num_rows, steps.least, steps.most, steps.raw.stride(0),
@@ -88,8 +88,7 @@ def launch(layer: Mamba2Layer, plan: ScanPlan, out: torch.Tensor) -> None:
             H=heads, GROUP=heads // groups, DK=dim_k, PRECISION=precision(layer.c.dtype), BK=padded(dim_k),
             SHARE=share, num_warps=4,
         )  # fmt: skip
-    scan = BlockScan(
+    return BlockScan(
         layer.c, layer.b, layer.x, None, None, sums, sizes, scores, None, layer.states, plan, 1.0,
         by_value=True, skip=layer.skip, gate=layer.gate,
     )  # fmt: skip
-    launch_scan(scan, out)

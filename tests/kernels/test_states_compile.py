@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 from tests.kernels.test_experts_compile import kinds
 
@@ -160,3 +162,49 @@ def test_what_no_row_covers() -> None:
     constants = {"WIDTH": 4096, "LEVELS": 2, "BLOCK_T": CLEARED, "BLOCK": 256}
     built = compile_for_hopper(clear_uncovered, constants, 4, kinds("bf16", **SLOTS))
     assert not built.spills and "st.global.v4" in built.ptx
+
+
+GLUON_SCANS: dict[str, dict[str, object]] = {
+    "delta": {**QWEN, "DV": 128, "HAS_WEIGHTS": True, "HAS_FACTORS": True},
+    "delta by channel": {**KIMI, "DV": 128, "HAS_CHANNELS": True},
+    "mamba2": {**MAMBA2, "HAS_INVERSES": False, "HAS_WEIGHTS": True, "HAS_SKIP": True, "BY_VALUE": True},
+    "mamba2, gate": {
+        **MAMBA2, "HAS_INVERSES": False, "HAS_WEIGHTS": True, "HAS_SKIP": True, "HAS_GATE": True, "BY_VALUE": True,
+    },
+}  # fmt: skip
+
+
+def gluon_kinds(function: Any, values: str) -> dict[str, str]:
+    """Boxes of GRID_TOKENS rows, and the types of pointers."""
+    columns = {"q": 128, "k": 128, "kept": 128, "v": 64, "inverses": 64, "scores": 64}
+    boxes = {f"{name}_desc": descriptor(values, [64, width]) for name, width in columns.items()}
+    pointers = {name: scan_kinds(values)(name) for name in function.arg_names if name.endswith("_ptr")}
+    return {**pointers, **boxes, "scale": "fp32", "norm_eps": "fp32"}
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", GLUON_SCANS)
+def test_gluon_scans(name: str, values: str) -> None:
+    from kernels.block_scan.hopper import VALUES, num_stages
+    from kernels.block_scan.hopper.kernel import scan_blocks
+
+    options = dict.fromkeys(("HAS_WEIGHTS", "HAS_SKIP", "HAS_GATE", "HAS_FACTORS", "HAS_CHANNELS", "BY_VALUE"), False)
+    constants = {**options, "HAS_INVERSES": True, "BV": VALUES, **GLUON_SCANS[name]}
+    constants["STAGES"] = num_stages(bool(constants["HAS_CHANNELS"]))
+    del constants["BK"]
+    built = compile_gluon(scan_blocks, constants, gluon_kinds(scan_blocks, values), aligned=("stride_slot",))
+    assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx
+    assert built.stack_bytes == 0 and not built.serialised, built.remarks
+    assert built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+def test_gluon_blocks_of_the_delta_rule(values: str) -> None:
+    """Four programs share a processor, for 16 bytes of a thread's that are kept outside its registers."""
+    from kernels.gated_delta_scan.hopper.kernel import solve_blocks
+    from kernels.gated_delta_scan.hopper.launch import REGISTERS
+
+    constants = {name: QWEN[name] for name in ("HEADS", "GROUP", "DK")}
+    built = compile_gluon(solve_blocks, constants, gluon_kinds(solve_blocks, values), aligned=(), maxnreg=REGISTERS)
+    assert "wgmma.mma_async" in built.ptx and not built.serialised, built.remarks
+    assert built.stack_bytes <= 32 and built.shared_bytes <= SHARED_BYTES // 4

@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
 from kernels.block_scan.plan import GRID_TOKENS, SUB_TOKENS
-from kernels.block_scan.triton import inverse_length, launch_scan, load_rows, load_scalars, padded, precision
+from kernels.block_scan.triton import inverse_length, load_rows, load_scalars, padded, precision
 from kernels.gated_delta_scan.triton import unit_lower_inverse
 
 WARPS = 8
@@ -135,8 +135,8 @@ def solve_channels(
         tl.store(inverses_ptr + at, unit_lower_inverse(products, HALVES, PRECISION).to(dtype), mask=ok)
 
 
-def launch(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor) -> None:
-    """Fills out, writes the states; checked, non-empty arguments."""
+def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
+    """Returns the plain scan that a layer with a decay for each key channel is."""
     q, k, v = layer.q, layer.k, layer.v
     tokens, heads, _ = v.shape
     k_heads, dim_k = k.shape[1:]
@@ -153,8 +153,7 @@ def launch(layer: GatedDeltaLayer, plan: ScanPlan, out: torch.Tensor) -> None:
             HALVES=has_norm and v.dtype is not torch.float32,
             PRECISION=precision(v.dtype), BK=padded(dim_k), CHANNELS=CHANNELS, num_warps=WARPS,
         )  # fmt: skip
-    scan = BlockScan(
+    return BlockScan(
         reading, keys, v, inverses, layer.beta, None, None, scores, None, layer.states, plan, layer.scale,
         by_value=False, skip=None, gate=None, kept=kept, remains=remains,
     )  # fmt: skip
-    launch_scan(scan, out)
