@@ -24,7 +24,7 @@ DELTAS = [
     *(delta.Heads(2, 4, 128, 128), delta.Heads(1, 1, 128, 64)),
     *(delta.Heads(2, 2, 128, 128, True), delta.Heads(1, 2, 128, 64, True)),
 ]
-# Bamba's and Granite 4's heads, Falcon-H1's; with a head of 256 values and no option. The last ones are Triton's.
+# Heads of Bamba and Granite 4, of Falcon's hybrids; of 256 values without any option. The last ones are Triton's.
 MAMBA2S = [
     *(mamba2.Heads(2, 4, 64, 128), mamba2.Heads(1, 2, 128, 128), mamba2.Heads(1, 1, 256, 128, False)),
     mamba2.Heads(1, 2, 64, 256),
