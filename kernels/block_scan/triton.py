@@ -4,6 +4,8 @@ The state stays in registers; what a block reads of it, and what its own tokens 
 the next one is taken. Tiles have one size for each shape of heads, so that a row's bits are those that it has alone.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -184,6 +186,17 @@ def padded(dim: int) -> int:
     return max(32, int(triton.next_power_of_2(dim)))
 
 
+def num_stages(rows: Sequence[torch.Tensor], most: int) -> int:
+    """Returns how many blocks are on their way at once: `most`, or 1 where some rows [num_tokens, heads, dim] cannot be
+    loaded 16 bytes at a time.
+
+    Those wait in shared memory where products of others go later, and in a loop with stages ptxas 12.8 builds the
+    addresses of such products from a register that it never wrote: wrong rows, or an illegal memory access.
+    """
+    wide = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.shape[2] % 8 == 0 for t in rows)
+    return most if wide else 1
+
+
 def clear_bare_tokens(plan: ScanPlan, out: torch.Tensor) -> None:
     """Zeros outputs [num_tokens, heads, dv] of padding rows and those behind the last row."""
     with torch.cuda.device_of(out):
@@ -203,6 +216,7 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
     inverses, beta, weights, factors, skip, gate, kept, remains = (
         nothing if tensor is None else tensor for tensor in optional
     )
+    rows = [t for t in (scan.q, scan.k, scan.v, scan.kept) if t is not None]
     width = min(VALUES if scan.inverses is None else DELTA_VALUES, padded(dim_v))
     clear_bare_tokens(plan, out)
     with torch.cuda.device_of(out):
@@ -215,5 +229,5 @@ def launch_scan(scan: BlockScan, out: torch.Tensor) -> None:
             HAS_WEIGHTS=scan.weights is not None, HAS_FACTORS=scan.factors is not None,
             HAS_SKIP=scan.skip is not None, HAS_GATE=scan.gate is not None, HAS_CHANNELS=scan.kept is not None,
             BY_VALUE=scan.by_value, PRECISION=precision(scan.v.dtype), BK=padded(dim_k), BV=width,
-            STAGES=STAGES if scan.kept is None else CHANNEL_STAGES, num_warps=WARPS,
+            STAGES=num_stages(rows, STAGES if scan.kept is None else CHANNEL_STAGES), num_warps=WARPS,
         )  # fmt: skip
