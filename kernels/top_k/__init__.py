@@ -10,10 +10,12 @@ from kernels.backend import Backend, uses_triton
 from kernels.errors import KernelArgumentError
 from kernels.top_k import reference
 
-__all__ = ["MAX_COLUMNS", "top_k"]
+__all__ = ["MAX_COLUMNS", "WORKSPACE_BYTES", "top_k"]
 
 # Twenty bits of a position, as many as the longest contexts of models with an indexer.
 MAX_COLUMNS = 1 << 20
+# Of a logit, on a GPU: its key and its position, where it may be one of the largest.
+WORKSPACE_BYTES = 8
 
 
 def top_k(

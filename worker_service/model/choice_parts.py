@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kernels.top_k import WORKSPACE_BYTES
 from worker_service.model.launch_inputs import LaunchInputs
 
 # Prompts with more keys than this, all together, are not captured: the host is not what they wait for.
@@ -11,6 +12,8 @@ CAPTURED_KEYS = 16_384
 # The most bytes of logits, and the most queries, that are chosen from at a time.
 LOGITS_BYTES = 256 << 20
 MOST_ROWS = 1024
+# What a choice needs beside the pools: logits of fp32 and the workspace of their top_k.
+CHOICE_BYTES = LOGITS_BYTES // 4 * (4 + WORKSPACE_BYTES)
 
 
 def choice_parts(launch: LaunchInputs, ratio: int = 1) -> Iterator[tuple[slice, int]]:

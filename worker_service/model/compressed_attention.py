@@ -18,7 +18,7 @@ from kernels.rotate_append_tail import rotate_append_tail
 from kernels.rotate_tail import rotate_tail
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import PagePools
-from worker_service.model.choice_parts import CAPTURED_KEYS, LOGITS_BYTES, choice_parts
+from worker_service.model.choice_parts import CAPTURED_KEYS, CHOICE_BYTES, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import CompressedRows
 from worker_service.model.spec import CompressedSpec, CompressorSpec, ModelSpec
@@ -49,7 +49,7 @@ def compressed_workspace_bytes(spec: ModelSpec, max_tokens: int) -> int:
     """Returns the memory that a launch's choices and partial results need beside the pools; 0 for other models."""
     made = [mixer.compressor for mixer in compressed_mixers(spec).values() if mixer.compressor is not None]
     top_k = max((compressor.index.top_k for compressor in made if compressor.index is not None), default=0)
-    return PARTIAL_BYTES + (LOGITS_BYTES + 4 * max_tokens * top_k if top_k else 0) if made else 0
+    return PARTIAL_BYTES + (CHOICE_BYTES + 4 * max_tokens * top_k if top_k else 0) if made else 0
 
 
 class PagedCompressed:

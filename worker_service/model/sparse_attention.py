@@ -18,7 +18,7 @@ from kernels.rotate_append_index import rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import LayerPages, PagePools
-from worker_service.model.choice_parts import CAPTURED_KEYS, LOGITS_BYTES, MOST_ROWS, choice_parts
+from worker_service.model.choice_parts import CAPTURED_KEYS, CHOICE_BYTES, MOST_ROWS, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import IndexRows, Latents
 from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
@@ -60,7 +60,7 @@ def sparse_workspace_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype)
     def absorbed(mixer: LatentSpec) -> int:
         return rows * mixer.num_heads * (mixer.width + mixer.latent_dim) * dtype.itemsize
 
-    return max((LOGITS_BYTES + max_tokens * index.top_k * 4 + absorbed(mixer) for mixer, index in mixers), default=0)
+    return max((CHOICE_BYTES + max_tokens * index.top_k * 4 + absorbed(mixer) for mixer, index in mixers), default=0)
 
 
 class PagedSparse:
