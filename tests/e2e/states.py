@@ -40,6 +40,8 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
+# Of these one layer of each kind: a token takes a CPU half as long.
+_FEW = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 64}
 MODELS = {
     "lfm2": Recurrent(
@@ -55,9 +57,9 @@ MODELS = {
         # than a few tokens away.
         {"conv.out_proj.weight": 0.03},
     ),
-    "qwen3-next": Recurrent("Qwen3Next", {**_LINEAR, **_EXPERTS}, {}),
+    "qwen3-next": Recurrent("Qwen3Next", {**_LINEAR, **_EXPERTS, **_FEW}, {}),
     "qwen3.5": Recurrent("Qwen3_5", _LINEAR, {}),
-    "qwen3.5-moe": Recurrent("Qwen3_5Moe", {**_LINEAR, **_EXPERTS}, {}),
+    "qwen3.5-moe": Recurrent("Qwen3_5Moe", {**_LINEAR, **_EXPERTS, **_FEW}, {}),
     "bamba": Recurrent("Bamba", {**_MAMBA, "head_dim": None, "attn_layer_indices": [1, 3]}, {}),
     "granite-hybrid": Recurrent(
         "GraniteMoeHybrid",
@@ -104,7 +106,7 @@ MODELS = {
     "kimi-linear": Recurrent(
         "KimiLinear",
         {
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            **_FEW,
             "head_dim": None,
             "num_key_value_heads": 4,
             "kv_lora_rank": 32,

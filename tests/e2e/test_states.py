@@ -50,7 +50,7 @@ def served(
         start = Starter(tmp_path_factory.mktemp("services"), folder, stack)
         cache = start.cache(redis_url=redis.url, spill="write_through", fetch="always", grace_ms=20_000)
         here, there = start.workers(cache.address, 2, host_tier="redis", redis_url=redis.url)
-        tight = {"pool_pages": 24, "max_model_len": 1400, "max_num_seqs": 8, "state_share": 2}
+        tight = {"pool_pages": 24, "max_model_len": 1400, "max_num_seqs": 8, "state_share": 2, "detach_after_ms": 0}
         (small,) = start.workers(cache.address, 1, 3, token_budget=BUDGET, **tight)
         yield Served(PAGE, redis, cache, here, there, small)
 
@@ -137,7 +137,8 @@ async def test_the_other_worker_fetches(client: Client, served: Served, draw: Dr
 
 
 async def test_preempted_requests_answer_as_when_alone(client: Client, served: Served, draw: Draw) -> None:
-    await check_preemption(client, served, [draw(40 + 9 * at) for at in range(8)], 180)
+    # Eight sequences have 3 pages each, and need one more at 192 tokens; there are 24.
+    await check_preemption(client, served, [draw(170 + 2 * at) for at in range(8)], 40)
     await served.all_well(client)
 
 
