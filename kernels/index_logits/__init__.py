@@ -7,11 +7,12 @@ import torch
 
 from kernels._checks import KV_DTYPES, check_head_rows, check_rows, check_tensor, checked_out
 from kernels.attention import check_tensor_core_dtype
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.fp8 import check_scaled_rows
 from kernels.index_logits import cpu, reference
 from kernels.index_logits.call import IndexLogitsCall
+from kernels.index_logits.hopper import is_better_plain, reason_against
 from kernels.key_rows import KeyRows, check_key_rows
 
 __all__ = ["index_logits"]
@@ -46,7 +47,12 @@ def index_logits(
     out = checked_out(out, (q.shape[0], max_keys), torch.float32, q.device, q=q)
     if out.numel() == 0 or max_keys <= least_keys:
         return out
-    if uses_triton(backend, q):
+    route = choose_backend(backend, q, lambda: reason_against(call))
+    if route is Backend.GLUON and not (backend is Backend.AUTO and is_better_plain(q.shape[0], max_keys)):
+        from kernels.index_logits.hopper.launch import launch as launch_gluon
+
+        launch_gluon(call, out)
+    elif route is not Backend.REFERENCE:
         from kernels.index_logits.triton import launch
 
         check_tensor_core_dtype(q)

@@ -1,0 +1,58 @@
+"""The fast path of index_logits on Hopper: which cases it takes, and how a launch is divided.
+
+What decides whether it takes a case is fixed for a model and its pool. Its two kernels and the plain one give the same
+bits, so which of them runs may follow the launch's size.
+"""
+
+import torch
+
+from kernels.backend import is_hopper
+from kernels.index_logits.call import IndexLogitsCall
+
+__all__ = ["LEAST_TILED_ROWS", "is_better_plain", "reason_against", "reason_against_case"]
+
+DIM, HEADS = 128, (32, 64)
+MIN_PAGE_TOKENS = 8
+# From so many rows on a block of keys is held while they pass by; fewer are mostly each of another sequence.
+LEAST_TILED_ROWS = 256
+# Of these, launches of fewer logits have too few tiles: 2,048 rows of 2,048 keys took the plain kernel 99 us, this 129.
+LEAST_TILED_LOGITS = 8 << 20
+
+
+def is_better_plain(num_rows: int, max_keys: int) -> bool:
+    """Returns whether the plain kernel is faster for a launch, by what the host knows of it."""
+    return num_rows >= LEAST_TILED_ROWS and num_rows * max_keys < LEAST_TILED_LOGITS
+
+
+def reason_against(call: IndexLogitsCall) -> str | None:
+    """Returns why the Gluon kernels cannot take a checked case, or None when they can."""
+    if not is_hopper(call.q.device):
+        return f"needs a Hopper GPU, the tensors are on {call.q.device}"
+    return reason_against_case(call)
+
+
+def reason_against_case(call: IndexLogitsCall) -> str | None:
+    """The same, whatever the device."""
+    (_, heads, dim), pages = call.q.shape, call.pages
+    page_tokens = pages.shape[1]
+    if call.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{call.q.dtype} queries"
+    if call.scales is not None:
+        return f"{pages.dtype} pages"
+    if dim != DIM or heads not in HEADS:
+        return f"{heads} heads of {dim}, not {' or '.join(map(str, HEADS))} of {DIM}"
+    if page_tokens < MIN_PAGE_TOKENS or page_tokens & (page_tokens - 1):
+        return f"page_tokens {page_tokens} is no power of two from {MIN_PAGE_TOKENS} on"
+    return _reason_against_strides(call)
+
+
+def _reason_against_strides(call: IndexLogitsCall) -> str | None:
+    """What the copy engine cannot address."""
+    q, pages = call.q, call.pages
+    if q.data_ptr() % 16 or q.stride(0) % 8:
+        return f"queries not aligned to 16 bytes, strides {q.stride()}"
+    if pages.data_ptr() % 16 or pages.stride(0) % DIM:
+        return f"pages not aligned to rows of {DIM} elements, strides {pages.stride()}"
+    if pages.shape[0] * pages.stride(0) // DIM >= 2**31:
+        return f"{pages.shape[0]} pages of stride {pages.stride(0)} have more than 2^31 rows"
+    return None
