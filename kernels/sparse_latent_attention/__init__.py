@@ -1,19 +1,20 @@
 """sparse_latent_attention: absorbed latent attention over chosen rows of each query's sequence.
 
-A row's sums run over its chosen latents in the order given, in tiles of a fixed size, so its bits depend neither on how
-its prompt was cut nor on other requests.
+A row's sums run over its chosen latents in the order given, in tiles and pieces of fixed sizes, so its bits depend
+neither on how its prompt was cut nor on other requests.
 """
 
 import torch
 
 from kernels._checks import check_dense, checked_out
 from kernels.attention import check_tensor_core_dtype
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
 from kernels.key_rows import KeyRows, check_key_rows
 from kernels.latent_dims import check_latent_queries, check_latent_tiles
 from kernels.sparse_latent_attention import cpu, reference
 from kernels.sparse_latent_attention.call import SparseLatentCall
+from kernels.sparse_latent_attention.hopper import reason_against
 
 __all__ = ["sparse_latent_attention"]
 
@@ -43,7 +44,12 @@ def sparse_latent_attention(
     out = checked_out(out, (tokens, heads, latent), q.dtype, q.device, q=q, pages=pages)
     if tokens == 0 or heads == 0:
         return out
-    if uses_triton(backend, q):
+    route = choose_backend(backend, q, lambda: reason_against(call))
+    if route is Backend.GLUON:
+        from kernels.sparse_latent_attention.hopper.launch import launch as launch_gluon
+
+        launch_gluon(call, out)
+    elif route is Backend.TRITON:
         from kernels.sparse_latent_attention.triton import launch
 
         check_tensor_core_dtype(q)

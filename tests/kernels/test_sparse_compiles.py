@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
 pytest.importorskip("triton")
@@ -18,7 +19,10 @@ __all__ = ["own_cache"]
 SHARED_BYTES = 227 << 10
 # Of a thread, where more registers would mean fewer warps or smaller tiles: measured slower on an H200.
 SPILLED_BYTES = 512
+# The same, of what lives from one piece of a query to the next: the loop over its tiles spills nothing.
+PIECE_SPILLED_BYTES = 64
 INTEGERS = ("tables", "sequences", "num_keys", "chosen", "positions")
+FLOATS = ("weights", "scales", "cos_sin", "acc", "row_max", "row_sum")
 
 
 def pointer(name: str) -> str:
@@ -26,7 +30,7 @@ def pointer(name: str) -> str:
         return "*i64"
     if name.startswith(INTEGERS):
         return "*i32"
-    return "*fp32" if name.startswith(("weights", "scales", "cos_sin")) else "*bf16"
+    return "*fp32" if name.startswith(FLOATS) else "*bf16"
 
 
 def fp8_pointer(name: str) -> str:
@@ -54,17 +58,53 @@ def test_index_logits(is_large: bool, heads: int, fp8: bool) -> None:
     assert not built.spills and built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize(("is_first", "is_last"), [(True, True), (True, False), (False, False), (False, True)])
-def test_top_k(is_first: bool, is_last: bool) -> None:
-    from kernels.top_k.triton import CHUNK, narrow, warps_for
+@pytest.mark.parametrize("width", [65_536, 1 << 20])
+@pytest.mark.parametrize("has_many_rows", [False, True])
+def test_top_k(has_many_rows: bool, width: int) -> None:
+    from kernels.top_k import triton as top_k
 
     def of(name: str) -> str:
         return "*fp32" if name.startswith("logits") else "*i32"
 
-    constants = {"K": 2048, "CHUNK": CHUNK, "IS_FIRST": is_first, "IS_LAST": is_last}
-    for programs in (1, 1000):
-        built = compile_for_hopper(narrow, constants, warps_for(programs), of)
-        assert built.stack_bytes <= SPILLED_BYTES and not re.search(r"\b(atom|red)\.", built.ptx)
+    k, held = 2048, top_k.held_of(2048)
+    warps = top_k.MANY_ROWS_WARPS if has_many_rows else top_k.FEW_ROWS_WARPS
+    sample = {"SAFETY": top_k.SAFETY, "K": k, "LEAST": held // 2, "SAMPLE": top_k.SAMPLE}
+    chosen = {"K": k, "BLOCK_K": k, "CHUNK": top_k.CHUNK, "CHUNKS": width // top_k.CHUNK, "HELD": held}
+    built = [
+        compile_for_hopper(top_k.sample_rows, sample, warps[0], of),
+        compile_for_hopper(top_k.filter_chunks, {"K": k, "CHUNK": top_k.CHUNK}, warps[1], of),
+        compile_for_hopper(top_k.choose_filtered, chosen, warps[2], of),
+        compile_for_hopper(top_k.choose_row, {"K": k, "BLOCK_K": k, "HELD": top_k.HELD}, top_k.WARPS, of),
+    ]
+    for kernel in built:
+        assert kernel.stack_bytes <= SPILLED_BYTES and not re.search(r"\b(atom|red)\.", kernel.ptx)
+
+
+def assert_fast(built: Assembled) -> None:
+    """On tensor cores, in the background, with every number in a register."""
+    assert "wgmma.mma_async" in built.ptx and not built.serialised
+    assert not built.spills and built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("page_tokens", [8, 16, 64, 256])
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_index_logits_in_gluon(is_tiled: bool, heads: int, page_tokens: int) -> None:
+    from kernels.index_logits.hopper import launch
+    from kernels.index_logits.hopper.spans import score_spans
+    from kernels.index_logits.hopper.tiles import score_tiles
+
+    constants = {"HEADS": heads, "DIM": 128, "PAGE": page_tokens}
+    if is_tiled:
+        function, keys = score_tiles, launch.TILE_KEYS
+        constants |= {"ROWS": launch.TILE_ROWS, "STAGES": launch.TILE_STAGES}
+    else:
+        function, keys = score_spans, launch.SPAN_KEYS
+        constants |= {"SPAN": launch.MOST_SPAN, "STAGES": launch.SPAN_STAGES}
+    kinds = {name: pointer(name) for name in function.arg_names if name.endswith("_ptr")} | {"out_ptr": "*fp32"}
+    kinds |= {"q_desc": descriptor("bf16", [1, heads, 128])}
+    kinds |= {"k_desc": descriptor("bf16", [min(page_tokens, keys), 128])}
+    assert_fast(compile_gluon(function, {**constants, "KEYS": keys}, kinds))
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
@@ -79,6 +119,30 @@ def test_sparse_latent_attention(heads: int, page_tokens: int) -> None:
     built = compile_for_hopper(attend_chosen, constants, 8, pointer)
     assert "mma" in built.ptx and not built.serialised
     assert built.stack_bytes <= SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(("heads", "page_tokens", "k"), [(128, 64, 2048), (16, 1, 2048), (64, 16, 500)])
+def test_sparse_latent_attention_in_gluon(heads: int, page_tokens: int, k: int, splits: bool) -> None:
+    from kernels.sparse_latent_attention.hopper.kernel import attend_gathered
+    from kernels.sparse_latent_attention.hopper.launch import PIECE, STAGES
+
+    constants = {
+        "SPLITS": splits, "PIECES": -(-k // PIECE), "PIECE": PIECE, "K": k, "HEADS": heads, "PAGE": page_tokens,
+        "STAGES": STAGES,
+    }  # fmt: skip
+    kinds = {name: pointer(name) for name in attend_gathered.arg_names if name.endswith("_ptr")}
+    kinds |= {"q_half_desc": descriptor("bf16", [64, 256]), "q_rope_desc": descriptor("bf16", [64, 64])}
+    built = compile_gluon(attend_gathered, constants, {**kinds, "scale_log2": "fp32"})
+    assert "wgmma.mma_async" in built.ptx and "cp.async" in built.ptx and not built.serialised
+    assert built.stack_bytes <= PIECE_SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
+
+
+def test_the_fold_of_pieces() -> None:
+    from kernels.sparse_latent_attention.hopper.fold import fold_pieces
+
+    constants = {"TILES": 2, "PIECES": 2, "PIECE": 1024, "K": 2048, "HEADS": 128}
+    assert not compile_for_hopper(fold_pieces, constants, 1, pointer).spills
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -1,0 +1,43 @@
+"""What the partitions of sparse_latent_attention for Hopper share: items of work, places of partial results."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.hopper.registers import opaque
+
+
+@gluon.jit
+def item_of(
+    item, num_keys_ptr, SPLITS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr,
+    HEADS: gl.constexpr,
+):  # fmt: skip
+    """(token, tile of heads, first chosen latent, behind the last one) of an item, which is a piece where SPLITS."""
+    TILES: gl.constexpr = (HEADS + 63) // 64
+    tile = item % TILES
+    start = 0
+    if SPLITS:
+        token = item // (TILES * PIECES)
+        start = item // TILES % PIECES * PIECE
+        stop = gl.minimum(gl.minimum(gl.load(num_keys_ptr + token), K), start + PIECE)
+    else:
+        token = item // TILES
+        stop = gl.minimum(gl.load(num_keys_ptr + token), K)
+    return token, tile, start, stop
+
+
+@gluon.jit
+def part_at(row, dim):
+    """Returns the offsets of a partial result: eight values of a row, then eight of the next: stores coalesce."""
+    return (opaque(row).to(gl.int64) * 8)[:, None] + (dim // 8 * 512 + dim % 8).to(gl.int64)[None, :]
+
+
+@gluon.jit
+def settle(sums, acc, factors, is_first, is_last, row, dim):
+    """Adds a piece to the sum so far, which a thread keeps in memory; returns what the sum becomes."""
+    at = sums + part_at(row, dim)
+    if is_first == 0:
+        so_far = gl.load(at)
+        acc = gl.fma(so_far, factors[0][:, None] + gl.zeros_like(acc), acc * factors[1][:, None])
+    if is_last == 0:
+        gl.store(at, acc)
+    return acc

@@ -1,0 +1,268 @@
+"""The Gluon kernels of sparse attention on a Hopper GPU: right, invariant, replayable; and which cases they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.backend import Backend, is_hopper
+from kernels.errors import KernelArgumentError
+from kernels.index_logits import hopper as index_hopper
+from kernels.index_logits import index_logits
+from kernels.index_logits.call import IndexLogitsCall
+from kernels.key_rows import KeyRows
+from kernels.sparse_latent_attention import hopper as sparse_hopper
+from kernels.sparse_latent_attention import sparse_latent_attention
+from kernels.sparse_latent_attention.call import SparseLatentCall
+from kernels.top_k import top_k
+from tests.device_waits import no_device_waits
+from tests.kernels.compare import assert_output, assert_same_bits
+from tests.kernels.sparse_inputs import SparseCase, make_sparse, random_rows
+
+# Decode rows, prompts fresh and behind a cached prefix, one without new tokens; few rows in spans, many in tiles.
+FEW = [(1300, 1), (0, 1), (60, 13), (0, 27), (5000, 4), (40, 0), (2000, 2)]
+MANY = [(1300, 1), (0, 1), (60, 130), (0, 270), (700, 40), (40, 0), (2000, 2)]
+INDEX_DIM, WIDTH, LATENT, SCALE = 128, 576, 512, 0.07
+
+
+@pytest.fixture
+def hopper() -> None:
+    if not torch.cuda.is_available() or not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU")
+
+
+def moved(case: SparseCase) -> SparseCase:
+    """The same sequences in other pages."""
+    order = torch.randperm(case.pages.shape[0], device=case.pages.device)
+    return replace(case, pages=case.pages[order], block_tables=torch.argsort(order)[case.block_tables.long()].int())
+
+
+def index_inputs(case: SparseCase, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries as slices of wider rows, and weights of both signs."""
+    device, dtype = str(case.pages.device), case.pages.dtype
+    wide = random_rows(case.num_tokens, heads * INDEX_DIM + 8, dtype=dtype, device=device)
+    weights = random_rows(case.num_tokens, heads, dtype=torch.float32, device=device, seed=2)
+    return wide[:, 8:].view(case.num_tokens, heads, INDEX_DIM), weights
+
+
+def scored(
+    case: SparseCase,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    backend: Backend,
+    rows: slice = slice(None),
+    **more: Any,
+) -> torch.Tensor:
+    """NaN where nothing is written."""
+    q, weights = (part[rows] for part in inputs)
+    out = torch.full((q.shape[0], case.max_keys), float("nan"), device=q.device)
+    where = (case.pages, case.block_tables, case.rows.part(rows), case.max_keys)
+    return index_logits(q, weights, *where, out=out, backend=backend, **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["spans", "tiles"])
+class TestIndexLogits:
+    @pytest.mark.parametrize(("heads", "page_tokens"), [(64, 16), (64, 64), (32, 8), (64, 256)])
+    def test_logits_are_the_plain_kernels_bit_for_bit(
+        self, lengths: list[tuple[int, int]], heads: int, page_tokens: int
+    ) -> None:
+        """So which kernel a launch takes may follow its size; and what no row sees is not written."""
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", page_tokens=page_tokens)
+        inputs = index_inputs(case, heads)
+        for least in (0, 100):
+            got = scored(case, inputs, Backend.GLUON, least_keys=least)
+            assert_same_bits(got, scored(case, inputs, Backend.TRITON, least_keys=least))
+            wanted = scored(case, inputs, Backend.REFERENCE, least_keys=least)
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3, equal_nan=True)
+
+    def test_fp16(self, lengths: list[tuple[int, int]]) -> None:
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", dtype=torch.float16)
+        inputs = index_inputs(case, 64)
+        assert_same_bits(scored(case, inputs, Backend.GLUON), scored(case, inputs, Backend.TRITON))
+
+    def test_neither_mates_nor_cuts_nor_pages_change_a_bit(self, lengths: list[tuple[int, int]]) -> None:
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda")
+        inputs = index_inputs(case, 64)
+        together = scored(case, inputs, Backend.GLUON)
+        assert_same_bits(scored(moved(case), inputs, Backend.GLUON), together)
+        cut = case.num_tokens // 3
+        for rows in (slice(0, 1), slice(2, 3), slice(cut, cut + 20), slice(1, cut), slice(cut, case.num_tokens)):
+            assert_same_bits(scored(case, inputs, Backend.GLUON, rows), together[rows])
+
+    def test_a_captured_launch_replays_without_a_wait(self, lengths: list[tuple[int, int]]) -> None:
+        case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda")
+        inputs = index_inputs(case, 64)
+        wanted = scored(case, inputs, Backend.GLUON)
+        with no_device_waits():
+            scored(case, inputs, Backend.GLUON)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = scored(case, inputs, Backend.GLUON)
+        graph.replay()
+        assert_same_bits(got, wanted)
+
+
+def latent_case(page_tokens: int = 16) -> SparseCase:
+    lengths = [(2300, 1), (0, 1), (0, 20), (2050, 9), (40, 0), (127, 2)]
+    return make_sparse(lengths, WIDTH, num_decode=2, device="cuda", page_tokens=page_tokens)
+
+
+def sparse_call(case: SparseCase, heads: int, k: int) -> SparseLatentCall:
+    device = str(case.pages.device)
+    logits = random_rows(case.num_tokens, case.max_keys, dtype=torch.float32, device=device, seed=4)
+    q = random_rows(case.num_tokens, heads, WIDTH, device=device)
+    chosen = top_k(logits, case.rows.num_keys, k)
+    return SparseLatentCall(q, case.pages, case.block_tables, case.rows, chosen, SCALE, LATENT)
+
+
+def attended(call: SparseLatentCall, backend: Backend, rows: slice = slice(None)) -> torch.Tensor:
+    where = (call.pages, call.block_tables, call.rows.part(rows), call.chosen[rows])
+    return sparse_latent_attention(call.q[rows], *where, scale=call.scale, latent=call.latent, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+class TestSparseLatentAttention:
+    @pytest.mark.parametrize(("heads", "page_tokens", "k"), [(128, 16, 2048), (16, 64, 1500), (20, 1, 100)])
+    def test_against_the_reference_and_the_plain_kernel(self, heads: int, page_tokens: int, k: int) -> None:
+        case = latent_case(page_tokens)
+        call = sparse_call(case, heads, k)
+        got, live = attended(call, Backend.GLUON), case.rows.num_keys > 0
+        for backend in (Backend.REFERENCE, Backend.TRITON):
+            assert_output(got[live], attended(call, backend)[live].double())
+        assert not got[~live].any()
+
+    @pytest.mark.parametrize(("heads", "k"), [(128, 2048), (16, 2048)])
+    def test_pieces_of_one_program_or_of_several(self, heads: int, k: int) -> None:
+        """A launch of few rows gives a query's pieces to several programs: that changes no bit."""
+        from kernels.sparse_latent_attention.hopper.launch import attend
+
+        call = sparse_call(latent_case(), heads, k)
+        outs = [torch.full((*call.q.shape[:2], LATENT), float("nan"), dtype=call.q.dtype, device="cuda") for _ in "ab"]
+        for out, splits in zip(outs, (False, True), strict=True):
+            attend(call, out, splits=splits)
+        assert_same_bits(*outs)
+
+    def test_neither_mates_nor_cuts_nor_pages_change_a_bit(self) -> None:
+        """Alone a query's pieces are split, together they are not."""
+        case = latent_case()
+        call = sparse_call(case, 128, 2048)
+        call = call._replace(  # 4 times the rows: more than half of any card's multiprocessors have work
+            q=call.q.repeat(4, 1, 1),
+            rows=KeyRows(*(part.repeat(4) for part in call.rows)),
+            chosen=call.chosen.repeat(4, 1),
+        )
+        together, other = attended(call, Backend.GLUON), moved(case)
+        for _ in range(5):
+            again = call._replace(pages=other.pages, block_tables=other.block_tables)
+            assert_same_bits(attended(again, Backend.GLUON), together)
+        for rows in (slice(0, 1), slice(1, 2), slice(22, 30), slice(5, 24), slice(40, 130)):
+            assert_same_bits(attended(call, Backend.GLUON, rows), together[rows])
+
+    def test_a_captured_launch_replays_without_a_wait(self) -> None:
+        call = sparse_call(latent_case(), 128, 2048)
+        wanted = attended(call, Backend.GLUON)
+        with no_device_waits():
+            attended(call, Backend.GLUON)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = attended(call, Backend.GLUON)
+        graph.replay()
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", [1, 200])
+def test_a_choice_without_a_good_guess(rows: int) -> None:
+    """Logits that a sample says little about: steps, a slope, all alike, the largest side by side."""
+    width, k = 70_001, 2048
+    made = random_rows(rows, width, dtype=torch.float32, device="cuda") * 3
+    near = made.clone()
+    near[:, -3000:] += 9
+    counts = torch.full((rows,), width, dtype=torch.int32, device="cuda")
+    counts[rows // 2 :] -= 777
+    for logits in (made, (made * 2).round(), made.sort(dim=1).values, torch.zeros_like(made), near):
+        some = slice(0, None, 40)
+        wanted = top_k(logits[some], counts[some], k, backend=Backend.REFERENCE)
+        assert_same_bits(top_k(logits, counts, k)[some], wanted)
+
+
+def index_call(**change: Any) -> IndexLogitsCall:
+    options = {"heads": 64, "dim": 128, "page_tokens": 16, "dtype": torch.bfloat16, **change}
+    dtype, dim = options["dtype"], options["dim"]
+    q = torch.zeros(2, options["heads"], dim, dtype=dtype)
+    rows = KeyRows(*(torch.zeros(2, dtype=torch.int32) for _ in range(2)))
+    pages = torch.zeros(9, options["page_tokens"], dim + options.get("gap", 0), dtype=dtype)[..., :dim]
+    return IndexLogitsCall(
+        q, torch.zeros(q.shape[:2]), pages, torch.zeros(1, 4, dtype=torch.int32), rows, 30, options.get("scales"), 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"heads": 32, "page_tokens": 8, "dtype": torch.float16}, None),
+        ({"page_tokens": 256}, None),
+        ({"heads": 16}, "16 heads of 128"),
+        ({"dim": 64}, "64 heads of 64"),
+        ({"page_tokens": 4}, "page_tokens 4"),
+        ({"page_tokens": 24}, "page_tokens 24"),
+        ({"dtype": torch.float32}, "torch.float32 queries"),
+        ({"scales": torch.zeros(9, 16)}, "pages"),
+        ({"gap": 4}, "pages not aligned"),
+    ],
+)
+def test_which_logits_the_kernels_take(change: dict[str, Any], reason: str | None) -> None:
+    """Written down, so that a case cannot fall back to the plain kernel unseen."""
+    got = index_hopper.reason_against_case(index_call(**change))
+    assert got is None if reason is None else reason in str(got)
+
+
+@pytest.mark.parametrize(("rows", "keys", "plain"), [(255, 4096, False), (2048, 2048, True), (2048, 16_384, False)])
+def test_short_launches_of_many_rows_are_the_plain_kernels(rows: int, keys: int, plain: bool) -> None:
+    assert index_hopper.is_better_plain(rows, keys) is plain
+
+
+def test_spans_are_shorter_where_programs_are_few() -> None:
+    pytest.importorskip("triton")
+    from kernels.index_logits.hopper.launch import span_keys
+
+    assert [span_keys(*size, 132) for size in ((1, 65_536), (16, 65_536), (64, 65_536))] == [256, 1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"latent": 448}, "rows of 448 + 128"),
+        ({"dtype": torch.float16}, "torch.float16 queries"),
+        ({"gap": 16}, "pages not whole rows"),
+    ],
+)
+def test_which_latents_the_kernel_takes(change: dict[str, Any], reason: str | None) -> None:
+    options = {"dtype": torch.bfloat16, "latent": LATENT, "gap": 0, **change}
+    pages = torch.zeros(9, 16 * WIDTH + options["gap"], dtype=options["dtype"])[:, : 16 * WIDTH].view(9, 16, WIDTH)
+    q = torch.zeros(2, 7, WIDTH, dtype=options["dtype"])
+    rows = KeyRows(*(torch.zeros(2, dtype=torch.int32) for _ in range(2)))
+    tables, chosen = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)
+    call = SparseLatentCall(q, pages, tables, rows, chosen, SCALE, options["latent"])
+    got = sparse_hopper.reason_against_case(call)
+    assert got is None if reason is None else reason in str(got)
+
+
+def test_asking_for_the_kernels_where_they_cannot_run_is_refused() -> None:
+    call = index_call()
+    with pytest.raises(KernelArgumentError, match="backend GLUON: needs a Hopper GPU"):
+        index_logits(*call[:6], backend=Backend.GLUON)
+    q, chosen = torch.zeros(2, 7, WIDTH, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.int32)
+    where = (torch.zeros(9, 16, WIDTH, dtype=q.dtype), call.block_tables, call.rows, chosen)
+    with pytest.raises(KernelArgumentError, match="backend GLUON: needs a Hopper GPU"):
+        sparse_latent_attention(q, *where, scale=SCALE, latent=LATENT, backend=Backend.GLUON)
