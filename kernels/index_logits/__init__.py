@@ -48,7 +48,7 @@ def index_logits(
     if out.numel() == 0 or max_keys <= least_keys:
         return out
     route = choose_backend(backend, q, lambda: reason_against(call))
-    if route is Backend.GLUON and not (backend is Backend.AUTO and is_better_plain(q.shape[0], max_keys)):
+    if route is Backend.GLUON and not (backend is Backend.AUTO and is_better_plain(call)):
         from kernels.index_logits.hopper.launch import launch as launch_gluon
 
         launch_gluon(call, out)

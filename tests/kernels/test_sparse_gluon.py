@@ -226,9 +226,22 @@ def test_which_logits_the_kernels_take(change: dict[str, Any], reason: str | Non
     assert got is None if reason is None else reason in str(got)
 
 
-@pytest.mark.parametrize(("rows", "keys", "plain"), [(255, 4096, False), (2048, 2048, True), (2048, 16_384, False)])
-def test_short_launches_of_many_rows_are_the_plain_kernels(rows: int, keys: int, plain: bool) -> None:
-    assert index_hopper.is_better_plain(rows, keys) is plain
+@pytest.mark.parametrize(
+    ("rows", "keys", "sequences", "tiled", "plain"),
+    [
+        (255, 4096, 1, False, False),
+        (300, 4096, 300, False, False),
+        (2048, 2048, 3, True, True),
+        (2048, 16_384, 3, True, False),
+    ],
+)
+def test_which_kernel_a_launch_takes(rows: int, keys: int, sequences: int, tiled: bool, plain: bool) -> None:
+    """Prompts go in tiles, short ones to the plain kernel; as many sequences as rows decode."""
+    call = index_call()
+    call = call._replace(
+        q=call.q[:1].expand(rows, -1, -1), block_tables=call.block_tables.expand(sequences, -1), max_keys=keys
+    )
+    assert (index_hopper.is_tiled(call), index_hopper.is_better_plain(call)) == (tiled, plain)
 
 
 def test_spans_are_shorter_where_programs_are_few() -> None:

@@ -18,7 +18,7 @@ KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 E4M3_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Raised when a change to the kernels or the model's code changes bits that pages hold.
-NUMERICS_VERSION = 4
+NUMERICS_VERSION = 5
 # cuBLAS without room for split-K: a row's result then depends neither on the number of rows nor on its neighbours.
 CUBLAS_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 # Numbers of mallopt(3).

@@ -9,19 +9,24 @@ import torch
 from kernels.backend import is_hopper
 from kernels.index_logits.call import IndexLogitsCall
 
-__all__ = ["LEAST_TILED_ROWS", "is_better_plain", "reason_against", "reason_against_case"]
+__all__ = ["is_better_plain", "is_tiled", "reason_against", "reason_against_case"]
 
 DIM, HEADS = 128, (32, 64)
 MIN_PAGE_TOKENS = 8
-# From so many rows on a block of keys is held while they pass by; fewer are mostly each of another sequence.
+# From so many rows on a block of keys is held while they pass by, if some are of one sequence.
 LEAST_TILED_ROWS = 256
 # Of these, launches of fewer logits have too few tiles: 2,048 rows of 2,048 keys took the plain kernel 99 us, this 129.
 LEAST_TILED_LOGITS = 8 << 20
 
 
-def is_better_plain(num_rows: int, max_keys: int) -> bool:
-    """Returns whether the plain kernel is faster for a launch, by what the host knows of it."""
-    return num_rows >= LEAST_TILED_ROWS and num_rows * max_keys < LEAST_TILED_LOGITS
+def is_tiled(call: IndexLogitsCall) -> bool:
+    """Returns whether a launch is of prompts, for all that the host knows of it."""
+    return call.q.shape[0] >= LEAST_TILED_ROWS and call.q.shape[0] > call.block_tables.shape[0]
+
+
+def is_better_plain(call: IndexLogitsCall) -> bool:
+    """Returns whether the plain kernel is faster for a launch."""
+    return is_tiled(call) and call.q.shape[0] * call.max_keys < LEAST_TILED_LOGITS
 
 
 def reason_against(call: IndexLogitsCall) -> str | None:

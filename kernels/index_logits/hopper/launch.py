@@ -7,7 +7,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.device import num_multiprocessors
 from kernels.index_logits.call import IndexLogitsCall
-from kernels.index_logits.hopper import LEAST_TILED_ROWS
+from kernels.index_logits.hopper import is_tiled
 from kernels.index_logits.hopper.spans import score_spans
 from kernels.index_logits.hopper.tiles import score_tiles
 
@@ -21,7 +21,7 @@ SPAN_CONSUMERS = 2
 def launch(call: IndexLogitsCall, out: torch.Tensor) -> None:
     """Launches over checked, non-empty arguments."""
     with torch.cuda.device_of(call.q):
-        (_launch_tiles if call.q.shape[0] >= LEAST_TILED_ROWS else _launch_spans)(call, out)
+        (_launch_tiles if is_tiled(call) else _launch_spans)(call, out)
 
 
 def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
