@@ -200,7 +200,7 @@ def take_moe(
     router = source.take(f"{prefix}.gate.weight", count, hidden, wide=spec.wide_router)
     if spec.shared_gate:
         gate = source.take(f"{prefix}.{shared.removesuffix('s')}_gate.weight", 1, hidden, wide=spec.wide_router)
-        router = torch.cat([router, gate, gate.new_zeros(GATE_ROWS - 1, hidden)])
+        router = stacked([router, gate, gate.new_zeros(GATE_ROWS - 1, hidden)])
     bias = source.take(f"{prefix}.gate.e_score_correction_bias", count, wide=True) if spec.selection_bias else None
     gate_up, down = _take_expert_matrices(source, f"{prefix}.experts", spec, hidden)
     return MoeWeights(
@@ -234,4 +234,11 @@ def gate_and_up(activation: Activation) -> tuple[str, ...]:
 
 
 def stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    """Returns the tensors' rows one behind the other."""
+    if len(tensors) == 1:
+        return tensors[0]
+    first = tensors[0]
+    if first.is_meta:  # torch.cat would import PyTorch's compiler for these, which takes a start of a worker 1 to 2 s
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    return torch.cat(tensors)

@@ -37,7 +37,7 @@ from worker_service.model.spec import (
     NormKind,
     NormSpec,
 )
-from worker_service.model.take_weights import take_dense, take_linear, take_mixer, take_moe
+from worker_service.model.take_weights import stacked, take_dense, take_linear, take_mixer, take_moe
 from worker_service.model.tensors import TensorSource
 
 QWEN3_NEXT = "Qwen3NextForCausalLM"
@@ -228,7 +228,7 @@ def _take_by_key_head(source: TensorSource, prefix: str, spec: GatedDeltaSpec, h
         *torch.split(qkvz.view(k_heads, -1, hidden), of_head, dim=1),
         *torch.split(ba.view(k_heads, -1, hidden), group, dim=1),
     ]
-    return Linear(torch.cat([part.reshape(-1, hidden) for part in parts]), None)
+    return Linear(stacked([part.reshape(-1, hidden) for part in parts]), None)
 
 
 # Layers that predict tokens ahead, and the tower.
