@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 
 from tests.kernels import assembled_cache
+from tests.kernels.machine_code import disassembled, unwritten_registers
 
 HOPPER = 90
 
@@ -94,4 +95,6 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
         compiled = triton.compile(source, target=target, options=options)
     remarks = said.getvalue()
     assert "ptxas info" in remarks, "taken from a cache, or the assembler's log was not printed"
+    wrong = unwritten_registers(disassembled(compiled.asm["cubin"]))
+    assert not wrong, f"machine code that reads registers which nobody wrote: {wrong}"
     return Assembled(str(compiled.asm["ptx"]), remarks, compiled.metadata.shared)

@@ -47,15 +47,18 @@ def compile_for_hopper(
     num_warps: int,
     pointer: Callable[[str], str] = pointer,
     aligned: tuple[str, ...] = (),
+    unaligned: tuple[str, ...] = (),
     **options: object,
 ) -> Assembled:
-    """A jit function whose pointers, strides and widths, and what `aligned` names, are multiples of 16."""
+    """A jit function whose pointers, strides and widths, and what `aligned` names, are multiples of 16; `unaligned` are
+    not."""
     from triton.compiler import ASTSource
 
     names = function.arg_names
     kinds = {name: pointer(name) if name.endswith("_ptr") else FLOATS.get(name, "i32") for name in names}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     is_aligned = [n.endswith("_ptr") or n.startswith(("stride_", "words")) or n in aligned for n in names]
+    is_aligned = [holds and name not in unaligned for holds, name in zip(is_aligned, names, strict=True)]
     source = ASTSource(
         function,
         signature,

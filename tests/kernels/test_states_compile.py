@@ -114,6 +114,21 @@ def test_scans_by_channel(values: str) -> None:
     assert built.shared_bytes <= SHARED_BYTES
 
 
+@pytest.mark.parametrize("channels", [False, True])
+def test_scans_of_rows_that_are_no_runs_of_16_bytes(channels: bool) -> None:
+    """With more than one stage the assembler reads registers that nobody wrote, which the helper refuses."""
+    from kernels.block_scan.triton import DELTA_VALUES, WARPS, scan_blocks
+
+    heads = {"HEADS": 5, "GROUP": 1, "DK": 12, "BK": 32, "DV": 12, "BV": DELTA_VALUES, "BY_VALUE": False, "STAGES": 1}
+    options = {
+        "PRECISION": "tf32", "HAS_WEIGHTS": not channels, "HAS_CHANNELS": channels, "HAS_INVERSES": True,
+        "HAS_FACTORS": not channels, "HAS_SKIP": False, "HAS_GATE": False,
+    }  # fmt: skip
+    compile_for_hopper(
+        scan_blocks, {**heads, **options}, WARPS, scan_kinds("bf16"), unaligned=("stride_q", "stride_k", "stride_v")
+    )
+
+
 @pytest.mark.parametrize("values", ["bf16", "fp16"])
 def test_blocks_by_channel(values: str) -> None:
     from kernels.gated_delta_scan.channels.triton import CHANNELS, WARPS, solve_channels
