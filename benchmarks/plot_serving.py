@@ -17,6 +17,8 @@ from benchmarks.serving.plot import serving_plot
 REPORT = ROOT / "benchmarks/results/serving-h200.json"
 # A run with room for what 20 s decode, asked for by a setting.
 STOPPED_REPORT = REPORT.with_name("serving-h200-stopped.json")
+# A later run of some cases, whose rows take the place of the first one's.
+LATER_REPORT = REPORT.with_name("serving-h200-streams.json")
 PLOT = ROOT / "docs/serving-h200.svg"
 BEGIN, END = "<!-- serving -->\n", "<!-- end of serving -->\n"
 HEAD = (
@@ -51,6 +53,13 @@ def readme_block(report: Mapping[str, Any] | None, stopped: Mapping[str, Any] | 
     return BEGIN + "\n".join([*lines, "", *(f"- {sentence}" for sentence in sentences), "", plot]) + "\n" + END
 
 
+def with_later(report: dict[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the report with the later run's rows in place of those of the same name, and what it was under `later`."""
+    newer = {row["name"]: row for row in later["rows"]}
+    rows = [newer.get(row["name"], row) for row in report["rows"]]
+    return {**report, "rows": rows, "later": {"commit": later["commit"], "names": sorted(newer)}}
+
+
 def _rows(report: Mapping[str, Any], kind: str) -> list[Row]:
     """Those that have figures."""
     return [row for row in report["rows"] if row["kind"] == kind and row["ttft_ms_p50"] is not None]
@@ -65,8 +74,15 @@ def _what(report: Mapping[str, Any]) -> str:
     return (
         f"What clients see (`make bench-serving`, commit {report['commit']}; {report['model']}, {report['dtype']}, "
         f"{report.get('gpu', report['device'])}, random prompts, {clients} client process{'es' * (clients > 1)} over "
-        "loopback gRPC; every row's tokens were checked):"
+        f"loopback gRPC; every row's tokens were checked){_later(report)}:"
     )
+
+
+def _later(report: Mapping[str, Any]) -> str:
+    if "later" not in report:
+        return ""
+    names, commit = report["later"]["names"], report["later"]["commit"]
+    return f"; {', '.join(f'`{name}`' for name in names)} of a later run on another card of the kind, commit {commit}"
 
 
 def _cells(row: Row) -> list[str]:
@@ -140,7 +156,8 @@ def read_report(path: Path = REPORT) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     report: dict[str, Any] = json.loads(path.read_text())
-    return report
+    later = read_report(LATER_REPORT) if path == REPORT else None
+    return with_later(report, later) if later else report
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.eval_report import README, inserted
-from benchmarks.plot_serving import BEGIN, END, PLOT, STOPPED_REPORT, read_report, readme_block
+from benchmarks.plot_serving import BEGIN, END, PLOT, STOPPED_REPORT, read_report, readme_block, with_later
 from benchmarks.serving.figures import Row, without_figures
 from benchmarks.serving.plot import serving_plot, share_bars, stream_bars
 
@@ -107,3 +107,12 @@ def test_the_plot_is_a_drawing_of_the_rows(report: dict[str, Any]) -> None:
 
 def test_a_plot_of_nothing(report: dict[str, Any]) -> None:
     ElementTree.fromstring(serving_plot({**report, "rows": []}))
+
+
+def test_rows_of_a_later_run_take_the_place_of_the_older_ones_and_are_named(report: dict[str, Any]) -> None:
+    old = timed(Row("streams_64_330", "streams", 64, 330, 160), **STEADY)
+    other = timed(Row("streams_1_330", "streams", 1, 330, 160), **STEADY)
+    new = {**old, "tokens_per_s": 11_804.0}
+    both = with_later({**report, "rows": [old, other]}, {"commit": "abc1234", "rows": [new]})
+    assert [row["tokens_per_s"] for row in both["rows"]] == [11_804.0, other["tokens_per_s"]]
+    assert "`streams_64_330` of a later run on another card of the kind, commit abc1234" in readme_block(both)
