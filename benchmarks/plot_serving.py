@@ -54,7 +54,7 @@ def readme_block(report: Mapping[str, Any] | None, stopped: Mapping[str, Any] | 
 
 
 def with_later(report: dict[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the report with the later run's rows in place of those of the same name, and what it was under `later`."""
+    """Returns the report with a later run's rows in place of those of the same name; `later` says which."""
     newer = {row["name"]: row for row in later["rows"]}
     rows = [newer.get(row["name"], row) for row in report["rows"]]
     return {**report, "rows": rows, "later": {"commit": later["commit"], "names": sorted(newer)}}
