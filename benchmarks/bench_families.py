@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_families [--only experts latents] [--device cpu --quick] --out families.json
 
-Random weights of the families' real layer shapes, few layers of them, in process. A prompt is computed in launches of
+Random weights of the families' real layer shapes, in process: of large experts as many layers as 80 GB hold, since what
+a launch costs the host is shared by all of a model's layers. A prompt is computed in launches of
 TOKEN_BUDGET tokens, as a worker does; a hit computes what follows the prefix. `saved` is the share of the cold time
 that the hit saves, `of_tokens` that share over the share of tokens that it saves: 1 where each token costs the same.
 The cold run of a model with states leaves a snapshot where the prefix ends, from which the hit goes on. Before a case
@@ -48,7 +49,7 @@ def published(name: str, num_layers: int, **others: int) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "experts": published("Qwen/Qwen3-30B-A3B", 8),
+    "experts": published("Qwen/Qwen3-30B-A3B", 24),
     "windows-sinks": published("openai/gpt-oss-20b", 8),
     "two-ropes": {  # Gemma-3-12b
         "architectures": ["Gemma3ForCausalLM"],
@@ -60,7 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "sliding_window": 1024,
     },
-    "latents": published("deepseek-ai/DeepSeek-V3", 3, first_k_dense_replace=1),
+    "latents": published("deepseek-ai/DeepSeek-V3", 4, first_k_dense_replace=1),
     "short-convs": {  # LFM2-1.2B
         "architectures": ["Lfm2ForCausalLM"],
         "hidden_size": 2048,
@@ -89,7 +90,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_n_heads": 128,
     },
-    "gated-delta": published("Qwen/Qwen3-Next-80B-A3B-Instruct", 8),
+    "gated-delta": published("Qwen/Qwen3-Next-80B-A3B-Instruct", 16),
+    "channel-decays": published("moonshotai/Kimi-Linear-48B-A3B-Instruct", 12),
+    "chosen-latents": published("deepseek-ai/DeepSeek-V3.2-Exp", 4, first_k_dense_replace=1),
+    # Without experts that are chosen by token: the tables of random weights would name none.
+    "compressed": published("deepseek-ai/DeepSeek-V4-Flash", 6, num_hash_layers=0),
 }
 QUICK: dict[str, Any] = {
     "hidden_size": 64,
@@ -117,6 +122,28 @@ QUICK: dict[str, Any] = {
 QUICK_OF: dict[str, dict[str, Any]] = {
     "short-convs": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"attn_layer_indices": [1], "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_heads": 8},
+    "channel-decays": {
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "head_dim": 16,
+            "kda_layers": [1, 3],
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "chosen-latents": {"index_head_dim": 16, "index_n_heads": 16, "index_topk": 64},
+    "compressed": {
+        "compress_ratios": [128, 4, 128],
+        "head_dim": 32,
+        "index_head_dim": 16,
+        "index_n_heads": 16,
+        "index_topk": 16,
+        "num_key_value_heads": 1,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+    },
     "gated-delta": {
         "full_attention_interval": 2,
         "linear_key_head_dim": 16,

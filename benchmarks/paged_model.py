@@ -19,7 +19,6 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder
 from worker_service.model.page_layouts import page_layouts
-from worker_service.model.recurrent_specs import RecurrentSpec
 from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.spec import ModelSpec
 
@@ -159,6 +158,5 @@ class PagedModel:
 
 
 def page_tokens_of(config: ModelSpec) -> int:
-    """Returns PAGE, or the model's own pages where it has states: a snapshot lies at the end of a page."""
-    has_states = any(isinstance(mixer, RecurrentSpec) for layer in config.layers for mixer in layer.mixers)
-    return config.page_tokens if has_states else PAGE
+    """Returns PAGE, or the model's own pages where these are larger: snapshots and compressed entries end with them."""
+    return max(config.page_tokens, PAGE)
