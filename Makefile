@@ -59,7 +59,7 @@ nightly: setup ## the same, and every property with ten times as many examples a
 compile: $(COMPILED)/.made ## compile the manager into build/compiled: a minute and a half, and a C compiler is needed
 
 $(COMPILED)/.made: setup.py pyproject.toml constraints.txt $(shell find cache_service session -name '*.py' 2>/dev/null) | setup
-	@rm -rf build; mkdir -p $(COMPILED); echo 'compiling the manager: a minute and a half ...' >&2
+	@rm -rf $(COMPILED) build/lib build/temp.*; mkdir -p $(COMPILED); echo 'compiling the manager: a minute and a half ...' >&2
 	@STEMCACHE_COMPILE=1 $(BIN)/python setup.py -q build --build-base build --build-lib build/lib >build/log 2>&1 || { tail build/log >&2; exit 1; }
 	@mv build/lib/cache_service build/lib/stemcache__mypyc*.so $(COMPILED) && touch $@
 
