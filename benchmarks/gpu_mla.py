@@ -44,6 +44,8 @@ BF16 = torch.bfloat16
 
 PREFILLS = ((4, 4096, 512), (4, 0, 4096))
 DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
+# What `fast` asks for: cuts by load.
+DECODES_BY_LOAD = ((128, 64, 8192), (128, 1, 8192), (64, 64, 8192))
 APPENDS = ((128, 16), (128, 4096), (16, 65536))
 PROJECTIONS = ((16384, 128),)
 # Where the two paths meet; kernels/mla/rule.py holds what follows from it.
@@ -98,12 +100,12 @@ def ragged_peer(
     return (Peer("flashinfer", partial(wrapper.run, q, k, v, out=torch.empty_like(v[: q.shape[0]])), amount),)
 
 
-def decode(heads: int, sequences: int, length: int) -> list[Measurement]:
+def decode(heads: int, sequences: int, length: int, *, by_load: bool = False) -> list[Measurement]:
     """TFLOP/s where all heads are here, GB/s of latents read where memory bounds the few."""
     pages, tables = paged(sequences, length)
     lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
     q = random(sequences, heads, WIDTH)
-    plan = MlaDecodePlan(sequences, length, heads)
+    plan = MlaDecodePlan(sequences, length, heads, by_load=by_load)
     plan.prepare(lengths)
     out = torch.full((sequences, heads, LATENT), float("nan"), dtype=BF16, device="cuda")
 
@@ -114,7 +116,8 @@ def decode(heads: int, sequences: int, length: int) -> list[Measurement]:
 
     many = heads > 16
     amount = 2e-12 * sequences * length * heads * (WIDTH + LATENT) if many else 2e-9 * sequences * length * WIDTH
-    peers, name = absorbed_peer(q, pages, tables, lengths, amount), f"{heads} heads B{sequences} L{length}"
+    peers = absorbed_peer(q, pages, tables, lengths, amount)
+    name = f"{heads} heads B{sequences} L{length}" + (", by load" if by_load else "")
     return against_reference("mla_decode", name, amount, call, GEMM if many else READ, peers)
 
 
@@ -214,7 +217,10 @@ def extend(heads: int, sequences: int, cached: int, new: int) -> list[Measuremen
 
 AREAS: dict[str, tuple[Maker, ...]] = {
     "mla_prefill": tuple(partial(prefill, *sizes) for sizes in PREFILLS),
-    "mla_decode": tuple(partial(decode, *sizes) for sizes in DECODES),
+    "mla_decode": (
+        *(partial(decode, *sizes) for sizes in DECODES),
+        *(partial(decode, *sizes, by_load=True) for sizes in DECODES_BY_LOAD),
+    ),
     "mla_append": tuple(partial(append, *sizes) for sizes in APPENDS),
     "mla_project": tuple(partial(project, *sizes) for sizes in PROJECTIONS),
     "mla_extend": tuple(partial(extend, *sizes) for sizes in EXTENDS),

@@ -1,13 +1,13 @@
 """The work of a mla_decode step, divided on the device by the sequences' lengths.
 
-The division changes speed only, no result.
+The division changes speed only, no result, unless a plan is asked to cut by load.
 """
 
 import torch
 
 from kernels._checks import check_lengths
 from kernels.errors import KernelArgumentError
-from kernels.mla_decode.tree_sizes import is_few, tree_of
+from kernels.mla_decode.tree_sizes import FEW_HEADS, is_few, tree_of
 
 __all__ = ["MlaDecodePlan"]
 
@@ -20,6 +20,9 @@ class MlaDecodePlan:
     A sequence's rows (query tokens times heads) are cut into tiles; a tile is attended by one program, or group by
     group or leaf by leaf of its keys by several, whose partial results a second launch folds. Without max_q_tokens it
     serves calls without cu_seqlens_q: one query for each sequence.
+
+    With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
+    result's last bits then depend on the batch. It changes nothing for up to 16 heads, or for other implementations.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class MlaDecodePlan:
         heads: int,
         *,
         max_q_tokens: int | None = None,
+        by_load: bool = False,
         programs: int | None = None,
         device: torch.device | str = "cuda",
     ) -> None:
@@ -39,28 +43,37 @@ class MlaDecodePlan:
         self.max_seqs, self.max_seqlen_k, self.heads, self.max_q_tokens = max_seqs, max_seqlen_k, heads, max_q_tokens
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.programs = programs
+        self.programs, self.by_load = programs, by_load and heads > FEW_HEADS
         self.tree, self.rows = tree_of(heads, self.one_query), 16 if self.few else 64
         self.slot_rows = self.rows if self.few else min(self.rows, heads * max_q_tokens)
         tiles = -(-heads * max_q_tokens // self.rows)
         leaves = max(-(-max_seqlen_k // self.tree.leaf), 1)
-        self.max_items = max(max_seqs * tiles * leaves, 1)
-        # A sequence is shared out only if it is longer than a program's part of the batch: see the kernel's limit.
-        slots = max(min(max_seqs * tiles, programs) * leaves, 1)
+        # A tile is shared out only if it is longer than a program's part of the batch: see the kernels that plan.
+        self.max_shared = max(min(max_seqs * tiles, programs), 1)
+        if self.by_load:
+            # A cut ends one program's run: there are fewer of them than programs, and each adds a part.
+            self.max_items, slots = max_seqs * tiles + programs, self.max_shared + programs
+        else:
+            self.max_items, slots = max(max_seqs * tiles * leaves, 1), self.max_shared * leaves
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # Sequence, first query, queries, tile of rows, first leaf, leaves, latents of the sequence, slot.
+        # Sequence, first query, queries, tile of rows, first leaf, leaves, latents of the sequence, slot; by load the
+        # first latent and the one behind the last in place of the first leaf and the number of leaves.
         self.items = buffer(self.max_items, 8, dtype=torch.int32)
-        # Items, leaves in an item of a sequence that is shared out, and such sequences.
+        # Items, leaves in an item of a sequence that is shared out, and such sequences; by load such tiles of rows.
         self.counts = buffer(3, dtype=torch.int32)
-        # First query, queries, parts of a tile, first slot of each of these.
-        self.shared = buffer(max(max_seqs, 1), 4, dtype=torch.int32)
+        # First query, queries, parts of a tile, first slot of each of these; by load first row, rows, parts and first
+        # slot of each tile.
+        self.shared = buffer(max(max_seqs, self.max_shared), 4, dtype=torch.int32)
+        # By load: each program's first item, and the end of the last one's.
+        self.firsts = buffer(programs + 1 if self.by_load else 0, dtype=torch.int32)
         self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
         self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
         self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
-        self.sums = torch.empty((programs, self.rows, 512), dtype=torch.float32, device=device)
+        # Running totals of leaves, which by load there are none of.
+        self.sums = torch.empty((0 if self.by_load else programs, self.rows, 512), dtype=torch.float32, device=device)
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
         """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
@@ -82,6 +95,12 @@ class MlaDecodePlan:
         if num_seqs > self.max_seqs:
             raise KernelArgumentError(f"seqlens_k: the plan holds {self.max_seqs} sequences, got {num_seqs}")
         check_lengths("seqlens_k", seqlens_k, num_seqs, self.items.device)
+        if self.by_load:
+            from kernels.mla_decode.splits_triton import launch as launch_splits
+
+            lists = (self.items, self.counts, self.shared, self.firsts)
+            launch_splits(lists, seqlens_k, cu_seqlens_q, programs=self.programs, heads=self.heads, rows=self.rows)
+            return
         from kernels.mla_decode.plan_triton import launch
 
         launch(

@@ -57,6 +57,7 @@ PARTS = (
         "mamba2_scan",
         "state_update",
         "mla_decode",
+        "mla_decode_by_load",
         "latents",
         "gather_pages",
         "prefill_work_list",

@@ -31,6 +31,13 @@ DECODES = {
     "few heads": {"HEADS": 8, "SLOT_ROWS": 8, "PAGE": 16},
     "no sums": {"MULTI": False, "PAGE": 16, "WANTS_LSE": False},
 }
+RUN = {name: value for name, value in DECODE.items() if name != "LEAF"}
+RUNS = {
+    "one query": {"MULTI": False, "WANTS_LSE": False},
+    "small pages": {"PAGE": 16},
+    "smallest pages": {"PAGE": 8},
+    "48 heads": {"HEADS": 48, "SLOT_ROWS": 48, "MULTI": False},
+}
 FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}
 FEWS = {
     "16 heads": {},
@@ -81,6 +88,19 @@ def test_decode(name: str) -> None:
     assert not got.spills
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_decode_cut_by_load(name: str) -> None:
+    from kernels.mla_decode.hopper.runs_kernel import attend_runs
+
+    constants = RUN | RUNS[name]
+    height = min(int(constants["PAGE"]), int(constants["TILE"]))
+    boxes = {"q_half_desc": [64, 256], "q_rope_desc": [64, 64], "half_desc": [height, 256], "rope_desc": [height, 64]}
+    got = compile_gluon(attend_runs, constants, kinds(attend_runs.arg_names, boxes))
+    assert "wgmma.mma_async" in got.ptx and not got.serialised
+    assert got.shared_bytes <= SHARED_BYTES
+    assert not got.spills
+
+
 @pytest.mark.parametrize("name", FEWS)
 def test_decode_of_few_heads(name: str) -> None:
     from kernels.mla_decode.hopper.few_kernel import attend_latents_few
@@ -114,7 +134,9 @@ def test_wide_heads_fit() -> None:
 def test_the_plain_kernels_spill_nothing() -> None:
     from kernels.head_linear.triton import multiply_heads
     from kernels.mla_decode.hopper.fold import fold_shared
+    from kernels.mla_decode.hopper.fold_cuts import fold_cuts
     from kernels.mla_decode.plan_triton import list_items
+    from kernels.mla_decode.splits_triton import list_runs
     from kernels.mla_decode.triton import attend_leaf, fold_leaves
     from kernels.mla_prefill.plan_triton import order_tiles
     from kernels.mla_prefill.triton import attend_tile
@@ -123,6 +145,8 @@ def test_the_plain_kernels_spill_nothing() -> None:
     fold = {**leaf, "LEAVES_PER_GROUP": 8, "WANTS_LSE": True}
     tree = {"LEAF": 512, "TILE": 64, "LEAVES_PER_GROUP": 8}
     listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
+    runs = {"HEADS": 128, "ROWS": 64, "MULTI": True, "SEQS": 1024, "STEP": 64}
+    runs |= {"TILE": 64, "EXTRA": 2, "SNAP": 2, "SLACK": 16}
     cases = (
         (multiply_heads, {"K": 512, "N": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64, "BLOCK_ROPE": 64}, 8),
@@ -139,6 +163,8 @@ def test_the_plain_kernels_spill_nothing() -> None:
         ),
         (attend_tile, TILE, 8),
         (list_items, listed, 4),
+        (list_runs, runs, 4),
+        (fold_cuts, {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "SOME": 16, "LATENT": 512, "WANTS_LSE": True}, 4),
         (order_tiles, {"MODE": 1, "BLOCK": 128, "SEQS": 256, "SLOTS": 16}, 8),
     )
     for function, constants, num_warps in cases:

@@ -1,5 +1,7 @@
 """The plans of latent attention, made on the device: every part of the work once, the longest first."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -87,6 +89,59 @@ def test_one_latent_more_makes_no_program_much_busier(target: Target, heads: int
     assert steps[0] == steps[1] and busiest[1] <= busiest[0] + 2
 
 
+@pytest.mark.parametrize("programs", [1, 4, 12, 132])
+@pytest.mark.parametrize("lengths", [LENGTHS, [8192] * 5, [1, 64, 65, 128, 129], [0] * 5, [40000, 5, 5, 5, 5]])
+@pytest.mark.parametrize(("heads", "several"), [(48, False), (128, True)])
+def test_cuts_by_load_cover_every_tile_once_in_order(
+    target: Target, heads: int, several: bool, lengths: list[int], programs: int
+) -> None:
+    """And no program gets much more than its part; every cut tile has its parts in slots that follow each other."""
+    device = planner(target)
+    queries = QUERIES if several else [1] * 5
+    most = max(QUERIES) if several else None
+    plan = MlaDecodePlan(5, max(*lengths, 1), heads, max_q_tokens=most, by_load=True, programs=programs, device=device)
+    given = torch.tensor(lengths, dtype=torch.int32, device=device)
+    plan.prepare(given, running_sums(queries, device) if several else None)
+    count, _, cut = plan.counts.tolist()
+    firsts, items = plan.firsts.tolist(), plan.items[: int(plan.counts[0])].tolist()
+    assert firsts[0] == 0 and firsts[-1] == count <= plan.max_items and firsts == sorted(firsts)
+    done, slots = [], []
+    parts_of: dict[int, list[int]] = {}
+    for seq, q_start, q_len, tile, first, stop, length, slot in items:
+        assert (q_start, q_len, length) == (sum(queries[:seq]), queries[seq], lengths[seq])
+        assert first % 64 == 0 and (stop == length or stop % 64 == 0) and (first < stop or length == 0)
+        done += [(seq, tile, key) for key in range(first // 64, max(-(-stop // 64), 1))]
+        if slot >= 0:
+            slots.append(slot)
+            parts_of.setdefault(q_start * heads + tile * plan.rows, []).append(slot)
+    units = [(seq, tile) for seq in range(5) for tile in range(-(-queries[seq] * heads // plan.rows))]
+    tiles_of = [max(-(-length // 64), 1) for length in lengths]
+    assert done == [(seq, tile, key) for seq, tile in units for key in range(tiles_of[seq])]
+    assert slots == list(range(len(slots))) and len(slots) <= plan.acc.shape[0] and cut <= plan.max_shared
+    for first_row, rows, parts, slot in plan.shared[:cut].tolist():
+        assert parts_of.pop(first_row) == list(range(slot, slot + parts)) and 0 < rows <= plan.rows
+    assert not parts_of
+    sizes = [max(1, -(-(stop - first) // 64)) for *_, first, stop, _, _ in items]
+    busy = [sum(sizes[first:last]) + 2 * (last - first) for first, last in pairwise(firsts)]
+    share = max(-(-sum(tiles_of[seq] + 2 for seq, _ in units) // programs), 2)
+    assert max(busy) <= share + share // 16 + 8
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_few_heads_keep_their_plan_where_cuts_are_by_load(target: Target, several: bool) -> None:
+    device = planner(target)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    most = max(QUERIES) if several else None
+    lists = []
+    for by_load in (False, True):
+        plan = MlaDecodePlan(5, max(LENGTHS), 16, max_q_tokens=most, by_load=by_load, programs=12, device=device)
+        plan.prepare(lengths, running_sums(QUERIES, device) if several else None)
+        assert not plan.by_load
+        lists.append((plan.items, plan.counts, plan.shared))
+    for with_load, without in zip(*lists, strict=True):
+        assert torch.equal(with_load, without)
+
+
 @pytest.mark.parametrize("mode", ["aligned", "offsets", "all"])
 def test_prefill_orders_every_tile_by_its_keys(target: Target, mode: str) -> None:
     device = planner(target)
@@ -110,12 +165,16 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         MlaPrefillPlan(1025, 10, device="cpu")
     with pytest.raises(KernelArgumentError, match="cu_seqlens_q: the plan holds 1"):
         MlaPrefillPlan(1, 10, device="cpu").prepare(running_sums([1, 2]), running_sums([1, 2]))
-    plan = MlaDecodePlan(1, 10, 16, programs=4, device="cpu")
+
+
+@pytest.mark.parametrize("by_load", [False, True])
+def test_what_a_decode_plan_does_not_hold_is_refused_by_name(by_load: bool) -> None:
+    plan = MlaDecodePlan(1, 10, 32, by_load=by_load, programs=4, device="cpu")
     with pytest.raises(KernelArgumentError, match="seqlens_k: the plan holds 1"):
         plan.prepare(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(KernelArgumentError, match="plan: holds"):
-        plan.check(1, 11, 16, None)
-    with pytest.raises(KernelArgumentError, match="plan: made for 16 heads"):
+        plan.check(1, 11, 32, None)
+    with pytest.raises(KernelArgumentError, match="plan: made for 32 heads"):
         plan.check(1, 10, 128, None)
     with pytest.raises(KernelArgumentError, match="plan: made for calls without cu_seqlens_q"):
-        plan.check(1, 10, 16, 1)
+        plan.check(1, 10, 32, 1)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.backend import Backend
 from tests.worker_service.model_kit import Bench, Part, make_reference, random_tokens
 from worker_service.config import WorkerConfig
+from worker_service.model import latent_attention
 from worker_service.model.config import read_model_spec
 from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.latent_attention import latent_workspace_bytes
+from worker_service.model.latent_attention import LatentPlans, latent_workspace_bytes
 from worker_service.model.runner import RunnerLimits
 from worker_service.model.spec import LatentSpec
 
@@ -45,6 +47,20 @@ def test_every_invariance_computes_the_same(folder: Path, invariance: Invariance
     wanted = logits(folder, RunnerLimits())
     actual = logits(folder, RunnerLimits(invariance=invariance), cut=199)
     assert (wanted - actual).abs().max().item() <= 1e-5 * wanted.abs().max().item()
+
+
+@pytest.mark.parametrize("invariance", list(Invariance))
+def test_only_fast_cuts_decode_by_load(folder: Path, invariance: Invariance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what is asked of the plans, in their places."""
+    asked = []
+
+    def decode_plan(max_seqs: int, max_seqlen_k: int, heads: int, *, by_load: bool, device: torch.device) -> None:
+        asked.append(by_load)
+
+    monkeypatch.setattr(latent_attention, "MlaDecodePlan", decode_plan)
+    monkeypatch.setattr(latent_attention, "MlaPrefillPlan", lambda max_seqs, max_tokens, *, device: None)
+    LatentPlans(read_model_spec(folder), 4, 64, 128, invariance, torch.device("cuda"), Backend.AUTO)
+    assert asked == [invariance is Invariance.FAST]
 
 
 def test_the_workspace_is_that_of_a_chunk_and_of_captured_launches(folder: Path) -> None:

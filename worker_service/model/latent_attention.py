@@ -56,7 +56,11 @@ class LatentPlans:
         self._decode: MlaDecodePlan | None = None
         self._prefill: MlaPrefillPlan | None = None
         if self.mixers and device.type == "cuda" and backend is not Backend.REFERENCE:
-            self._decode = MlaDecodePlan(max_num_seqs, spec.max_model_len, self._num_heads, device=device)
+            # Cuts by load are faster, and depend on who else decodes.
+            by_load = invariance is Invariance.FAST
+            self._decode = MlaDecodePlan(
+                max_num_seqs, spec.max_model_len, self._num_heads, by_load=by_load, device=device
+            )
             self._prefill = MlaPrefillPlan(max_num_seqs, max_tokens, device=device)
 
     @property

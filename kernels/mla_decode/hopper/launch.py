@@ -8,7 +8,9 @@ from kernels.mla_decode.call import MlaDecodeCall
 from kernels.mla_decode.hopper import WIDTH
 from kernels.mla_decode.hopper.few_kernel import attend_latents_few
 from kernels.mla_decode.hopper.fold import fold
+from kernels.mla_decode.hopper.fold_cuts import fold as fold_by_load
 from kernels.mla_decode.hopper.kernel import attend_latents
+from kernels.mla_decode.hopper.runs_kernel import attend_runs
 from kernels.mla_decode.plan import MlaDecodePlan
 from kernels.softmax import LOG2_E
 
@@ -35,13 +37,16 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
     def boxes(tensor: torch.Tensor, count: int, height: int, width: int) -> TensorDescriptor:
         return TensorDescriptor(tensor, [count, WIDTH], [WIDTH, 1], [height, width], layout)
 
+    lists: tuple[torch.Tensor, ...] = (plan.sums, plan.items, plan.counts)
+    options: dict[str, int]
     if plan.few:
-        kernel, options = (
-            attend_latents_few,
-            {"LEAVES_PER_GROUP": plan.tree.leaves_per_group, "maxnreg": ENTRY_REGISTERS},
-        )
+        kernel, options = attend_latents_few, {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
+        options |= {"LEAF": plan.tree.leaf, "maxnreg": ENTRY_REGISTERS}
+    elif plan.by_load:
+        kernel, options = attend_runs, {"MULTI": several, "SLOT_ROWS": plan.slot_rows}
+        lists = (plan.items, plan.firsts)
     else:
-        kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows}
+        kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "LEAF": plan.tree.leaf}
     with torch.cuda.device(q.device):
         kernel[(plan.programs,)](
             boxes(q, tokens * heads, plan.rows, 256),
@@ -53,9 +58,7 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             plan.acc,
             plan.row_max,
             plan.row_sum,
-            plan.sums,
-            plan.items,
-            plan.counts,
+            *lists,
             block_tables,
             call.scale * LOG2_E,
             tokens,
@@ -63,11 +66,13 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             block_tables.stride(0),
             HEADS=heads,
             PAGE=page_tokens,
-            LEAF=plan.tree.leaf,
             TILE=TILE,
             STAGES=STAGES,
             WANTS_LSE=lse is not None,
             num_warps=4,
             **options,
         )
-        fold(plan, block_tables.shape[0], out, lse)
+        if plan.by_load:
+            fold_by_load(plan, out, lse)
+        else:
+            fold(plan, block_tables.shape[0], out, lse)

@@ -1,0 +1,126 @@
+"""The odd consumer of mla_decode cut by load: scores of an item's odd tiles, and values 256 .. 511 of all.
+
+What the two hand each other: see the even one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.work_queue import take
+from kernels.mla_decode.hopper.leaves import clear_tail, part_at
+from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
+
+
+@gluon.jit
+def attend_odd(
+    results,
+    scale_log2,
+    num_tokens,
+    shared,
+    bars,
+    work,
+    HEADS: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTI: gl.constexpr,
+    SLOT_ROWS: gl.constexpr,
+    WANTS_LSE: gl.constexpr,
+):
+    out_ptr, lse_ptr, acc_ptr, _, _ = results
+    q_left, q_right, q_rope, left, right, rope = shared[0]
+    handed, stats, ends = shared[1]
+    q_full, q_empty, left_full, _, right_full, right_empty = bars[0]
+    rope_full, rope_empty = bars[1]
+    even_done, odd_done, end_full, end_empty = bars[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
+    SR: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OR: gl.constexpr = gl.SliceLayout(1, VALUES)
+    row = gl.arange(0, 64, OR)
+    dim = 256 + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
+    q = (q_left, q_right, q_rope)
+    latents = (left, right, rope)
+    full = (left_full, right_full, rope_full)
+    step = 0
+    pairs = 0
+    # One register for two counts: items below, items that were not cut from bit 16 on.
+    turns = 0
+    q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
+    while stop >= 0:
+        if not MULTI:
+            q_len = 1
+        last_seen = length - q_len + gl.arange(0, 64, SR) * 0
+        if MULTI:
+            last_seen += gl.minimum((tile * 64 + gl.arange(0, 64, SR)) // HEADS, q_len - 1)
+        mbarrier.wait(q_full, turns & 1)
+        count = (stop - begin + TILE - 1) // TILE
+        acc = gl.zeros([64, 256], gl.float32, VALUES)
+        for i in range(0, count, 2):
+            s = step % STAGES
+            first = begin + i * TILE
+            if i + 1 < count:
+                t = (step + 1) % STAGES
+                part = start_scores(q, latents, full, t, ((step + 1) // STAGES) & 1, TILE, SCORES)
+                mbarrier.wait(even_done, pairs & 1)
+                others = handed.load(P)
+                row_max = stats.index(0).load(SR)
+                acc = acc * stats.index(1).load(OR)[:, None]
+                values = warpgroup_mma(others, right.index(s), acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[part])
+                mbarrier.arrive(rope_empty.index(t), count=1)
+                scores = masked(scores, first + TILE, last_seen, q_len, length, TILE, SCORES)
+                weights, row_max, decay = weighed(scores, row_max, scale_log2)
+                half = weights.to(gl.bfloat16)
+                handed.store(half)
+                stats.index(2).store(row_max)
+                stats.index(3).store(decay)
+                stats.index(4).store(gl.sum(weights, 1))
+                thread_barrier()
+                mbarrier.arrive(odd_done, count=1)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(right_empty.index(s), count=1)
+                acc = acc * gl.convert_layout(decay, OR)[:, None]
+                if first + 2 * TILE > length:
+                    clear_tail(right.index(t), length - first - TILE, TILE)
+                values = warpgroup_mma(gl.convert_layout(half, P), right.index(t), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(right_empty.index(t), count=1)
+                step += 2
+            else:
+                mbarrier.wait(even_done, pairs & 1)
+                others = handed.load(P)
+                acc = acc * stats.index(1).load(OR)[:, None]
+                thread_barrier()
+                mbarrier.arrive(odd_done, count=1)
+                if first + TILE > length:
+                    clear_tail(right.index(s), length - first, TILE)
+                values = warpgroup_mma(others, right.index(s), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(right_empty.index(s), count=1)
+                step += 1
+            pairs += 1
+        mbarrier.arrive(q_empty, count=1)
+        live = (row < q_len * HEADS - tile * 64)[:, None]
+        if slot >= 0:
+            at = slot.to(gl.int64) * SLOT_ROWS
+            gl.store(acc_ptr + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live)
+        else:
+            mbarrier.wait(end_full, (turns >> 16) & 1)
+            share = ends.index(0).load(OR)
+            if WANTS_LSE:
+                lse = ends.index(1).load(OR)
+            thread_barrier()
+            mbarrier.arrive(end_empty, count=1)
+            turns ^= 65536
+            if WANTS_LSE:
+                token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
+                lse_at = ((tile * 64 + row) % HEADS).to(gl.int64) * num_tokens + q_start + token
+                gl.store(lse_ptr + lse_at, lse, mask=row < q_len * HEADS - tile * 64)
+            at = (q_start * HEADS + tile * 64).to(gl.int64)
+            result = (acc * share[:, None]).to(gl.bfloat16)
+            gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live)
+        turns = (turns & 65536) | ((turns + 1) & 3)
+        q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)

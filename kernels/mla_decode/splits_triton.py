@@ -1,0 +1,167 @@
+"""A plan of mla_decode that cuts by load, in Triton: every program gets one run of tiles, as long as every other's.
+
+Units, the tiles of rows of all sequences, lie one behind the other; each is as long as its tiles of latents and EXTRA
+for what begins and ends it. Cuts are at multiples of `share`, but not so near an end of a unit that the part would not
+be worth its start.
+
+    units      | 0 ............ | 1 .... | 2 ..... | 3 .... |
+    programs   | 0       | 1        | 2        | 3          |      unit 0 is cut once, 2 once; 1 and 3 are not
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Latents of a tile; tiles that starting and ending a unit costs; the fewest tiles between a cut and a unit's end.
+TILE, EXTRA, SNAP = 64, 2, 2
+# Tiles that a program gets at least.
+LEAST_RUN = 2
+# A run that is longer by this part, and cuts nothing, is as good: partial results cost writing and folding.
+SLACK = 16
+
+
+@triton.jit
+def share_of(tiles, size, programs, least_run, EXTRA: tl.constexpr, SLACK: tl.constexpr):
+    """Returns the length of a program's run."""
+    total = tl.sum(tiles * (size + EXTRA), 0)
+    share = tl.maximum(tl.cdiv(total, programs), least_run)
+    longest = tl.max(tl.where(tiles > 0, size + EXTRA, 1), 0)
+    whole = tl.cdiv(share, longest) * longest
+    return tl.where(whole <= share + share // SLACK, whole, share)
+
+
+@triton.jit
+def cuts_of(at, size, share, SNAP: tl.constexpr):
+    """Returns which program a unit's first part belongs to, and in how many places the unit is cut."""
+    owner = (at + SNAP - 1) // share
+    return owner, tl.maximum((at + size - SNAP) // share - owner, 0)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "least_run"])
+def list_runs(
+    items_ptr,
+    counts_ptr,
+    shared_ptr,
+    firsts_ptr,
+    lengths_ptr,
+    cu_q_ptr,
+    num_seqs,
+    programs,
+    least_run,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    EXTRA: tl.constexpr,
+    SNAP: tl.constexpr,
+    SLACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    MULTI: tl.constexpr,
+    SEQS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Program i lists sequence i's items; those behind num_seqs say where each program's items begin."""
+    seqs = tl.arange(0, SEQS)
+    ok = seqs < num_seqs
+    length = tl.load(lengths_ptr + seqs, mask=ok, other=0)
+    if MULTI:
+        q_start = tl.load(cu_q_ptr + seqs, mask=ok, other=0)
+        q_len = tl.load(cu_q_ptr + seqs + 1, mask=ok, other=0) - q_start
+    else:
+        q_start = seqs
+        q_len = tl.where(ok, 1, 0)
+    tiles = (q_len * HEADS + ROWS - 1) // ROWS
+    size = tl.maximum((length + TILE - 1) // TILE, 1)
+    share = share_of(tiles, size, programs, least_run, EXTRA, SLACK)
+    begins = tl.cumsum(tiles * (size + EXTRA), 0) - tiles * (size + EXTRA)
+    most = tl.max(tiles, 0)
+    mine = tl.program_id(0)
+    if mine >= num_seqs:
+        program = mine - num_seqs
+        first = tl.zeros([SEQS], tl.int32)
+        for tile in range(most):
+            owner, cuts = cuts_of(begins + tile * (size + EXTRA), size, share, SNAP)
+            first += tl.where(tile < tiles, tl.minimum(tl.maximum(program - owner, 0), cuts + 1), 0)
+        tl.store(firsts_ptr + program, tl.sum(first, 0))
+    else:
+        item_base = tl.zeros([SEQS], tl.int32)
+        slot_base = tl.zeros([SEQS], tl.int32)
+        unit_base = tl.zeros([SEQS], tl.int32)
+        for tile in range(most):
+            _, cuts = cuts_of(begins + tile * (size + EXTRA), size, share, SNAP)
+            there = tile < tiles
+            item_base += tl.where(there, cuts + 1, 0)
+            slot_base += tl.where(there & (cuts > 0), cuts + 1, 0)
+            unit_base += tl.where(there & (cuts > 0), 1, 0)
+        if mine == 0:
+            tl.store(counts_ptr, tl.sum(item_base, 0))
+            tl.store(counts_ptr + 2, tl.sum(unit_base, 0))
+        before = seqs < mine
+        item = tl.sum(tl.where(before, item_base, 0), 0)
+        slot = tl.sum(tl.where(before, slot_base, 0), 0)
+        unit = tl.sum(tl.where(before, unit_base, 0), 0)
+        own = seqs == mine
+        own_begin = tl.sum(tl.where(own, begins, 0), 0)
+        own_size = tl.sum(tl.where(own, size, 0), 0)
+        own_length = tl.sum(tl.where(own, length, 0), 0)
+        own_start = tl.sum(tl.where(own, q_start, 0), 0)
+        own_queries = tl.sum(tl.where(own, q_len, 0), 0)
+        for tile in range(tl.sum(tl.where(own, tiles, 0), 0)):
+            at = own_begin + tile * (own_size + EXTRA)
+            owner, cuts = cuts_of(at, own_size, share, SNAP)
+            for first in range(0, cuts + 1, STEP):
+                part = first + tl.arange(0, STEP)
+                inside = part <= cuts
+                begin = tl.where(part == 0, 0, (owner + part) * share - at) * TILE
+                stop = tl.where(part == cuts, own_length, ((owner + part + 1) * share - at) * TILE)
+                to = items_ptr + (item + part) * 8
+                zero = tl.zeros([STEP], tl.int32)
+                tl.store(to, zero + mine, mask=inside)
+                tl.store(to + 1, zero + own_start, mask=inside)
+                tl.store(to + 2, zero + own_queries, mask=inside)
+                tl.store(to + 3, zero + tile, mask=inside)
+                tl.store(to + 4, begin, mask=inside)
+                tl.store(to + 5, stop, mask=inside)
+                tl.store(to + 6, zero + own_length, mask=inside)
+                tl.store(to + 7, tl.where(cuts > 0, slot + part, -1), mask=inside)
+            if cuts > 0:
+                to = shared_ptr + unit * 4
+                tl.store(to, own_start * HEADS + tile * ROWS)
+                tl.store(to + 1, tl.minimum(own_queries * HEADS - tile * ROWS, ROWS))
+                tl.store(to + 2, cuts + 1)
+                tl.store(to + 3, slot)
+                slot += cuts + 1
+                unit += 1
+            item += cuts + 1
+
+
+def launch(
+    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    *,
+    programs: int,
+    heads: int,
+    rows: int,
+) -> None:
+    """Launches over checked arguments. `lists` are the plan's items, counts, shared and firsts, which it fills."""
+    num_seqs = seqlens_k.shape[0]
+    if num_seqs == 0:
+        return
+    with torch.cuda.device_of(seqlens_k):
+        list_runs[(num_seqs + programs + 1,)](
+            *lists,
+            seqlens_k,
+            cu_seqlens_q if cu_seqlens_q is not None else seqlens_k,
+            num_seqs,
+            programs,
+            LEAST_RUN,
+            HEADS=heads,
+            TILE=TILE,
+            EXTRA=EXTRA,
+            SNAP=SNAP,
+            SLACK=SLACK,
+            ROWS=rows,
+            MULTI=cu_seqlens_q is not None,
+            SEQS=max(triton.next_power_of_2(num_seqs), 16),
+            STEP=64,
+            num_warps=4,
+        )
