@@ -138,20 +138,36 @@ def test_company_changes_no_bit_with_two_threads(sizes: Heads) -> None:
     check_company_with_two_threads(SCAN, sizes)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 3e-3)], ids=str)
 @pytest.mark.parametrize("fast", [-3.0, -90.0, -1e30, float("-inf")])
-def test_what_a_channel_keeps_behind_tokens_that_it_forgets(target: Target, fast: float) -> None:
+def test_what_a_channel_keeps_behind_tokens_that_it_forgets(
+    target: Target, fast: float, dtype: torch.dtype, tolerance: float
+) -> None:
     """Every third token is forgotten by every second channel, among others that are kept nearly whole: no factor
     overflows, and no sum of fast decays takes the digits of slow ones."""
     rows = [StateRow(200, leave=(64, 128, 200))]
-    given, (slots, count) = layer(200, CHANNELS, torch.float32), make_slots(rows)
+    given, (slots, count) = layer(200, CHANNELS, dtype), make_slots(rows)
     g = torch.full_like(given.g, -1e-3)
     g[::3, :, ::2] = fast
     given, pool = given._replace(g=g), torch.full((count, *CHANNELS.state), POISON)
     wanted, wanted_pool = expected(truth(given, CHANNELS), slots, rows, begins(rows), pool, given.v.shape[1:])
     for each in on_cpu_too(target):
         out, after = scanned(given, [0], rows, pool, slots, each)
-        assert_states(out, wanted, 3e-6)
-        assert_states(after, wanted_pool, 3e-6)
+        assert_states(out, wanted, tolerance)
+        assert_states(after, wanted_pool, tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_keys_of_any_length_by_channel(target: Target, dtype: torch.dtype) -> None:
+    rows = [StateRow(70, leave=(64, 70))]
+    given, (slots, count) = layer(70, CHANNELS, dtype), make_slots(rows)
+    given, pool = given._replace(k=given.k / 6.0), torch.full((count, *CHANNELS.state), POISON)
+    step = gated_delta(*given, scale=CHANNELS.k_dim**-0.5, norm_eps=None)
+    wanted, wanted_pool = expected(step, slots, rows, begins(rows), pool, given.v.shape[1:])
+    for each in on_cpu_too(target):
+        out, after = scanned(given, [0], rows, pool, slots, each, None)
+        assert_states(out, wanted, TOLERANCE[dtype])
+        assert_states(after, wanted_pool, TOLERANCE[dtype])
 
 
 def test_decays_that_all_channels_share_are_those_of_a_head(target: Target) -> None:

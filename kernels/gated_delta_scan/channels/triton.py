@@ -1,13 +1,17 @@
 """gated_delta_scan with a decay for each key channel, in Triton: decays go into queries and keys before states pass.
 
 Between two tokens of a block each channel keeps exp of the sum of its g behind the first, up to the second. As one
-factor for each token, counted from the block's begin, it would overflow where channels forget fast. So a block is cut
-into sub-blocks of 16 tokens (as in Kimi Linear: An Expressive, Efficient Attention Architecture, 2025):
+factor for each token, counted from the block's begin, it would overflow where channels forget fast. So the block is
+halved, and its halves, down to single tokens: six levels. A pair belongs to the one level at which its first token is
+in one half and its second token in the next one. There its decay is two factors, both at most 1:
 
-    pairs within a sub-block   the sum grows by one token with the distance; each pair has its own exponential
-    pairs of two sub-blocks    exp(sum from the later one's begin) times exp(sum to it), both at most 1
+    the second token    exp(sum from its half's begin up to it)
+    the first token     exp(sum behind it, up to its half's end)
 
-Nothing is ever subtracted from a sum: a channel that forgets all would leave no digits of what follows.
+That is one factor for each token and channel at a level, and all pairs of a level are one product of 64 x 64.
+
+Sums are products with matrices of 0 and 1, so nothing is ever subtracted from one: a channel that forgets all would
+leave no digits of what follows.
 """
 
 import torch
@@ -16,73 +20,72 @@ import triton.language as tl
 
 from kernels.block_scan import GatedDeltaLayer, ScanPlan
 from kernels.block_scan.call import BlockScan
-from kernels.block_scan.plan import GRID_TOKENS, SUB_TOKENS
-from kernels.block_scan.triton import inverse_length, load_rows, load_scalars, padded, precision
+from kernels.block_scan.plan import GRID_TOKENS
+from kernels.block_scan.triton import inverse_length, load_rows, load_scalars, padded
 from kernels.gated_delta_scan.triton import unit_lower_inverse
 
-WARPS = 8
-# Key channels that a program holds at a time: products are sums over all of them.
-CHANNELS = 32
+# Warps of a program, and key channels that it holds at a time: products are sums over all of them. 2,048 tokens of 32
+# heads on an H200: 218 us, though a thread spills 984 bytes; 64 channels, 224 bytes: 236 us; eight warps with 32, none:
+# 395 us.
+WARPS, CHANNELS = 4, 128
+# The same where factors are fp32, which need twice the room.
+WIDE_WARPS, WIDE_CHANNELS = 8, 32
 
-_GRID, _SUB = tl.constexpr(GRID_TOKENS), tl.constexpr(SUB_TOKENS)
-_SUBS = tl.constexpr(GRID_TOKENS // SUB_TOKENS)
-
-
-@triton.jit
-def load_near(ptr, first, count, stride, head, shift, D: tl.constexpr, column, BLOCK: tl.constexpr):
-    """Returns [GRID, BLOCK] in fp32: for each token the row `shift` tokens on, zeros outside of its sub-block."""
-    token = tl.arange(0, _GRID)[:, None]
-    other, d = token + shift, column + tl.arange(0, BLOCK)[None, :]
-    ok = (other >= 0) & (other // _SUB == token // _SUB) & (other < count) & (d < D)
-    at = ptr + first.to(tl.int64) * stride + head * D
-    return tl.load(at + (other * stride + d), mask=ok, other=0.0).to(tl.float32)
+_GRID = tl.constexpr(GRID_TOKENS)
+_LEVELS = tl.constexpr(GRID_TOKENS.bit_length() - 1)
+# Less than this is taken as this: exp of it is 0 too, but 0 times it is no NaN, and fp16 holds it.
+_LEAST = tl.constexpr(-60000.0)
 
 
 @triton.jit
-def sums_of_subs(rows, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """Returns running sums over the tokens of each sub-block."""
-    subs = tl.reshape(rows, (_SUBS, _SUB, BLOCK))
-    return tl.reshape(tl.cumsum(subs, 1, reverse=REVERSE), (_GRID, BLOCK))
+def near_sums(mask, high, HALVES: tl.constexpr):
+    """Returns [GRID, channels]: for each token the sum of `high` over the tokens that its row of `mask` names."""
+    # Zeros and ones are exact; of fp32 three products leave 22 bits.
+    precision: tl.constexpr = "tf32" if HALVES else "tf32x3"
+    return tl.dot(mask.to(high.dtype), high, input_precision=precision)
 
 
 @triton.jit
-def add_near(
-    products, scores, q, k, k_ptr, g_ptr, first, count, stride_k, stride_g, k_head, head, column,
-    DK: tl.constexpr, BLOCK: tl.constexpr,
+def exact_sums(mask, high, low, HALVES: tl.constexpr):
+    """The same with the 11 bits of each decay that the first half has no room for: what states keep is fp32."""
+    sums = near_sums(mask, high, HALVES)
+    if HALVES:
+        sums = tl.dot(mask.to(tl.float16), low, sums)
+    return sums
+
+
+@triton.jit
+def add_level(
+    products, scores, q, k, high, apart, earlier, level, HALVES: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Adds what some channels give of each pair of one sub-block."""
-    token = tl.arange(0, _GRID)
-    total = tl.zeros((_GRID, BLOCK), tl.float32)
-    for distance in range(_SUB):
-        key = load_near(k_ptr, first, count, stride_k, k_head, -distance, DK, column, BLOCK) * tl.exp(total)
-        # Behind the first token of the pair, up to the second.
-        total += load_near(g_ptr, first, count, stride_g, head, -distance, DK, column, BLOCK)
-        here = token[:, None] - token[None, :] == distance
-        products += tl.where(here, tl.sum(k * key, 1)[:, None], 0.0)
-        scores += tl.where(here, tl.sum(q * key, 1)[:, None], 0.0)
+    """Adds what some channels give of pairs whose tokens lie in two halves of one part of the block, of 2^level each.
+
+    `apart`: the bits in which two tokens differ, the highest of which is their level; `earlier`: the same where the
+    first factor's token is the later one, else 0.
+    """
+    i, j = tl.arange(0, _GRID)[:, None], tl.arange(0, _GRID)[None, :]
+    # Tokens of the same half: in a second half those up to the token, in a first one those behind it.
+    between = (apart >> level == 0) & ((j > i) != ((i >> level) & 1 != 0))
+    decays = tl.exp(near_sums(between, high, HALVES)).to(k.dtype)
+    keys = k * decays
+    keys_t = tl.trans(keys)
+    is_pair = earlier >> level == 1
+    products += tl.where(is_pair, tl.dot(keys, keys_t, input_precision=PRECISION), 0.0)
+    scores += tl.where(is_pair, tl.dot(q * decays, keys_t, input_precision=PRECISION), 0.0)
     return products, scores
 
 
 @triton.jit
-def add_far(products, scores, q, k, sums, reach, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what some channels give of each pair of two sub-blocks. Returns besides, in logs: what is left at each
-    one's begin of the state before the block, behind the block of what came at each token, and of that state."""
-    token = tl.arange(0, _GRID)[:, None]
-    sub = token // _SUB
-    before = tl.zeros((_GRID, BLOCK), tl.float32)
-    remains = tl.zeros((BLOCK,), tl.float32)
-    grown = tl.exp(sums)
-    for later in tl.static_range(_SUBS):
-        # Of the sub-blocks before this one: up to its begin, then up to its end.
-        if later > 0:
-            far = tl.trans(tl.where(sub < later, k * tl.exp(reach), 0.0))
-            products += tl.where(sub == later, tl.dot(k * grown, far, input_precision=PRECISION), 0.0)
-            scores += tl.where(sub == later, tl.dot(q * grown, far, input_precision=PRECISION), 0.0)
-        total = tl.sum(tl.where(token == later * _SUB + _SUB - 1, sums, 0.0), 0)
-        reach = tl.where(sub < later, reach + total[None, :], reach)
-        before = tl.where(sub > later, before + total[None, :], before)
-        remains += total
-    return products, scores, before, reach, remains
+def store_decayed(reading_ptr, keys_ptr, kept_ptr, at, ok, q, k, high, low, HALVES: tl.constexpr):
+    """Writes queries and keys for the state before the block, by what is left of it there, and keys for the one behind
+    it, by what is left of them."""
+    i, j = tl.arange(0, _GRID)[:, None], tl.arange(0, _GRID)[None, :]
+    dtype: tl.constexpr = reading_ptr.dtype.element_ty
+    before = tl.exp(exact_sums(j <= i, high, low, HALVES))
+    tl.store(reading_ptr + at, (q * before).to(dtype), mask=ok)
+    tl.store(keys_ptr + at, (k * before).to(dtype), mask=ok)
+    behind = tl.exp(exact_sums(j > i, high, low, HALVES))
+    tl.store(kept_ptr + at, (k * behind).to(dtype), mask=ok)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -98,7 +101,10 @@ def solve_channels(
         first = tl.load(blocks_ptr + block * 2)
         count = tl.load(blocks_ptr + block * 2 + 1)
         token, k_head = tl.arange(0, _GRID), head // GROUP
-        dtype: tl.constexpr = k_ptr.dtype.element_ty
+        i, j = token[:, None], token[None, :]
+        apart = i ^ j
+        earlier = tl.where(i > j, apart, 0)
+        narrow: tl.constexpr = tl.float16 if HALVES else tl.float32
         length = tl.full((_GRID,), 1.0, tl.float32)
         q_length = length
         if NORM:
@@ -107,31 +113,30 @@ def solve_channels(
         of_head = (first + token).to(tl.int64) * HEADS + head
         products = tl.zeros((_GRID, _GRID), tl.float32)
         scores = tl.zeros((_GRID, _GRID), tl.float32)
-        for column in range(0, DK, CHANNELS):
-            k = load_rows(k_ptr, first, count, stride_k, k_head, DK, column, CHANNELS).to(tl.float32)
+        # Loops stay loops: ptxas took 81 s of an unrolled kernel with fp32 products, and takes 9 to 15 s of this one.
+        for column in tl.range(0, DK, CHANNELS, num_stages=1, loop_unroll_factor=1, disable_licm=True):
+            k = load_rows(k_ptr, first, count, stride_k, k_head, DK, column, CHANNELS).to(tl.float32) * length[:, None]
             q = load_rows(q_ptr, first, count, stride_q, k_head, DK, column, CHANNELS).to(tl.float32)
-            products, scores = add_near(
-                products, scores, q, k, k_ptr, g_ptr, first, count, stride_k, stride_g, k_head, head, column, DK,
-                CHANNELS,
-            )  # fmt: skip
-            own = load_near(g_ptr, first, count, stride_g, head, 0, DK, column, CHANNELS)
-            sums = sums_of_subs(own, CHANNELS, False)
-            behind = load_near(g_ptr, first, count, stride_g, head, 1, DK, column, CHANNELS)
-            reach = sums_of_subs(behind, CHANNELS, True)
-            products, scores, before, reach, remains = add_far(products, scores, q, k, sums, reach, CHANNELS, PRECISION)
+            q *= q_length[:, None]
+            g = load_rows(g_ptr, first, count, stride_g, head, DK, column, CHANNELS).to(tl.float32)
+            g = tl.where(g < _LEAST, _LEAST, g)
+            high = g.to(narrow)
+            low = (g - high.to(tl.float32)).to(narrow)
             d = column + tl.arange(0, CHANNELS)
             at, ok = of_head[:, None] * DK + d[None, :], (token < count)[:, None] & (d < DK)[None, :]
-            grown = tl.exp(before + sums)
-            tl.store(reading_ptr + at, (q * q_length[:, None] * grown).to(dtype), mask=ok)
-            tl.store(keys_ptr + at, (k * length[:, None] * grown).to(dtype), mask=ok)
-            tl.store(kept_ptr + at, (k * length[:, None] * tl.exp(reach)).to(dtype), mask=ok)
+            store_decayed(reading_ptr, keys_ptr, kept_ptr, at, ok, q, k, high, low, HALVES)
             of_block = (block.to(tl.int64) * HEADS + head) * DK + d
-            tl.store(remains_ptr + of_block, tl.exp(remains), mask=d < DK)
+            tl.store(remains_ptr + of_block, tl.exp(tl.sum(g, 0)), mask=d < DK)
+            near_q, near_k = q.to(narrow), k.to(narrow)
+            scores += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+            for level in tl.range(0, _LEVELS, num_stages=1, loop_unroll_factor=1, disable_licm=True):
+                products, scores = add_level(
+                    products, scores, near_q, near_k, high, apart, earlier, level, HALVES, PRECISION
+                )  # fmt: skip
         at, ok = of_head[:, None] * _GRID + token[None, :], (token < count)[:, None]
-        tl.store(scores_ptr + at, (scores * q_length[:, None] * length[None, :]).to(dtype), mask=ok)
-        beta = load_scalars(beta_ptr, first, count, stride_beta, head)
-        products *= (beta * length)[:, None] * length[None, :]
-        products = tl.where(token[:, None] > token[None, :], products, 0.0)
+        dtype: tl.constexpr = scores_ptr.dtype.element_ty
+        tl.store(scores_ptr + at, scores.to(dtype), mask=ok)
+        products *= load_scalars(beta_ptr, first, count, stride_beta, head)[:, None]
         tl.store(inverses_ptr + at, unit_lower_inverse(products, HALVES, PRECISION).to(dtype), mask=ok)
 
 
@@ -143,15 +148,19 @@ def solve(layer: GatedDeltaLayer, plan: ScanPlan) -> BlockScan:
     scores, inverses = v.new_empty(2, tokens, heads, GRID_TOKENS)
     reading, keys, kept = v.new_empty(3, tokens, heads, dim_k)
     remains = v.new_empty((plan.max_blocks, heads, dim_k), dtype=torch.float32)
-    has_norm = layer.norm_eps is not None
+    has_norm, is_wide = layer.norm_eps is not None, v.dtype is torch.float32
+    # Keys of length 1 are halves without loss of range.
+    halves = has_norm and not is_wide
+    warps, channels = (WARPS, CHANNELS) if halves else (WIDE_WARPS, WIDE_CHANNELS)
     strides = (tensor.stride(0) for tensor in (q, k, layer.g, layer.beta))
     with torch.cuda.device_of(v):
         solve_channels[(plan.max_blocks * heads,)](
             q, k, layer.g, layer.beta, inverses, scores, reading, keys, kept, remains, plan.cu_blocks, plan.blocks,
             plan.num_rows, layer.norm_eps or 0.0, *strides,
-            HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm,
-            HALVES=has_norm and v.dtype is not torch.float32,
-            PRECISION=precision(v.dtype), BK=padded(dim_k), CHANNELS=CHANNELS, num_warps=WARPS,
+            HEADS=heads, GROUP=heads // k_heads, DK=dim_k, NORM=has_norm, HALVES=halves,
+            # With three products of tf32 fp32 outputs are within 1.4e-7 of the largest one (an H200, keys of 32).
+            PRECISION="tf32x3" if is_wide else "tf32", BK=padded(dim_k), CHANNELS=min(channels, padded(dim_k)),
+            num_warps=warps,
         )  # fmt: skip
     return BlockScan(
         reading, keys, v, inverses, layer.beta, None, None, scores, None, layer.states, plan, layer.scale,
