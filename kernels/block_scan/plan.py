@@ -8,7 +8,7 @@ from kernels.state_slots import StateSlots
 
 # Positions at which blocks begin are multiples of this.
 GRID_TOKENS = 64
-# Tokens of a sub-block, within which decays of key channels are taken pair by pair.
+# On a CPU: tokens of a sub-block, within which decays of key channels are taken pair by pair.
 SUB_TOKENS = 16
 
 

@@ -1,7 +1,7 @@
 """What a module imports from the repository's other modules is there.
 
 mypy reads neither tests nor benchmarks, so it sees no import there that a rename broke. Imports within functions count
-too, which collecting the tests would not run: kernels are imported there. Nothing is executed: that takes a few seconds.
+too, which collecting the tests would not run: kernels are imported there. Nothing is run: it takes seconds.
 """
 
 from __future__ import annotations

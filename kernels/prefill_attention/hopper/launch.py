@@ -92,4 +92,3 @@ def _page_descriptor(pages: torch.Tensor, spec: AttentionSpec, block: int) -> Te
 
 def _shared(rank: int, element_bits: int = 16) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=element_bits, rank=rank)
-
