@@ -114,6 +114,8 @@ def encode_clear_response(value: ClearResult) -> cache_pb2.ClearResponse:
 def encode_stats_response(value: ManagerStats) -> cache_pb2.StatsResponse:
     told = as_fields(value)
     told["workers"] = [_with_misses(worker) for worker in value.workers]
+    for worker in told["workers"]:
+        del worker["fetches_paused"]  # for metrics; Explain tells people
     told["attachments"] = _with_misses(value.attachments)
     told["attachments"]["engines"] = [_with_misses(engine) for engine in value.attachments.engines]
     del told["by_engine"]

@@ -39,6 +39,7 @@ WORKER_GAUGES = (
     ("nodes", "Radix nodes.", "num_nodes"),
     ("pinned_tokens", "Cached tokens under Pin calls.", "pinned_tokens"),
     ("ghost_pages", "Evicted and cleared pages that are remembered.", "num_ghost_pages"),
+    ("fetches_paused", "1 while the worker fetches nothing since its last fetches failed.", "fetches_paused"),
     ("kept_bytes", "Tokens of waiting prompts that are kept for their next acquire.", "kept_bytes"),
 )
 # Name and field, help: what a fetch is weighed by; 0 until it was measured.
@@ -57,7 +58,7 @@ HOST_GAUGES = (
     ("host_rows", "Rows of the hash index.", "num_rows"),
     ("host_bytes", "Bytes that those rows stand for.", "num_bytes"),
     ("host_quota_bytes", "Bytes that the host tier may hold.", "quota_bytes"),
-    ("host_breaker_open", "1 while no fetch is granted since transfers failed.", "breaker_open"),
+    ("host_breaker_open", "1 while no worker's fetch is granted, since a store fails.", "breaker_open"),
 )
 
 
@@ -98,7 +99,8 @@ GROUP_COUNTERS = (
 MISS_REASONS = tuple(
     reason
     for reason in MissReason
-    if MissReason.NONE < reason < MissReason.REFUSED and reason is not MissReason.OTHER_SALT
+    if (MissReason.NONE < reason < MissReason.REFUSED or reason is MissReason.BREAKER_OPEN)
+    and reason is not MissReason.OTHER_SALT
 )
 
 # What a Lookup may count as.

@@ -12,6 +12,7 @@ from protos.v1 import cache_pb2, types_pb2
 _DECLINED: dict[types_pb2.MissReason.ValueType, str] = {
     types_pb2.MISS_REASON_FETCH_SLOWER: "are in the host tier, and computed sooner",
     types_pb2.MISS_REASON_FETCH_BUSY: "are in the host tier, and too many fetches under way",
+    types_pb2.MISS_REASON_BREAKER_OPEN: "are in the host tier, and fetches are paused",
 }
 
 

@@ -16,7 +16,11 @@ from cli.places import cache_of_workers, find_workers
 from protos.v1 import cache_pb2, types_pb2, worker_pb2
 
 # With these the worker computes what the host tier has.
-NOT_FETCHED = (types_pb2.MISS_REASON_FETCH_SLOWER, types_pb2.MISS_REASON_FETCH_BUSY)
+NOT_FETCHED = (
+    types_pb2.MISS_REASON_FETCH_SLOWER,
+    types_pb2.MISS_REASON_FETCH_BUSY,
+    types_pb2.MISS_REASON_BREAKER_OPEN,
+)
 
 
 class Choice(NamedTuple):

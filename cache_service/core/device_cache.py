@@ -88,6 +88,8 @@ class DeviceCache:
         self.renewals: dict[Node, bool] = {}
         self.renewing: OrderedDict[Node, bool] = OrderedDict()
         self.refill: Iterator[Node] | None = None  # what is still to be spilled to a store that lost everything
+        self.fetch_breaker = Breaker(config.breaker_failures, config.breaker_ms)
+        self.host = host
         self.set_host(host)
 
     @property
@@ -101,6 +103,8 @@ class DeviceCache:
 
     def set_host(self, host: HostView | None) -> None:
         """The host tier may come, go or change with each Hello."""
+        if host is None or self.host is None or host.index is not self.host.index:
+            self.fetch_breaker = Breaker(self.config.breaker_failures, self.config.breaker_ms)
         self.host = host
         selective = host is not None and self.config.spill is SpillPolicy.SELECTIVE
         self.marks_uses = selective or self.policy.counts_uses

@@ -1514,8 +1514,8 @@ class WorkerStats(_message.Message):
     """Pages of the first FULL group, and their tokens, that the worker's inventory made findable again."""
     restored_tokens: _builtins.int
     declined_tokens: _builtins.int
-    """Prompt tokens that the host tier had and that were computed: a fetch would have taken longer, or as many as may be
-    were under way.
+    """Prompt tokens that the host tier had and that were computed: a fetch would have taken longer, as many as may be
+    were under way, or fetches were paused.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStats]: ...

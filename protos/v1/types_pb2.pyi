@@ -76,7 +76,9 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_DAMAGED: _MissReason.ValueType  # 15
     """The page's value failed its checks when an engine read it, and was dropped."""
     MISS_REASON_BREAKER_OPEN: _MissReason.ValueType  # 16
-    """The store fails: nothing is found until it answers again."""
+    """The store fails, or this engine's transfers do: nothing is found until they are answered. To workers too: the host
+    tier has more, and the worker's fetches are paused.
+    """
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper): ...
 
@@ -110,7 +112,9 @@ MISS_REASON_LOST: MissReason.ValueType  # 14
 MISS_REASON_DAMAGED: MissReason.ValueType  # 15
 """The page's value failed its checks when an engine read it, and was dropped."""
 MISS_REASON_BREAKER_OPEN: MissReason.ValueType  # 16
-"""The store fails: nothing is found until it answers again."""
+"""The store fails, or this engine's transfers do: nothing is found until they are answered. To workers too: the host
+tier has more, and the worker's fetches are paused.
+"""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 class _RefusalReason:

@@ -82,6 +82,25 @@ def test_every_metric_stands_in_the_docs() -> None:
         assert family.samples, name
 
 
+def test_whose_fetches_are_paused_is_told_by_worker() -> None:
+    misses = ((MissReason.BREAKER_OPEN, 2),)
+    workers = [
+        WorkerStats(
+            WorkerId(name), "", "", "", True, (), *([1] * 11), misses=misses if paused else (), fetches_paused=paused
+        )
+        for name, paused in (("w1", True), ("w2", False))
+    ]
+    host = HostTierStats(0, 0, 0, 0, 0, 0, 0, False, SpillPolicy.SELECTIVE, FetchPolicy.AUTO)
+    registry = CollectorRegistry()
+    registry.register(ManagerCollector(lambda: ManagerStats("e", "lru", tuple(workers), host)))
+    for name, paused, missed in (("w1", 1, 2), ("w2", 0, 0)):
+        labels = {"worker": name}
+        assert registry.get_sample_value("stemcache_cache_fetches_paused", labels) == paused
+        labels |= {"reason": "breaker_open"}
+        assert registry.get_sample_value("stemcache_cache_misses_total", labels) == missed
+    assert registry.get_sample_value("stemcache_cache_host_breaker_open") == 0
+
+
 def test_snapshots_are_counted_by_group() -> None:
     groups = (
         GroupStats("full", GroupKind.FULL, 10, 3, 2, 1),

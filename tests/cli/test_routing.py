@@ -14,6 +14,7 @@ from protos.v1 import cache_pb2, types_pb2
         (types_pb2.MISS_REASON_PAGE_TAIL, 64),
         (types_pb2.MISS_REASON_FETCH_SLOWER, 0),
         (types_pb2.MISS_REASON_FETCH_BUSY, 0),
+        (types_pb2.MISS_REASON_BREAKER_OPEN, 0),
     ],
 )
 def test_what_would_be_computed_is_not_within_reach(reason: types_pb2.MissReason.ValueType, host_tokens: int) -> None:

@@ -13,7 +13,7 @@ from cache_service.core.device.sparse_pages import Retention
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.kinds.group import Group, SparseGroup, present
-from session.words import HASH_BYTES, PAGE_ID_BYTES, Transfer
+from session.words import HASH_BYTES, PAGE_ID_BYTES, Transfer, WorkerId
 
 
 def check(manager: CacheManager) -> None:
@@ -242,6 +242,21 @@ def _check_attachments(manager: CacheManager, index: HashIndex, on_the_way: dict
     assert counted == (len(held), sum(row.num_bytes for row in held)), f"held rows and bytes are counted as {counted}"
 
 
+def _check_readers(manager: CacheManager, index: HashIndex) -> None:
+    """A breaker for each connected worker and each attached engine of the store, and none beside."""
+    hosts = {name: worker.cache.host for name, worker in manager.workers.items() if worker.connected}
+    readers: set[WorkerId | int] = {name for name, host in hosts.items() if host is not None and host.index is index}
+    readers |= {number for number, one in manager.attachments.all.items() if one.view.index is index}
+    assert index.readers.breakers.keys() == readers, f"breakers of {set(index.readers.breakers)}, readers {readers}"
+    assert index.readers.store is index.breaker
+    for name in readers.intersection(manager.workers):
+        assert index.readers.breakers[name] is manager.workers[WorkerId(str(name))].cache.fetch_breaker, name
+    for breaker in (index.breaker, *index.readers.breakers.values()):
+        assert breaker.is_open == (breaker.failures >= breaker.failures_to_open), breaker
+        assert breaker.open_until_ms is None or breaker.open_until_ms > index.now_ms, breaker
+        assert not breaker.is_trying or breaker.failures == breaker.failures_to_open - 1, breaker
+
+
 def _check_host(manager: CacheManager) -> None:
     for index in manager.tiers.all():
         num_bytes = sum(row.num_bytes for row in index.rows.values())
@@ -250,6 +265,7 @@ def _check_host(manager: CacheManager) -> None:
         )
         most = max(index.quota.max_bytes, index.quota.held_bytes)
         assert num_bytes <= most, f"host index holds {num_bytes} of {most} bytes"
+        _check_readers(manager, index)
         on_the_way: dict[bytes, int] = {}
         _check_attachments(manager, index, on_the_way)
         for worker in manager.workers.values():

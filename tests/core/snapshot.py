@@ -28,7 +28,13 @@ def snapshot(manager: CacheManager) -> tuple[object, ...]:
         for index in manager.tiers.all()
     )
     attachments = tuple(
-        (number, repr(attachment.leases), repr(attachment.tickets), attachment.last_lease, attachment.last_ticket)
+        (
+            number,
+            repr(attachment.leases),
+            repr(attachment.tickets),
+            (attachment.last_lease, attachment.last_ticket),
+            repr(attachment.view.index.readers.breakers[number]),
+        )
         for number, attachment in manager.attachments.all.items()
     )
     return workers, tiers, attachments
@@ -44,7 +50,7 @@ def _worker_state(cache: DeviceCache) -> tuple[object, ...]:
         tuple(numbers[node] for node in cache.policy.order()),
         tree.ghosts.snapshot(),
         tuple(numbers.get(node) for node in cache.spill_queue),
-        repr(cache.spill_breaker),
+        (repr(cache.spill_breaker), repr(cache.fetch_breaker)),
         (tree.num_nodes, tree.evictable_pages),
         tuple((pool.free_ids(), pool.fresh, pool.claimed_ahead) for pool in cache.pools.values()),
         tuple(

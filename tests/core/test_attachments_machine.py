@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
         engine = self.engine(at)
         hashes, has = self.has(engine, asked)
         local = min(local, hashes.num_pages) if local < 5 else 0
-        is_open = engine.attachment().view.index.breaker.is_open
+        is_open = engine.attachment().is_paused
         try:
             found = engine.lookup(asked, local, lease)
         except TooMany:
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
         """Says what a Lookup finds, and of each group what the rows say."""
         engine = self.engine(at)
         hashes, has = self.has(engine, asked)
-        limit, is_open = hashes.reusable_pages, engine.attachment().view.index.breaker.is_open
+        limit, is_open = hashes.reusable_pages, engine.attachment().is_paused
         question = ExplainedPath(engine.attached.attachment, "model", asked)
         (told,) = to_the_end(self.stage.manager.attachments.explaining(question, self.stage.now_ms))
         self.stage.settle()

@@ -52,7 +52,7 @@ class Machine(Troubled):
         oracle, namespace = self.oracles[worker.id], Namespace("model", "", salt)
         forecast = oracle.forecast(namespace, tokens, chunk, reserve, bypass)
         free, leaves = [oracle.num_free(g) for g in range(len(worker.groups))], oracle.leaves()
-        blurred = oracle.blurred()
+        blurred, fetching = oracle.blurred(), self.fetch_state(worker)
         answer = worker.submit(
             tokens, namespace, chunk=chunk, reserve=reserve, priority=priority, bypass=bypass, snapshot_at=snapshot_at
         )
@@ -62,6 +62,7 @@ class Machine(Troubled):
             judge_refusal(worker, answer, forecast, blurred)
         else:
             judge_grant(oracle, answer, forecast, [] if blurred else free)
+            self.judge_pause(worker, answer, fetching)
             if self.policy == "lru" and self.tier == HostTierKind.NONE:
                 oracle.judge_evictions(leaves)
         self.checked()

@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from cache_service.core.base.errors import LeasesInScope
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
+from cache_service.core.host.breaker import Breaker
 from session.errors import TooMany
 from session.messages import Ack
-from session.words import TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, Namespace, TicketId
+from session.words import TOKEN_BYTES, GroupKind, GroupSpec, HostTierKind, MissReason, Namespace, TicketId, WorkerId
 from tests.core.at_once import clear_at_once, explain_at_once
 from tests.core.driver import FakeWorker
 from tests.core.oracle import Oracle
@@ -35,6 +36,7 @@ GROUPS: list[tuple[GroupSpec, ...]] = [
 SALTS = st.sampled_from(["", "", "", "salt"])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=13)
 INDEX = st.integers(0, 7)
+PAUSED_OR_LIMITED = (MissReason.BREAKER_OPEN, MissReason.NO_SNAPSHOT, MissReason.WINDOW_GONE)
 BOUNDARIES = st.lists(st.integers(1, 7).map(lambda page: 2 * page), max_size=2)
 
 
@@ -48,8 +50,11 @@ class Troubled(RuleBasedStateMachine):
         fetch=st.sampled_from(FetchPolicy),
         policy=st.sampled_from(["lru", "lru", "slru", "priority", "adaptive", "adaptive"]),
         small=st.booleans(),
+        breaker_failures=st.sampled_from([1, 3]),
     )
-    def begin(self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool) -> None:
+    def begin(
+        self, groups: Any, tier: Any, spill: Any, fetch: Any, policy: str, small: bool, breaker_failures: int
+    ) -> None:
         self.world = World(
             watch=True,
             spill=spill,
@@ -58,7 +63,7 @@ class Troubled(RuleBasedStateMachine):
             grace_ms=100,
             host_quota_bytes=64 * (5 if small else 1000),
             transfer_pages=2 if small else 64,
-            breaker_failures=3,
+            breaker_failures=breaker_failures,
             breaker_ms=50,
             max_kept_bytes=TOKEN_BYTES * (20 if small else 10_000),
         )
@@ -133,7 +138,9 @@ class Troubled(RuleBasedStateMachine):
         self.tick(ms)
 
     @rule(
-        kind=st.sampled_from(["stream", "stream", "death", "partition", "anew", "manager", "flush"]),
+        kind=st.sampled_from(
+            ["stream", "stream", "death", "partition", "anew", "manager", "flush", "outage", "outage"]
+        ),
         at=INDEX,
         flag=st.booleans(),
     )
@@ -148,6 +155,8 @@ class Troubled(RuleBasedStateMachine):
             self.begin_anew(at)
         elif kind == "manager":
             self.manager_restart()
+        elif kind == "outage":
+            self.outage(at, flag)
         else:
             self.flush_host(at)
 
@@ -170,9 +179,57 @@ class Troubled(RuleBasedStateMachine):
         fetch = live.fetches[at % len(live.fetches)]
         ticket, num_pages = fetch.ticket, fetch.num_pages
         limit = max(0, num_pages - short)
-        worker.do_fetch(live, limit, status if limit < num_pages else None, at)
+        if status == FAILED and limit < num_pages:
+            self.fail_alone(worker, live, limit, at)
+        else:
+            worker.do_fetch(live, limit, status if limit < num_pages else None, at)
+            store, own = self.breakers()
+            assert not (store.failures or own[WorkerId(worker.id)].failures), "an answer of the store closes both"
         self.old_tickets.append((worker, ticket))
         self.checked()
+
+    def breakers(self) -> tuple[Breaker, dict[WorkerId | int, Breaker]]:
+        """The store's, and those of its readers."""
+        (index,) = self.world.manager.tiers.all()
+        return index.breaker, index.readers.breakers
+
+    def fail_alone(self, worker: FakeWorker, live: Live, num_done: int, at: int = 0) -> None:
+        """What fails on one worker's way counts for it alone, and for all only where most of them have stopped."""
+        (store, own), name = self.breakers(), WorkerId(worker.id)
+        others, was_open = {other: repr(one) for other, one in own.items() if other != name}, store.is_open
+        num_failures = own[name].failures
+        worker.do_fetch(live, num_done, FAILED, at)
+        assert own[name].failures == num_failures + 1
+        assert others == {other: repr(one) for other, one in own.items() if other != name}
+        has_most = 2 * sum(one.is_open for one in own.values()) > len(own)
+        assert store.is_open == (was_open or (own[name].is_open and has_most))
+
+    def outage(self, at: int, is_everywhere: bool) -> None:
+        """The way to the store breaks for one worker, or for all: every open fetch fails. Nothing is fetched until the
+        pause is over, by nobody else's doing; then one ticket tries."""
+        for worker in self.workers if is_everywhere else [self.worker(at)]:
+            for live in list(worker.live.values()):
+                while live.fetches:
+                    self.old_tickets.append((worker, live.fetches[0].ticket))
+                    self.fail_alone(worker, live, 0)
+            self.checked()
+
+    def judge_pause(self, worker: FakeWorker, live: Live, before: tuple[bool, bool, int]) -> None:
+        """`before` the acquire: whether the worker's fetches were paused, whether it was to try, fetches under way."""
+        is_paused, is_trying, num_fetching = before
+        if is_paused or (is_trying and num_fetching):
+            assert live.fetch is None, "a fetch while fetches are paused"
+            why = live.grant.match.miss_reason
+            assert not live.grant.match.host_tokens or why in PAUSED_OR_LIMITED, "a grant does not say why it computes"
+        elif is_trying:
+            assert len(live.fetches) <= 1, "one ticket tries"
+
+    def fetch_state(self, worker: FakeWorker) -> tuple[bool, bool, int]:
+        cache = self.world.manager.worker(WorkerId(worker.id))
+        if cache.host is None:
+            return False, False, 0
+        is_paused = cache.host.index.readers.is_paused(cache.worker_id)
+        return is_paused, cache.fetch_breaker.is_trying, cache.transfers.num_fetching
 
     def orphan(self, at: int) -> None:
         orphans = [(w, ticket) for w in self.workers for ticket in w.orphans]

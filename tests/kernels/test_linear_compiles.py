@@ -22,8 +22,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(("rows", "outputs"), [(8, 4096), (8, 28672), (16, 4096), (32, 4096), (64, 4096), (64, 28672)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype"),
+    [(8, 4096, "bf16"), (16, 28672, "bf16"), (32, 4096, "bf16"), (64, 4096, "bf16"), (64, 28672, "fp16")],
+)
 def test_few(rows: int, outputs: int, dtype: str) -> None:
     from kernels.linear.hopper import BLOCK_K, columns_for, tiles_for
     from kernels.linear.hopper.kernel import multiply_few

@@ -65,6 +65,7 @@ class Engine:
     done: int = 0
     cached: int = 0
     fetched: int = 0
+    is_cut_off: bool = False  # from the host tier
     refused_for_ever: int = 0
 
     def idle(self) -> bool:
@@ -124,6 +125,8 @@ class Engine:
 
     def _ack_fetch(self, fetch: Transfer) -> Ack:
         cut = self.rng.choice([None, None, None, self.rng.randrange(fetch.num_pages + 1)])
+        if self.is_cut_off:
+            return Ack(fetch.ticket, 0, FAILED, 0, 0.001)
         done = self.worker.read_host(fetch, cut)
         status = DONE if done == fetch.num_pages else FAILED if done == cut else MISSING
         return Ack(fetch.ticket, done, status, 64 * done, 0.001 * self.rng.random())

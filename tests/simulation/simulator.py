@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cache_service.core.base.types import FetchPolicy, SpillPolicy
 from session.messages import Rates, Refusal
@@ -23,36 +23,57 @@ SHAPES: list[tuple[GroupSpec, ...]] = [
     (full(40), state(20, interval=8)),
 ]
 
+# Of lives in which engines are cut off from the store.
+FETCHES_ALL = {
+    "spill": SpillPolicy.WRITE_THROUGH,
+    "fetch": FetchPolicy.ALWAYS,
+    "host_quota_bytes": 64 * 10_000,
+    "breaker_failures": 1,
+}
+
 
 class Outcome(NamedTuple):
     done: int
     cached_tokens: int
     fetched_tokens: int
     num_steps: int
+    num_pauses: int  # of one engine's fetches
+    num_store_pauses: int  # of all engines'
+    tokens_beside: int  # fetched by engines while those of another one were paused
+    num_recoveries: int  # engines that fetched after a pause of theirs
 
 
 class Simulation:
-    def __init__(self, seed: int) -> None:
+    """`cuts_off`: three engines of one store, which they fetch from whenever they can, are cut off from it often."""
+
+    def __init__(self, seed: int, cuts_off: bool = False) -> None:
         self.rng = rng = Random(seed)
-        self.world = World(
-            watch=rng.random() < 0.5,
-            policy=rng.choice(["lru", "slru", "priority", "adaptive"]),
-            spill=rng.choice(list(SpillPolicy)),
-            fetch=rng.choice(list(FetchPolicy)),
-            grace_ms=50,
-            host_quota_bytes=64 * rng.choice([8, 60, 10_000]),
-            transfer_pages=rng.choice([1, 3, 64]),
-            breaker_failures=rng.choice([1, 3, 100]),
-            breaker_ms=30,
-            max_kept_bytes=rng.choice([0, 400, 1 << 20]),
-        )
+        config: dict[str, Any] = {
+            "watch": rng.random() < 0.5,
+            "policy": rng.choice(["lru", "slru", "priority", "adaptive"]),
+            "spill": rng.choice(list(SpillPolicy)),
+            "fetch": rng.choice(list(FetchPolicy)),
+            "grace_ms": 50,
+            "host_quota_bytes": 64 * rng.choice([8, 60, 10_000]),
+            "transfer_pages": rng.choice([1, 3, 64]),
+            "breaker_failures": rng.choice([1, 3, 100]),
+            "breaker_ms": 30,
+            "max_kept_bytes": rng.choice([0, 400, 1 << 20]),
+        }
+        self.world = World(**(config | (FETCHES_ALL if cuts_off else {})))
         size = rng.choice([1, 1, 3])
         self.shape = tuple(spec._replace(num_pages=spec.num_pages * size) for spec in rng.choice(SHAPES))
-        self.tier = rng.choice(list(HostTierKind))
-        self.births = 0
+        if cuts_off:
+            self.shape = (full(30),)
+        self.tier = HostTierKind.SHARED if cuts_off else rng.choice(list(HostTierKind))
+        self.cuts_off = cuts_off
+        self.births = self.num_pauses = self.num_store_pauses = self.tokens_beside = self.num_recoveries = 0
+        self.paused: set[str] = set()  # engines whose fetches are paused by failures of their own
+        self.recovering: set[str] = set()  # were, and have fetched nothing since
+        self.is_store_paused = False
         self.calm = False
         self.trunks = [self._tokens(rng.randrange(1, 30)) for _ in range(5)]
-        self.engines = [self._engine(f"w{i}") for i in range(rng.choice([1, 2, 3]))]
+        self.engines = [self._engine(f"w{i}") for i in range(3 if cuts_off else rng.choice([1, 2, 3]))]
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(3) for _ in range(count)]
@@ -70,6 +91,8 @@ class Simulation:
             self._faults()
             self._iterate()
         self.calm = True
+        for engine in self.engines:
+            engine.is_cut_off = False
         for _ in range(4_000):
             if all(engine.idle() for engine in self.engines):
                 break
@@ -80,12 +103,32 @@ class Simulation:
             sum(engine.cached for engine in self.engines),
             sum(engine.fetched for engine in self.engines),
             sum(engine.clock for engine in self.engines),
+            self.num_pauses,
+            self.num_store_pauses,
+            self.tokens_beside,
+            self.num_recoveries,
         )
 
     def _iterate(self) -> None:
         for engine in self.engines:
+            fetched = engine.fetched
             engine.iterate()
+            self._count_pauses(engine, engine.fetched - fetched)
         self.world.tick(self.rng.randrange(1, 8))
+
+    def _count_pauses(self, engine: Engine, fetched: int) -> None:
+        """After each iteration of an engine, which has fetched so many tokens."""
+        name, stats = engine.worker.id, self.world.manager.stats()
+        if fetched and self.paused - {name}:
+            self.tokens_beside += fetched
+        if fetched and name in self.recovering - self.paused:
+            self.recovering.discard(name)
+            self.num_recoveries += 1
+        paused = {worker.worker_id for worker in stats.workers if worker.fetches_paused}
+        self.num_pauses += len(paused - self.paused)
+        self.num_store_pauses += stats.host_tier.breaker_open > self.is_store_paused
+        self.paused, self.is_store_paused = set(paused), stats.host_tier.breaker_open
+        self.recovering |= paused
 
     def _arrivals(self) -> None:
         rng = self.rng
@@ -106,6 +149,8 @@ class Simulation:
     def _faults(self) -> None:
         rng, engine = self.rng, self.rng.choice(self.engines)
         dice = rng.random()
+        for one in self.engines:
+            one.is_cut_off = one.is_cut_off and dice > 0.05
         if dice < 0.01:
             self._worker_dies(engine)
         elif dice < 0.02:
@@ -125,6 +170,11 @@ class Simulation:
             self.world.settle()
         elif dice < 0.11:
             engine.worker.rates = Rates(rng.choice([0.0, 1.0, 1e6]), rng.choice([0.0, 1.0, 1e9]))
+        elif dice < (0.19 if self.cuts_off else 0.14):
+            engine.is_cut_off = True
+        elif dice < (0.22 if self.cuts_off else 0.15):
+            for one in self.engines:
+                one.is_cut_off = True
 
     def _worker_dies(self, engine: Engine) -> None:
         """Its clients try again; elsewhere, or here when it is back."""
@@ -213,9 +263,9 @@ class Simulation:
             assert all(g.num_free + g.num_evictable == g.num_pages for g in stats.groups)
 
 
-def simulate(seed: int, num_iterations: int = 120) -> Outcome:
+def simulate(seed: int, num_iterations: int = 120, cuts_off: bool = False) -> Outcome:
     """One life. A failure names its seed."""
     try:
-        return Simulation(seed).run(num_iterations)
+        return Simulation(seed, cuts_off).run(num_iterations)
     except Exception as error:
         raise AssertionError(f"seed {seed}: {error}") from error

@@ -19,5 +19,14 @@ def test_lives_reuse_what_they_computed() -> None:
     assert sum(o.fetched_tokens for o in outcomes) > 0
 
 
+def test_who_is_cut_off_from_the_store_stops_alone_and_comes_back() -> None:
+    """Not vacuous: engines are cut off, alone and all at once; the others go on fetching, and so do they afterwards."""
+    outcomes = [simulate(seed, cuts_off=True) for seed in range(40, 46)]
+    assert sum(o.num_pauses for o in outcomes) > 10
+    assert sum(o.num_store_pauses for o in outcomes) > 0
+    assert sum(o.tokens_beside for o in outcomes) > 0
+    assert sum(o.num_recoveries for o in outcomes) > 0
+
+
 def test_a_seed_is_a_life() -> None:
     assert simulate(7, 60) == simulate(7, 60)

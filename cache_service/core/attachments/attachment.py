@@ -86,6 +86,11 @@ class Attachment:
     def namespace(self, path: Path) -> Namespace:
         return Namespace(self.attach.model, path.adapter, path.salt)
 
+    @property
+    def is_paused(self) -> bool:
+        """Returns whether nothing is found or taken for now: what it read or wrote has failed, or the store fails."""
+        return self.view.index.readers.is_paused(self.number)
+
     def hashes(self, path: Path) -> PathHashes:
         return hash_path(self.namespace(path), path, self.attach.page_tokens)
 

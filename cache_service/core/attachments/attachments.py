@@ -35,6 +35,7 @@ from cache_service.core.base.errors import Detached
 from cache_service.core.base.manager_config import ManagerConfig
 from cache_service.core.base.stats import AttachmentStats
 from cache_service.core.base.types import AttachmentExplanation, FetchPolicy
+from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.hash_index import HashIndex
 from cache_service.core.host.host_key import scan_prefix
 from cache_service.core.host.host_tiers import HostTiers, make_view
@@ -85,6 +86,8 @@ class Attachments:
         self._last_number += 1
         view = make_view(index, fingerprint, attach.num_ranks, attach.groups)
         self._fingerprints.add(fingerprint)
+        own = Breaker(self._config.breaker_failures, self._config.breaker_ms)
+        index.readers.join(self._last_number, own)
         label = self._label(attach.engine)
         self.all[self._last_number] = Attachment(self._last_number, attach, view, now_ms, label)
         return Attached(self._epoch, self._last_number, self.limits, scan_prefix(fingerprint).decode())
@@ -172,6 +175,7 @@ class Attachments:
 
     def _end(self, number: int) -> None:
         attachment = self.all.pop(number)
+        attachment.view.index.readers.leave(number)
         for lease in list(attachment.leases):
             attachment.end_lease(lease)
         for ticket in list(attachment.tickets):

@@ -35,7 +35,7 @@ _SENTENCES = {
     MissReason.NOT_WRITTEN: "Page {page} was to be written and was not: the store failed, or the engine gave it up.",
     MissReason.LOST: "The store no longer had the value of page {page} when an engine read it.",
     MissReason.DAMAGED: "The value of page {page} failed its checks when an engine read it, and was dropped.",
-    MissReason.BREAKER_OPEN: "The store fails: nothing is found or written until it answers again.",
+    MissReason.BREAKER_OPEN: "The store fails, or this engine's way to it: nothing is found or written for now.",
 }
 
 

@@ -70,7 +70,7 @@ def _declined(found: Found, local: int) -> Found:
 def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
     """Returns how far the rows reach; reads only."""
     index = attachment.view.index
-    if index.breaker.is_open:
+    if attachment.is_paused:
         return Found(local, local, miss_reason=MissReason.BREAKER_OPEN, breaker_open=True)
     limit = max(hashes.reusable_pages, local)
     floor = index.floor(hashes.digest)
@@ -92,7 +92,7 @@ def find(attachment: Attachment, hashes: PathHashes, local: int) -> Found:
 def _why_unmatched(attachment: Attachment, page_hash: bytes, floor: int) -> MissReason:
     """Returns why the page is not in its FULL groups: the reason of the first that lacks it."""
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
-    missing = attachment.layout.full_mask & ~index.groups(fingerprint, page_hash, floor)
+    missing = attachment.layout.full_mask & ~index.stored(fingerprint, page_hash, floor)
     return why_gone(index, fingerprint + page_hash, (missing & -missing).bit_length() - 1, floor)
 
 
@@ -119,7 +119,7 @@ def _residency(attachment: Attachment, hashes: PathHashes, local: int, end: int,
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
     flags = [bytearray(b"\1" * local) for _ in attachment.sparse]
     for page_hash in hashes.run(local, end):
-        groups = index.groups(fingerprint, page_hash, floor)
+        groups = index.stored(fingerprint, page_hash, floor)
         for resident, group in zip(flags, attachment.sparse, strict=True):
             resident.append(groups >> group.number & 1)
     return [bytes(resident) for resident in flags]

@@ -26,7 +26,7 @@ def reserve(attachment: Attachment, asked: Reserve, max_tickets: int, until_ms: 
     if len(attachment.tickets) >= max_tickets:
         raise TooMany("reserve", f"{max_tickets} tickets are open")
     rows, num_refused = _admitted(attachment, hashes, wanted)
-    if attachment.view.index.breaker.is_open:
+    if attachment.is_paused:
         return Reserved(breaker_open=True)
     attachment.counters.reserved_pages += len(rows)
     if not rows:
@@ -62,7 +62,7 @@ def _admitted(
     that fails takes nothing.
     """
     index, fingerprint = attachment.view.index, attachment.view.fingerprint
-    floor, is_failing = index.floor(hashes.digest), index.breaker.is_open
+    floor, is_failing = index.floor(hashes.digest), attachment.is_paused
     room = 0 if is_failing else index.quota.room_bytes
     most = MAX_HELD_PAGES - attachment.writing_pages
     rows: dict[bytes, tuple[int, bytes, int]] = {}
@@ -108,11 +108,11 @@ def commit(attachment: Attachment, said: Commit, now_ms: int) -> Committed:
     if said.rank in writing.done:
         return Committed(is_open=True)
     writing.done[said.rank] = done
-    breaker = attachment.view.index.breaker
+    readers = attachment.view.index.readers
     if said.status is TransferStatus.FAILED:
-        breaker.failed(now_ms)
+        readers.failed(attachment.number, now_ms)
     elif any(done.values()):
-        breaker.succeeded()
+        readers.succeeded(attachment.number)
     if said.status is TransferStatus.DONE:
         writing.full |= _short(writing, done)
     writers = _writers(attachment, writing)
@@ -193,9 +193,9 @@ def release(attachment: Attachment, end: LeaseEnd, now_ms: int) -> bool:
     attachment.counters.fetched_pages += end.num_pages
     attachment.fetched_ms = now_ms if end.num_pages else attachment.fetched_ms
     if end.status is TransferStatus.FAILED:
-        index.breaker.failed(now_ms)
+        index.readers.failed(attachment.number, now_ms)
     elif end.num_pages or end.status is not TransferStatus.DONE:
-        index.breaker.succeeded()
+        index.readers.succeeded(attachment.number)
     if end.status in (TransferStatus.MISSING, TransferStatus.CORRUPT) and end.num_pages < len(lease.hashes):
         is_corrupt = end.status is TransferStatus.CORRUPT
         index.counters.missing += not is_corrupt

@@ -48,6 +48,7 @@ class WorkerStats(NamedTuple):
     restored_tokens: int = 0
     rates: Rates = Rates()
     declined_tokens: int = 0
+    fetches_paused: bool = False  # by failures of its own; for metrics
 
 
 class HostTierStats(NamedTuple):

@@ -19,7 +19,11 @@ class Breaker:
     def failed(self, now_ms: int) -> None:
         self.failures += 1
         if self.failures >= self.failures_to_open:
-            self.open_until_ms, self.is_trying = now_ms + self.pause_ms, False
+            self.open(now_ms)
+
+    def open(self, now_ms: int) -> None:
+        self.failures = max(self.failures, self.failures_to_open)
+        self.open_until_ms, self.is_trying = now_ms + self.pause_ms, False
 
     def succeeded(self) -> None:
         self.failures, self.is_trying = 0, False

@@ -15,6 +15,7 @@ from cache_service.core.host.breaker import Breaker
 from cache_service.core.host.host_key import HostKey, key_prefix
 from cache_service.core.host.key_queues import KeyQueues
 from cache_service.core.host.quota import Quota
+from cache_service.core.host.readers import Readers
 from session.words import HASH_BYTES, MissReason, Namespace
 
 # The most rows of which a scan has seen some rank but not all; of more, the oldest wait for the next scan.
@@ -64,6 +65,7 @@ class HashIndex:
 
     def __init__(self, quota_bytes: int, breaker: Breaker, shared: bool) -> None:
         self.quota, self.breaker, self.shared = Quota(quota_bytes), breaker, shared
+        self.readers = Readers(breaker)
         self.rows: OrderedDict[bytes, HostRow] = OrderedDict()
         self.pending: dict[bytes, int] = {}  # being spilled: groups on their way
         self.group_ranks: dict[bytes, tuple[int, ...]] = {}  # by fingerprint: values of one page of each group
@@ -76,10 +78,6 @@ class HashIndex:
         self._stamp = 0
         self._hidden: OrderedDict[bytes | None, int] = OrderedDict()  # by digest of a namespace; None: all
         self._seen_ranks: OrderedDict[bytes, int] = OrderedDict()  # scanned rows of which some rank is still to be seen
-
-    def groups(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
-        """Returns the groups that can be fetched; none while the breaker is open."""
-        return 0 if self.breaker.is_open else self.stored(fingerprint, page_hash, floor)
 
     def stored(self, fingerprint: bytes, page_hash: bytes, floor: int = NOTHING_HIDDEN) -> int:
         """Returns the groups that the store is known to have, also while it fails."""

@@ -67,7 +67,12 @@ class HostTiers:
         index.now_ms = self._now_ms
         return index
 
+    def leave(self, worker_id: WorkerId) -> None:
+        for index in self.all():
+            index.readers.leave(worker_id)
+
     def forget_worker(self, worker_id: WorkerId) -> None:
+        self.leave(worker_id)
         self.private.pop(worker_id, None)
 
     def all(self) -> list[HashIndex]:
@@ -105,7 +110,7 @@ class HostTiers:
     def tick(self, now_ms: int) -> None:
         self._now_ms = now_ms
         for index in self.all():
-            index.breaker.tick(now_ms)
+            index.readers.tick(now_ms)
             index.now_ms = now_ms
             index.expire(now_ms - self._config.host_ttl_ms, MAX_TAKEN)
 

@@ -32,6 +32,7 @@ _SENTENCES = {
     MissReason.BYPASSED: "The request bypassed the cache.",
 }
 _BUSY = "The host tier has {tokens} more tokens; as many fetches as may be are under way."
+_UNASKED = "The host tier has {tokens} more tokens, and is not asked for them."
 _SLOWER = (
     "The host tier has {tokens} more tokens, which are computed and not fetched: by the worker's measured rates their "
     "{mib:.1f} MiB take {fetch_s:.3f} s, and computing them takes {compute_s:.3f} s."
@@ -62,8 +63,7 @@ def explain(
     if declined is not None:
         match = match._replace(miss_reason=declined)
         notes.append(_declined_note(cache, found, declined))
-    if cache.host is not None and cache.host.index.breaker.is_open:
-        notes.append("The host tier is not asked: its breaker is open.")
+    notes += _pause_notes(cache, now_ms)
     hello = worker.hello
     return Explanation(hello.worker_id, hello.endpoint, match, tuple(segments), tuple(notes), pinned, left_ms, *held)
 
@@ -71,11 +71,30 @@ def explain(
 def _declined_note(cache: DeviceCache, found: PrefixMatch, declined: MissReason) -> str:
     """Returns why a request would compute what the host tier has."""
     tokens = (found.host_pages - found.usable_pages) * cache.layout.page_tokens
+    if declined is MissReason.BREAKER_OPEN:
+        return _UNASKED.format(tokens=tokens)
     estimate = estimate_fetch(cache, found)
     if declined is MissReason.FETCH_BUSY or estimate is None:
         return _BUSY.format(tokens=tokens)
     mib = estimate.num_bytes / (1 << 20)
     return _SLOWER.format(tokens=tokens, mib=mib, fetch_s=estimate.fetch_s, compute_s=estimate.compute_s)
+
+
+def _pause_notes(cache: DeviceCache, now_ms: int) -> list[str]:
+    """Returns whose fetches are paused, why, and for how long, where this worker's are."""
+    own, host = cache.fetch_breaker, cache.host
+    if host is None:
+        return []
+    notes = []
+    if host.index.breaker.open_until_ms is not None:
+        left_s = max(host.index.breaker.open_until_ms - now_ms, 0) / 1000
+        notes.append(f"Fetches of all workers are paused for {left_s:.1f} s: the store fails.")
+    if own.open_until_ms is not None:
+        left_s = max(own.open_until_ms - now_ms, 0) / 1000
+        notes.append(f"Fetches of {cache.worker_id} are paused for {left_s:.1f} s: its last {own.failures} failed.")
+    elif own.is_trying:
+        notes.append(f"Fetches of {cache.worker_id} failed; one at a time is tried until one is answered.")
+    return notes
 
 
 def _snapshot_notes(cache: DeviceCache, found: PrefixMatch) -> list[str]:

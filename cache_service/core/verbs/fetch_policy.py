@@ -25,8 +25,22 @@ def estimate_fetch(cache: DeviceCache, found: PrefixMatch) -> FetchEstimate | No
     return estimate(num_tokens, num_bytes, measured, cache.now_ms - cache.transfers.fetched_ms)
 
 
+def is_trial(cache: DeviceCache) -> bool:
+    """Returns whether a fetch would try the worker's way to the store, after a pause: one ticket alone does."""
+    return cache.fetch_breaker.is_trying
+
+
+def is_paused(cache: DeviceCache) -> bool:
+    """Returns whether the worker starts no fetch, since its last ones failed or the store does."""
+    if cache.host is None:
+        return False
+    return cache.host.index.readers.is_paused(cache.worker_id) or (is_trial(cache) and cache.transfers.num_fetching > 0)
+
+
 def why_not_fetched(cache: DeviceCache, found: PrefixMatch) -> MissReason | None:
     """Returns why nothing is fetched of what the host tier has beyond the usable pages; None where it is fetched."""
+    if is_paused(cache):
+        return MissReason.BREAKER_OPEN
     if cache.transfers.num_fetching >= cache.config.max_open_tickets:
         return MissReason.FETCH_BUSY
     if cache.config.fetch is FetchPolicy.ALWAYS:

@@ -16,10 +16,10 @@ from cache_service.core.device.page_pool import pack
 from cache_service.core.device.transfer_table import Fetch
 from cache_service.core.device_cache import DeviceCache
 from cache_service.core.kinds.group import present
-from cache_service.core.verbs import publishing
+from cache_service.core.verbs import fetch_policy, publishing
 from cache_service.core.verbs.admission import Plan
 from session.messages import Ack
-from session.words import PAGE_ID_BYTES, GroupPages, MissReason, Transfer, TransferPages, TransferStatus
+from session.words import PAGE_ID_BYTES, GroupPages, MissReason, Transfer, TransferPages, TransferStatus, WorkerId
 
 
 def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
@@ -31,6 +31,8 @@ def start(cache: DeviceCache, lease: Lease, plan: Plan) -> tuple[Transfer, ...]:
     targets = [group.targets(lease, plan.needs, plan.boundary) for group in cache.groups]
     step = cache.config.transfer_pages
     room = max(1, (cache.config.max_open_tickets - cache.transfers.num_fetching) // 2)
+    if fetch_policy.is_trial(cache):
+        room = 1
     transfers: list[Transfer] = []
     for first in range(min(map(_first_page, targets)), plan.boundary, step):
         if len(transfers) == room:
@@ -84,7 +86,7 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
     """Returns the lease that waited when this was its last ack, to be planned again; its done pages are published."""
     fetch = cache.transfers.fetches.pop(ack.ticket)
     cache.transfers.late.discard(ack.ticket)
-    _report(fetch, ack, now_ms)
+    _report(cache.worker_id, fetch, ack, now_ms)
     if fetch.orphaned:
         _touch([Arrival(fetch, ack.num_done)])
         free_targets(cache, fetch)
@@ -105,7 +107,7 @@ def acknowledge(cache: DeviceCache, ack: Ack, now_ms: int) -> Lease | None:
 
 
 def note_late(cache: DeviceCache, now_ms: int) -> None:
-    """Counts fetches without an ack for too long as failures of their tier; others take their places.
+    """Counts fetches without an ack for too long as failures of their worker; others take their places.
 
     Its pages stay with it until its ack: the worker may still write there.
     """
@@ -115,7 +117,7 @@ def note_late(cache: DeviceCache, now_ms: int) -> None:
             return
         if ticket not in transfers.late:
             transfers.late.add(ticket)
-            fetch.host.index.breaker.failed(now_ms)
+            fetch.host.index.readers.failed(cache.worker_id, now_ms)
 
 
 def _leading(arrived: Iterable[Arrival]) -> int:
@@ -128,13 +130,13 @@ def _leading(arrived: Iterable[Arrival]) -> int:
     return done
 
 
-def _report(fetch: Fetch, ack: Ack, now_ms: int) -> None:
+def _report(worker_id: WorkerId, fetch: Fetch, ack: Ack, now_ms: int) -> None:
     index, fingerprint = fetch.host.index, fetch.host.fingerprint
     index.counters.fetched += ack.num_done
     if ack.status is TransferStatus.FAILED:
-        index.breaker.failed(now_ms)
+        index.readers.failed(worker_id, now_ms)
         return
-    index.breaker.succeeded()
+    index.readers.succeeded(worker_id)
     if ack.num_done < fetch.transfer.num_pages:
         is_corrupt = ack.status is TransferStatus.CORRUPT
         index.counters.corrupt += is_corrupt

@@ -65,7 +65,7 @@ def _admit(cache: DeviceCache, lease: Lease, plan: Plan) -> Grant:
         if group.spec.name == grant.match.limiting_group:
             group.limited_tokens += grant.match.matched_tokens - grant.match.usable_tokens
     reason = grant.match.miss_reason
-    if reason in (MissReason.FETCH_SLOWER, MissReason.FETCH_BUSY):
+    if reason in (MissReason.FETCH_SLOWER, MissReason.FETCH_BUSY, MissReason.BREAKER_OPEN):
         counters.declined += grant.match.host_tokens
     counters.misses[reason] = counters.misses.get(reason, 0) + 1
     return grant

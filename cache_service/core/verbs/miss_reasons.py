@@ -1,6 +1,7 @@
 """Why no more of a prompt is reused on a worker: one reason for each request, the first of these that applies.
 
     BYPASSED                     the request reuses nothing: `admission.py`
+    BREAKER_OPEN                 the host tier has more, and the worker's fetches are paused: `fetch_policy.py`
     FETCH_BUSY, FETCH_SLOWER     the host tier has more, which is computed all the same: `fetch_policy.py`
     WINDOW_GONE, NO_SNAPSHOT     a group cannot resume where the matched tokens end: `miss_reason` of its kind
     PAGE_TAIL                    every whole page is here

@@ -70,7 +70,7 @@ def match_prefix(
     found = PrefixMatch(walk, limit, matched, matched, matched, MissReason.PAGE_TAIL, {})
     limiting = None if layout.resumes_anywhere else _resume_on_device(found, cache)
     found.reason = miss_reason(tree, root, tokens, matched, limit, limiting)
-    if host is not None and found.usable_pages < limit and not host.index.breaker.is_open:
+    if host is not None and found.usable_pages < limit:
         _look_in_host(found, cache, host, hashes or PromptHashes(namespace, tokens, layout.page_key_bytes))
     return found
 
@@ -160,6 +160,6 @@ def _with_host(found: PrefixMatch, group: int, first: int, end: int, host: HostV
     assert found.hashes is not None
     floor = host.index.floor(found.hashes.digest)
     for page, page_hash in enumerate(found.hashes.run(first, end), first):
-        if not flags[page] and host.index.groups(host.fingerprint, page_hash, floor) >> group & 1:
+        if not flags[page] and host.index.stored(host.fingerprint, page_hash, floor) >> group & 1:
             flags[page] = 1
     return bytes(flags)

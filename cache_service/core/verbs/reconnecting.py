@@ -70,6 +70,7 @@ class WorkerStates:
         worker = self.by_id[hello.worker_id] = Worker(hello, cache, self._last_generation)
         worker.first_clears = self._cleared.come_back(hello.worker_id, hello.incarnation)
         cache.restored.clear_missed(self._cleared.since(worker.first_clears))
+        self._join(cache)
         self._events.record(connection(worker))
         return worker
 
@@ -80,8 +81,15 @@ class WorkerStates:
         if (hello.host_tier, hello.host_tier_id) != (old.host_tier, old.host_tier_id):
             worker.cache.set_host(self._tiers.view(hello))
             renewal.start_refill(worker.cache)
+        self._join(worker.cache)
         worker.hello, worker.gone_since_ms = hello, None
         self._events.record(connection(worker))
+
+    def _join(self, cache: DeviceCache) -> None:
+        """The worker is connected: its fetches say whether its host tier answers."""
+        self._tiers.leave(cache.worker_id)
+        if cache.host is not None:
+            cache.host.index.readers.join(cache.worker_id, cache.fetch_breaker)
 
     def _supersede(self, worker: Worker) -> None:
         worker_id = worker.hello.worker_id
@@ -93,6 +101,7 @@ class WorkerStates:
     def leave(self, worker: Worker, now_ms: int) -> None:
         """Begins the grace period of a worker whose stream broke."""
         worker.gone_since_ms = now_ms
+        self._tiers.leave(worker.hello.worker_id)
         self._events.record(connection(worker))
 
     def is_over(self, worker: Worker, now_ms: int) -> bool:

@@ -64,6 +64,7 @@ def tick(cache: DeviceCache, now_ms: int) -> None:
     for node in cache.soft_pins.due(now_ms):
         _mark(cache, node, 0)
     cache.spill_breaker.tick(now_ms)
+    cache.fetch_breaker.tick(now_ms)
     spilling.abandon_old(cache, now_ms)
     fetching.note_late(cache, now_ms)
     renewal.tick(cache)

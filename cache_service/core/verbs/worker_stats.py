@@ -33,4 +33,5 @@ def worker_stats(worker: Worker) -> WorkerStats:
         restored_tokens=counters.restored * cache.layout.page_tokens,
         rates=cache.rates,
         declined_tokens=counters.declined,
+        fetches_paused=cache.fetch_breaker.is_open,
     )
