@@ -44,7 +44,7 @@ BF16 = torch.bfloat16
 
 PREFILLS = ((4, 4096, 512), (4, 0, 4096))
 DECODES = ((128, 64, 8192), (16, 64, 8192), (128, 1, 8192), (16, 16, 4096))
-# What `fast` asks for: cuts by load.
+# Cuts by load, which `fast` asks for.
 DECODES_BY_LOAD = ((128, 64, 8192), (128, 1, 8192), (64, 64, 8192))
 APPENDS = ((128, 16), (128, 4096), (16, 65536))
 PROJECTIONS = ((16384, 128),)

@@ -187,7 +187,7 @@ def dense_layer(case: Case, q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Te
 
 
 def append(tokens: int) -> list[Measurement]:
-    """GB/s of what is read and of what is written; of queries only what turns is touched."""
+    """Returns GB/s over the bytes read and written; of queries only the rotated elements count."""
     q, k = random(tokens, INDEX_HEADS, INDEX_DIM), random(tokens, INDEX_DIM)
     norm, bias = random(INDEX_DIM), random(INDEX_DIM)
     pages, slots = random(-(-tokens // PAGE), PAGE, INDEX_DIM), torch.randperm(tokens, device=DEVICE)

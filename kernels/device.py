@@ -1,4 +1,4 @@
-"""What launchers ask of a CUDA device, once."""
+"""Cached properties of CUDA devices."""
 
 import functools
 

@@ -19,7 +19,7 @@ from kernels.softmax.triton import MASKED, NO_KEYS
 
 # Raw rows at a time: an entry's all, up to as many as eight warps hold of 512 elements without a spill.
 MOST_CHUNK = 64
-# Elements of a chunk from which on a program has so many warps, measured on an H200.
+# (least elements of a chunk, warps of a program), the largest first. Measured on an H200.
 WARPS = ((32_768, 8), (4_096, 2), (0, 1))
 
 

@@ -46,7 +46,7 @@ def gated_delta_scan(
     check_gated_delta(layer)
     check_plan(plan, v.shape[0], v.device)
     route = choose_backend(backend, v, lambda: reason_against(layer))
-    # GPU kernels clear what no row covers; the others write rows alone.
+    # GPU kernels zero the rows of no sequence; the others write only rows of sequences.
     make = torch.zeros if route is Backend.REFERENCE else torch.empty
     out = make(v.shape, dtype=v.dtype, device=v.device)
     if plan.num_rows == 0 or v.numel() == 0:

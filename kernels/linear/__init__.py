@@ -43,7 +43,8 @@ def linear(
 ) -> torch.Tensor:
     """x [num_rows, K] times weight [N, K] transposed, plus bias [N]. On CUDA fewer than LEAST_ROWS rows are padded.
 
-    A weight that `packed_weight` returned takes the CPU's route, whatever `route` and `backend` say.
+    On Hopper the weight may be read before earlier launches have ended, so none of them may write it. A weight that
+    `packed_weight` returned takes the CPU's route, whatever `route` and `backend` say.
     """
     check_tensor("weight", weight, (None, None), KV_DTYPES, x.device)
     if not weight.is_mkldnn:

@@ -41,7 +41,7 @@ def mamba2_scan(
     check_mamba2(layer)
     check_plan(plan, x.shape[0], x.device)
     route = choose_backend(backend, x, lambda: reason_against(c, b, x))
-    # GPU kernels clear what no row covers; the others write rows alone.
+    # GPU kernels zero the rows of no sequence; the others write only rows of sequences.
     make = torch.zeros if route is Backend.REFERENCE else torch.empty
     out = make(x.shape, dtype=x.dtype, device=x.device)
     if plan.num_rows == 0 or x.numel() == 0:

@@ -21,10 +21,10 @@ CHUNK = 4096
 WARPS = 8
 FEW_ROWS_WARPS, MANY_ROWS_WARPS = (16, 8, 16), (4, 4, 8)
 FEW_ROWS = 128
-# Most of what one program can choose from, in registers.
+# Most keys that one program can hold in registers to choose from.
 HELD = 8192
 MAX_K = HELD // 2
-# Of a row, sampled: 64 of them are among the 2,048 largest of 65,536.
+# Logits of a row that are sampled; about 64 of them are among the 2,048 largest of 65,536.
 SAMPLE = 2048
 # Standard deviations between the guess and where it would leave too few.
 SAFETY = 4.5
@@ -97,7 +97,7 @@ def choose_row(logits_ptr, num_keys_ptr, out_ptr, stride_row, K: tl.constexpr, B
 @triton.jit(do_not_specialize=["stride_row"], do_not_specialize_on_alignment=["num_keys_ptr"])
 def sample_rows(logits_ptr, num_keys_ptr, bounds_ptr, stride_row, SAFETY: tl.constexpr, K: tl.constexpr,
                 LEAST: tl.constexpr, SAMPLE: tl.constexpr):  # fmt: skip
-    """A bound that somewhat more than K of a row's logits are likely to reach; 1 where all may be kept."""
+    """Stores a bound that slightly more than K of a row's logits probably reach; 1 where all may be kept."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_keys_ptr + row)
     bound = tl.full([], 1, tl.uint32)
@@ -114,7 +114,7 @@ def sample_rows(logits_ptr, num_keys_ptr, bounds_ptr, stride_row, SAFETY: tl.con
 @triton.jit(do_not_specialize=["stride_row", "width"], do_not_specialize_on_alignment=["num_keys_ptr"])
 def filter_chunks(logits_ptr, num_keys_ptr, bounds_ptr, counts_ptr, keys_ptr, positions_ptr, stride_row, width,
                   K: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """What of a chunk reaches the bound, in the order of positions, and how many these are.
+    """Stores the keys and positions of a chunk that reach the bound, in order of positions, and their count.
 
     Keys and positions are [rows, width]: a chunk's begin where its logits do.
     """
@@ -142,7 +142,7 @@ def choose_kept(
     counts_ptr, keys_ptr, positions_ptr, total, chunks, out_ptr,
     K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """The choice from what all chunks kept, no more than HELD, which is read in order."""
+    """Chooses among the keys that all chunks kept, at most HELD of them, read in order of positions."""
     STEP: tl.constexpr = CHUNKS if CHUNKS < 16 else 16
     lane = tl.arange(0, HELD)
     at = lane

@@ -1,4 +1,4 @@
-"""What a module imports from the repository's other modules is there.
+"""Names that a module imports from the repository's other modules exist.
 
 mypy reads neither tests nor benchmarks, so it sees no import there that a rename broke. Imports within functions count
 too, which collecting the tests would not run: kernels are imported there. Nothing is run: it takes seconds.

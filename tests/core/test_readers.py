@@ -1,4 +1,4 @@
-"""Whose fetches a failure stops: the worker's alone, until most of those who read the store have stopped."""
+"""A failed fetch pauses the worker alone; all are paused when most readers of the store have failed."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class Troubled(RuleBasedStateMachine):
         return index.breaker, index.readers.breakers
 
     def fail_alone(self, worker: FakeWorker, live: Live, num_done: int, at: int = 0) -> None:
-        """What fails on one worker's way counts for it alone, and for all only where most of them have stopped."""
+        """A worker's failures pause that worker alone; all are paused when most of them have failed."""
         (store, own), name = self.breakers(), WorkerId(worker.id)
         others, was_open = {other: repr(one) for other, one in own.items() if other != name}, store.is_open
         num_failures = own[name].failures

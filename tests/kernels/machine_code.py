@@ -1,4 +1,4 @@
-"""What the assembler made of a kernel for Hopper, looked at without a GPU."""
+"""Reads the machine code of a kernel for Hopper, without a GPU."""
 
 import re
 import subprocess

@@ -70,7 +70,7 @@ class TestIndexLogits:
     def test_logits_are_the_plain_kernels_bit_for_bit(
         self, lengths: list[tuple[int, int]], heads: int, page_tokens: int
     ) -> None:
-        """So which kernel a launch takes may follow its size; and what no row sees is not written."""
+        """So the choice of a kernel may depend on the launch's size; logits that no row sees are not written."""
         case = make_sparse(lengths, INDEX_DIM, num_decode=2, device="cuda", page_tokens=page_tokens)
         inputs = index_inputs(case, heads)
         for least in (0, 100):

@@ -117,7 +117,7 @@ class Simulation:
         self.world.tick(self.rng.randrange(1, 8))
 
     def _count_pauses(self, engine: Engine, fetched: int) -> None:
-        """After each iteration of an engine, which has fetched so many tokens."""
+        """Counts pauses of fetches, and what went on beside them; `fetched`: tokens of the engine's last iteration."""
         name, stats = engine.worker.id, self.world.manager.stats()
         if fetched and self.paused - {name}:
             self.tokens_beside += fetched

@@ -51,7 +51,7 @@ def test_every_invariance_computes_the_same(folder: Path, invariance: Invariance
 
 @pytest.mark.parametrize("invariance", list(Invariance))
 def test_only_fast_cuts_decode_by_load(folder: Path, invariance: Invariance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what is asked of the plans, in their places."""
+    """Without a GPU: the arguments that the plans are made with."""
     asked = []
 
     def decode_plan(max_seqs: int, max_seqlen_k: int, heads: int, *, by_load: bool, device: torch.device) -> None:

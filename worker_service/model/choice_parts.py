@@ -12,7 +12,7 @@ CAPTURED_KEYS = 16_384
 # The most bytes of logits, and the most queries, that are chosen from at a time.
 LOGITS_BYTES = 256 << 20
 MOST_ROWS = 1024
-# What a choice needs beside the pools: logits of fp32 and the workspace of their top_k.
+# Memory of a choice beside the pools: fp32 logits and the workspace of their top_k.
 CHOICE_BYTES = LOGITS_BYTES // 4 * (4 + WORKSPACE_BYTES)
 
 

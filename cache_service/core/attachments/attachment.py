@@ -88,7 +88,7 @@ class Attachment:
 
     @property
     def is_paused(self) -> bool:
-        """Returns whether nothing is found or taken for now: what it read or wrote has failed, or the store fails."""
+        """Returns whether lookups find nothing for now: its last transfers failed, or the store fails."""
         return self.view.index.readers.is_paused(self.number)
 
     def hashes(self, path: Path) -> PathHashes:

@@ -22,6 +22,7 @@ class Breaker:
             self.open(now_ms)
 
     def open(self, now_ms: int) -> None:
+        """Opens it for a pause, however few failures there were."""
         self.failures = max(self.failures, self.failures_to_open)
         self.open_until_ms, self.is_trying = now_ms + self.pause_ms, False
 

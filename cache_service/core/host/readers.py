@@ -1,4 +1,4 @@
-"""Breakers of those who read one host tier: who fails alone stops alone, and when most of them fail the store does."""
+"""Breakers of one host tier's readers: a reader that fails is paused alone; when most of them fail, all are paused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Readers:
         self.breakers.pop(reader, None)
 
     def is_paused(self, reader: WorkerId | int) -> bool:
-        """Returns whether nothing is fetched for this reader: what it did has failed, or the store fails."""
+        """Returns whether fetches of this reader are paused: its own transfers failed, or the store fails."""
         own = self.breakers.get(reader)
         return self.store.is_open or (own is not None and own.is_open)
 
@@ -39,7 +39,7 @@ class Readers:
             self.store.open(now_ms)
 
     def succeeded(self, reader: WorkerId | int) -> None:
-        """Counts a transfer that the store answered: it works, whatever others met on their way to it."""
+        """Counts a successful transfer: it closes the breaker of the reader and that of the store."""
         own = self.breakers.get(reader)
         if own is not None:
             own.succeeded()

@@ -86,7 +86,7 @@ class WorkerStates:
         self._events.record(connection(worker))
 
     def _join(self, cache: DeviceCache) -> None:
-        """The worker is connected: its fetches say whether its host tier answers."""
+        """Counts the worker's fetches among those of its host tier, while it is connected."""
         self._tiers.leave(cache.worker_id)
         if cache.host is not None:
             cache.host.index.readers.join(cache.worker_id, cache.fetch_breaker)

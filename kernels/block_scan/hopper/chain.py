@@ -24,7 +24,7 @@ _GRID = gl.constexpr(GRID_TOKENS)
 
 @gluon.jit
 def without_tail(columns, count, TOKENS: gl.constexpr):
-    """Returns zeros in columns from `count` on; what is compared is made here, only where it is needed."""
+    """Returns `columns` with zeros from `count` on. The mask is computed here, to take no registers elsewhere."""
     token = gl.arange(0, _GRID, TOKENS) + opaque_zero_of(count)
     return gl.where((token < count)[None, :], columns, 0.0)
 

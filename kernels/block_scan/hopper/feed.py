@@ -1,4 +1,4 @@
-"""What feeds a scan: boxes of each block's rows, by one warp, and what its tokens are multiplied by, by another."""
+"""The producers of a scan: one warp copies the rows of each block, another computes the factors of its tokens."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,12 +11,12 @@ from kernels.hopper.barriers import thread_barrier
 _GRID = gl.constexpr(GRID_TOKENS)
 
 # Vectors of a block, [GRID] in fp32 each: with G the running sum of log decays at a token and w its weight,
-#   READ     -exp(G) w beta (with decays of channels -beta): what k S is multiplied by
-#   BETA     beta: what a value is multiplied by
-#   ADDED    exp(last G - G) w: what is left behind the block of what a token adds
-#   GROWN    exp(G): what is left at a token of the state before the block
+#   READ     -exp(G) w beta (with decays of channels -beta): factor of k S
+#   BETA     beta: factor of a value
+#   ADDED    exp(last G - G) w: share of a token's contribution that remains after the block
+#   GROWN    exp(G): share of the state before the block that remains at a token
 #   FACTOR   of an output
-#   REMAINS  exp(last G), GRID times: what is left behind the block of the state before it
+#   REMAINS  exp(last G), GRID times: share of the state before the block that remains after it
 NUM_VECTORS = gl.constexpr(6)
 READ, BETA, ADDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 GROWN, FACTOR, REMAINS = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
@@ -86,7 +86,7 @@ def make_vectors(
     HEADS: gl.constexpr, HAS_INVERSES: gl.constexpr, HAS_WEIGHTS: gl.constexpr, HAS_FACTORS: gl.constexpr,
     HAS_CHANNELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What each token of a block is multiplied by, by one warp, whose loads are one block ahead."""
+    """Computes the factors of a block's tokens in one warp, which loads one block ahead."""
     L: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     _, head, begin, end, first, count, stop = row_of_program(cu_blocks_ptr, blocks_ptr, working_ptr, HEADS)
     token = gl.arange(0, _GRID, L)

@@ -1,4 +1,4 @@
-"""What partitions of a scan share: the row, head and blocks of their program, and the tails of short blocks."""
+"""Shared by the partitions of a scan: the row, head and blocks of their program, and cleared tails of short blocks."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

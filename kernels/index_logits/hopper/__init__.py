@@ -13,14 +13,14 @@ __all__ = ["is_better_plain", "is_tiled", "reason_against", "reason_against_case
 
 DIM, HEADS = 128, (32, 64)
 MIN_PAGE_TOKENS = 8
-# From so many rows on a block of keys is held while they pass by, if some are of one sequence.
+# Least query rows of a launch for the tiled kernel, which keeps a block of keys in registers for a sequence's rows.
 LEAST_TILED_ROWS = 256
 # Of these, launches of fewer logits have too few tiles: 2,048 rows of 2,048 keys took the plain kernel 99 us, this 129.
 LEAST_TILED_LOGITS = 8 << 20
 
 
 def is_tiled(call: IndexLogitsCall) -> bool:
-    """Returns whether a launch is of prompts, for all that the host knows of it."""
+    """Returns whether a launch holds prompts, judged by the sizes that the host knows."""
     return call.q.shape[0] >= LEAST_TILED_ROWS and call.q.shape[0] > call.block_tables.shape[0]
 
 

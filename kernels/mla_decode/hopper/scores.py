@@ -1,4 +1,4 @@
-"""What both consumers of mla_decode cut by load do with a tile of their own: its scores, and their softmax."""
+"""Scores and softmax of one tile of keys, for both consumers of mla_decode cut by load."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

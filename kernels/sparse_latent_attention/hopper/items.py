@@ -1,4 +1,4 @@
-"""What the partitions of sparse_latent_attention for Hopper share: items of work, places of partial results."""
+"""Shared by the partitions of sparse_latent_attention for Hopper: work items, and where partial results lie."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
