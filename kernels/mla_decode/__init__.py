@@ -45,9 +45,9 @@ def mla_decode(
     the bound max_q_tokens where a sequence has more than one query, or where its one is to have the bits that it has
     among several; a sequence's last query sees all latents, the one before it one less. max_seqlen_k is a bound (None:
     what a row of the block table holds); it sizes the launch, never the result. `scale` belongs to the unabsorbed head,
-    so it has no default. plan is this step's, prepared with the same seqlens_k and cu_seqlens_q, which are then not
-    read again; without one the op makes its own. Returns out [num_tokens, heads, latent]; lse, fp32
-    [heads, num_tokens], is filled with the natural log-sum-exp.
+    so it has no default. plan is this step's, made for that bound or a higher one and prepared with the same seqlens_k
+    and cu_seqlens_q, which are then not read again; without one the op makes its own. Returns out [num_tokens, heads,
+    latent]; lse, fp32 [heads, num_tokens], is filled with the natural log-sum-exp.
     """
     room = block_tables.shape[1] * pages.shape[1] if block_tables.dim() == 2 and pages.dim() == 3 else 0
     bound = room if max_seqlen_k is None else max_seqlen_k
@@ -57,6 +57,8 @@ def mla_decode(
     tokens, heads, _ = q.shape
     if not 0 <= bound <= room:
         raise KernelArgumentError(f"max_seqlen_k: must be in 0..{room}, what the block table holds, got {bound}")
+    if plan is not None:
+        plan.check(call.num_seqs, bound, heads, None if cu_seqlens_q is None else max_q_tokens)
     if out is None:
         out = q.new_zeros((tokens, heads, latent))
     else:

@@ -5,6 +5,7 @@ import torch
 
 from kernels.attention import with_lse
 from kernels.backend import Backend
+from kernels.errors import KernelArgumentError
 from kernels.mla_decode import MlaDecodePlan, mla_decode
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.mla_inputs import SCALE, LatentCase, make_latents
@@ -15,21 +16,24 @@ from tests.kernels.test_mla_decode import latent_queries, truth
 LENGTHS = [1, 63, 64, 65, 128, 129, 193, 1024, 4166, 8192, 8193]
 
 
-def attend(case: LatentCase, q: torch.Tensor, backend: Backend, plan: MlaDecodePlan | None) -> list[torch.Tensor]:
-    """Returns outputs and log-sum-exps."""
+def attend(
+    case: LatentCase, q: torch.Tensor, backend: Backend, plan: MlaDecodePlan | None, wants_lse: bool = True
+) -> list[torch.Tensor]:
+    """Returns outputs and, where they are wanted, log-sum-exps."""
     single = case.new == [1] * len(case.new)
     spans = {} if single else {"cu_seqlens_q": case.cu_q, "max_q_tokens": max(case.new)}
-    where = (case.pages, case.block_tables, case.seqlens_k)
-    return list(with_lse(mla_decode, q, *where, scale=SCALE, plan=plan, backend=backend, **spans))
+    where, longest = (case.pages, case.block_tables, case.seqlens_k), max(case.totals)
+    options = {"scale": SCALE, "max_seqlen_k": longest, "plan": plan, "backend": backend}
+    if not wants_lse:
+        return [mla_decode(q, *where, **options, **spans)]
+    return list(with_lse(mla_decode, q, *where, **options, **spans))
 
 
 def planned(case: LatentCase, heads: int, programs: int | None = None) -> MlaDecodePlan:
     single = case.new == [1] * len(case.new)
     most = None if single else max(case.new)
-    device, longest = case.pages.device, int(case.seqlens_k.max())
-    plan = MlaDecodePlan(
-        len(case.new), longest, heads, max_q_tokens=most, by_load=True, programs=programs, device=device
-    )
+    shape = (len(case.new), max(case.totals), heads)
+    plan = MlaDecodePlan(*shape, max_q_tokens=most, by_load=True, programs=programs, device=case.pages.device)
     plan.prepare(case.seqlens_k, None if single else case.cu_q)
     return plan
 
@@ -42,9 +46,7 @@ def assert_right(case: LatentCase, heads: int, programs: int | None) -> None:
     wanted, wanted_lse = truth(case, q)
     assert_output(out, wanted)
     assert_lse(lse, wanted_lse)
-    spans = {} if plan.one_query else {"cu_seqlens_q": case.cu_q, "max_q_tokens": plan.max_q_tokens}
-    where = (case.pages, case.block_tables, case.seqlens_k)
-    assert_output(mla_decode(q, *where, scale=SCALE, plan=plan, backend=Backend.GLUON, **spans), wanted)
+    assert_output(attend(case, q, Backend.GLUON, plan, wants_lse=False)[0], wanted)
 
 
 @pytest.fixture
@@ -118,7 +120,20 @@ def test_other_implementations_take_the_plan_and_keep_their_bits(target: Target)
         pytest.skip("the Gluon kernel follows the plan")
     case = make_latents([(70, 1), (20, 1)], 1, device=target.device)
     q = latent_queries(case, 32)
-    plan = MlaDecodePlan(2, 80, 32, by_load=True, programs=4, device=target.device)
+    plan = MlaDecodePlan(2, max(case.totals), 32, by_load=True, programs=4, device=target.device)
     wanted = attend(case, q, target.backend, None)
     for part, right in zip(attend(case, q, target.backend, plan), wanted, strict=True):
         assert_same_bits(part, right)
+
+
+@pytest.mark.parametrize("by_load", [False, True])
+def test_what_a_plan_does_not_hold_is_refused_before_anything_computes(by_load: bool) -> None:
+    """By the reference, too: a plan that is too small must not first be noticed on a GPU."""
+    case = make_latents([(70, 1), (20, 1)], 1)
+    where = (latent_queries(case, 32), case.pages, case.block_tables, case.seqlens_k)
+    plan = MlaDecodePlan(2, 71, 32, by_load=by_load, programs=4, device="cpu")
+    mla_decode(*where, scale=SCALE, plan=plan, max_seqlen_k=71)
+    with pytest.raises(KernelArgumentError, match="plan: holds"):
+        mla_decode(*where, scale=SCALE, plan=plan)  # a row of the block table holds 96
+    with pytest.raises(KernelArgumentError, match="plan: made for calls without cu_seqlens_q"):
+        mla_decode(*where, scale=SCALE, plan=plan, max_seqlen_k=71, cu_seqlens_q=case.cu_q)

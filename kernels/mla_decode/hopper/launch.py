@@ -28,7 +28,6 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
     if plan is None:
         plan = MlaDecodePlan(call.num_seqs, call.max_seqlen_k, heads, max_q_tokens=max_q_tokens, device=q.device)
         plan.prepare(call.seqlens_k, call.cu_seqlens_q)
-    plan.check(call.num_seqs, call.max_seqlen_k, heads, max_q_tokens)
     page_tokens, page_rows = pages.shape[1], pages.stride(0) // WIDTH
     box = min(page_tokens, TILE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
