@@ -3,8 +3,9 @@
 Two routes lead there on CUDA: the library's GEMM, which keeps a row's bits for most shapes while it has no workspace to
 split K into (the process sees to that before cuBLAS starts), and a Triton GEMM: of one fixed tile for 16 bits, of
 fixed slices of the depth for fp32. On Hopper up to 64 rows of 16 bits take a Gluon kernel on both routes. `keeps_rows`
-finds out, on the weights' own device, whether library and Gluon kernel give the same bits. On a CPU fp32 weights are
-packed for oneDNN.
+finds out, on the weights' own device, whether library and Gluon kernel give the same bits, for rows that lie dense and
+for parts of wider rows at multiples of 16 bytes. Rows at other places are made dense first: the library has other
+kernels for them, which it picks by the number of rows. On a CPU fp32 weights are packed for oneDNN.
 """
 
 from enum import Enum
@@ -22,6 +23,8 @@ __all__ = ["LEAST_PACKED_ROWS", "LEAST_ROWS", "Route", "keeps_rows", "linear", "
 # The library takes other kernels, with another order of sums, for fewer rows.
 LEAST_ROWS = 8
 LEAST_PACKED_ROWS = packed.LEAST_ROWS
+# The library picks a kernel by how far apart rows begin, too: at multiples of this or not.
+ALIGNED_BYTES = 16
 # Numbers of rows on both sides of where the library changes its tiles.
 ROWS_TO_TRY = (LEAST_ROWS, 9, 16, 17, 32, 48, 64, 65, 100, 128, 200, 256, 384, 512, 777, 1024, 2048)
 
@@ -68,7 +71,14 @@ def linear(
     missing = LEAST_ROWS - x.shape[0]
     if x.is_cuda and LEAST_ROWS > missing > 0:
         return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
-    return functional.linear(x, weight, bias)
+    return functional.linear(as_tried(x) if x.is_cuda else x, weight, bias)
+
+
+def as_tried(x: torch.Tensor) -> torch.Tensor:
+    """Returns rows as `keeps_rows` tries them: x itself where it is dense or its rows begin at multiples of
+    ALIGNED_BYTES, else a dense copy."""
+    is_aligned = x.data_ptr() % ALIGNED_BYTES == 0 and x.stride(0) * x.element_size() % ALIGNED_BYTES == 0
+    return x if is_aligned else x.contiguous()
 
 
 def _few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +107,8 @@ def packed_weight(weight: torch.Tensor, backend: Backend = Backend.AUTO) -> torc
 def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -> bool:
     """Returns whether the LIBRARY route gives a row the same bits in all launches of up to max_rows rows.
 
-    Tried on random rows, which waits for the device: for the start of a process.
+    Tried on random rows, dense forwards and as parts of wider rows backwards, which waits for the device: for the start
+    of a process.
     """
     counts = sorted({rows for rows in ROWS_TO_TRY if rows < max_rows} | {max(max_rows, LEAST_ROWS)})
     generator = torch.Generator(weight.device).manual_seed(0)
@@ -105,6 +116,12 @@ def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -
     most = linear(x, weight, bias)
     return all(
         torch.equal(linear(x[:rows], weight, bias), most[:rows])
-        and torch.equal(linear(x[:rows].flip(0), weight, bias).flip(0), most[:rows])
+        and torch.equal(linear(_parts_of_wider(x[:rows].flip(0)), weight, bias).flip(0), most[:rows])
         for rows in counts
     )
+
+
+def _parts_of_wider(x: torch.Tensor) -> torch.Tensor:
+    """Returns the rows as slices of wider ones, which begin at multiples of ALIGNED_BYTES."""
+    step = ALIGNED_BYTES // x.element_size()
+    return x.new_empty(x.shape[0], (x.shape[1] // step + 2) * step)[:, : x.shape[1]].copy_(x)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.linear import LEAST_PACKED_ROWS, LEAST_ROWS, Route, keeps_rows, linear, packed_weight
+from kernels.linear import LEAST_PACKED_ROWS, LEAST_ROWS, Route, as_tried, keeps_rows, linear, packed_weight
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.target import Target
 
@@ -94,6 +94,28 @@ def test_few_rows_are_padded() -> None:
     whole = linear(x, weight)
     for rows in range(1, LEAST_ROWS):
         assert_same_bits(linear(x[:rows], weight), whole[:rows])
+
+
+def test_rows_at_odd_places_are_made_dense() -> None:
+    wide = made(34, 209)
+    assert as_tried(wide) is wide
+    assert as_tried(wide[:, 180:192]).is_contiguous()
+    assert_same_bits(as_tried(wide[:, 180:192]), wide[:, 180:192])
+    aligned = made(34, 216)[:, 184:196]
+    assert as_tried(aligned) is aligned
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("width", "first"), [(209, 180), (216, 184), (13, 1), (12, 0)])
+def test_a_part_of_wider_rows_has_the_bits_of_dense_ones(width: int, first: int) -> None:
+    """As of Kimi Linear's decays; whatever the number of rows."""
+    wide, weight = made(256, width, device=GPU), made(60, 12, device=GPU, seed=1)
+    if not keeps_rows(weight, None, 256):
+        pytest.skip("the library does not keep rows of this shape")
+    whole = linear(wide[:, first : first + 12].contiguous(), weight)
+    for rows in (*range(1, 70), 100, 128, 200):
+        assert_same_bits(linear(wide[:rows, first : first + 12], weight), whole[:rows])
 
 
 # Of the model in the box, of one with 3,072 inputs, and nothing that a vector's width divides.
