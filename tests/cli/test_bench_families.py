@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from benchmarks.bench_families import FAMILIES, QUICK_NEW, QUICK_SHARED, Bench, measure
+from benchmarks.bench_families import FAMILIES, QUICK_NEW, QUICK_SHARED, Bench, Saving, measure, weight_bytes
 from benchmarks.paged_model import PagedTokens
 from session.words import GroupKind
 
@@ -50,6 +50,21 @@ def test_a_hit_from_a_wrong_snapshot_is_not_timed(monkeypatch: pytest.MonkeyPatc
     bench = damaged(monkeypatch, name, 1, 3, 1)
     with pytest.raises(AssertionError, match=f"{name}: a hit's logits differ"):
         bench.savings(QUICK_SHARED[0], QUICK_NEW[0])
+
+
+def test_a_launch_reads_its_projections_and_the_experts_that_its_tokens_choose() -> None:
+    """8 experts of 3 x 32 x 64 in each of 3 layers, of which a token chooses 2."""
+    model = Bench("experts", CPU, quick=True).model.model
+    projections, experts = sum(linear.weight.nbytes for linear in model.linears()), 3 * 8 * 3 * 32 * 64 * 4
+    assert weight_bytes(model, 1) == pytest.approx(projections + experts * 2 / 8)
+    assert weight_bytes(model, 2) == pytest.approx(projections + experts * (1 - 0.75**2))
+    assert weight_bytes(model, 512) == pytest.approx(projections + experts)
+
+
+def test_what_is_possible_is_bound_by_tokens_and_by_weights() -> None:
+    saving = Saving("experts", 4096, 512, 100.0, 20.0, weights_ms=5.0)
+    assert (saving.saved, saving.of_tokens, saving.of_possible) == pytest.approx((0.8, 0.9, 0.9))
+    assert saving._replace(weights_ms=16.0).of_possible == pytest.approx(0.8 / 0.84)
 
 
 def test_a_state_begins_where_a_snapshot_is() -> None:
