@@ -18,6 +18,7 @@ from benchmarks.serving.figures import (
     add_launches,
     inter_token_s,
     longest_silence_s,
+    seconds_per_token,
     steady_window,
     tokens_in,
     whole_window,
@@ -78,7 +79,8 @@ async def steady_streams(bench: Bench, row: Row, is_primed: bool = False) -> Non
     row.detail["tokens_per_message"] = row.streams * row.new_tokens / sum(len(stream.messages) for stream in streams)
     if steady.seconds > 0:
         # The last token may have come before the scrape, and no launch after it.
-        add_launches(row, before, after._replace(at_s=min(after.at_s, whole.end_s)))
+        wall_s = seconds_per_token(streams, steady)
+        add_launches(row, wall_s, before, after._replace(at_s=min(after.at_s, whole.end_s)))
         row.tokens_per_s = tokens_in(streams, steady) / steady.seconds
         add_inter_token(row, streams, steady)
 

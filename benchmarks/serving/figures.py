@@ -129,17 +129,30 @@ def add_inter_token(row: Row, streams: Sequence[Stream], window: Window) -> None
         row.silence_ms_max = longest_silence_s(streams, window) * 1e3
 
 
-def add_launches(row: Row, before: Counters, after: Counters) -> None:
-    """Between two moments with launches throughout. The share of the time without a launch on the device is idle."""
-    seconds = after.at_s - before.at_s
-    if before.launches is None or after.launches is None or after.launches <= before.launches or seconds <= 0:
+def seconds_per_token(streams: Sequence[Stream], window: Window) -> float | None:
+    """Returns the mean time between two tokens of a stream; None where no stream has two messages in the window.
+
+    From message to message, so that no launch counts in part: while all streams decode, a token is a launch.
+    """
+    within = [[m for m in stream.messages if window.start_s <= m.at_s <= window.end_s] for stream in streams]
+    num_tokens = sum(messages[-1].num_tokens - messages[0].num_tokens for messages in within if messages)
+    seconds = sum(messages[-1].at_s - messages[0].at_s for messages in within if messages)
+    return seconds / num_tokens if num_tokens else None
+
+
+def add_launches(row: Row, wall_s: float | None, before: Counters, after: Counters) -> None:
+    """wall_s: of one launch. The counters are of two moments with launches throughout. The share of the time without a
+    launch on the device is idle."""
+    if wall_s is None:
         return
-    launches = after.launches - before.launches
-    row.wall_ms = seconds / launches * 1e3
+    row.wall_ms = wall_s * 1e3
+    if before.launches is None or after.launches is None or after.launches <= before.launches:
+        return
     if before.device_s is not None and after.device_s is not None:
-        device_s = after.device_s - before.device_s
-        row.device_ms, row.idle_share = device_s / launches * 1e3, 1 - device_s / seconds
-    if before.idle_s is not None and after.idle_s is not None:
+        device_s = (after.device_s - before.device_s) / (after.launches - before.launches)
+        row.device_ms, row.idle_share = device_s * 1e3, 1 - device_s / wall_s
+    seconds = after.at_s - before.at_s
+    if before.idle_s is not None and after.idle_s is not None and seconds > 0:
         row.detail["idle_share_by_worker"] = (after.idle_s - before.idle_s) / seconds
 
 

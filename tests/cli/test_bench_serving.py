@@ -25,6 +25,7 @@ from benchmarks.serving.figures import (
     inter_token_s,
     longest_silence_s,
     percentile,
+    seconds_per_token,
     steady_window,
     tokens_in,
     without_figures,
@@ -74,19 +75,27 @@ def test_percentiles(percent: float, value: float) -> None:
     assert percentile([7.0], percent) == 7.0
 
 
+def test_the_time_of_a_launch_is_from_message_to_message() -> None:
+    streams = [stream((0.5, 1), (1.0, 2), (1.5, 4), (2.0, 5), (2.5, 6)), stream((0.9, 3), (1.9, 7))]
+    assert seconds_per_token(streams, Window(0.9, 2.1)) == pytest.approx(2.0 / 7)
+    assert seconds_per_token(streams, Window(1.1, 1.6)) is None, "a message of one stream, and none of the other"
+
+
 def test_launches_by_the_counters() -> None:
     row = Row("", "", 1, 1, 1)
-    add_launches(row, Counters(1.0, 100.0, 2.0, 0.5), Counters(2.0, 200.0, 2.75, 0.625))
+    add_launches(row, 0.01, Counters(1.0, 100.0, 2.0, 0.5), Counters(2.0, 200.0, 2.75, 0.625))
     assert (row.wall_ms, row.device_ms, row.idle_share) == (10.0, 7.5, 0.25)
     assert row.detail == {"idle_share_by_worker": 0.125}
 
 
 def test_counters_that_are_not_there_give_nothing() -> None:
     row = Row("", "", 1, 1, 1)
-    add_launches(row, Counters(1.0, 100.0, None), Counters(2.0, 200.0, None))
+    add_launches(row, 0.01, Counters(1.0, 100.0, None), Counters(2.0, 200.0, None))
     assert (row.wall_ms, row.device_ms, row.idle_share, row.detail) == (10.0, None, None, {})
+    add_launches(row, 0.02, Counters(1.0), Counters(2.0))
+    assert (row.wall_ms, row.device_ms) == (20.0, None)
     row = Row("", "", 1, 1, 1)
-    add_launches(row, Counters(1.0), Counters(2.0))
+    add_launches(row, None, Counters(1.0, 100.0, 2.0), Counters(2.0, 200.0, 2.5))
     assert row.wall_ms is None
 
 
