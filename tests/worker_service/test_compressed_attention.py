@@ -66,7 +66,7 @@ def test_rows_are_chosen_a_few_at_a_time(folder: Path, monkeypatch: pytest.Monke
 
 def test_the_workspace_is_that_of_logits_choices_and_partial_results(folder: Path) -> None:
     spec = read_model_spec(folder)
-    assert compressed_workspace_bytes(spec, 2000) == (128 << 20) + (768 << 20) + 4 * 2000 * 7
+    assert compressed_workspace_bytes(spec, 2000) == (128 << 20) + 2 * (768 << 20) + 4 * 2000 * 7
     windows = replace(spec, layers=spec.layers[:1])
     assert compressed_workspace_bytes(windows, 2000) == 0
 

@@ -28,7 +28,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def graphs_of(bench: Bench, one_phase: bool) -> LaunchGraphs:
     limits = GraphLimits(
         MAX_NUM_SEQS, MAX_TOKENS, bench.config.max_model_len, bench.page, bench.pages.num_groups,
-        bench.runner._gemm.least_rows, one_phase, max_prompt_keys=PROMPT_KEYS,
+        bench.runner._gemm.least_rows, one_phase, max_prompt_keys=PROMPT_KEYS, chooses_keys=True,
     )  # fmt: skip
     return LaunchGraphs(bench.runner._computed, bench.runner._last, limits, CPU)
 

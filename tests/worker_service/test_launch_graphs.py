@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ from worker_service.core.batch import Batch
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.last_tokens import LastTokens
-from worker_service.model.launch_buckets import GraphLimits, batch_sizes, buckets, prompt_keys, prompt_sizes
+from worker_service.model.launch_buckets import (
+    GraphLimits,
+    batch_sizes,
+    buckets,
+    chosen_keys,
+    prompt_keys,
+    prompt_sizes,
+)
 from worker_service.model.launch_graphs import GraphOutput, LaunchGraphs
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.runner import RunnerLimits
@@ -68,6 +76,37 @@ def test_prompts_over_latents_are_captured_for_several_numbers_of_keys() -> None
     assert {bucket.prompt_keys for bucket in buckets(limits) if bucket[:2] == (0, 2048)} == set(prompt_keys(limits)[1:])
     assert {bucket.prompt_keys for bucket in buckets(limits) if not bucket.prompt_tokens} == {0}
     assert not any(bucket.prompt_tokens for bucket in buckets(limits._replace(max_prompt_keys=512)))
+
+
+@pytest.mark.parametrize("most", [64, 2048, 5000, 66_048, 163_840, 1 << 20])
+def test_prompts_of_any_length_are_captured_where_keys_are_chosen(most: int) -> None:
+    bounds = chosen_keys(most)
+    assert bounds[-1] == most and list(bounds) == sorted(set(bounds))
+    assert all(above <= 8 * below for below, above in pairwise(bounds))
+    limits = GraphLimits(64, 2048, most, PAGE, 1, 8, one_phase=False, max_prompt_keys=most, chooses_keys=True)
+    alone = {bucket.prompt_keys for bucket in buckets(limits) if bucket[:2] == (0, 2048)}
+    mixed = {bucket.prompt_keys for bucket in buckets(limits) if bucket[:2] == (64, 1024)}
+    assert alone == set(bounds)
+    assert mixed <= alone and most in mixed and len(mixed) == min(2, (len(bounds) + 1) // 2)
+    assert len(buckets(limits)) <= 111
+
+
+def test_where_keys_are_chosen_the_longest_prompt_counts(tmp_path: Path) -> None:
+    """A launch has logits for each of its rows: over the keys of that row's prompt alone."""
+    make_reference("llama", tmp_path)
+    bench, cpu = Bench(tmp_path), torch.device("cpu")
+    limits = GraphLimits(4, 64, 9000, PAGE, 1, 8, one_phase=False, max_prompt_keys=9000, chooses_keys=True)
+    graphs = LaunchGraphs(never, LastTokens(12, cpu), limits, cpu)
+    one, other = (bench.sequence(random_tokens(8000, seed), range(1, 570)) for seed in (1, 2))
+
+    def keys(*parts: Part) -> int | None:
+        bucket = graphs.bucket_for(bench.batch(*parts))
+        return bucket and bucket.prompt_keys
+
+    assert keys(Part(one, 2000, 2030), Part(other, 2018, 2048)) == 2048
+    assert keys(Part(one, 2000, 2030), Part(other, 2020, 2049)) == 9000
+    assert keys(Part(one, 7000, 7030), Part(other, 7970, 8000)) == 9000
+    assert keys(Part(one, 7999, 8000), Part(other, 30, 60)) == 9000  # beside decode rows: fewer graphs
 
 
 def test_a_launch_with_more_keys_gets_a_wider_graph_or_none(tmp_path: Path) -> None:

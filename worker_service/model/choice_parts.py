@@ -7,19 +7,21 @@ from collections.abc import Iterator
 from kernels.top_k import WORKSPACE_BYTES
 from worker_service.model.launch_inputs import LaunchInputs
 
-# Prompts with more keys than this, all together, are not captured: the host is not what they wait for.
-CAPTURED_KEYS = 16_384
 # The most bytes of logits, and the most queries, that are chosen from at a time.
 LOGITS_BYTES = 256 << 20
 MOST_ROWS = 1024
-# Memory of a choice beside the pools: fp32 logits and the workspace of their top_k.
-CHOICE_BYTES = LOGITS_BYTES // 4 * (4 + WORKSPACE_BYTES)
+# index_logits reads a block of keys once for this many rows, so parts are multiples of it.
+SHARING_ROWS = 64
+# Memory of choices beside the pools: fp32 logits and the workspace of their top_k, once for captured launches, whose
+# memory is their own, and once for the others.
+CHOICE_BYTES = 2 * LOGITS_BYTES // 4 * (4 + WORKSPACE_BYTES)
 
 
 def choice_parts(launch: LaunchInputs, ratio: int = 1) -> Iterator[tuple[slice, int]]:
     """Yields rows whose logits fit in the workspace, and a bound of the keys that they see, each of `ratio` tokens.
 
-    Decode rows come first, prompts and padding behind them.
+    Decode rows come first, prompts and padding behind them. A captured launch has the bounds that it was captured for:
+    which rows are chosen for at a time changes no bit.
     """
     prompt_keys = min(launch.max_prompt_keys or launch.max_seqlen_k, launch.max_seqlen_k)
     for first, end, tokens in (
@@ -27,6 +29,12 @@ def choice_parts(launch: LaunchInputs, ratio: int = 1) -> Iterator[tuple[slice, 
         (launch.num_decode, launch.token_ids.shape[0], prompt_keys),
     ):
         width = max(tokens // ratio, 1)
-        step = min(max(LOGITS_BYTES // (4 * width), 1), MOST_ROWS)
+        step = rows_at_once(width)
         for start in range(first, end, step):
             yield slice(start, min(start + step, end)), width
+
+
+def rows_at_once(width: int) -> int:
+    """Returns how many rows of `width` logits are chosen from at a time."""
+    rows = min(max(LOGITS_BYTES // (4 * width), 1), MOST_ROWS)
+    return rows - rows % SHARING_ROWS if rows > SHARING_ROWS else rows

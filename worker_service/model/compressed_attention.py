@@ -18,7 +18,7 @@ from kernels.rotate_append_tail import rotate_append_tail
 from kernels.rotate_tail import rotate_tail
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import PagePools
-from worker_service.model.choice_parts import CAPTURED_KEYS, CHOICE_BYTES, choice_parts
+from worker_service.model.choice_parts import CHOICE_BYTES, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import CompressedRows
 from worker_service.model.spec import CompressedSpec, CompressorSpec, ModelSpec
@@ -33,11 +33,6 @@ class CompressedPlans:
     def __init__(self, spec: ModelSpec, backend: Backend) -> None:
         self.mixers = compressed_mixers(spec)
         self.backend = backend
-
-    @property
-    def captured_keys(self) -> int:
-        """Returns how many keys prompts may have in a captured launch; 0: the model has no such layers."""
-        return CAPTURED_KEYS if self.mixers else 0
 
 
 def compressed_mixers(spec: ModelSpec) -> dict[int, CompressedSpec]:
@@ -134,15 +129,21 @@ class PagedCompressed:
         rotate_tail(index.q, rows.positions, rows.cos_sin, backend=self._backend)
         chosen = torch.empty((index.q.shape[0], k), dtype=torch.int32, device=index.q.device)
         for part, width in choice_parts(launch, compressor.ratio):
-            logits = index_logits(
-                index.q[part],
-                index.head_weights[part],
-                keys,
-                tables,
-                seen.part(part),
-                width,
-                least_keys=k,
+            # No name holds the logits: their memory is free for those of the next part.
+            top_k(
+                index_logits(
+                    index.q[part],
+                    index.head_weights[part],
+                    keys,
+                    tables,
+                    seen.part(part),
+                    width,
+                    least_keys=k,
+                    backend=self._backend,
+                ),
+                seen.num_keys[part],
+                k,
+                out=chosen[part],
                 backend=self._backend,
             )
-            top_k(logits, seen.num_keys[part], k, out=chosen[part], backend=self._backend)
         return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from worker_service.core.batch import Batch
@@ -23,6 +24,10 @@ MIXED_TOKENS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # GraphLimits.max_prompt_keys, beside decode rows these alone.
 LEAST_PROMPT_KEYS = 1024
 MIXED_KEYS = (4096, 16_384)
+# Keys of the longest prompt where an indexer chooses: what is not there costs little (a program looks and ends), so
+# bounds lie further apart. The first is the usual number of chosen ones: among so few nothing is chosen.
+LEAST_CHOSEN_KEYS = 2048
+CHOSEN_STEP = 4
 # Prompts that may sample in a captured launch; the head reads its weights once for that many.
 PROMPT_SAMPLES = 8
 
@@ -39,6 +44,7 @@ class GraphLimits(NamedTuple):
     one_phase: bool  # decode rows go through the attention of prompts, as chunks of one token
     has_prompts: bool = True  # whether launches with prompts can be captured
     max_prompt_keys: int = 0  # of all prompts of a captured launch, cached and new; 0: any number
+    chooses_keys: bool = False  # an indexer chooses among a prompt's keys: max_prompt_keys is of each prompt
     has_states: tuple[bool, ...] = ()  # by group; empty: none has
 
     def num_leaves(self, num_decode: int, prompt_tokens: int, num_prompts: int) -> int:
@@ -46,11 +52,20 @@ class GraphLimits(NamedTuple):
         up."""
         return num_decode + num_prompts + prompt_tokens // self.page_tokens
 
+    def prompt_keys(self, batch: Batch, num_decode: int) -> int:
+        """Returns the keys that count for a bucket's bound: of all prompts, or of the longest one where keys are
+        chosen."""
+        ends = batch.cu_seqlens_k[num_decode:]
+        if self.chooses_keys:
+            return max((end - start for start, end in pairwise(ends)), default=0)
+        return ends[-1] - ends[0]
+
 
 class Bucket(NamedTuple):
     """The shape of one graph: decode rows, then the tokens of prompts.
 
-    num_logits 0: every row's. prompt_keys: how many the prompts have at most, cached and new; 0: any number.
+    num_logits 0: every row's. prompt_keys: how many the prompts, or the longest one, have at most, cached and new; 0:
+    any number.
     """
 
     num_decode: int
@@ -63,7 +78,7 @@ class Bucket(NamedTuple):
     def num_rows(self) -> int:
         return self.num_decode + self.prompt_tokens
 
-    def holds(self, batch: Batch, num_decode: int) -> bool:
+    def holds(self, batch: Batch, num_decode: int, prompt_keys: int) -> bool:
         """Returns whether a launch can be laid out in it whose first num_decode rows decode."""
         samples = len(batch.logits_rows)
         return (
@@ -71,7 +86,7 @@ class Bucket(NamedTuple):
             and self.prompt_tokens >= batch.num_tokens - num_decode
             and self.num_prompts >= batch.num_seqs - num_decode
             and (samples <= self.num_logits if self.num_logits else samples == batch.num_tokens)
-            and (not self.prompt_keys or self.prompt_keys >= batch.cu_seqlens_k[-1] - batch.cu_seqlens_k[num_decode])
+            and (not self.prompt_keys or self.prompt_keys >= prompt_keys)
         )
 
 
@@ -94,11 +109,23 @@ def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
 
 def prompt_keys(limits: GraphLimits) -> tuple[int, ...]:
     """Returns the bounds of prompts' keys to capture, the largest last; 0: any number."""
+    if limits.chooses_keys:
+        return chosen_keys(limits.max_prompt_keys)
     sizes, size = [], LEAST_PROMPT_KEYS
     while size <= limits.max_prompt_keys:
         sizes.append(size)
         size *= 2
     return tuple(sizes) if limits.max_prompt_keys else (0,)
+
+
+def chosen_keys(most: int) -> tuple[int, ...]:
+    """Returns the bounds of a prompt's keys where an indexer chooses: each CHOSEN_STEP times the one before, and the
+    last one up to twice that: 2,048, 8,192, 32,768, 163,840 of DeepSeek V3.2."""
+    sizes, size = [], LEAST_CHOSEN_KEYS
+    while 2 * size < most:
+        sizes.append(size)
+        size *= CHOSEN_STEP
+    return (*sizes, most)
 
 
 def buckets(limits: GraphLimits) -> tuple[Bucket, ...]:
@@ -122,17 +149,19 @@ def _prompts(limits: GraphLimits) -> Iterator[Bucket]:
         sizes = tuple(size for size in MIXED_TOKENS if size <= limits.max_tokens)
     for size in sizes:
         for keys in prompt_keys(limits):
-            if not keys or keys >= size:
+            if limits.chooses_keys or not keys or keys >= size:
                 yield Bucket(0, size, seqs, samples, keys)
 
 
 def _mixed(limits: GraphLimits) -> Iterator[Bucket]:
     """Prompts beside decode rows."""
     seqs, bounds = limits.max_num_seqs, prompt_keys(limits)
-    if limits.max_prompt_keys:
+    if limits.chooses_keys:
+        bounds = bounds[-1::-2][:2]
+    elif limits.max_prompt_keys:
         bounds = tuple(keys for keys in bounds if keys in (*MIXED_KEYS, bounds[-1]))
     for num_decode in (*(few for few in MIXED_DECODE if few < seqs), seqs):
         for size in MIXED_TOKENS:
             for keys in bounds:
-                if size <= limits.max_tokens and (not keys or keys >= size):
+                if size <= limits.max_tokens and (limits.chooses_keys or not keys or keys >= size):
                     yield Bucket(num_decode, size, seqs, num_decode + PROMPT_SAMPLES, keys)

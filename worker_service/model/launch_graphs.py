@@ -113,7 +113,8 @@ class LaunchGraphs:
         # Captured launches copy no states.
         if not batch.num_seqs or (num_decode and batch.has_decode_leaves):
             return None
-        return next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode)), None)
+        keys = self._limits.prompt_keys(batch, num_decode)
+        return next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode, keys)), None)
 
     def replay(self, bucket: Bucket, batch: Batch) -> GraphOutput:
         """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""

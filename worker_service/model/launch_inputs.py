@@ -22,7 +22,7 @@ class LaunchInputs:
 
     Lengths are split at the last decode row, as two kernels share the launch. `prompt_lens` are the new and the cached
     tokens of each prompt, where the host knows them: not in a captured launch. There max_prompt_keys bounds the keys of
-    all prompts, where it matters. `states` is None for a model without.
+    all prompts, of each one where keys are chosen, if it matters. `states` is None for a model without.
     """
 
     token_ids: torch.Tensor

@@ -170,17 +170,19 @@ class Runner:
         return LaunchAttention(self._pools, inputs, self._plans, self._gemm)
 
     def _captured_graphs(self, limits: RunnerLimits, device: torch.device) -> LaunchGraphs:
-        latents, sparse, compressed = self._plans.latents, self._plans.sparse, self._plans.compressed
+        latents, spec = self._plans.latents, self._model.spec
+        chooses_keys = bool(self._plans.sparse.mixers or self._plans.compressed.mixers)
         bounds = GraphLimits(
             max_num_seqs=limits.max_num_seqs,
             max_tokens=limits.token_budget,
-            max_model_len=self._model.spec.max_model_len,
+            max_model_len=spec.max_model_len,
             page_tokens=self._pools.page_tokens,
             num_groups=self._pools.num_groups,
             least_rows=self._gemm.least_rows,
             one_phase=self._one_phase,
             has_prompts=not latents.mixers or latents.captured_latents > 0,
-            max_prompt_keys=latents.captured_latents or sparse.captured_keys or compressed.captured_keys,
+            max_prompt_keys=spec.max_model_len if chooses_keys else latents.captured_latents,
+            chooses_keys=chooses_keys,
             has_states=self._has_states,
         )
         graphs = LaunchGraphs(self._computed, self._last, bounds, device)

@@ -18,7 +18,7 @@ from kernels.rotate_append_index import rotate_append_index
 from kernels.rotate_append_latent import rotate_append_latent
 from kernels.top_k import top_k
 from worker_service.gpu.page_pools import LayerPages, PagePools
-from worker_service.model.choice_parts import CAPTURED_KEYS, CHOICE_BYTES, MOST_ROWS, choice_parts
+from worker_service.model.choice_parts import CHOICE_BYTES, MOST_ROWS, choice_parts
 from worker_service.model.launch_inputs import LaunchInputs
 from worker_service.model.mixers import IndexRows, Latents
 from worker_service.model.spec import IndexSpec, LatentSpec, ModelSpec
@@ -31,11 +31,6 @@ class SparsePlans:
         self.mixers = sparse_mixers(spec)
         self.backend = backend
         self.top_k = max((mixer.indexer.top_k for mixer in self.mixers.values()), default=0)
-
-    @property
-    def captured_keys(self) -> int:
-        """Returns how many keys prompts may have in a captured launch; 0: the model has no such layers."""
-        return CAPTURED_KEYS if self.mixers else 0
 
 
 class SparseMixer(NamedTuple):
@@ -53,7 +48,7 @@ def sparse_mixers(spec: ModelSpec) -> dict[int, SparseMixer]:
 
 
 def sparse_workspace_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the memory that a launch's choices and absorbed queries need beside the pools; 0 for other models."""
+    """Returns the memory that choices and absorbed queries of launches need beside the pools; 0 for other models."""
     mixers = sparse_mixers(spec).values()
     rows = min(max_tokens, MOST_ROWS)
 
