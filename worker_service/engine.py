@@ -40,6 +40,8 @@ from worker_service.trace import EngineTrace, Span
 
 # How long an idle engine waits before it asks again for a request that was refused.
 RETRY_S = 0.25
+# New tokens of a launch that are shown before the step is sent.
+QUICK_OUTPUTS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -193,15 +195,21 @@ class Engine:
         # A device without work comes first. Otherwise the reply first: it may bring rows for the next launch.
         if has_reply or not self._launcher.num_in_flight:
             progressed |= self._start_launch()
+        # Streaming overlaps with the launch in flight and with the step. A step takes 0.3 ms to make and to write, as a
+        # few messages do: these go before it.
+        is_quick = new_tokens is not None and len(new_tokens.outputs) <= QUICK_OUTPUTS
+        self._deliver(new_tokens if is_quick else None)
         progressed |= self._send_step()
-        if new_tokens is not None:
-            # Streaming overlaps with the launch in flight and with the step.
-            self._has_news |= self._delivery.deliver(new_tokens)
+        self._deliver(None if is_quick else new_tokens)
         if not self._exchange.time_to_late_s():
             progressed |= self._start_launch()
         if not self._launcher.num_in_flight:
             self._delivery.show_due(time.monotonic(), everything=True)
         return progressed
+
+    def _deliver(self, new_tokens: NewTokens | None) -> None:
+        if new_tokens is not None:
+            self._has_news |= self._delivery.deliver(new_tokens)
 
     def _take_reply(self) -> bool:
         try:
