@@ -54,13 +54,31 @@ class GraphLimits(NamedTuple):
         up."""
         return num_decode + num_prompts + prompt_tokens // self.page_tokens
 
-    def prompt_keys(self, batch: Batch, num_decode: int) -> int:
-        """Returns the keys that count for a bucket's bound: of all prompts, or of the longest one where keys are
-        chosen."""
+    def size_of(self, batch: Batch, num_decode: int) -> LaunchSize:
+        """Returns what a launch whose first num_decode rows decode asks of a bucket."""
         ends = batch.cu_seqlens_k[num_decode:]
+        prompt_keys = ends[-1] - ends[0]
         if self.chooses_keys:
-            return max((end - start for start, end in pairwise(ends)), default=0)
-        return ends[-1] - ends[0]
+            prompt_keys = max((end - start for start, end in pairwise(ends)), default=0)
+        return LaunchSize(
+            num_decode,
+            batch.num_tokens - num_decode,
+            batch.num_seqs - num_decode,
+            len(batch.logits_rows),
+            len(batch.logits_rows) == batch.num_tokens,
+            prompt_keys,
+        )
+
+
+class LaunchSize(NamedTuple):
+    """What a launch asks of a bucket, by the bucket's fields. has_all_logits: whether each token has a row of logits."""
+
+    num_decode: int
+    prompt_tokens: int
+    num_prompts: int
+    num_logits: int
+    has_all_logits: bool
+    prompt_keys: int
 
 
 class Bucket(NamedTuple):
@@ -80,15 +98,14 @@ class Bucket(NamedTuple):
     def num_rows(self) -> int:
         return self.num_decode + self.prompt_tokens
 
-    def holds(self, batch: Batch, num_decode: int, prompt_keys: int) -> bool:
-        """Returns whether a launch can be laid out in it whose first num_decode rows decode."""
-        samples = len(batch.logits_rows)
+    def holds(self, size: LaunchSize) -> bool:
+        """Returns whether a launch of that size can be laid out in it."""
         return (
-            self.num_decode >= num_decode
-            and self.prompt_tokens >= batch.num_tokens - num_decode
-            and self.num_prompts >= batch.num_seqs - num_decode
-            and (samples <= self.num_logits if self.num_logits else samples == batch.num_tokens)
-            and (not self.prompt_keys or self.prompt_keys >= prompt_keys)
+            self.num_decode >= size.num_decode
+            and self.prompt_tokens >= size.prompt_tokens
+            and self.num_prompts >= size.num_prompts
+            and (size.num_logits <= self.num_logits if self.num_logits else size.has_all_logits)
+            and (not self.prompt_keys or size.prompt_keys <= self.prompt_keys)
         )
 
 

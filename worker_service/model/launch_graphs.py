@@ -113,8 +113,8 @@ class LaunchGraphs:
         # Captured launches copy no states.
         if not batch.num_seqs or (num_decode and batch.has_decode_leaves):
             return None
-        keys = self._limits.prompt_keys(batch, num_decode)
-        return next((bucket for bucket in self._buckets if bucket.holds(batch, num_decode, keys)), None)
+        size = self._limits.size_of(batch, num_decode)
+        return next((bucket for bucket in self._buckets if bucket.holds(size)), None)
 
     def replay(self, bucket: Bucket, batch: Batch) -> GraphOutput:
         """One copy to the device, one or two per group's tables there, one graph; results live until the next call."""
@@ -128,8 +128,9 @@ class LaunchGraphs:
         num_decode = self._num_decode(batch)
         fixed = self._fixed(_rows_of(batch, num_decode), num_decode, bucket.num_decode)
         fixed += state_arrays(batch, self._places(num_decode, bucket.num_decode))
-        tensors = self._upload.send([*fixed, *batch.block_tables])
-        for table, width, sent in zip(self._tables, batch.table_widths, tensors[len(fixed) :], strict=True):
+        # The graphs have the tensors of what is fixed.
+        sent_tables = self._upload.send([*fixed, *batch.block_tables], slice(len(fixed), None))
+        for table, width, sent in zip(self._tables, batch.table_widths, sent_tables, strict=True):
             _place(table[:, :width], sent.view(batch.num_seqs, width), num_decode, bucket.num_decode)
 
     def graph(self, bucket: Bucket) -> torch.cuda.CUDAGraph:
