@@ -71,7 +71,7 @@ class GraphLimits(NamedTuple):
 
 
 class LaunchSize(NamedTuple):
-    """What a launch asks of a bucket, by the bucket's fields. has_all_logits: whether each token has a row of logits."""
+    """What a launch asks of a bucket, by the bucket's fields. has_all_logits: each token has a row of logits."""
 
     num_decode: int
     prompt_tokens: int
