@@ -60,5 +60,5 @@ def test_decode_by_load_is_near_the_tree_of_batch_cold_and_behind_a_hit() -> Non
         wanted = decoded(batch, lengths)
         for cut in (0, 64, 1000):
             got = decoded(fast, lengths, cut)
-            assert (got - wanted).abs().max() < 0.05 * wanted.std(), (lengths, cut)
+            assert (got - wanted).abs().max() < 0.15 * wanted.std(), (lengths, cut)
             assert torch.equal(decoded(batch, lengths, cut), wanted), (lengths, cut)
