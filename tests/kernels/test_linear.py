@@ -7,7 +7,16 @@ import torch
 
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
-from kernels.linear import LEAST_PACKED_ROWS, LEAST_ROWS, Route, as_tried, keeps_rows, linear, packed_weight
+from kernels.linear import (
+    LEAST_PACKED_ROWS,
+    LEAST_ROWS,
+    Route,
+    _cancelling,
+    as_tried,
+    keeps_rows,
+    linear,
+    packed_weight,
+)
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.target import Target
 
@@ -68,6 +77,25 @@ def test_what_keeps_rows_is_seen_and_what_does_not(monkeypatch: pytest.MonkeyPat
     assert not keeps_rows(weight, None, 40)
     monkeypatch.setattr("kernels.linear.linear", lambda x, weight, bias: x @ weight.t() + x[:1, :1])
     assert not keeps_rows(weight, None, 40)
+
+
+def test_an_order_of_sums_that_shows_in_few_elements_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 16 rows this library adds up from the other end. In bf16 none of the random elements tells."""
+
+    def library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        terms = x.float()[:, None] * weight.float()
+        terms = terms.flip(2) if x.shape[0] <= 16 else terms
+        total = torch.zeros(terms.shape[:2])
+        for column in range(terms.shape[2]):
+            total += terms[:, :, column]
+        return (total if bias is None else total + bias).to(x.dtype)
+
+    monkeypatch.setattr("kernels.linear.linear", library)
+    weight, bias = made(7, 48), made(7, seed=2)
+    for given_bias in (None, bias):
+        assert not keeps_rows(weight, given_bias, 40)
+    monkeypatch.setattr("kernels.linear.MANY_WEIGHTS", 0)
+    assert keeps_rows(weight, None, 40), "so that the test says what the second trial is for"
 
 
 X, WEIGHT, BIAS = made(4, 128), made(64, 128, seed=1), made(64, seed=2)
@@ -158,3 +186,16 @@ def test_what_is_not_packed() -> None:
     plain = made(64, 128, dtype=torch.float32)
     assert packed_weight(WEIGHT) is WEIGHT
     assert packed_weight(plain, Backend.REFERENCE) is plain
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("outputs", "depth"), [(209, 48), (60, 12), (97, 48), (160, 32), (1000, 200), (768, 2048)])
+def test_the_route_that_the_trial_chooses_keeps_rows(outputs: int, depth: int) -> None:
+    """Rows of whose sums nothing but the rounding is left, in launches of 8 to 140 rows."""
+    weight = made(outputs, depth, device=GPU)
+    route = Route.LIBRARY if keeps_rows(weight, None, 256) else Route.TILED
+    rows, weights = _cancelling(made(140, depth, seed=1, device=GPU), weight, torch.Generator(GPU).manual_seed(7))
+    together = linear(rows, weights, route=route)
+    for count in range(8, 140):
+        assert_same_bits(linear(rows[:count], weights, route=route), together[:count])
