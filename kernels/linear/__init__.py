@@ -140,7 +140,7 @@ def _cancelling(x: torch.Tensor, weight: torch.Tensor, generator: torch.Generato
     order = torch.randperm(weight.shape[1], generator=generator, device=weight.device)
     half = weight.shape[1] // 2
     one, other = order[:half], order[half : 2 * half]
-    rows, weights = x.clone(), _random(*weight.shape, weight, generator)
+    rows, weights = x.clone(), _random(weight.shape[0], weight.shape[1], weight, generator)
     rows[:, order[2 * half :]] = 0.0
     rows[:, other], weights[:, other] = -rows[:, one], weights[:, one]
     return rows, weights
