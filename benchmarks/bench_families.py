@@ -14,6 +14,7 @@ run's.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import statistics
@@ -265,6 +266,8 @@ def measure(names: Sequence[str], device: torch.device, *, quick: bool) -> list[
                 savings.append(bench.savings(shared, new))
                 print(json.dumps(savings[-1].row()), file=sys.stderr, flush=True)
         del bench
+        # Captured launches and their runner hold each other: without this the next model would find no memory.
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return savings
