@@ -29,21 +29,26 @@ def test_convolutions(values: str, channels: int, d_conv: int) -> None:
         ROW_CHANNELS,
         TILE_CHANNELS,
         TILE_TOKENS,
+        WARPS,
+        WARPS_OF_MANY,
         convolve,
         leave_columns,
     )
 
+    packed = values == "bf16" and d_conv == 4
     shared: dict[str, object] = {"C": channels, "PADDED": 4 if d_conv == 4 else 2}
     constants = {
-        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2,
-        "ROW_C": ROW_CHANNELS, "BLOCK_T": TILE_TOKENS, "BLOCK_C": TILE_CHANNELS,
-        "MIXED_T": MIXED_TOKENS,
+        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2, "BLOCK_T": TILE_TOKENS,
+        "BLOCK_C": TILE_CHANNELS, "MIXED_T": MIXED_TOKENS, "PACKED": packed,
     }  # fmt: skip
-    built = compile_for_hopper(convolve, constants, 4, kinds(values, **SLOTS))
-    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
-    left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": ROW_CHANNELS}
-    built = compile_for_hopper(leave_columns, left, 4, kinds(values, **SLOTS))
-    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+    left = {**shared, "CARRIED": d_conv - 1}
+    for warps in (WARPS, WARPS_OF_MANY):
+        row = warps * ROW_CHANNELS
+        for kernel, options in ((convolve, {**constants, "ROW_C": row}), (leave_columns, {**left, "BLOCK_C": row})):
+            built = compile_for_hopper(kernel, options, warps, kinds(values, **SLOTS))
+            assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+            if kernel is convolve:
+                assert ("ld.global.v2.b64" in built.ptx) is packed, "two channels' weights at a time"
 
 
 def test_copies() -> None:
