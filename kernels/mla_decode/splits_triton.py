@@ -2,7 +2,8 @@
 
 Units, the tiles of rows of all sequences, lie one behind the other; each is as long as its tiles of latents and EXTRA
 for what begins and ends it. Cuts are at multiples of `share`, but not so near an end of a unit that the part would not
-be worth its start.
+be worth its start. Units of about one length are all cut into as many parts, each a run: fewer parts, and no
+program has two.
 
     units      | 0 ............ | 1 .... | 2 ..... | 3 .... |
     programs   | 0       | 1        | 2        | 3          |      unit 0 is cut once, 2 once; 1 and 3 are not
@@ -22,12 +23,16 @@ SLACK = 16
 
 @triton.jit
 def share_of(tiles, size, programs, least_run, EXTRA: tl.constexpr, SLACK: tl.constexpr):
-    """Returns the length of a program's run."""
+    """Returns the length of a program's run, and how far behind a unit's begin the next one of its sequence begins."""
     total = tl.sum(tiles * (size + EXTRA), 0)
     share = tl.maximum(tl.cdiv(total, programs), least_run)
     longest = tl.max(tl.where(tiles > 0, size + EXTRA, 1), 0)
     whole = tl.cdiv(share, longest) * longest
-    return tl.where(whole <= share + share // SLACK, whole, share)
+    is_whole = whole <= share + share // SLACK
+    even = tl.maximum(tl.cdiv(longest - EXTRA, tl.maximum(programs // tl.maximum(tl.sum(tiles, 0), 1), 1)), least_run)
+    parts = tl.cdiv(longest - EXTRA, even)
+    is_even = (even <= share + share // SLACK) & (parts > 1) & (is_whole == 0)
+    return tl.where(is_whole, whole, tl.where(is_even, even, share)), tl.where(is_even, even * parts, size + EXTRA)
 
 
 @triton.jit
@@ -70,15 +75,15 @@ def list_runs(
         q_len = tl.where(ok, 1, 0)
     tiles = (q_len * HEADS + ROWS - 1) // ROWS
     size = tl.maximum((length + TILE - 1) // TILE, 1)
-    share = share_of(tiles, size, programs, least_run, EXTRA, SLACK)
-    begins = tl.cumsum(tiles * (size + EXTRA), 0) - tiles * (size + EXTRA)
+    share, pitch = share_of(tiles, size, programs, least_run, EXTRA, SLACK)
+    begins = tl.cumsum(tiles * pitch, 0) - tiles * pitch
     most = tl.max(tiles, 0)
     mine = tl.program_id(0)
     if mine >= num_seqs:
         program = mine - num_seqs
         first = tl.zeros([SEQS], tl.int32)
         for tile in range(most):
-            owner, cuts = cuts_of(begins + tile * (size + EXTRA), size, share, SNAP)
+            owner, cuts = cuts_of(begins + tile * pitch, size, share, SNAP)
             first += tl.where(tile < tiles, tl.minimum(tl.maximum(program - owner, 0), cuts + 1), 0)
         tl.store(firsts_ptr + program, tl.sum(first, 0))
     else:
@@ -86,7 +91,7 @@ def list_runs(
         slot_base = tl.zeros([SEQS], tl.int32)
         unit_base = tl.zeros([SEQS], tl.int32)
         for tile in range(most):
-            _, cuts = cuts_of(begins + tile * (size + EXTRA), size, share, SNAP)
+            _, cuts = cuts_of(begins + tile * pitch, size, share, SNAP)
             there = tile < tiles
             item_base += tl.where(there, cuts + 1, 0)
             slot_base += tl.where(there & (cuts > 0), cuts + 1, 0)
@@ -101,11 +106,12 @@ def list_runs(
         own = seqs == mine
         own_begin = tl.sum(tl.where(own, begins, 0), 0)
         own_size = tl.sum(tl.where(own, size, 0), 0)
+        own_pitch = tl.sum(tl.where(own, pitch, 0), 0)
         own_length = tl.sum(tl.where(own, length, 0), 0)
         own_start = tl.sum(tl.where(own, q_start, 0), 0)
         own_queries = tl.sum(tl.where(own, q_len, 0), 0)
         for tile in range(tl.sum(tl.where(own, tiles, 0), 0)):
-            at = own_begin + tile * (own_size + EXTRA)
+            at = own_begin + tile * own_pitch
             owner, cuts = cuts_of(at, own_size, share, SNAP)
             for first in range(0, cuts + 1, STEP):
                 part = first + tl.arange(0, STEP)

@@ -127,6 +127,24 @@ def test_cuts_by_load_cover_every_tile_once_in_order(
     assert max(busy) <= share + share // 16 + 8
 
 
+@pytest.mark.parametrize(
+    ("shortest", "sequences", "heads", "parts"), [(8192, 64, 64, 2), (7900, 64, 64, 2), (4097, 16, 128, 4)]
+)
+def test_sequences_of_about_one_length_have_equally_many_parts(
+    target: Target, shortest: int, sequences: int, heads: int, parts: int
+) -> None:
+    """And each part a program of its own: 128 parts of 64 sequences with 64 heads, where equal loads make 196."""
+    device = planner(target)
+    plan = MlaDecodePlan(sequences, 8192, heads, by_load=True, programs=132, device=device)
+    lengths = [shortest + 64 * (seq % 4) if shortest == 7900 else shortest for seq in range(sequences)]
+    plan.prepare(torch.tensor(lengths, dtype=torch.int32, device=device))
+    count, _, cut = plan.counts.tolist()
+    units = sequences * heads // 64
+    assert (count, cut) == (units * parts, units)
+    assert {row[2] for row in plan.shared[:cut].tolist()} == {parts}
+    assert all(stop - start <= 1 for start, stop in pairwise(plan.firsts.tolist()))
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_few_heads_keep_their_plan_where_cuts_are_by_load(target: Target, several: bool) -> None:
     device = planner(target)
