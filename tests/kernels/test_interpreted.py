@@ -58,6 +58,7 @@ PARTS = (
         "state_update",
         "mla_decode",
         "mla_decode_by_load",
+        "mla_fold",
         "latents",
         "gather_pages",
         "prefill_work_list",

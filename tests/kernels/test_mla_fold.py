@@ -1,0 +1,66 @@
+"""The fold of a latent decode that was cut by load: any number of units, parts and rows."""
+
+import pytest
+import torch
+
+from kernels.backend import Backend
+from kernels.mla_decode import MlaDecodePlan
+from tests.kernels.target import Target
+
+# Rows and parts of each cut unit.
+UNITS = {
+    "one of many parts": [(64, 70)],
+    "one of 64": [(64, 64)],
+    "a few": [(64, 2), (64, 17), (13, 40)],
+    "many": [(64, 2)] * 9 + [(1, 33), (64, 3)],
+}
+
+
+def plan_of(units: list[tuple[int, int]], heads: int, device: str) -> MlaDecodePlan:
+    """A plan with random parts of these units: of the whole, weight 1 and an infinite value are behind the last slot."""
+    plan = MlaDecodePlan(len(units), 8192, heads, by_load=True, programs=110, device=device)
+    slots = 0
+    for unit, (rows, parts) in enumerate(units):
+        plan.shared[unit] = torch.tensor([unit * 64, min(rows, plan.slot_rows), parts, slots])
+        slots += parts
+    plan.counts[2] = len(units)
+    plan.acc.normal_()
+    plan.row_max.normal_().mul_(20)
+    plan.row_sum.uniform_(0.5, 100)
+    plan.row_sum[::3] = 0.0  # parts that have seen no key
+    plan.row_max[::3] = -1e30
+    plan.acc[::3] = 0.0
+    plan.acc[slots:] = float("nan")
+    return plan
+
+
+@pytest.mark.parametrize("heads", [20, 128])
+@pytest.mark.parametrize("name", UNITS)
+def test_parts_of_a_unit_are_weighed_by_their_sums(target: Target, name: str, heads: int) -> None:
+    if target.backend is Backend.REFERENCE:
+        pytest.skip("the reference cuts nothing")
+    from kernels.mla_decode.hopper.fold_cuts import fold
+
+    torch.manual_seed(0)
+    plan = plan_of(UNITS[name], heads, target.device)
+    tokens = -(-64 * len(UNITS[name]) // heads)
+    out = torch.full((tokens, heads, 512), 7.0, dtype=torch.float32, device=target.device)
+    lse = torch.full((heads, tokens), 7.0, device=target.device)
+    fold(plan, out, lse, early=target.device == "cuda")
+    wanted, wanted_lse = (
+        torch.full_like(out, 7.0).view(-1, 512).double(),
+        torch.full_like(lse.T, 7.0).flatten().double(),
+    )
+    for first_row, rows, parts, slot in plan.shared[: len(UNITS[name])].tolist():
+        # Eight values of a row, then eight of the next.
+        acc = plan.acc[slot : slot + parts].reshape(parts, 64, plan.slot_rows, 8).transpose(1, 2).flatten(2).double()
+        row_max, row_sum = (x[slot : slot + parts].double() for x in (plan.row_max, plan.row_sum))
+        peak = row_max.max(0).values
+        weight = torch.exp2(row_max - peak)
+        total = (weight * row_sum).sum(0)
+        folded = (acc * weight[..., None]).sum(0) / torch.where(total == 0, 1.0, total)[:, None]
+        wanted[first_row : first_row + rows] = folded[:rows]
+        sums = torch.where(total == 0, float("-inf"), (peak + torch.log2(total)) * torch.log(torch.tensor(2.0)))
+        wanted_lse[first_row : first_row + rows] = sums[:rows]
+    torch.testing.assert_close(out.view(-1, 512).double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.T.flatten().double(), wanted_lse, rtol=1e-4, atol=1e-4)
