@@ -17,7 +17,7 @@ UNITS = {
 
 
 def plan_of(units: list[tuple[int, int]], heads: int, device: str) -> MlaDecodePlan:
-    """A plan with random parts of these units: of the whole, weight 1 and an infinite value are behind the last slot."""
+    """A plan with random parts of these units; what lies behind their slots is not to be read."""
     plan = MlaDecodePlan(len(units), 8192, heads, by_load=True, programs=110, device=device)
     slots = 0
     for unit, (rows, parts) in enumerate(units):

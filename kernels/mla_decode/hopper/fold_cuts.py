@@ -90,9 +90,9 @@ def fold_units(
         at = to.to(tl.int64)[:, None] * LATENT + (block % SOME * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=live[:, None])
         if WANTS_LSE:
-            if block % SOME == 0:
-                lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
-                tl.store(lse_ptr + (to % HEADS).to(tl.int64) * num_tokens + to // HEADS, lse, mask=live)
+            lse = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN_2)
+            lse_at = lse_ptr + (to % HEADS).to(tl.int64) * num_tokens + to // HEADS
+            tl.store(lse_at, lse, mask=live & (block % SOME == 0))
         block += tl.num_programs(0)
         if block < blocks:
             first_row, rows, parts, first = unit_of(shared_ptr, block // (ROW_BLOCKS * SOME))
