@@ -134,6 +134,7 @@ def test_wide_heads_fit() -> None:
 def test_the_plain_kernels_spill_nothing() -> None:
     from kernels.head_linear.triton import multiply_heads
     from kernels.mla_decode.hopper.fold import fold_shared
+    from kernels.mla_decode.hopper.fold_cuts import fold_cuts
     from kernels.mla_decode.plan_triton import list_items
     from kernels.mla_decode.splits_triton import list_runs
     from kernels.mla_decode.triton import attend_leaf, fold_leaves
@@ -146,6 +147,7 @@ def test_the_plain_kernels_spill_nothing() -> None:
     listed = {**tree, "HEADS": 16, "ROWS": 16, "MULTI": True, "SEQS": 256, "STEP": 64}
     runs = {"HEADS": 128, "ROWS": 64, "MULTI": True, "SEQS": 1024, "STEP": 64}
     runs |= {"TILE": 64, "EXTRA": 2, "SNAP": 2, "SLACK": 16}
+    cuts = {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "LATENT": 512, "WANTS_LSE": True}
     cases = (
         (multiply_heads, {"K": 512, "N": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64, "BLOCK_ROPE": 64}, 8),
@@ -163,19 +165,10 @@ def test_the_plain_kernels_spill_nothing() -> None:
         (attend_tile, TILE, 8),
         (list_items, listed, 4),
         (list_runs, runs, 4),
+        (fold_cuts, {**cuts, "SOME": 16, "COLUMNS": 512}, 4),
+        (fold_cuts, {**cuts, "SOME": 32, "COLUMNS": 256}, 4),
         (order_tiles, {"MODE": 1, "BLOCK": 128, "SEQS": 256, "SLOTS": 16}, 8),
     )
     for function, constants, num_warps in cases:
         built = compile_for_hopper(function, constants, num_warps, pointer)
         assert not built.spills, function.__name__
-
-
-@pytest.mark.parametrize(("heads", "wants_lse"), [(128, False), (20, True)])
-def test_the_fold_of_what_was_cut_by_load_fits_four_times(heads: int, wants_lse: bool) -> None:
-    from kernels.mla_decode.hopper.fold_cuts import LATENT, REGISTERS, ROWS, fold_cuts
-
-    constants = {"HEADS": heads, "SLOT_ROWS": min(heads, 64), "ROWS": ROWS, "LATENT": LATENT}
-    constants |= {"EARLY": True, "WANTS_LSE": wants_lse}
-    built = compile_for_hopper(fold_cuts, constants, 4, pointer, maxnreg=REGISTERS)
-    assert not built.spills and built.shared_bytes <= SHARED_BYTES // 4
-    assert "ld.global.v4" in built.ptx

@@ -72,6 +72,6 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             **options,
         )
         if plan.by_load:
-            fold_by_load(plan, out, lse)
+            fold_by_load(plan, call.num_seqs, out, lse)
         else:
-            fold(plan, block_tables.shape[0], out, lse)
+            fold(plan, call.num_seqs, out, lse)

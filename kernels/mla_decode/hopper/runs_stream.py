@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.hopper.launches import allow_next_launch
 from kernels.hopper.work_queue import publish
 from kernels.mla_decode.hopper.leaves import planned_item
 from kernels.mla_decode.hopper.stream import box_rows, copy_boxes, load_queries
@@ -38,8 +37,6 @@ def stream_runs(
     BOX: gl.constexpr = PAGE if PAGE < TILE else TILE
     BOXES: gl.constexpr = TILE // BOX
     tiles = (q_left.index(0), q_right.index(0), q_rope.index(0), left, right, rope)
-    # The fold: as programs of this launch end, its own take their place and wait.
-    allow_next_launch()
     step = 0
     turn = 0
     index = gl.load(firsts_ptr + gl.program_id(0))
