@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
@@ -28,12 +29,17 @@ def pointer(name: str) -> str:
     return "*fp32" if name.startswith(FLOATS) else "*bf16"
 
 
-@pytest.mark.parametrize("splits", [False, True])
 # Tiles of 64 and of 128 heads have the same rows, and K bounds a loop: published models', and 8 heads of a device.
 @pytest.mark.parametrize(
-    ("heads", "of_page", "k"),
-    [(8, 32, 512), (64, 32, 512), (128, 32, 1024), (8, 1, 0), (128, 1, 0), (8, 0, 0), (128, 0, 0)],
-)
+    ("heads", "of_page", "k", "splits"),
+    [
+        (128, 32, 1024, False), (128, 32, 1024, True), (8, 32, 512, True), (128, 1, 0, False), (8, 0, 0, False),
+        *(thorough(64, 32, 512, splits) for splits in (False, True)),
+        thorough(8, 32, 512, False), thorough(128, 1, 0, True), thorough(8, 0, 0, True),
+        *(thorough(8, 1, 0, splits) for splits in (False, True)),
+        *(thorough(128, 0, 0, splits) for splits in (False, True)),
+    ],
+)  # fmt: skip
 def test_compressed_attention(heads: int, of_page: int, k: int, splits: bool) -> None:
     from kernels.compressed_attention.triton import BLOCK_N, MOST_HEADS, PIECE, STAGES, WARPS, attend_compressed
 
@@ -70,7 +76,7 @@ def test_compress_tokens(ratio: int, overlap: bool, dim: int) -> None:
     assert not compile_for_hopper(compress_rows, constants, tile.warps, pointer).spills
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [thorough(64), 128])
 def test_tails(heads: int) -> None:
     from kernels.rotate_append_tail.triton import BLOCK_H, rotate_tails
     from kernels.rotate_tail.triton import rotate_heads
@@ -83,7 +89,7 @@ def test_tails(heads: int) -> None:
         assert not compile_for_hopper(rotate_heads, turn, 1, pointer, enable_fp_fusion=False).spills
 
 
-@pytest.mark.parametrize("hidden", [4096, 7168])
+@pytest.mark.parametrize("hidden", [thorough(4096), 7168])
 def test_mix_streams(hidden: int) -> None:
     from kernels.mix_streams.triton import BLOCK_D, WARPS, spread_output, weigh_streams
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import thorough, usual
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor
 
@@ -95,7 +96,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Published models' heads, fp8, and one case of each form: many tokens, pages by head, an odd group.
+USUAL = (
+    "plain", "options", "fp8", "dim 64, 16 heads", "8 tokens, fp8, options", "dim 256, spans", "dim 256, fp8",
+    "dim 256, 5 tokens of 3 heads, fp8, options",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", usual(CASES, *USUAL))
 def test_it_spills_nothing_and_fits(name: str) -> None:
     """128 registers let two programs share a multiprocessor; wider cases have one for themselves."""
     case = CASES[name]
@@ -108,8 +116,10 @@ def test_it_spills_nothing_and_fits(name: str) -> None:
     assert built.shared_bytes <= (SHARED_BYTES if case.registers > 128 else SHARED_BYTES // 2)
 
 
-@pytest.mark.parametrize("planned", [0, 1000])
-@pytest.mark.parametrize("sequences", [16, 256, 1024])
+@pytest.mark.parametrize(
+    ("sequences", "planned"),
+    [(256, 0), (1024, 1000), thorough(16, 0), thorough(16, 1000), thorough(256, 1000), thorough(1024, 0)],
+)
 def test_the_plan_spills_nothing(sequences: int, planned: int) -> None:
     from kernels.decode_attention.splits_triton import BLOCK_ELEMENTS, plan_splits
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain

@@ -10,6 +10,7 @@ import torch
 
 from kernels.grouped_linear import TILE_ROWS
 from kernels.route_experts import RoutingRule, Scoring
+from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
@@ -46,7 +47,7 @@ def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
         assert not built.spills
 
 
-@pytest.mark.parametrize("values", [*SIXTEEN_BITS, "fp32"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16"), "fp32"])
 @pytest.mark.parametrize("rows", TILE_ROWS)
 def test_products(values: str, rows: int) -> None:
     """Tensor cores multiply 16 bits in one kind of instruction whatever the tile: 64 outputs and 16 steps of depth."""

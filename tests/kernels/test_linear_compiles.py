@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper
@@ -52,7 +53,7 @@ def test_tiled() -> None:
     assert not built.spills
 
 
-@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("block_m", [16, thorough(32), 64])
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_fp32_is_multiplied_without_tensor_cores(block_m: int, is_whole: bool) -> None:
     """Factors keep all their bits: every product is a multiply-add of fp32, in one chain for each element."""
@@ -74,7 +75,7 @@ def test_fp32_is_multiplied_without_tensor_cores(block_m: int, is_whole: bool) -
     assert len(re.findall(r"\bfma\.rn\.f32\b", built.ptx)) == BLOCK_N * block_m * BLOCK_K // 128
 
 
-@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("block_m", [16, thorough(32), thorough(64)])
 def test_what_comes_before_and_after_fp32_slices(block_m: int) -> None:
     from kernels.linear.fp32.triton import SLICES_AHEAD, SUM_BLOCK_N, sum_slices, transpose_rows
 

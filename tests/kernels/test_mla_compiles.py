@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import thorough, usual
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper
@@ -62,7 +63,9 @@ def kinds(names: list[str], boxes: dict[str, list[int]]) -> dict[str, str]:
     return pointers | {name: descriptor("bf16", box) for name, box in boxes.items()} | {"scale_log2": "fp32"}
 
 
-@pytest.mark.parametrize(("resumes", "suspends"), [(False, False), (False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("resumes", "suspends"), [(False, False), (True, True), thorough(False, True), thorough(True, False)]
+)
 def test_prefill(resumes: bool, suspends: bool) -> None:
     from kernels.mla_prefill.hopper.kernel import attend_ragged
 
@@ -75,7 +78,7 @@ def test_prefill(resumes: bool, suspends: bool) -> None:
     assert not got.spills
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", usual(DECODES, "many heads", "few heads", "no sums"))
 def test_decode(name: str) -> None:
     from kernels.mla_decode.hopper.kernel import attend_latents
 
@@ -88,7 +91,7 @@ def test_decode(name: str) -> None:
     assert not got.spills
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", usual(RUNS, "small pages", "48 heads"))
 def test_decode_cut_by_load(name: str) -> None:
     from kernels.mla_decode.hopper.runs_kernel import attend_runs
 
@@ -101,7 +104,7 @@ def test_decode_cut_by_load(name: str) -> None:
     assert not got.spills
 
 
-@pytest.mark.parametrize("name", FEWS)
+@pytest.mark.parametrize("name", usual(FEWS, "16 heads", "smallest pages"))
 def test_decode_of_few_heads(name: str) -> None:
     from kernels.mla_decode.hopper.few_kernel import attend_latents_few
     from kernels.mla_decode.hopper.launch import ENTRY_REGISTERS

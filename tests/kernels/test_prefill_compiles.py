@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import usual
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import SHARED, compile_for_hopper, pointer
@@ -66,7 +67,7 @@ TWINS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", usual(TWINS, "plain", "dim 192, codes and their own scales"))
 def test_the_plain_kernel_uses_wgmma_and_spills_nothing(name: str) -> None:
     from kernels.prefill_attention.triton import attend_tile, tile_shape
 
@@ -100,7 +101,11 @@ def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Published models' heads, fp8, and one case of each form: an odd group, pages of few tokens, a window.
+USUAL = ("plain", "window", "odd group", "small pages", "dim 256", "fp8", "fp8, every option")
+
+
+@pytest.mark.parametrize("name", usual(CASES, *USUAL))
 def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: str) -> None:
     from kernels.prefill_attention.hopper.kernel import attend_tiles
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import Assembled, compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
@@ -38,7 +39,7 @@ def fp8_pointer(name: str) -> str:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", [thorough(32), 64])
 @pytest.mark.parametrize("is_large", [False, True])
 def test_index_logits(is_large: bool, heads: int, fp8: bool) -> None:
     from kernels.index_logits.triton import BLOCK_N, SPAN, SPAN_STAGES, STAGES, TILE_ROWS, WARPS, score_keys, score_span
@@ -58,7 +59,7 @@ def test_index_logits(is_large: bool, heads: int, fp8: bool) -> None:
     assert not built.spills and built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("width", [65_536, 1 << 20])
+@pytest.mark.parametrize("width", [65_536, thorough(1 << 20)])
 @pytest.mark.parametrize("has_many_rows", [False, True])
 def test_top_k(has_many_rows: bool, width: int) -> None:
     from kernels.top_k import triton as top_k
@@ -86,8 +87,13 @@ def assert_fast(built: Assembled) -> None:
     assert not built.spills and built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("page_tokens", [8, 16, 64, 256])
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(
+    ("heads", "page_tokens"),
+    [
+        (64, 64), (32, 8), *(thorough(64, tokens) for tokens in (8, 16, 256)),
+        *(thorough(32, tokens) for tokens in (16, 64, 256)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("is_tiled", [False, True])
 def test_index_logits_in_gluon(is_tiled: bool, heads: int, page_tokens: int) -> None:
     from kernels.index_logits.hopper import launch
@@ -107,8 +113,15 @@ def test_index_logits_in_gluon(is_tiled: bool, heads: int, page_tokens: int) -> 
     assert_fast(compile_gluon(function, {**constants, "KEYS": keys}, kinds))
 
 
-@pytest.mark.parametrize("heads", [8, 16, 64, 128])
-@pytest.mark.parametrize("page_tokens", [1, 64])
+@pytest.mark.parametrize(
+    ("page_tokens", "heads"),
+    [
+        (64, 128),
+        (1, 8),
+        *(thorough(64, heads) for heads in (8, 16, 64)),
+        *(thorough(1, heads) for heads in (16, 64, 128)),
+    ],
+)
 def test_sparse_latent_attention(heads: int, page_tokens: int) -> None:
     from kernels.sparse_latent_attention.triton import BLOCK_N, MOST_HEADS, STAGES, attend_chosen
 
@@ -121,8 +134,13 @@ def test_sparse_latent_attention(heads: int, page_tokens: int) -> None:
     assert built.stack_bytes <= SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize(("heads", "page_tokens", "k"), [(128, 64, 2048), (16, 1, 2048), (64, 16, 500)])
+@pytest.mark.parametrize(
+    ("heads", "page_tokens", "k", "splits"),
+    [
+        (128, 64, 2048, False), (128, 64, 2048, True), (64, 16, 500, True), thorough(64, 16, 500, False),
+        thorough(16, 1, 2048, False), thorough(16, 1, 2048, True),
+    ],
+)  # fmt: skip
 def test_sparse_latent_attention_in_gluon(heads: int, page_tokens: int, k: int, splits: bool) -> None:
     from kernels.sparse_latent_attention.hopper.kernel import attend_gathered
     from kernels.sparse_latent_attention.hopper.launch import PIECE, STAGES

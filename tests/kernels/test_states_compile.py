@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
@@ -21,8 +22,10 @@ __all__ = ["own_cache"]
 SLOTS = dict.fromkeys(("cu_", "working", "restore", "fresh", "rolling", "leave", "sources", "destinations"), "*i32")
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp32"])
-@pytest.mark.parametrize(("channels", "d_conv"), [(8192, 4), (2048, 3)])
+@pytest.mark.parametrize(
+    ("channels", "d_conv", "values"),
+    [(8192, 4, "bf16"), (2048, 3, "fp32"), thorough(8192, 4, "fp32"), thorough(2048, 3, "bf16")],
+)
 def test_convolutions(values: str, channels: int, d_conv: int) -> None:
     from kernels.causal_conv.triton import (
         MIXED_TOKENS,
@@ -76,7 +79,7 @@ def scan_kinds(values: str) -> Callable[[str], str]:
     return lambda name: f"*{values}" if name == "gate_ptr" else kinds(values, **SCAN_KINDS)(name)
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
 def test_scans(values: str) -> None:
     """Products of 16 bits are wgmmas that nobody waits for one by one."""
     from kernels.block_scan.triton import DELTA_VALUES, STAGES, VALUES, WARPS, scan_blocks
@@ -93,7 +96,7 @@ def test_scans(values: str) -> None:
     assert not built.spills and "wgmma" in built.ptx and "cp.async" in built.ptx
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
 def test_blocks_of_the_delta_rule(values: str) -> None:
     from kernels.gated_delta_scan.triton import WARPS, solve_blocks
 
@@ -106,7 +109,7 @@ def test_blocks_of_the_delta_rule(values: str) -> None:
 KIMI: dict[str, object] = {"HEADS": 32, "GROUP": 1, "DK": 128, "BK": 128}
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
 def test_scans_by_channel(values: str) -> None:
     from kernels.block_scan.triton import CHANNEL_STAGES, DELTA_VALUES, WARPS, scan_blocks
 
@@ -147,7 +150,7 @@ def block_options(values: str, *, has_norm: bool, padded: int) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("values", "has_norm", "stack_bytes"),
-    [("bf16", True, 1024), ("fp16", True, 1024), ("bf16", False, 512), ("fp32", True, 704)],
+    [("bf16", True, 1024), thorough("fp16", True, 1024), ("bf16", False, 512), ("fp32", True, 704)],
 )
 def test_blocks_by_channel(values: str, has_norm: bool, stack_bytes: int) -> None:
     """Threads keep 1 KB outside their registers; with 64 channels at a time it is 224 bytes, and takes 8 % longer."""
@@ -178,7 +181,7 @@ def test_plans_of_scans() -> None:
     assert not compile_for_hopper(place_blocks, {"CHUNK": PLACED, "LEVELS": 2}, 4, kinds("i32")).spills
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp32"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp32")])
 def test_updates(values: str) -> None:
     """States are read and written 16 bytes at a time."""
     from kernels.state_update.triton import VALUES, WARPS, update_delta, update_ssd
@@ -230,7 +233,7 @@ def gluon_kinds(function: Any, values: str) -> dict[str, str]:
     return {**pointers, **boxes, "scale": "fp32", "norm_eps": "fp32"}
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
 @pytest.mark.parametrize("name", GLUON_SCANS)
 def test_gluon_scans(name: str, values: str) -> None:
     from kernels.block_scan.hopper import VALUES, num_stages
@@ -246,7 +249,7 @@ def test_gluon_scans(name: str, values: str) -> None:
     assert built.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("values", ["bf16", thorough("fp16")])
 def test_gluon_blocks_of_the_delta_rule(values: str) -> None:
     """Four programs share a processor, for 16 bytes of a thread's that are kept outside its registers."""
     from kernels.gated_delta_scan.hopper.kernel import solve_blocks
