@@ -5,9 +5,11 @@ if there is one) or an interpreting one; test_interpreted.py starts the latter.
 """
 
 import os
+from typing import Any
 
 import pytest
 
+from tests.examples import thorough
 from tests.kernels.target import CUDA, HOPPER, INTERPRETER, REFERENCE, Target
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,6 +23,11 @@ _GPU = pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)
 _HOPPER = pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu)
 _INTERPRETER = pytest.param(INTERPRETER, id="interpreter")
 _REFERENCE = pytest.param(REFERENCE, id="reference")
+
+
+def rarely_interpreted(*values: object) -> Any:
+    """Returns the values of one case, which the interpreter is given in the thorough run only, all others always."""
+    return thorough(*values) if INTERPRETING else pytest.param(*values)
 
 
 def _available(target: Target) -> Target:

@@ -12,7 +12,7 @@ from kernels.causal_conv import causal_conv
 from kernels.errors import KernelArgumentError
 from kernels.state_slots import StateSlots
 from tests.kernels.compare import assert_same_bits
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import INTERPRETING, rarely_interpreted
 from tests.kernels.state_inputs import (
     MIXED,
     POISON,
@@ -101,8 +101,13 @@ def test_rows_of_every_kind(
     assert_same_bits(after, wanted)
 
 
-@pytest.mark.parametrize("d_conv", [4, 8])
-@pytest.mark.parametrize("cuts", [(1, 2), (3, 4, 5, 6, 7, 8, 9), (17,), (2, 40), (39,)])
+CUTS = [(1, 2), (3, 4, 5, 6, 7, 8, 9), (17,), (2, 40), (39,)]
+
+
+@pytest.mark.parametrize(
+    ("d_conv", "cuts"),
+    [*((4, cuts) for cuts in CUTS), (8, (1, 2)), *(rarely_interpreted(8, cuts) for cuts in CUTS[1:])],
+)
 def test_no_cut_and_no_company_changes_a_bit(target: Target, d_conv: int, cuts: tuple[int, ...]) -> None:
     """A sequence of 45 tokens in launches beside others, its columns in the working slot or through a snapshot."""
     given, channels = layer(70, d_conv, torch.bfloat16), 70

@@ -55,7 +55,7 @@ def test_values(target: Target, dim: int, dtype: torch.dtype, name: str) -> None
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1] if INTERPRETING else [1, 2, 3])
 def test_a_row_has_its_own_bits(target: Target, name: str, threads: int) -> None:
     """On a CPU threads share a tensor without regard to rows, and what they do last goes through other code."""
     before = torch.get_num_threads()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import LEFT_TO_THOROUGH, THOROUGH
 from tests.kernels.conftest import INTERPRETING
 
 HERE = Path(__file__).parent
@@ -78,7 +79,7 @@ PARTS = (
         "merge_attention_states",
     ),
 )
-PART_SECONDS = 900
+PART_SECONDS = 3000 if THOROUGH else 900
 
 pytestmark = [
     pytest.mark.slow,
@@ -121,6 +122,6 @@ def interpreted(names: tuple[str, ...], path: Path) -> ElementTree.Element:
 )
 def test_every_case_passes_in_the_interpreter(report: Report, part: int, name: str) -> None:
     cases = [case for case in report(part).iter("testcase") if case.get("classname", "").endswith(f"test_{name}")]
-    assert cases
+    assert any(not len(case) for case in cases)
     bad = {case.get("name"): "".join(child.get("message", "") for child in case) for case in cases if len(case)}
-    assert not bad
+    assert not {name: why for name, why in bad.items() if why != LEFT_TO_THOROUGH}
