@@ -13,7 +13,7 @@ from kernels.errors import KernelArgumentError
 from kernels.key_rows import KeyRows
 from tests.kernels.compare import assert_output, assert_same_bits
 from tests.kernels.compressed_inputs import CompressedCase, CompressedShape, make_compressed
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import INTERPRETING, rarely_interpreted
 from tests.kernels.inputs import POISON, far_pages
 from tests.kernels.target import Target
 
@@ -54,8 +54,7 @@ def test_windows_entries_and_choices(target: Target, shape: dict[str, object]) -
     check(make(target, **shape), target)
 
 
-@pytest.mark.parametrize("heads", [3, 80])
-@pytest.mark.parametrize("k", [0, 500])
+@pytest.mark.parametrize(("heads", "k"), [(3, 0), (3, 500), (80, 500), rarely_interpreted(80, 0)])
 def test_pieces_have_the_same_bits_in_one_program_and_in_many(
     target: Target, k: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from kernels.attention import with_lse
 from kernels.decode_attention import decode_attention
 from kernels.prefill_attention import prefill_attention
 from tests.kernels.compare import assert_attention, assert_same_bits
+from tests.kernels.conftest import rarely_interpreted
 from tests.kernels.dense import dense_attention
 from tests.kernels.inputs import CaseShape, PagedCase, make_case, running_sums
 from tests.kernels.target import Target
@@ -64,8 +65,14 @@ def test_prefill(target: Target, window: int, dtype: torch.dtype) -> None:
     assert_attention(prefill(case, sinks, target), dense_attention(case, sinks=sinks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [0, 1, 300])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [
+        (0, torch.float32), (1, torch.bfloat16), (300, torch.float32), rarely_interpreted(0, torch.bfloat16),
+        rarely_interpreted(1, torch.float32), rarely_interpreted(300, torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_decode(target: Target, window: int, dtype: torch.dtype) -> None:
     """Of the lengths, some have one split and some have several: a sink per split would show."""
     case = make_case([(length - 1, 1) for length in LENGTHS], CaseShape(window=window, device=target.device))
