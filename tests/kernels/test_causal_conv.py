@@ -24,7 +24,7 @@ from tests.kernels.state_inputs import (
     placed,
     sources,
 )
-from tests.kernels.target import CUDA, REFERENCE, Target
+from tests.kernels.target import REFERENCE, Target
 
 STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
 
@@ -193,43 +193,37 @@ def test_slots_beyond_32_bits(target: Target) -> None:
     assert_same_bits(far.cpu(), wanted_pool)
 
 
+# No more tokens than rows: a path of its own for rows of one token, and a few that have none, or many.
+DECODES = (
+    StateRow(1, Begin.WORKING, rolling=True),
+    StateRow(1, Begin.FRESH),
+    StateRow(1, Begin.RESTORE, leave=(1,), rolling=True),
+    StateRow(1, Begin.PADDING),
+    StateRow(0, Begin.RESTORE),
+    StateRow(3, Begin.WORKING),
+    StateRow(21, Begin.RESTORE, leave=(16,)),
+    *[StateRow(0, Begin.PADDING)] * 21,
+)
+
+
 @pytest.mark.parametrize(("d_conv", "dtype"), [(4, torch.bfloat16), (2, torch.float16), (2, torch.float32)], ids=str)
-def test_weights_begin_anywhere(target: Target, d_conv: int, dtype: torch.dtype) -> None:
-    """A channel's weights are read as one integer where they begin at a multiple of 8 bytes: the same bits."""
-    given, rows = layer(40, d_conv, dtype), (StateRow(1, Begin.RESTORE, rolling=True), *MIXED)
-    slots, count = make_slots(rows)
+@pytest.mark.parametrize("rows", [DECODES[:4], DECODES], ids=["one token each", "any"])
+def test_decodes_have_the_bits_of_prompts(
+    target: Target, rows: tuple[StateRow, ...], d_conv: int, dtype: torch.dtype
+) -> None:
+    """Tokens behind the last row make it a launch of prompts. Weights are read as integers if they begin so."""
+    given, (slots, count) = layer(40, d_conv, dtype), make_slots(rows, padding=0)
     pool, cu = make_pool(slots, rows, count, (d_conv - 1, 40), dtype), begins(rows)
-    x = made(int(cu[-1]), 40, seed=2, dtype=dtype)
+    num_tokens = int(cu[-1])
+    assert num_tokens <= len(rows)
+    x = made(len(rows) + 1, 40, seed=2, dtype=dtype)
     wanted, wanted_pool = run(given, x, cu, pool, slots, target)
-    device, bias = target.device, given.bias
-    assert bias is not None
-    off = torch.cat((x[0, :1], given.weight.flatten())).to(device)[1:].view(40, d_conv)
-    states = pool.to(device)
-    out = causal_conv(
-        x.to(device), off, bias.to(device), cu.to(device), states, placed(slots, device), silu=True,
-        backend=target.backend,
-    )  # fmt: skip
-    assert_same_bits(out.cpu(), wanted)
-    assert_same_bits(states.cpu(), wanted_pool)
-
-
-@pytest.mark.gpu
-def test_a_launch_of_many_elements_has_the_bits_of_its_parts() -> None:
-    """8,192 tokens of 8,192 channels are computed by programs of other sizes than 6,144 of them, 2,047, and one."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    given, tokens, channels = layer(8192, 4, torch.bfloat16), 8192, 8192
-    slots, count = make_slots([StateRow(tokens)])
-    pool = torch.full((count, 3, channels), POISON, dtype=torch.bfloat16)
-    x = made(tokens, channels, seed=2, dtype=torch.bfloat16)
-    whole, ended = run(given, x, begins([StateRow(tokens)]), pool, slots, CUDA)
-    parts = []
-    for first, end in ((0, 6144), (6144, 8191), (8191, 8192)):
-        goes_on = slots if not first else slots._replace(fresh=torch.zeros_like(slots.fresh), restore=0 * slots.restore)
-        part, pool = run(given, x[first:end], begins([StateRow(end - first)]), pool, goes_on, CUDA)
-        parts.append(part)
-    assert_same_bits(torch.cat(parts), whole)
-    assert_same_bits(pool, ended)
+    weight = given.weight.to(target.device)
+    off = torch.cat((weight[0, :1], weight.flatten()))[1:].view(40, d_conv)
+    for each in (given, given._replace(weight=off)):
+        out, after = run(each, x[: len(rows)], cu, pool, slots, target)
+        assert_same_bits(out, wanted[: len(rows)])
+        assert_same_bits(after, wanted_pool)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the reference alone")

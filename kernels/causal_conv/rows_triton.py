@@ -1,0 +1,162 @@
+"""What causal_conv does for a row in Triton: its snapshots, its first outputs and its new state."""
+
+import triton
+import triton.language as tl
+
+from kernels.state_slots.triton import slots_of_row
+
+
+@triton.jit
+def column(
+    place, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C: tl.constexpr, CARRIED: tl.constexpr
+):
+    """Returns column `place` of a row: CARRIED of its state, then its tokens; zeros where it carries none."""
+    if place < CARRIED:
+        value = tl.load(states_ptr + source * stride_slot + place * C + c, mask=ok & (source > 0), other=0.0)
+    else:
+        value = tl.load(x_ptr + (begin + place - CARRIED) * stride_x + c, mask=ok, other=0.0)
+    return value
+
+
+@triton.jit
+def columns_after(
+    tokens, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C: tl.constexpr, CARRIED: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Returns the state of a row after `tokens` of its tokens, [PADDED, channels], and where in a slot it goes."""
+    i = tl.arange(0, PADDED)[:, None]
+    place = tokens + i
+    ok = ok[None, :] & (i < CARRIED)
+    carried = tl.load(
+        states_ptr + source * stride_slot + place * C + c[None, :],
+        mask=ok & (place < CARRIED) & (source > 0),
+        other=0.0,
+    )
+    at = (begin + place - CARRIED) * stride_x + c[None, :]
+    new = tl.load(x_ptr + at, mask=ok & (place >= CARRIED), other=0.0)
+    return tl.where(place < CARRIED, carried, new), i * C + c[None, :], ok
+
+
+@triton.jit
+def load_bias(bias_ptr, c, ok, HAS_BIAS: tl.constexpr):
+    bias = tl.zeros_like(c).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + c, mask=ok, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def load_taps(weight_ptr, c, ok, D_CONV: tl.constexpr, PACKED: tl.constexpr):
+    """Returns D_CONV tensors, the channels' weights in fp32; PACKED: those of a channel are read as one integer."""
+    BITS: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
+    taps = ()
+    if PACKED:
+        WORD: tl.constexpr = tl.int64 if BITS * D_CONV == 64 else tl.int32
+        PART: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+        word = tl.load(weight_ptr.to(tl.pointer_type(WORD), bitcast=True) + c, mask=ok, other=0)
+        for tap in tl.static_range(D_CONV):
+            part = (word >> (BITS * tap)).to(PART)
+            taps += (part.to(weight_ptr.dtype.element_ty, bitcast=True).to(tl.float32),)  # type: ignore[assignment]
+    else:
+        for tap in tl.static_range(D_CONV):
+            taps += (tl.load(weight_ptr + c * D_CONV + tap, mask=ok, other=0.0).to(tl.float32),)  # type: ignore
+    return taps
+
+
+@triton.jit
+def activated(total, SILU: tl.constexpr):
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def leave_columns(
+    x_ptr, states_ptr, cu_seqlens_ptr, working_ptr, restore_ptr, fresh_ptr,
+    leave_row_ptr, leave_tokens_ptr, leave_slot_ptr, stride_x, stride_slot,
+    C: tl.constexpr, CARRIED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One snapshot's columns of BLOCK_C channels."""
+    entry = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = c < C
+    slot = tl.load(leave_slot_ptr + entry).to(tl.int64)
+    if slot > 0:
+        row = tl.load(leave_row_ptr + entry)
+        tokens = tl.load(leave_tokens_ptr + entry)
+        source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
+        if working > 0:
+            begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+            columns, at, is_column = columns_after(
+                tokens, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C, CARRIED, PADDED
+            )
+            tl.store(states_ptr + slot * stride_slot + at, columns, mask=is_column)
+
+
+@triton.jit
+def convolve_one(
+    row, block, x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, cu_seqlens_ptr,
+    working_ptr, restore_ptr, fresh_ptr, rolling_ptr, stride_x, stride_slot,
+    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The output and the new state of a row of one token: what convolve_row makes, each column loaded once."""
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = c < C
+    taps = load_taps(weight_ptr, c, ok, D_CONV, PACKED)
+    total = load_bias(bias_ptr, c, ok, HAS_BIAS)
+    token = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+    source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
+    rolling = tl.load(rolling_ptr + row).to(tl.int64)
+    is_real = ok & (working > 0)
+    window = ()
+    for tap in tl.static_range(D_CONV - 1):
+        at = states_ptr + source * stride_slot + tap * C + c
+        window += (tl.load(at, mask=is_real & (source > 0), other=0.0),)  # type: ignore[assignment]
+    window += (tl.load(x_ptr + token * stride_x + c, mask=is_real, other=0.0),)  # type: ignore[assignment]
+    for tap in tl.static_range(D_CONV):
+        total = tl.fma(window[tap].to(tl.float32), taps[tap], total)
+    total = tl.where(working > 0, activated(total, SILU), 0.0)
+    tl.store(out_ptr + token * C + c, total.to(out_ptr.dtype.element_ty), mask=ok)
+    tl.debug_barrier()  # some thread may write what another one reads
+    for tap in tl.static_range(D_CONV - 1):
+        at = states_ptr + tap * C + c
+        tl.store(at + working * stride_slot, window[tap + 1], mask=is_real)
+        tl.store(at + rolling * stride_slot, window[tap + 1], mask=is_real & (rolling > 0))
+
+
+@triton.jit
+def convolve_row(
+    row, block, x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, cu_seqlens_ptr,
+    working_ptr, restore_ptr, fresh_ptr, rolling_ptr, stride_x, stride_slot,
+    C: tl.constexpr, D_CONV: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A row's first outputs, then its new state."""
+    CARRIED: tl.constexpr = D_CONV - 1
+    c = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = c < C
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+    length = (tl.load(cu_seqlens_ptr + row + 1) - begin).to(tl.int32)
+    source, working = slots_of_row(row, working_ptr, restore_ptr, fresh_ptr)
+    bias = load_bias(bias_ptr, c, ok, HAS_BIAS)
+    for j in tl.static_range(CARRIED):
+        if j < length:
+            total = bias
+            if working > 0:
+                for tap in tl.static_range(D_CONV):
+                    value = column(j + tap, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C, CARRIED)
+                    weight = tl.load(weight_ptr + c * D_CONV + tap, mask=ok, other=0.0)
+                    total = tl.fma(value.to(tl.float32), weight.to(tl.float32), total)
+                total = activated(total, SILU)
+            else:
+                total = tl.zeros_like(total)
+            tl.store(out_ptr + (begin + j) * C + c, total.to(out_ptr.dtype.element_ty), mask=ok)
+    if working > 0:
+        rolling = tl.load(rolling_ptr + row).to(tl.int64)
+        columns, at, is_column = columns_after(
+            length, x_ptr, states_ptr, begin, source, c, ok, stride_x, stride_slot, C, CARRIED, PADDED
+        )
+        tl.debug_barrier()  # some thread may write what another one reads
+        tl.store(states_ptr + working * stride_slot + at, columns, mask=is_column)
+        tl.store(states_ptr + rolling * stride_slot + at, columns, mask=is_column & (rolling > 0))
