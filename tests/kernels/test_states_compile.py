@@ -27,31 +27,22 @@ SLOTS = dict.fromkeys(("cu_", "working", "restore", "fresh", "rolling", "leave",
     [(8192, 4, "bf16"), (2048, 3, "fp32"), thorough(8192, 4, "fp32"), thorough(2048, 3, "bf16")],
 )
 def test_convolutions(values: str, channels: int, d_conv: int) -> None:
-    from kernels.causal_conv.triton import (
-        MIXED_TOKENS,
-        ROW_CHANNELS,
-        TILE_CHANNELS,
-        TILE_TOKENS,
-        WARPS,
-        WARPS_OF_MANY,
-        convolve,
-        leave_columns,
-    )
+    from kernels.causal_conv.rows_triton import leave_columns
+    from kernels.causal_conv.triton import MIXED_TOKENS, ROW_CHANNELS, TILE_CHANNELS, TILE_TOKENS, convolve
 
     packed = values == "bf16" and d_conv == 4
     shared: dict[str, object] = {"C": channels, "PADDED": 4 if d_conv == 4 else 2}
     constants = {
-        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2, "BLOCK_T": TILE_TOKENS,
-        "BLOCK_C": TILE_CHANNELS, "MIXED_T": MIXED_TOKENS, "PACKED": packed,
+        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2, "ROW_C": ROW_CHANNELS,
+        "BLOCK_T": TILE_TOKENS, "BLOCK_C": TILE_CHANNELS, "MIXED_T": MIXED_TOKENS,
     }  # fmt: skip
-    left = {**shared, "CARRIED": d_conv - 1}
-    for warps in (WARPS, WARPS_OF_MANY):
-        row = warps * ROW_CHANNELS
-        for kernel, options in ((convolve, {**constants, "ROW_C": row}), (leave_columns, {**left, "BLOCK_C": row})):
-            built = compile_for_hopper(kernel, options, warps, kinds(values, **SLOTS))
-            assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
-            if kernel is convolve:
-                assert ("ld.global.v2.b64" in built.ptx) is packed, "two channels' weights at a time"
+    for options in ({"DECODES": False, "PACKED": False}, {"DECODES": True, "PACKED": packed}):
+        built = compile_for_hopper(convolve, {**constants, **options}, 4, kinds(values, **SLOTS))
+        assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+        assert ("ld.global.v2.b64" in built.ptx) is options["PACKED"], "two channels' weights at a time"
+    left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": ROW_CHANNELS}
+    built = compile_for_hopper(leave_columns, left, 4, kinds(values, **SLOTS))
+    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
 def test_copies() -> None:
@@ -192,9 +183,10 @@ def test_updates(values: str) -> None:
         options = {"DV": 128, "NORM": True, "HAS_CHANNELS": channels, "BV": VALUES}
         built = compile_for_hopper(update_delta, {**QWEN, **options}, WARPS, pointer)
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
-    options = {"HAS_BIAS": True, "HAS_SKIP": True, "HAS_GATE": True, "BV": VALUES}
-    built = compile_for_hopper(update_ssd, {**MAMBA2, **options}, WARPS, pointer)
-    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+    for has_both in (False, True):
+        options = {"HAS_BIAS": True, "HAS_SKIP": has_both, "HAS_GATE": has_both, "BV": VALUES}
+        built = compile_for_hopper(update_ssd, {**MAMBA2, **options}, WARPS, pointer)
+        assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
 def test_blocks_of_mamba2() -> None:
