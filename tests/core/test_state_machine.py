@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from cache_service.compiled import IS_COMPILED
 from session.messages import Acquire, Adopt, BadItem, Extend, Publish, Refusal, Release
 from session.words import GroupKind, HostTierKind, Namespace, RefusalReason, SequenceId
 from tests.core.driver import FakeWorker
@@ -281,7 +282,8 @@ class Machine(Troubled):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=examples(500),
+    # The compiled manager is several times as fast, and .ci/run tries both.
+    max_examples=examples(500 if IS_COMPILED else 250),
     stateful_step_count=60 if THOROUGH else 35,
     suppress_health_check=list(HealthCheck),
 )

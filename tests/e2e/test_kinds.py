@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.e2e.served import (
     cold,
 )
 from tests.e2e.test_reuse import check_mid_flight
+from tests.examples import thorough
 from tests.redis_process import RedisProcess
 
 # Of the worker with few pages.
@@ -38,9 +40,13 @@ class ServedKind(Served):
     kind: str
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"kind-{name}")) for name in KINDS]
-)
+def case(name: str) -> Any:
+    """Kinds of which another one has the groups of pages are tried in the thorough run."""
+    group = pytest.mark.xdist_group(f"kind-{name}")
+    return thorough(name, marks=[group]) if name in ("gemma3", "qwen3-moe") else pytest.param(name, marks=group)
+
+
+@pytest.fixture(scope="module", params=[case(name) for name in KINDS])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str
 ) -> Iterator[ServedKind]:
