@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
 from kernels.causal_conv.call import CausalConvCall
-from kernels.causal_conv.rows_triton import activated, convolve_one, convolve_row, leave_columns, load_bias
+from kernels.causal_conv.rows.triton import activated, convolve_one, convolve_row, leave_columns, load_bias
 
 # Channels of a program that serves a row: 16 bytes of a column for each of its threads.
 ROW_CHANNELS = 1024

@@ -27,7 +27,7 @@ SLOTS = dict.fromkeys(("cu_", "working", "restore", "fresh", "rolling", "leave",
     [(8192, 4, "bf16"), (2048, 3, "fp32"), thorough(8192, 4, "fp32"), thorough(2048, 3, "bf16")],
 )
 def test_convolutions(values: str, channels: int, d_conv: int) -> None:
-    from kernels.causal_conv.rows_triton import leave_columns
+    from kernels.causal_conv.rows.triton import leave_columns
     from kernels.causal_conv.triton import MIXED_TOKENS, ROW_CHANNELS, TILE_CHANNELS, TILE_TOKENS, convolve
 
     packed = values == "bf16" and d_conv == 4

@@ -1,4 +1,4 @@
-"""What causal_conv does for a row in Triton: its snapshots, its first outputs and its new state."""
+"""Rows of causal_conv in Triton; programs of tiles make the outputs that need no state."""
 
 import triton
 import triton.language as tl
