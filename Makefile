@@ -54,7 +54,7 @@ sim: setup ## run the seeded simulation of the manager for longer than the tests
 nightly: setup ## the thorough run: the same, ten times as many examples of every property, and every case of kernels and families
 	@$(BIN)/python -m tests.simulation $(ARGS)
 	@STEMCACHE_HYPOTHESIS=thorough $(BIN)/python -m pytest -q --timeout 3600 -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
-		tests/core tests/cache_service tests/worker_service tests/register_qa tests/kernels tests/e2e
+		tests/core tests/cache_service tests/worker_service tests/register_qa tests/kernels tests/e2e tests/cli
 
 compile: $(COMPILED)/.made ## compile the manager into build/compiled: a minute and a half, and a C compiler is needed
 

@@ -10,12 +10,13 @@ import torch
 from benchmarks.bench_families import FAMILIES, QUICK_NEW, QUICK_SHARED, Bench, Saving, measure, weight_bytes
 from benchmarks.paged_model import PagedTokens
 from session.words import GroupKind
+from tests.examples import usual
 
 CPU = torch.device("cpu")
 STATES = ("short-convs", "mamba2", "gated-delta")
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", usual(FAMILIES, "windows-sinks", "latents", "gated-delta"))
 def test_every_family_is_measured(name: str) -> None:
     savings = measure([name], CPU, quick=True)
     wanted = [(name, shared, new) for shared in QUICK_SHARED for new in QUICK_NEW]
