@@ -17,6 +17,7 @@ from worker_service.gpu.page_pools import PagePools
 from worker_service.gpu.pool_plan import PoolDemand, check_interval, check_pool, counts_for, plan_pages, pool_budget
 from worker_service.gpu.pool_report import PoolReport, pool_report
 from worker_service.host_tier.allocator import keep_freed_blocks
+from worker_service.model.attention import reason_against_segments
 from worker_service.model.compressed_attention import compressed_workspace_bytes
 from worker_service.model.device import pick_device, pick_page_dtype, prepare_process
 from worker_service.model.gemm_dispatch import MOST_PADDING, Invariance
@@ -40,6 +41,8 @@ class Compute(NamedTuple):
     runner: Runner
     part_bytes: int
     """Pages of more than this go to the host tier in parts of so many bytes."""
+    segment_tokens: int
+    """Softmax of prompts begins anew at multiples of so many keys; 0: nowhere."""
 
 
 class PageDtypes(NamedTuple):
@@ -74,10 +77,18 @@ def _prepare(config: WorkerConfig) -> Compute:
     loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
     pools = _make_pools(config, loaded, page_dtypes, device)
     limits = RunnerLimits(
-        config.max_num_seqs, config.token_budget, invariance, config.cuda_graphs, config.latent_chunk_tokens
+        config.max_num_seqs,
+        config.token_budget,
+        invariance,
+        config.cuda_graphs,
+        config.latent_chunk_tokens,
+        config.attention_segment_tokens,
     )
     runner = Runner(loaded.model, pools, device, limits)
-    return Compute(loaded, device, pools, invariance, runner, config.host_part_kb << 10)
+    _log_segments(config.attention_segment_tokens, loaded, page_dtypes.kv, device)
+    return Compute(
+        loaded, device, pools, invariance, runner, config.host_part_kb << 10, config.attention_segment_tokens
+    )
 
 
 def _make_pools(config: WorkerConfig, loaded: LoadedModel, page_dtypes: PageDtypes, device: torch.device) -> PagePools:
@@ -124,6 +135,14 @@ def _budget(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: t
         + compressed_workspace_bytes(spec, max_tokens)
     )
     return budget - workspace_bytes
+
+
+def _log_segments(
+    segment_tokens: int, loaded: LoadedModel, page_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Says so where a setting of segments has no effect at all."""
+    if segment_tokens and (why := reason_against_segments(loaded.spec, loaded.model.backend, page_dtype, device)):
+        _log.warning("attention_segment_tokens changes nothing here", extra={"reason": why})
 
 
 def _log_pools(report: PoolReport, kv_dtype: str) -> None:

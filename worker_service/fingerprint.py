@@ -22,6 +22,7 @@ def fingerprint(compute: Compute) -> bytes:
         str(NUM_RANKS),
         compute.invariance.value,
         numerics(compute.device, compute.loaded.model.backend),
+        *((f"segments of {compute.segment_tokens}",) if compute.segment_tokens else ()),
     )
     digest = hashlib.sha256(b"stemcache fingerprint 4")
     largest = max(layout.page_bytes for layout in compute.pools.layouts)

@@ -21,6 +21,7 @@ class PrefillCall(NamedTuple):
     max_seqlen_q: int
     sinks: torch.Tensor | None
     spec: AttentionSpec
+    segment_tokens: int = 0
 
     @property
     def num_seqs(self) -> int:

@@ -8,6 +8,8 @@ import torch
 from kernels.backend import is_hopper
 from kernels.errors import KernelArgumentError
 from kernels.prefill_attention.hopper import TILE_ROWS, key_block
+from kernels.prefill_attention.segments import check_segment_tokens, segment_keys
+from kernels.prefill_attention.units import Units
 
 __all__ = ["COUNTERS", "RECORD", "PrefillPlan"]
 
@@ -19,6 +21,8 @@ COUNTERS = 3
 
 class PrefillPlan:
     """The work list of a step of at most max_seqs sequences and max_tokens queries; empty where nothing needs one.
+
+    With segment_tokens it also holds the units into which few tiles behind many keys are cut.
 
     The programs of a launch draw from its counters and leave them at zero: one launch at a time may use a plan.
     """
@@ -32,19 +36,24 @@ class PrefillPlan:
         dim: int,
         *,
         device: torch.device | str,
+        segment_tokens: int = 0,
     ) -> None:
         if min(max_seqs, max_tokens, q_heads, kv_heads, dim) < 1 or q_heads % kv_heads:
             raise KernelArgumentError(
                 f"PrefillPlan: sizes must be positive and q_heads a multiple of kv_heads, got max_seqs {max_seqs}, "
                 f"max_tokens {max_tokens}, q_heads {q_heads}, kv_heads {kv_heads}, dim {dim}"
             )
-        self.max_seqs, self.max_tokens = max_seqs, max_tokens
+        check_segment_tokens(segment_tokens)
+        self.max_seqs, self.max_tokens, self.segment_tokens = max_seqs, max_tokens, segment_tokens
         self.heads = (q_heads, kv_heads, dim)
         self.device = torch.device(device)
         self._tile_queries = max(TILE_ROWS // (q_heads // kv_heads), 1)
         max_tiles = max_tokens // self._tile_queries + max_seqs if is_hopper(self.device) else 0
         self.records = torch.empty(max_tiles, RECORD, dtype=torch.int32, device=self.device)
         self.count = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self.units: Units | None = None
+        if segment_keys(segment_tokens, dim, window=0) and is_hopper(self.device):
+            self.units = Units(kv_heads, dim, self._tile_queries, segment_tokens, self.device)
 
     def prepare(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
         """Lists the tiles of these lengths, int32 [num_seqs + 1] each; on the device, without waiting for it."""
@@ -56,8 +65,12 @@ class PrefillPlan:
 
             key_tile = key_block(self.heads[2])
             launch(cu_seqlens_q, cu_seqlens_k, self.records, self.count, self._tile_queries, key_tile)
+        if self.units is not None:
+            self.units.list(self.records, self.count)
 
-    def check(self, num_seqs: int, num_tokens: int, heads: tuple[int, int, int], device: torch.device) -> None:
+    def check(
+        self, num_seqs: int, num_tokens: int, heads: tuple[int, int, int], device: torch.device, segment_tokens: int = 0
+    ) -> None:
         """Refuses a batch that this plan was not made for."""
         if num_seqs > self.max_seqs or num_tokens > self.max_tokens:
             raise KernelArgumentError(
@@ -65,5 +78,7 @@ class PrefillPlan:
             )
         if heads != self.heads:
             raise KernelArgumentError(f"plan: made for (q_heads, kv_heads, dim) {self.heads}, got {heads}")
+        if segment_tokens != self.segment_tokens:
+            raise KernelArgumentError(f"plan: made for segment_tokens {self.segment_tokens}, got {segment_tokens}")
         if device != self.count.device:
             raise KernelArgumentError(f"plan: must be on {device}, is on {self.count.device}")

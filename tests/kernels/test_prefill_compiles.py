@@ -117,6 +117,33 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
     assert built.shared_bytes <= 227 * 1024
 
 
+SEGMENTED = {name: CASES[name] for name in ("plain", "sinks", "small pages", "odd group", "dim 96", "fp8", "dim 64")}
+
+
+@pytest.mark.parametrize("name", usual(SEGMENTED, "plain", "fp8"))
+def test_the_kernel_of_segments_keeps_its_registers(name: str) -> None:
+    from kernels.prefill_attention.hopper.segment_kernel import attend_pieces
+
+    constants = {**GLUON, **SEGMENTED[name], "SEGMENT": 8192}
+    del constants["WINDOW"]
+    types = kinds(constants, "bf16") | {f"{state}_ptr": "*fp32" for state in ("acc", "base", "sum")}
+    types |= {f"{number}_ptr": "*i32" for number in ("units", "num_units", "arrivals")}
+    built = compile_gluon(attend_pieces, constants, types, enable_fp_fusion=False)
+    assert built.ptx.count("wgmma.mma_async") and "cp.async.bulk.tensor" in built.ptx
+    # Two to four registers of one partition wait in memory, at a boundary and not in the loop over key tiles.
+    assert built.stack_bytes <= 16 and not built.serialised, built.remarks
+    assert built.shared_bytes <= 227 * 1024
+
+
+def test_units_compile_and_spill_nothing() -> None:
+    from kernels.prefill_attention.splits_triton import FIXED, FOLD, list_units
+
+    constants: dict[str, object] = {"HEADS": 8, "QUERIES": 32, "KEYS": 128, "SEGMENT": 8192, "FIXED": FIXED}
+    constants |= {"FOLD": FOLD, "TILES": 256}
+    built = compile_for_hopper(list_units, constants, num_warps=4, pointer=lambda name: "*i32")
+    assert not built.spills
+
+
 def test_the_work_list_compiles_and_spills_nothing() -> None:
     from kernels.prefill_attention.plan_triton import CLASSES, list_tiles
 

@@ -130,6 +130,11 @@ def test_everything_at_once(target: Target) -> None:
         ({"q": torch.zeros(2, 2, 20, 64, dtype=torch.bfloat16).transpose(1, 2)}, "q: must be contiguous"),
         ({"plan": PrefillPlan(1, 10, 4, 2, 64, device="cpu")}, "plan: holds 1 sequences and 10 tokens"),
         ({"plan": PrefillPlan(1, 20, 8, 2, 64, device="cpu")}, "plan: made for"),
+        ({"segment_tokens": 4000}, "segment_tokens: must be 0 or a multiple of 128 from 4096 on, got 4000"),
+        (
+            {"plan": PrefillPlan(1, 20, 4, 2, 64, device="cpu"), "segment_tokens": 4096},
+            "plan: made for segment_tokens 0, got 4096",
+        ),
     ],
 )
 def test_refused_arguments(change: dict[str, object], message: str) -> None:

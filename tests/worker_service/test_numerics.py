@@ -77,6 +77,22 @@ def test_workers_that_cut_pages_otherwise_share_none(tmp_path: Path) -> None:
     assert len(set(cut.values())) == 3
 
 
+def test_workers_with_other_segments_of_attention_share_no_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without segments the fingerprint is what it was before there were any; a CPU says that it has none."""
+    make_random_model(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}
+    whole, first, second = (
+        bootstrap.prepare(WorkerConfig(**settings, pool_pages=8, attention_segment_tokens=tokens))
+        for tokens in (0, 4096, 8192)
+    )
+    assert len({bootstrap.fingerprint(compute) for compute in (whole, first, second)}) == 3
+    assert bootstrap.fingerprint(first._replace(segment_tokens=0)) == bootstrap.fingerprint(whole)
+    said = [record.message for record in caplog.records if "attention_segment_tokens" in record.message]
+    assert said == ["attention_segment_tokens changes nothing here"] * 2
+
+
 def test_pages_of_another_dtype_are_smaller_and_other_pages(tmp_path: Path) -> None:
     make_random_model(tmp_path / "model")
     settings: dict[str, Any] = {"model": str(tmp_path / "model"), "device": "cpu", "threads": 1, "max_model_len": 64}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kernels.errors import KernelArgumentError
+from kernels.prefill_attention.segments import check_segment_tokens
 from rpc.settings import SettingsError, describe
 from worker_service.config import load_config
 
@@ -34,12 +36,28 @@ def test_flags_win_over_the_environment_and_that_over_the_defaults() -> None:
         (["--model", "m", "--invariance", "always"], {}, "--invariance"),
         (["--model", "m", "--kv-dtype", "fp8"], {}, "--kv-dtype"),
         (["--model", "m", "--cuda-graphs", "perhaps"], {}, "--cuda-graphs"),
+        (["--model", "m", "--attention-segment-tokens", "-128"], {}, "--attention-segment-tokens"),
+        (["--model", "m", "--attention-segment-tokens", "2048"], {}, "attention_segment_tokens"),
+        ([], {"STEMCACHE_WORKER_MODEL": "m", "STEMCACHE_WORKER_ATTENTION_SEGMENT_TOKENS": "8200"}, "multiple of 128"),
     ],
 )
 def test_a_wrong_setting_is_named(arguments: list[str], environment: dict[str, str], named: str) -> None:
     with pytest.raises(SettingsError) as error:
         load_config(arguments, environment)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [0, 127, 128, 4095, 4096, 4097, 4224, 8192])
+def test_segments_of_attention_are_what_the_kernel_takes(tokens: int) -> None:
+    try:
+        check_segment_tokens(tokens)
+    except KernelArgumentError:
+        with pytest.raises(SettingsError, match="attention_segment_tokens: must be 0 or a multiple"):
+            load_config(["--model", "m", "--attention-segment-tokens", str(tokens)], {})
+    else:
+        config = load_config(["--model", "m", "--attention-segment-tokens", str(tokens)], {})
+        assert describe(config)["attention_segment_tokens"] == str(tokens)
+    assert load_config(["--model", "m"], {}).attention_segment_tokens == 0
 
 
 def test_bits_depend_on_no_other_request_unless_speed_is_asked_for() -> None:

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 
 from kernels.attention import AttentionOptions
-from kernels.backend import Backend
+from kernels.backend import Backend, is_hopper
 from kernels.decode_attention import DecodePlan, decode_attention
 from kernels.fp8 import E4M3
 from kernels.prefill_attention import PrefillPlan, prefill_attention
+from kernels.prefill_attention.hopper import takes_dim
+from kernels.prefill_attention.segments import segment_keys
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.kv_scales import NO_SCALES, KvScales
@@ -51,6 +53,8 @@ class AttentionPlans:
         max_tokens: int,
         device: torch.device,
         backend: Backend = Backend.AUTO,
+        *,
+        segment_tokens: int = 0,
     ) -> None:
         self.mixers = {
             number: mixer
@@ -59,6 +63,7 @@ class AttentionPlans:
             if isinstance(mixer, AttentionSpec)
         }
         self.backend = backend
+        self.segment_tokens = segment_tokens
         self._max_num_seqs, self._max_tokens = max_num_seqs, max_tokens
         self._keys = dict.fromkeys(map(plan_key, self.mixers.values()))
         self._decode = {
@@ -67,7 +72,7 @@ class AttentionPlans:
         }
         # Work lists of prompts are the same with and without a window.
         self._prefill = {
-            shape: PrefillPlan(max_num_seqs, max_tokens, *shape, device=device)
+            shape: PrefillPlan(max_num_seqs, max_tokens, *shape, device=device, segment_tokens=segment_tokens)
             for shape in dict.fromkeys(key[:3] for key in self._keys)
         }
 
@@ -96,6 +101,21 @@ def plan_key(mixer: AttentionSpec) -> PlanKey:
     return PlanKey(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens)
 
 
+def reason_against_segments(
+    spec: ModelSpec, backend: Backend, page_dtype: torch.dtype | None, device: torch.device
+) -> str | None:
+    """Returns why no layer computes prompts by segments of keys, whatever the setting; None where some may."""
+    if backend is Backend.REFERENCE or not is_hopper(device):
+        return "only the kernel for Hopper GPUs has segments"
+    mixers = [mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec)]
+    dims = [mixer.head_dim for mixer in mixers if segment_keys(1, mixer.head_dim, mixer.window_tokens)]
+    if not dims:
+        return "no layer attends to all keys with heads of up to 128 elements"
+    if not any(takes_dim(dim, quantized=page_dtype is not None) for dim in dims):
+        return f"the kernel takes no heads of {dims[0]} elements with such pages"
+    return None
+
+
 class PagedHeads:
     """Attention over keys and values in pages, for one launch.
 
@@ -107,6 +127,7 @@ class PagedHeads:
         self._launch = launch
         self._mixers = plans.mixers
         self._backend = plans.backend
+        self._segment_tokens = plans.segment_tokens
         self._prepared = plans.prepared(launch)
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
@@ -182,5 +203,6 @@ class PagedHeads:
             self._launch.prefill_cu_k,
             self._launch.max_seqlen_q,
             plan=self._prepared[plan_key(self._mixers[layer])].prefill,
+            segment_tokens=self._segment_tokens,
             **options,
         )

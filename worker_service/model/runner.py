@@ -56,6 +56,7 @@ class RunnerLimits:
     invariance: Invariance = Invariance.BATCH
     graphs: bool = False
     latent_chunk_tokens: int = CHUNK_TOKENS
+    attention_segment_tokens: int = 0
 
 
 class RunningLaunch(NamedTuple):
@@ -95,7 +96,14 @@ class Runner:
         # Padding rows come on top of the budget.
         max_tokens = limits.token_budget + MOST_PADDING
         self._plans = Plans(
-            AttentionPlans(model.spec, limits.max_num_seqs, max_tokens, device, model.backend),
+            AttentionPlans(
+                model.spec,
+                limits.max_num_seqs,
+                max_tokens,
+                device,
+                model.backend,
+                segment_tokens=limits.attention_segment_tokens,
+            ),
             LatentPlans(
                 model.spec,
                 limits.max_num_seqs,

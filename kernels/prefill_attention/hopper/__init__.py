@@ -18,6 +18,7 @@ __all__ = [
     "padded_dim",
     "reason_against",
     "reason_against_case",
+    "takes_dim",
 ]
 
 TILE_ROWS = 128
@@ -48,6 +49,11 @@ def holds_queries(spec: AttentionSpec) -> bool:
     Small pages leave them less: the producer needs more then. The products' bits are the same either way.
     """
     return spec.shape.dim <= 128 and spec.scales is None and spec.shape.page_tokens >= 16
+
+
+def takes_dim(dim: int, *, quantized: bool) -> bool:
+    """Returns whether the kernel takes heads of this size, over pages of fp8 or of the model's dtype."""
+    return dim in HEAD_DIMS and (not quantized or padded_dim(dim) == 128)
 
 
 def reason_against(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, spec: AttentionSpec) -> str | None:

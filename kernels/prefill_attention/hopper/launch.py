@@ -1,5 +1,7 @@
 """Launches prefill_attention's Gluon kernel: descriptors of queries and pages, and compile-time constants."""
 
+from typing import Any
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,54 +18,81 @@ from kernels.softmax import LOG2_E
 
 def launch(call: PrefillCall, plan: PrefillPlan | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Launches over checked, non-empty arguments and a prepared plan (None: one of its own is made)."""
-    q, k_pages, v_pages, spec, sinks = call.q, call.k_pages, call.v_pages, call.spec, call.sinks
-    shape, group = spec.shape, spec.group
-    if plan is None:
-        plan = PrefillPlan(call.num_seqs, out.shape[0], spec.q_heads, shape.heads, shape.dim, device=out.device)
-        plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k)
-    block = key_block(shape.dim)
-    num_programs = min(num_multiprocessors(q.device), plan.records.shape[0] * shape.heads)
-    scale = spec.softcap if spec.softcap else spec.scale
-    with torch.cuda.device_of(q):
+    plan = plan or own_plan(call, out)
+    num_programs = min(num_multiprocessors(out.device), plan.records.shape[0] * call.spec.shape.heads)
+    with torch.cuda.device_of(out):
         attend_tiles[(num_programs,)](
-            _query_descriptor(q, group),
-            _page_descriptor(k_pages, spec, block),
-            _page_descriptor(v_pages, spec, block),
-            out,
-            lse if lse is not None else out,
-            sinks if sinks is not None else out,
-            spec.scales.k if spec.scales else out,
-            spec.scales.v if spec.scales else out,
-            call.block_tables,
+            *tensors(call, out, lse),
             plan.records,
             plan.count,
-            scale * LOG2_E,
-            2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
-            out.shape[0],
-            call.block_tables.stride(0),
-            out.stride(0),
-            out.stride(1),
-            k_pages.stride(0) // spec.row_elements,
-            v_pages.stride(0) // spec.row_elements,
-            HEADS=shape.heads,
-            GQA_GROUP=group,
-            DIM=shape.dim,
-            D=padded_dim(shape.dim),
-            PAGE=shape.page_tokens,
-            HND=spec.layout is KvLayout.HND,
-            PACKED=q.dim() == 4,
-            WINDOW=spec.window,
-            CAP=spec.softcap > 0.0,
-            BN=block,
-            STAGES=num_stages(spec),
-            Q_REGISTERS=holds_queries(spec),
-            WANTS_LSE=lse is not None,
-            HAS_SINKS=sinks is not None,
-            SCALES=spec.scales is not None,
-            num_warps=4,
-            # Only what is written as fma is one: copies of the loop's arithmetic round alike.
-            enable_fp_fusion=False,
+            *numbers(call, out),
+            **constants(call, lse),
+            WINDOW=call.spec.window,
         )
+
+
+def own_plan(call: PrefillCall, out: torch.Tensor) -> PrefillPlan:
+    """A plan of these lengths alone, prepared."""
+    spec, sizes = call.spec, (call.num_seqs, out.shape[0])
+    heads = (spec.q_heads, spec.shape.heads, spec.shape.dim)
+    plan = PrefillPlan(*sizes, *heads, device=out.device, segment_tokens=call.segment_tokens)
+    plan.prepare(call.cu_seqlens_q, call.cu_seqlens_k)
+    return plan
+
+
+def tensors(call: PrefillCall, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[Any, ...]:
+    """The kernels' first arguments: what they read and write of a call."""
+    spec, block = call.spec, key_block(call.spec.shape.dim)
+    return (
+        _query_descriptor(call.q, spec.group),
+        _page_descriptor(call.k_pages, spec, block),
+        _page_descriptor(call.v_pages, spec, block),
+        out,
+        lse if lse is not None else out,
+        call.sinks if call.sinks is not None else out,
+        spec.scales.k if spec.scales else out,
+        spec.scales.v if spec.scales else out,
+        call.block_tables,
+    )
+
+
+def numbers(call: PrefillCall, out: torch.Tensor) -> tuple[float | int, ...]:
+    """The kernels' last arguments: scales, sizes and strides."""
+    spec = call.spec
+    return (
+        (spec.softcap or spec.scale) * LOG2_E,
+        2.0 * LOG2_E * spec.scale / spec.softcap if spec.softcap else 0.0,
+        out.shape[0],
+        call.block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        call.k_pages.stride(0) // spec.row_elements,
+        call.v_pages.stride(0) // spec.row_elements,
+    )
+
+
+def constants(call: PrefillCall, lse: torch.Tensor | None) -> dict[str, Any]:
+    """What the kernels are compiled for, beside their windows and segments."""
+    spec, shape = call.spec, call.spec.shape
+    return {
+        "HEADS": shape.heads,
+        "GQA_GROUP": spec.group,
+        "DIM": shape.dim,
+        "D": padded_dim(shape.dim),
+        "PAGE": shape.page_tokens,
+        "HND": spec.layout is KvLayout.HND,
+        "PACKED": call.q.dim() == 4,
+        "CAP": spec.softcap > 0.0,
+        "BN": key_block(shape.dim),
+        "STAGES": num_stages(spec),
+        "Q_REGISTERS": holds_queries(spec),
+        "WANTS_LSE": lse is not None,
+        "HAS_SINKS": call.sinks is not None,
+        "SCALES": spec.scales is not None,
+        "num_warps": 4,
+        # Only what is written as fma is one: copies of the loop's arithmetic round alike.
+        "enable_fp_fusion": False,
+    }
 
 
 def _query_descriptor(q: torch.Tensor, group: int) -> TensorDescriptor:

@@ -13,7 +13,7 @@ from kernels.prefill_attention.hopper.tiles import key_tiles, read_tile, record
 
 
 @gluon.jit
-def _copy_tile(
+def copy_tile(
     desc, stages, full, empty, slot, phase, table_ptr, tile, low, high, page_rows, row, column,
     PAGE: gl.constexpr, BN: gl.constexpr, BYTES: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
@@ -75,11 +75,11 @@ def produce(
         for tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
-            _copy_tile(
+            copy_tile(
                 k_desc, ks, k_full, k_empty, slot, phase, table_ptr, tile, low, high, k_page_rows, row, k_column,
                 PAGE, BN, BN * D * SIZE, PADDED,
             )  # fmt: skip
-            _copy_tile(
+            copy_tile(
                 v_desc, vs, v_full, v_empty, slot, phase, table_ptr, tile, low, high, v_page_rows, row, v_column,
                 PAGE, BN, BN * D * SIZE, PADDED,
             )  # fmt: skip
@@ -93,7 +93,7 @@ def produce(
 
 
 @gluon.jit
-def _widen_tile(
+def widen_tile(
     tiles, quantized_full, quantized_empty, widened, full, empty, slot, phase, BN: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
     """Converts one fp8 tile to fp16, which holds every e4m3 value."""
@@ -131,8 +131,8 @@ def widen(
         for _tile in range(start, stop):
             slot = step % STAGES
             phase = (step // STAGES) & 1
-            _widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN, D)
-            _widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN, D)
+            widen_tile(k_quantized, k_quantized_full, k_quantized_empty, ks, k_full, k_empty, slot, phase, BN, D)
+            widen_tile(v_quantized, v_quantized_full, v_quantized_empty, vs, v_full, v_empty, slot, phase, BN, D)
             step += 1
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)

@@ -1,0 +1,95 @@
+"""prefill_attention in Gluon for Hopper by segments of keys: as `kernel`, whose parts it shares, with other loops.
+
+Softmax begins anew at absolute multiples of SEGMENT keys, and states of segments are folded in ascending order. A
+program folds those of a tile as it goes, or each segment is a piece of work of its own (a unit) and the last to be done
+folds them: the same sums, so the plan may choose by the batch. Up to SEGMENT keys nothing is folded, and a row's bits
+are those of `kernel`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.hopper.barriers import make_barriers
+from kernels.prefill_attention.hopper.segment_consumer import consume
+from kernels.prefill_attention.hopper.segment_producer import produce, widen
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "stride_tables_seq"])
+def attend_pieces(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, records_ptr, units_ptr,
+    count_ptr, num_units_ptr, arrivals_ptr, acc_ptr, base_ptr, sum_ptr, scale_log2, cap_log2, num_tokens,
+    stride_tables_seq, stride_out_token, stride_out_head, k_page_rows, v_page_rows,
+    HEADS: gl.constexpr, GQA_GROUP: gl.constexpr, DIM: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    HND: gl.constexpr, PACKED: gl.constexpr, CAP: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, WANTS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, SCALES: gl.constexpr,
+    Q_REGISTERS: gl.constexpr, SEGMENT: gl.constexpr,
+):  # fmt: skip
+    """Allocates what producer and consumers share, and starts them."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    PAGE_DTYPE: gl.constexpr = k_desc.dtype
+    rows: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if PACKED:
+        q_in = gl.allocate_shared_memory(DTYPE, [2, 64, D], q_desc.layout)
+    else:
+        q_in = gl.allocate_shared_memory(DTYPE, [2, 64 // GQA_GROUP, GQA_GROUP, D], q_desc.layout)
+    qs = q_in if PACKED else q_in._reinterpret(DTYPE, [2, 64, D], rows)
+    if DIM < D:
+        k_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, 1, D], k_desc.layout)
+        v_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, 1, D], v_desc.layout)
+    else:
+        k_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, D], k_desc.layout)
+        v_in = gl.allocate_shared_memory(PAGE_DTYPE, [STAGES, BN, D], v_desc.layout)
+    tiles: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=PAGE_DTYPE.primitive_bitwidth, rank=2
+    )
+    ks = k_in._reinterpret(PAGE_DTYPE, [STAGES, BN, D], tiles)
+    vs = v_in._reinterpret(PAGE_DTYPE, [STAGES, BN, D], tiles)
+    k_quantized = ks
+    v_quantized = vs
+    queue = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # The queries are there when the copy engine says so, and with them the queue, by its writer.
+    q_full = make_barriers(1, 2)
+    q_empty = make_barriers(1, 3 if SCALES else 2)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, 2)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, 2)
+    k_in_full = k_full
+    k_in_empty = k_empty
+    v_in_full = v_full
+    v_in_empty = v_empty
+    if SCALES:
+        # fp16 holds every e4m3 value, and takes a fraction of the instructions that bf16 takes.
+        ks = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], rows)
+        vs = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], rows)
+        k_in_full = make_barriers(STAGES, 1)
+        k_in_empty = make_barriers(STAGES, 1)
+        v_in_full = make_barriers(STAGES, 1)
+        v_in_empty = make_barriers(STAGES, 1)
+    # One expression: what passes through a variable loses its compile-time constants.
+    gl.warp_specialize(
+        [
+            (consume, (
+                out_ptr, lse_ptr, sinks_ptr, arrivals_ptr, acc_ptr, base_ptr, sum_ptr, k_scales_ptr, v_scales_ptr,
+                scale_log2, cap_log2, num_tokens, stride_out_token, stride_out_head, qs, ks, vs, queue,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                gl.constexpr(role), HEADS, GQA_GROUP, DIM, D, CAP, BN, STAGES, WANTS_LSE, HAS_SINKS, SCALES,
+                Q_REGISTERS, SEGMENT,
+            ))
+            if role < 2
+            else (widen, (
+                queue, q_full, q_empty, k_quantized, v_quantized, k_in_full, k_in_empty, v_in_full, v_in_empty,
+                ks, vs, k_full, k_empty, v_full, v_empty, GQA_GROUP, D, BN, STAGES, SEGMENT,
+            ))
+            if role == 2
+            else (produce, (
+                q_desc, k_desc, v_desc, tables_ptr, stride_tables_seq, records_ptr, units_ptr, count_ptr,
+                num_units_ptr, num_tokens, k_page_rows, v_page_rows, q_in, k_in, v_in, queue, q_full, q_empty,
+                k_in_full, k_in_empty, v_in_full, v_in_empty,
+                HEADS, GQA_GROUP, D, PAGE, HND, PACKED, DIM < D, BN, STAGES, SEGMENT,
+            ))
+            for role in ((0, 1, 2, 3) if SCALES else (0, 1, 3))
+        ],
+        [4, 4, 1] if SCALES else [4, 1],
+        [208, 40, 48] if SCALES else [224, 56] if PAGE < 16 else [232, 40] if DIM < D or D > 128 else [240, 32],
+    )  # fmt: skip
