@@ -40,13 +40,24 @@ class ServedKind(Served):
     kind: str
 
 
-def case(name: str) -> Any:
-    """Kinds of which another one has the groups of pages are tried in the thorough run."""
-    group = pytest.mark.xdist_group(f"kind-{name}")
-    return thorough(name, marks=[group]) if name in ("gemma3", "qwen3-moe") else pytest.param(name, marks=group)
+# Other kinds have their groups of pages.
+REPEATED = ("gemma3", "qwen3-moe")
 
 
-@pytest.fixture(scope="module", params=[case(name) for name in KINDS])
+def kinds(*left: str) -> list[Any]:
+    """Returns all kinds as cases, each with services of its own; those that are `left` are for the thorough run."""
+    groups = {name: pytest.mark.xdist_group(f"kind-{name}") for name in KINDS}
+    return [
+        thorough(name, marks=[group]) if name in left else pytest.param(name, marks=group)
+        for name, group in groups.items()
+    ]
+
+
+# DeepSeek V4 takes a minute for each of these, which ask little of kinds: pages are given back and taken again.
+without_the_slow_one = pytest.mark.parametrize("served", kinds(*REPEATED, "deepseek-v4"), indirect=True)
+
+
+@pytest.fixture(scope="module", params=kinds(*REPEATED))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str
 ) -> Iterator[ServedKind]:
@@ -119,6 +130,7 @@ async def test_the_other_worker_fetches(client: Client, served: ServedKind, draw
     await served.all_well(client)
 
 
+@without_the_slow_one
 async def test_preempted_requests_answer_as_when_alone(client: Client, served: ServedKind, draw: Draw) -> None:
     # Five sequences have 2 pages of 64, or 1 of 128, and all need one more at 128 tokens; there are 13, or 7.
     await check_preemption(client, served, [draw(110 + 3 * at) for at in range(5)], ANSWER)
@@ -126,6 +138,7 @@ async def test_preempted_requests_answer_as_when_alone(client: Client, served: S
     assert {worker.worker_id: worker.num_refusals > 0 for worker in stats.workers}["worker-3"]
 
 
+@without_the_slow_one
 async def test_a_worker_is_killed_and_started_again(client: Client, served: ServedKind, draw: Draw) -> None:
     await check_worker_kill(client, served, draw)
 
