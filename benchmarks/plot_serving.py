@@ -90,7 +90,7 @@ def _cells(row: Row) -> list[str]:
     launch = [_figure(row[key], ".2f") for key in ("wall_ms", "device_ms")]
     return [
         f"{row['streams']}",
-        f"{row['context']:,}",
+        f"{row['context']:,}" + (f", {row['cached_tokens']:,} cached" if row["cached_tokens"] else ""),
         _figure(row["tokens_per_s"], ",.0f"),
         times,
         *launch,
