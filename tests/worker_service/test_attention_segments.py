@@ -8,7 +8,7 @@ import torch
 from kernels.backend import Backend
 from tests.worker_service.test_attention_segments_gpu import CONFIG
 from worker_service.model import attention
-from worker_service.model.attention import reason_against_segments
+from worker_service.model.attention import reason_against_segments, segments_workspace_bytes
 from worker_service.model.config import parse_model_spec
 
 E4M3 = torch.float8_e4m3fn
@@ -40,3 +40,19 @@ def test_why_a_model_has_no_segments(
     monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     assert reason_against_segments(spec, Backend.AUTO, page_dtype, device) == reason
     assert reason_against_segments(spec, Backend.REFERENCE, page_dtype, device) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "segment_tokens", "states"),
+    [({}, 8192, 1), ({}, 0, 0), ({"head_dim": 256}, 8192, 0), (WINDOWS, 8192, 1)],
+    ids=str,
+)
+def test_what_segments_take_beside_the_pools(
+    change: dict[str, object], segment_tokens: int, states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an H200's 132 multiprocessors: 9 tiles of 128 rows each, of 128 values and two numbers in fp32."""
+    spec, device = parse_model_spec({**CONFIG, **change}), torch.device("cpu")
+    assert segments_workspace_bytes(spec, segment_tokens, device) == 0
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: 132)
+    assert segments_workspace_bytes(spec, segment_tokens, device) == states * 132 * 9 * 128 * (128 + 2) * 4

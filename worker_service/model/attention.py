@@ -12,10 +12,12 @@ import torch
 from kernels.attention import AttentionOptions
 from kernels.backend import Backend, is_hopper
 from kernels.decode_attention import DecodePlan, decode_attention
+from kernels.device import num_multiprocessors
 from kernels.fp8 import E4M3
 from kernels.prefill_attention import PrefillPlan, prefill_attention
 from kernels.prefill_attention.hopper import takes_dim
 from kernels.prefill_attention.segments import segment_keys
+from kernels.prefill_attention.units import states_bytes
 from kernels.rotate_append_kv import RotatedQueries, rotate_append_kv
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.kv_scales import NO_SCALES, KvScales
@@ -114,6 +116,16 @@ def reason_against_segments(
     if not any(takes_dim(dim, quantized=page_dtype is not None) for dim in dims):
         return f"the kernel takes no heads of {dims[0]} elements with such pages"
     return None
+
+
+def segments_workspace_bytes(spec: ModelSpec, segment_tokens: int, device: torch.device) -> int:
+    """Returns the memory that prompts by segments of keys take beside the pools: states for each shape of heads."""
+    if not is_hopper(device):
+        return 0
+    mixers = (mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec))
+    shapes = dict.fromkeys(plan_key(mixer)[:3] for mixer in mixers)
+    dims = [dim for _, _, dim in shapes if segment_keys(segment_tokens, dim, window=0)]
+    return sum(states_bytes(dim, num_multiprocessors(device)) for dim in dims)
 
 
 class PagedHeads:
