@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from kernels.backend import Backend
+from kernels.mla.plan import CHUNK_TOKENS
 from tests.worker_service.model_kit import Bench, Part, make_reference, random_tokens
+from tests.worker_service.published_configs import PUBLISHED
 from worker_service.config import WorkerConfig
 from worker_service.model import latent_attention
-from worker_service.model.config import read_model_spec
+from worker_service.model.config import parse_model_spec, read_model_spec
 from worker_service.model.gemm_dispatch import Invariance
-from worker_service.model.latent_attention import LatentPlans, latent_workspace_bytes
+from worker_service.model.latent_attention import (
+    CAPTURED_BYTES,
+    LatentPlans,
+    captured_latents,
+    latent_workspace_bytes,
+)
 from worker_service.model.runner import RunnerLimits
 from worker_service.model.spec import LatentSpec
 
@@ -69,7 +76,20 @@ def test_the_workspace_is_that_of_a_chunk_and_of_captured_launches(folder: Path)
     assert isinstance(mixer, LatentSpec)
     row = mixer.latent_dim + mixer.rope_dim + mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
     assert latent_workspace_bytes(spec, 128, torch.bfloat16) == 2 * 128 * row * 2
-    assert latent_workspace_bytes(spec, 32_768, torch.bfloat16) == (32_768 + 16_384) * row * 2
+    assert latent_workspace_bytes(spec, 32_768, torch.bfloat16) == 2 * 32_768 * row * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "captured"),
+    [("deepseek-ai/DeepSeek-V3", 16_384), ("moonshotai/Kimi-Linear-48B-A3B-Instruct", 32_768)],
+)
+def test_captured_launches_hold_as_many_latents_as_fit_in_their_memory(name: str, captured: int) -> None:
+    spec = parse_model_spec(PUBLISHED[name])
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec)]
+    assert captured_latents(CHUNK_TOKENS, mixers) == captured
+    assert captured_latents(1024, mixers) == 1024, "one chunk"
+    a_row = latent_workspace_bytes(spec, 1, torch.bfloat16) // 2
+    assert captured * a_row <= CAPTURED_BYTES
 
 
 def test_a_model_without_latents_needs_none(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from kernels.backend import Backend
@@ -22,8 +24,10 @@ PATHS = {
     Invariance.BATCH: MlaPath.MATERIALISED,
     Invariance.FAST: MlaPath.AUTO,
 }
-# Prompts with more latents than this, all together, are not captured: the host is not what they wait for.
-CAPTURED_LATENTS = 16_384
+# Prompts whose latents, all together, make more keys and values than fit here are not captured: those of more than
+# 16,384 for DeepSeek V3, whose device then takes longer than the host. With fewer heads more of them fit: 16 tokens of
+# Kimi Linear behind 16,384 waited 40 ms for the host (an H200).
+CAPTURED_BYTES = 1100 << 20
 
 
 class LatentPlans:
@@ -71,7 +75,7 @@ class LatentPlans:
         """
         if not self.mixers or self._path is not MlaPath.MATERIALISED:
             return 0
-        return captured_latents(self._chunk_tokens)
+        return captured_latents(self._chunk_tokens, self.mixers.values())
 
     def decode(self, launch: LaunchInputs) -> MlaDecodePlan | None:
         if self._decode is None or not 0 < launch.num_decode <= self._max_num_seqs:
@@ -100,9 +104,11 @@ class LatentPlans:
         )
 
 
-def captured_latents(chunk_tokens: int) -> int:
+def captured_latents(chunk_tokens: int, mixers: Iterable[LatentSpec]) -> int:
     """Returns how many latents prompts may have in a captured launch: one chunk, and not more than pay."""
-    return min(chunk_tokens, CAPTURED_LATENTS)
+    row_bytes = max(workspace_bytes(1, mixer.num_heads, _dims(mixer), torch.bfloat16) for mixer in mixers)
+    # A power of two, as the bounds of captured launches double.
+    return min(chunk_tokens, 1 << (CAPTURED_BYTES // row_bytes).bit_length() - 1)
 
 
 def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtype) -> int:
@@ -112,8 +118,10 @@ def latent_workspace_bytes(spec: ModelSpec, chunk_tokens: int, dtype: torch.dtyp
     """
     latents = (layer.mixer for layer in spec.layers if isinstance(layer.mixer, LatentSpec))
     mixers = {mixer for mixer in latents if mixer.index is None}
-    num_latents = chunk_tokens + captured_latents(chunk_tokens)
-    return max((workspace_bytes(num_latents, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers), default=0)
+    if not mixers:
+        return 0
+    num_latents = chunk_tokens + captured_latents(chunk_tokens, mixers)
+    return max(workspace_bytes(num_latents, mixer.num_heads, _dims(mixer), dtype) for mixer in mixers)
 
 
 def _dims(mixer: LatentSpec) -> LatentDims:
