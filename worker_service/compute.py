@@ -42,7 +42,7 @@ class Compute(NamedTuple):
     part_bytes: int
     """Pages of more than this go to the host tier in parts of so many bytes."""
     segment_tokens: int
-    """Softmax of prompts begins anew at multiples of so many keys; 0: nowhere."""
+    """Keys of one segment of prompts' attention; 0: all keys are one segment."""
 
 
 class PageDtypes(NamedTuple):

@@ -195,21 +195,19 @@ class Engine:
         # A device without work comes first. Otherwise the reply first: it may bring rows for the next launch.
         if has_reply or not self._launcher.num_in_flight:
             progressed |= self._start_launch()
-        # Streaming overlaps with the launch in flight and with the step. A step takes 0.3 ms to make and to write, as a
-        # few messages do: these go before it.
-        is_quick = new_tokens is not None and len(new_tokens.outputs) <= QUICK_OUTPUTS
-        self._deliver(new_tokens if is_quick else None)
+        # Streaming overlaps with the launch in flight and with the step. A step takes 0.3 ms to make and to write, so a
+        # few messages go before it; many would hold it up.
+        if new_tokens is not None and len(new_tokens.outputs) <= QUICK_OUTPUTS:
+            self._has_news |= self._delivery.deliver(new_tokens)
+            new_tokens = None
         progressed |= self._send_step()
-        self._deliver(None if is_quick else new_tokens)
+        if new_tokens is not None:
+            self._has_news |= self._delivery.deliver(new_tokens)
         if not self._exchange.time_to_late_s():
             progressed |= self._start_launch()
         if not self._launcher.num_in_flight:
             self._delivery.show_due(time.monotonic(), everything=True)
         return progressed
-
-    def _deliver(self, new_tokens: NewTokens | None) -> None:
-        if new_tokens is not None:
-            self._has_news |= self._delivery.deliver(new_tokens)
 
     def _take_reply(self) -> bool:
         try:

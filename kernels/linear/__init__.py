@@ -28,7 +28,8 @@ ALIGNED_BYTES = 16
 # Numbers of rows on both sides of where the library changes its tiles.
 ROWS_TO_TRY = (LEAST_ROWS, 9, 16, 17, 32, 48, 64, 65, 100, 128, 200, 256, 384, 512, 777, 1024, 2048)
 
-# With more of them a trial has so many elements that some show another order of sums; a copy would also take memory.
+# A weight matrix of more elements than this is tried with random numbers alone: its products have millions of elements,
+# of which some differ if the order of sums does, and the second trial would need a matrix of the same size.
 MANY_WEIGHTS = 1 << 24
 
 
@@ -111,8 +112,8 @@ def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -
     """Returns whether the LIBRARY route gives a row the same bits in all launches of up to max_rows rows.
 
     Tried on random rows, dense forwards and as parts of wider rows backwards, which waits for the device: for the start
-    of a process. Two orders of sums round nearly all elements alike: where they are few, rows and weights are tried
-    of whose sums nothing but the rounding is left.
+    of a process. Two orders of sums round nearly all elements to the same number. So small weights are tried a second
+    time, with numbers whose exact sums are zero: the result is then the rounding error, which differs with the order.
     """
     counts = sorted({rows for rows in ROWS_TO_TRY if rows < max_rows} | {max(max_rows, LEAST_ROWS)})
     generator = torch.Generator(weight.device).manual_seed(0)
@@ -121,7 +122,7 @@ def keeps_rows(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -
         return False
     if weight.numel() > MANY_WEIGHTS:
         return True
-    # A bias would swallow what the rounding left.
+    # Added to a bias, the rounding error would be rounded away.
     no_bias = None if bias is None else torch.zeros_like(bias)
     return _keeps(*_cancelling(x, weight, generator), no_bias, counts)
 
@@ -136,7 +137,8 @@ def _keeps(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cou
 
 
 def _cancelling(x: torch.Tensor, weight: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows and weights of these shapes whose products are zero, each term standing against another one."""
+    """Returns rows and weights of these shapes whose exact products are zero: each term has an equal one of opposite
+    sign."""
     order = torch.randperm(weight.shape[1], generator=generator, device=weight.device)
     half = weight.shape[1] // 2
     one, other = order[:half], order[half : 2 * half]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,6 @@ from tests.e2e.served import (
     cold,
 )
 from tests.e2e.test_reuse import check_mid_flight
-from tests.examples import thorough
 from tests.redis_process import RedisProcess
 
 # Of the worker with few pages.
@@ -40,24 +38,9 @@ class ServedKind(Served):
     kind: str
 
 
-# Other kinds have their groups of pages.
-REPEATED = ("gemma3", "qwen3-moe")
-
-
-def kinds(*left: str) -> list[Any]:
-    """Returns all kinds as cases, each with services of its own; those that are `left` are for the thorough run."""
-    groups = {name: pytest.mark.xdist_group(f"kind-{name}") for name in KINDS}
-    return [
-        thorough(name, marks=[group]) if name in left else pytest.param(name, marks=group)
-        for name, group in groups.items()
-    ]
-
-
-# DeepSeek V4 takes a minute for each of these, which ask little of kinds: pages are given back and taken again.
-without_the_slow_one = pytest.mark.parametrize("served", kinds(*REPEATED, "deepseek-v4"), indirect=True)
-
-
-@pytest.fixture(scope="module", params=kinds(*REPEATED))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"kind-{name}")) for name in KINDS]
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, redis_binary: str
 ) -> Iterator[ServedKind]:
@@ -130,7 +113,6 @@ async def test_the_other_worker_fetches(client: Client, served: ServedKind, draw
     await served.all_well(client)
 
 
-@without_the_slow_one
 async def test_preempted_requests_answer_as_when_alone(client: Client, served: ServedKind, draw: Draw) -> None:
     # Five sequences have 2 pages of 64, or 1 of 128, and all need one more at 128 tokens; there are 13, or 7.
     await check_preemption(client, served, [draw(110 + 3 * at) for at in range(5)], ANSWER)
@@ -138,7 +120,6 @@ async def test_preempted_requests_answer_as_when_alone(client: Client, served: S
     assert {worker.worker_id: worker.num_refusals > 0 for worker in stats.workers}["worker-3"]
 
 
-@without_the_slow_one
 async def test_a_worker_is_killed_and_started_again(client: Client, served: ServedKind, draw: Draw) -> None:
     await check_worker_kill(client, served, draw)
 

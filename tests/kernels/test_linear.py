@@ -192,7 +192,7 @@ def test_what_is_not_packed() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("outputs", "depth"), [(209, 48), (60, 12), (97, 48), (160, 32), (1000, 200), (768, 2048)])
 def test_the_route_that_the_trial_chooses_keeps_rows(outputs: int, depth: int) -> None:
-    """Rows of whose sums nothing but the rounding is left, in launches of 8 to 140 rows."""
+    """Rows whose exact sums are zero, so that each output is its rounding error, in launches of 8 to 140 rows."""
     weight = made(outputs, depth, device=GPU)
     route = Route.LIBRARY if keeps_rows(weight, None, 256) else Route.TILED
     rows, weights = _cancelling(made(140, depth, seed=1, device=GPU), weight, torch.Generator(GPU).manual_seed(7))

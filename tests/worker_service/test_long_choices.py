@@ -30,7 +30,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 if torch.cuda.is_available():
     prepare_process(CUDA, 0)
 LONGEST = 70_000
-# New tokens behind so many.
+# By name: tokens of the cached prefix, and new tokens.
 HITS = {"16": (65_536, 16), "within a page": (20_011, 29), "many": (40_000, 500)}
 MAX_NUM_SEQS, MAX_TOKENS = 6, 512
 # Pages that a prefix repeats.

@@ -14,8 +14,9 @@ from kernels.softmax.triton import NO_KEYS
 
 @gluon.jit
 def _next_scores(q, p, acc, stages, step, zeros, STAGES: gl.constexpr):
-    """(scores of the key tile behind the one at `step`, acc to which that one's values are being added, next step, the
-    values' stage)."""
+    """Returns (scores of the next key tile, acc, the next step, the stage of the values being added).
+
+    The product that adds the values of the key tile at `step` to acc still runs."""
     ks, vs, k_full, k_empty, v_full, _ = stages
     before = step % STAGES
     before_phase = (step // STAGES) & 1

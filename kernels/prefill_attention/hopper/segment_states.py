@@ -17,25 +17,25 @@ from kernels.hopper.work_queue import read_number
 
 @gluon.jit
 def own_program():
-    """program_id, read where it is used: the compiler would read it once for all partitions and spill it."""
+    """Returns the program's number, read where it is used: read once for all partitions, it would spill."""
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def num_programs():
-    """The same of num_programs."""
+    """Returns the number of programs of the launch, read where it is used."""
     return gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def packed(p):
-    """16-bit weights unchanged, in pairs from here on: there is no room for wide ones beside two states."""
+    """Returns the 16-bit weights, held in pairs: registers do not suffice for fp32 weights beside two states."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def fold(base, row_sum, acc, other_base, other_sum, other_acc, RO: gl.constexpr):
-    """The state of both; the first is of the earlier keys."""
+    """Returns the softmax state over the keys of both states; the first state is of the earlier keys."""
     top = gl.maximum(base, other_base)
     keep = gl.exp2(base - top)
     weight = gl.exp2(other_base - top)
@@ -47,7 +47,7 @@ def fold(base, row_sum, acc, other_base, other_sum, other_acc, RO: gl.constexpr)
 
 @gluon.jit
 def _by_thread(D: gl.constexpr):
-    """Offsets of an acc in its slot, [D / 8, 128 threads, 4]: 16 bytes of a thread come next to the next thread's."""
+    """Returns the offsets of an acc in its slot, [D / 8, 128 threads, 4]: 16 bytes of each thread in turn."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([D // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
     group = gl.arange(0, D // 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) + opaque_zero()
@@ -71,7 +71,7 @@ def store_state(states, slot, row, base, row_sum, acc, D: gl.constexpr):
 
 @gluon.jit
 def load_state(states, slot, row, D: gl.constexpr, OL: gl.constexpr):
-    """(base, row_sum, acc) of a slot, past the first cache: another program may have written it."""
+    """Returns (base, row_sum, acc) of a slot, read from L2: another program may have written it."""
     acc_ptr, base_ptr, sum_ptr = states
     held = gl.load(acc_ptr + slot.to(gl.int64) * (64 * D) + _by_thread(D), cache_modifier=".cg")
     acc = held.reshape([D // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, D])
@@ -82,7 +82,7 @@ def load_state(states, slot, row, D: gl.constexpr, OL: gl.constexpr):
 
 @gluon.jit
 def add_to(states, slot, row, base, row_sum, acc, D: gl.constexpr, OL: gl.constexpr, RO: gl.constexpr):
-    """The state of a slot and the given one, which is of later keys."""
+    """Returns the state of a slot folded with the given state, which is of later keys."""
     total = load_state(states, slot, row, D, OL)
     return fold(total[0], total[1], total[2], base, row_sum, acc, RO)
 
@@ -92,9 +92,10 @@ def hand_over(
     states, arrivals_ptr, queue, late, head, segments, segment, base, row_sum, acc,
     PART: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, OL: gl.constexpr, RS: gl.constexpr, RO: gl.constexpr,
 ):  # fmt: skip
-    """Stores one segment's state of a tile; (is it the last to come, the state of all segments if it is).
+    """Stores the state of one segment of a tile. Returns (is_last, base, row_sum, acc).
 
-    The last one folds all in ascending order, whoever it is, and leaves the count of arrivals at 0.
+    The program that stores the last missing segment of a tile folds all segments in ascending order, gets the folded
+    state, and resets the count of arrivals to 0. For the other programs the state means nothing.
     """
     at = 2 * (num_programs() + read_number(queue, late + 6, 4) * HEADS + head * segments) + PART
     arrivals = arrivals_ptr + (read_number(queue, late + 7, 4) * HEADS + head) * 2 + PART
