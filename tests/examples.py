@@ -7,7 +7,7 @@ that was found once stays in every run.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -22,9 +22,9 @@ def examples(count: int) -> int:
     return 10 * count if THOROUGH else count
 
 
-def thorough(*values: object, marks: Sequence[pytest.MarkDecorator] = ()) -> Any:
+def thorough(*values: object) -> Any:
     """Returns the values of one case of `pytest.mark.parametrize`, which only the thorough run tries."""
-    return pytest.param(*values, marks=[*marks, pytest.mark.skipif(not THOROUGH, reason=LEFT_TO_THOROUGH)])
+    return pytest.param(*values, marks=pytest.mark.skipif(not THOROUGH, reason=LEFT_TO_THOROUGH))
 
 
 def usual(names: Iterable[str], *always: str) -> list[Any]:
