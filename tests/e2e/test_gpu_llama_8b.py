@@ -44,16 +44,25 @@ class Machine(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory, redis_binary: str) -> Iterator[Machine]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama-8b")
     write_checkpoint(folder, torch.device("cuda"), CONFIG)
     torch.cuda.empty_cache()
+    return folder
+
+
+@pytest.fixture(scope="module", params=[0, 4096], ids=["one-chain", "segments"])
+def machine(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory, redis_binary: str
+) -> Iterator[Machine]:
+    """Prompts attend in one chain of keys, or by segments of 4,096, of which a prompt of 4,600 tokens has two."""
     trace = tmp_path_factory.mktemp("trace") / "trace.json"
     with ExitStack() as stack:
         redis = stack.enter_context(RedisProcess(redis_binary))
         starter = Starter(tmp_path_factory.mktemp("logs"), folder, stack)
         cache = starter.cache(redis_url=redis.url, spill="write_through", fetch="always")
         common = {"host_tier": "redis", "redis_url": redis.url, "pool_mb": 24_576, "device": "cuda"}
+        common["attention_segment_tokens"] = request.param
         first = starter.workers(cache.address, 1, trace_path=trace, **common)[0]
         second = starter.workers(cache.address, 1, 2, **common)[0]
         yield Machine(cache.address, first.address, second.address, (cache, first, second), trace)
