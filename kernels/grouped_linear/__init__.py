@@ -19,8 +19,20 @@ from kernels.errors import KernelArgumentError
 from kernels.grouped_linear import cpu, reference
 from kernels.grouped_linear.cpu import PackedExperts
 from kernels.grouped_linear.plan import TILE_ROWS, ExpertPlan, empty_plan, usual_tile_rows
+from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts, StoredExperts, check_stored, dequantised
 
-__all__ = ["TILE_ROWS", "ExpertPlan", "PackedExperts", "grouped_linear", "packed_experts", "plan_experts"]
+__all__ = [
+    "TILE_ROWS",
+    "ExpertPlan",
+    "Fp8Experts",
+    "Mxfp4Experts",
+    "PackedExperts",
+    "StoredExperts",
+    "dequantised",
+    "grouped_linear",
+    "packed_experts",
+    "plan_experts",
+]
 
 MAX_EXPERTS = 1024
 
@@ -57,7 +69,7 @@ def plan_experts(
 
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor | PackedExperts,
+    weight: torch.Tensor | PackedExperts | StoredExperts,
     plan: ExpertPlan,
     bias: torch.Tensor | None = None,
     *,
@@ -67,10 +79,11 @@ def grouped_linear(
 
     x is [num_tokens, K], or [num_pairs, K] with a row for each pair; weight [num_experts, N, K], bias [num_experts, N].
     Rows of x and of the weight may be slices of wider ones. What `packed_experts` returned takes the CPU's route,
-    whatever `backend` says; without it a CPU takes the reference.
+    whatever `backend` says; without it a CPU takes the reference. A stored weight gives the same bits as what
+    `dequantised` returns of it in x's dtype; with x in fp32 the reference alone takes it.
     """
     num_outputs, depth = _check_weight(weight, plan, x.device)
-    dtypes = KV_DTYPES if isinstance(weight, tuple) else (weight.dtype,)
+    dtypes = (weight.dtype,) if isinstance(weight, torch.Tensor) else KV_DTYPES
     check_tensor("x", x, (None, depth), dtypes, x.device)
     check_rows("x", x)
     if x.shape[0] not in (plan.num_pairs // plan.top_k, plan.num_pairs):
@@ -84,26 +97,39 @@ def grouped_linear(
     out = x.new_empty((plan.num_pairs, num_outputs))
     if out.numel() == 0:
         return out
-    if isinstance(weight, tuple):
+    if not isinstance(weight, torch.Tensor | Fp8Experts | Mxfp4Experts):
         cpu.grouped_linear(x, weight, bias, plan, out)
     elif uses_triton(backend, x):
         from kernels.grouped_linear.triton import launch
 
+        if isinstance(weight, StoredExperts):
+            if x.dtype is torch.float32:
+                raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
+            weight = dequantised(weight, x.dtype)
         launch(x, weight, bias, plan, out)
     else:
         reference.grouped_linear(x, weight, bias, plan, out)
     return out
 
 
-def packed_experts(weight: torch.Tensor, backend: Backend = Backend.AUTO) -> torch.Tensor | PackedExperts:
+def packed_experts(
+    weight: torch.Tensor | StoredExperts, backend: Backend = Backend.AUTO
+) -> torch.Tensor | PackedExperts | StoredExperts:
     """Returns the weight [num_experts, N, K] as `grouped_linear` takes it: packed for fp32 on a CPU, or itself."""
+    if isinstance(weight, StoredExperts):
+        return weight
     check_tensor("weight", weight, (None, None, None), KV_DTYPES, weight.device)
     return cpu.pack(weight, backend)
 
 
-def _check_weight(weight: torch.Tensor | PackedExperts, plan: ExpertPlan, device: torch.device) -> tuple[int, int]:
+def _check_weight(
+    weight: torch.Tensor | PackedExperts | StoredExperts, plan: ExpertPlan, device: torch.device
+) -> tuple[int, int]:
     """Returns the outputs and the depth of each expert."""
     check_tensor("plan.order", plan.order, (None,), (torch.int32,), device)
+    if isinstance(weight, StoredExperts):
+        check_stored(weight, plan.num_experts, device)
+        return weight.shape[1:]
     if isinstance(weight, tuple):
         if len(weight) != plan.num_experts:
             raise KernelArgumentError(f"weight: must be of {plan.num_experts} experts, got {len(weight)}")

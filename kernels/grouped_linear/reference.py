@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from kernels.grouped_linear.plan import ExpertPlan
+from kernels.grouped_linear.stored import StoredExperts, expert_values
 
 
 def plan_experts(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
@@ -27,15 +28,20 @@ def plan_experts(expert_ids: torch.Tensor, plan: ExpertPlan) -> None:
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor | StoredExperts,
+    bias: torch.Tensor | None,
+    plan: ExpertPlan,
+    out: torch.Tensor,
 ) -> None:
-    """Fills out."""
+    """Fills out. A stored weight is rounded to x's dtype first."""
     wide = torch.float64 if x.dtype is torch.float32 else torch.float32
     pairs_of_row, order = plan.num_pairs // x.shape[0], plan.order.tolist()
     for expert, (begin, end) in enumerate(pairwise(plan.starts.tolist())):
         if begin == end:
             continue
-        matrix = weight[expert].to(wide)
+        matrix = weight[expert] if isinstance(weight, torch.Tensor) else expert_values(weight, expert).to(x.dtype)
+        matrix = matrix.to(wide)
         for pair in order[begin:end]:
             product = matrix @ x[pair // pairs_of_row].to(wide)
             out[pair] = product if bias is None else product + bias[expert].to(wide)

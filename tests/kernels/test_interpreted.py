@@ -67,6 +67,7 @@ PARTS = (
         "sample_tokens",
         "route_experts",
         "grouped_linear",
+        "grouped_linear_stored",
         "combine_experts",
     ),
     (
