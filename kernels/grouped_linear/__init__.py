@@ -102,10 +102,8 @@ def grouped_linear(
     elif uses_triton(backend, x):
         from kernels.grouped_linear.triton import launch
 
-        if isinstance(weight, StoredExperts):
-            if x.dtype is torch.float32:
-                raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
-            weight = dequantised(weight, x.dtype)
+        if isinstance(weight, StoredExperts) and x.dtype is torch.float32:
+            raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
         launch(x, weight, bias, plan, out)
     else:
         reference.grouped_linear(x, weight, bias, plan, out)

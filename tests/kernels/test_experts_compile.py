@@ -51,14 +51,14 @@ def test_routing(experts: int, rule: RoutingRule, has_bias: bool) -> None:
 @pytest.mark.parametrize("rows", TILE_ROWS)
 def test_products(values: str, rows: int) -> None:
     """Tensor cores multiply 16 bits in one kind of instruction whatever the tile: 64 outputs and 16 steps of depth."""
-    from kernels.grouped_linear.triton import multiply_pairs, tile_for
+    from kernels.grouped_linear.triton import PLAIN, multiply_pairs, tile_for
 
     tile = tile_for({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[values], rows)
     constants = {"PAIRS_OF_ROW": 8, "TILE_ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     indices = dict.fromkeys(("order", "starts", "tiles", "num_tiles"), "*i32")
     built = compile_for_hopper(
         multiply_pairs,
-        {**constants, "HAS_BIAS": True},
+        {**constants, "HAS_BIAS": True, "FORMAT": PLAIN.value},
         tile.num_warps,
         kinds(values, **indices),
         aligned=("depth", "num_outputs"),
@@ -70,6 +70,33 @@ def test_products(values: str, rows: int) -> None:
         assert "cp.async" in built.ptx
     else:
         assert "mma" not in built.ptx
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("rows", TILE_ROWS)
+def test_products_with_stored_weights(rows: int, name: str) -> None:
+    """The same instruction as with plain weights. Codes are copied asynchronously and multiplied from registers."""
+    from kernels.grouped_linear.triton import FP8, MXFP4, multiply_pairs, tile_for
+
+    tile = tile_for(torch.bfloat16, rows, is_stored=True)
+    constants = {"PAIRS_OF_ROW": 8, "TILE_ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    indices = dict.fromkeys(("order", "starts", "tiles", "num_tiles"), "*i32")
+    stored = {"weight": "*fp8e4nv", "scales": "*fp32"} if name == "fp8" else {"weight": "*u8", "scales": "*u8"}
+    built = compile_for_hopper(
+        multiply_pairs,
+        {**constants, "HAS_BIAS": True, "FORMAT": (FP8 if name == "fp8" else MXFP4).value},
+        tile.num_warps,
+        kinds("bf16", **indices, **stored),
+        aligned=("depth", "num_outputs"),
+        unaligned=("stride_scales_row",),
+        num_stages=tile.num_stages,
+    )
+    assert not built.spills
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
+    # The first operand is four registers, not the address of a tile.
+    assert re.search(r"wgmma\.mma_async[^;]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}", built.ptx)
+    assert "cp.async" in built.ptx and "ldmatrix" not in built.ptx
+    assert ("cvt.rn.f16x2.e4m3x2" in built.ptx) == (name == "fp8")
 
 
 @pytest.mark.parametrize("chunk", [128, 1024, 4096])
