@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any, cast
 
 import torch
 
+from kernels.grouped_linear import Fp8Experts, Mxfp4Experts
+from kernels.grouped_linear.stored import FP8_BLOCK, MX_BLOCK
 from session.words import GroupKind, PageId, StateSlot
 from worker_service.core.batch import Batch, build_batch
 from worker_service.core.launch_plan import Row
@@ -18,13 +21,18 @@ from worker_service.core.sequence import Sequence as CoreSequence
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
 from worker_service.model.decoder import Decoder
+from worker_service.model.layer_weights import ExpertWeight
 from worker_service.model.page_layouts import page_layouts
 from worker_service.model.runner import Runner, RunnerLimits
 from worker_service.model.spec import ModelSpec
+from worker_service.model.weight_formats import ExpertFormat
 
 PAGE = 16
 # Of A_log: a state keeps 98 % of itself from a token to the next, or nothing would show which one it began from.
 LONG_MEMORY = -4.0
+# Of the numbers of e4m3 that even bytes stand for, and of those of e2m1, each equally likely.
+E4M3_DEVIATION = 103.7
+E2M1_DEVIATION = 2.93
 
 
 @dataclass
@@ -51,11 +59,15 @@ class PagedTokens:
 
 
 class RandomTensors:
-    """A source of tensors for a decoder: matrices of N(0, 1 / columns), and ones in every vector but A_log."""
+    """A source of tensors for a decoder: matrices of N(0, 1 / columns), and ones in every vector but A_log.
 
-    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+    Experts may be in a stored format, made there: their values have that deviation, and another distribution.
+    """
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype, experts: ExpertFormat | None = None) -> None:
         self._generator = generator
         self._dtype = dtype
+        self._experts = experts
 
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
         dtype = torch.float32 if wide else self._dtype
@@ -65,8 +77,31 @@ class RandomTensors:
         values = torch.empty(shape, dtype=dtype, device=self._generator.device)
         return values.normal_(std=shape[-1] ** -0.5, generator=self._generator)
 
-    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
-        return self.take(names[0], len(names), *shape)
+    def take_experts(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> ExpertWeight:
+        return self.take_transposed_experts(names[0][0], len(names), len(names[0]) * rows, columns)
+
+    def take_transposed_experts(self, name: str, num_experts: int, rows: int, columns: int) -> ExpertWeight:
+        shape = (num_experts, rows, columns)
+        if self._experts is None:
+            return self.take(name, *shape)
+        return self._fp8(*shape) if self._experts is Fp8Experts else self._mxfp4(*shape)
+
+    def _fp8(self, num_experts: int, rows: int, columns: int) -> Fp8Experts:
+        # Even bytes: those of NaN, 0x7f and 0xff, are odd.
+        values = self._bytes(128, num_experts, rows, columns).mul_(2).view(torch.float8_e4m3fn)
+        scales = torch.empty(num_experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), device=values.device)
+        return Fp8Experts(values, scales.fill_(columns**-0.5 / E4M3_DEVIATION))
+
+    def _mxfp4(self, num_experts: int, rows: int, columns: int) -> Mxfp4Experts:
+        values = self._bytes(256, num_experts, rows, columns // 2)
+        exponent = 127 + round(math.log2(columns**-0.5 / E2M1_DEVIATION))
+        scales = torch.empty(num_experts, rows, columns // MX_BLOCK, dtype=torch.uint8, device=values.device)
+        return Mxfp4Experts(values, scales.fill_(exponent))
+
+    def _bytes(self, end: int, *shape: int) -> torch.Tensor:
+        """Returns random bytes below `end`."""
+        made = torch.empty(shape, dtype=torch.uint8, device=self._generator.device)
+        return made.random_(0, end, generator=self._generator)
 
     def holds(self, name: str) -> bool:
         """Returns False: of what may be stored joined or apart, all is apart."""
@@ -89,10 +124,11 @@ class PagedModel:
         dtype: torch.dtype = torch.bfloat16,
         kv_dtype: torch.dtype | None = None,
         num_slots: int = 8,
+        experts: ExpertFormat | None = None,
     ) -> None:
         self.config = parse_model_spec(fields)
         self.generator = torch.Generator(device).manual_seed(0)
-        self.model = Decoder(self.config, RandomTensors(self.generator, dtype), device)
+        self.model = Decoder(self.config, RandomTensors(self.generator, dtype, experts), device)
         self.page_tokens = page_tokens_of(self.config)
         layouts = page_layouts(self.config, dtype, self.page_tokens, kv_dtype)
         self.state_groups = [group for group, layout in enumerate(layouts) if layout.kind is GroupKind.STATE]

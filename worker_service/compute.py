@@ -74,7 +74,14 @@ def _prepare(config: WorkerConfig) -> Compute:
     if config.host_tier != "none":
         keep_freed_blocks()
     backend = Backend(config.kernel_backend)
-    loaded = load_model(config.model, device, dtype=config.dtype, max_model_len=config.max_model_len, backend=backend)
+    loaded = load_model(
+        config.model,
+        device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        backend=backend,
+        keep_experts=config.expert_weights == "stored",
+    )
     pools = _make_pools(config, loaded, page_dtypes, device)
     limits = RunnerLimits(
         config.max_num_seqs,

@@ -17,6 +17,7 @@ TIERS = ("none", "memory", "redis")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8_e4m3")
+EXPERT_WEIGHTS = ("stored", "dequantised")
 BACKENDS = ("auto", "reference")
 INVARIANCES = ("strict", "batch", "fast")
 # Of attention_segment_tokens, as the kernel takes it.
@@ -57,6 +58,12 @@ class WorkerConfig:
         "Keys of a sparse attention's indexer in pages. auto: as the model's dtype; fp8_e4m3: a byte each, and a scale "
         "for each token.",
         choices=KV_DTYPES,
+    )
+    expert_weights: str = setting(
+        "stored",
+        "Experts of fp8 and mxfp4 checkpoints on a GPU. stored: as in the files, and dequantised by each product; "
+        "dequantised: in dtype. The answers have the same bits.",
+        choices=EXPERT_WEIGHTS,
     )
     kernel_backend: str = setting(
         "auto", "auto: the kernels of the device; reference: plain PyTorch, slow, to compare with.", choices=BACKENDS

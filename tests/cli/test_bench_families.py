@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from benchmarks.bench_families import FAMILIES, QUICK_NEW, QUICK_SHARED, Bench, Saving, measure, weight_bytes
-from benchmarks.paged_model import PagedTokens
+from benchmarks.bench_families import QUICK_NEW, QUICK_SHARED, Bench, Saving, measure, weight_bytes
+from benchmarks.family_configs import EXPERTS, FAMILIES
+from benchmarks.paged_model import PagedTokens, RandomTensors
+from kernels.grouped_linear import dequantised
 from session.words import GroupKind
 from tests.examples import usual
 
@@ -60,6 +62,18 @@ def test_a_launch_reads_its_projections_and_the_experts_that_its_tokens_choose()
     assert weight_bytes(model, 1) == pytest.approx(projections + experts * 2 / 8)
     assert weight_bytes(model, 2) == pytest.approx(projections + experts * (1 - 0.75**2))
     assert weight_bytes(model, 512) == pytest.approx(projections + experts)
+    values = experts / 4
+    assert weight_bytes(model, 512, "fp8") == pytest.approx(projections + values * (1 + 4 / 128**2))
+    assert weight_bytes(model, 512, "mxfp4") == pytest.approx(projections + values * 17 / 32)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_random_experts_in_a_stored_format_have_the_deviation_of_plain_ones(weights: str) -> None:
+    source = RandomTensors(torch.Generator().manual_seed(1), torch.float32, EXPERTS[weights])
+    made = dequantised(source.take_experts([["gate", "up"]] * 4, 128, 512), torch.float32)
+    assert made.shape == (4, 256, 512)
+    # Powers of two come within a half of it.
+    assert 0.7 < made.std().item() * 512**0.5 < 1.42 and abs(made.mean().item() / made.std().item()) < 0.02
 
 
 def test_what_is_possible_is_bound_by_tokens_and_by_weights() -> None:

@@ -314,6 +314,8 @@ class Bench:
         limits: RunnerLimits | None = None,
         kv_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
+        *,
+        keep_experts: bool = False,
     ) -> None:
         config = read_model_spec(folder)
         self.page = page_of(config)
@@ -323,7 +325,7 @@ class Bench:
         for layer in range(len(config.layers)):
             for pages in self.pages.planes(layer):
                 pages[1:].fill_(torch.nan)
-        model = Decoder(config, open_weights(folder, config, dtype, device), device)
+        model = Decoder(config, open_weights(folder, config, dtype, device, keep_experts=keep_experts), device)
         self.runner = Runner(model, self.pages, device, limits)
         self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
         self._working = cycle(range(NUM_PAGES + 1, NUM_PAGES + NUM_WORKING + 1))

@@ -17,6 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from kernels.grouped_linear import Mxfp4Experts, dequantised
+from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.model_kit import CPU, MODELS, VOCAB, Bench, Part, make_reference, random_tokens
 from tests.worker_service.test_weight_formats import BLOCK, FP8_CONFIG, change_config, change_weights
 from worker_service.core.errors import ModelError
@@ -189,6 +191,31 @@ def test_the_logits_are_those_of_transformers(published: Published) -> None:
     with torch.no_grad():
         wanted = reference(torch.tensor([tokens])).logits[0]
     assert (made - wanted).abs().max().item() <= 1e-5 * max(1.0, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("published", ["fp4"], indirect=True)
+@pytest.mark.parametrize("device", [CPU, pytest.param(prepared_cuda(), marks=NEEDS_CUDA)])
+def test_experts_that_stay_packed_give_the_same_logits(published: Published, device: torch.device) -> None:
+    """Cold, and behind a prefix of a page."""
+    tokens, made = random_tokens(LENGTH, 1), []
+    for keep in (True, False):
+        bench = Bench(published.folder, device, torch.bfloat16, keep_experts=keep)
+        sequence = bench.sequence(tokens, [1, 2, 3])
+        cold = bench.all_logits(Part(sequence, 0, LENGTH))
+        made += [cold[PAGE:], bench.all_logits(Part(bench.sequence(tokens, [1, 4, 5]), PAGE, LENGTH))]
+    assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+@pytest.mark.parametrize("published", ["fp4"], indirect=True)
+def test_packed_experts_are_those_of_the_checkpoint(published: Published) -> None:
+    spec, name = read_model_spec(published.folder), "model.layers.1.ffn.experts"
+    names = [[f"{name}.{expert}.{part}.weight" for part in ("w1", "w3")] for expert in range(6)]
+    kept, plain = (
+        open_weights(published.folder, spec, torch.bfloat16, CPU, keep_experts=keep).take_experts(names, 32, 160)
+        for keep in (True, False)
+    )
+    assert isinstance(kept, Mxfp4Experts) and isinstance(plain, torch.Tensor)
+    assert torch.equal(dequantised(kept, torch.bfloat16), plain)
 
 
 @pytest.fixture

@@ -23,17 +23,18 @@ from worker_service.model.weights import open_weights
 
 EXPERTS, INNER, HIDDEN = 8, 24, 48
 NAMES = tuple(f"model.layers.1.mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up"))
+DOWN = ("model.layers.1.mlp.experts.{expert}.down_proj.weight",)
 # fp32, of one expert and of all.
 MATRIX_BYTES = 4 * INNER * HIDDEN
 STACK_BYTES = 2 * EXPERTS * MATRIX_BYTES
 
 
-def peak_bytes(source: TensorSource) -> tuple[int, int]:
+def peak_bytes(source: TensorSource, names: tuple[str, ...] = NAMES, rows: int = INNER) -> tuple[int, int]:
     """Returns the most bytes that were allocated at once while the experts were taken, and those in the end."""
     recorded: Any
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        experts = take_experts(source, NAMES, EXPERTS, INNER, HIDDEN)
-    assert experts.shape == (EXPERTS, 2 * INNER, HIDDEN)
+        experts = take_experts(source, names, EXPERTS, rows, INNER + HIDDEN - rows)
+    assert experts.shape == (EXPERTS, len(names) * rows, INNER + HIDDEN - rows)
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     return max(held), held[-1]
@@ -60,6 +61,15 @@ def test_quantised_experts_too(folder: Path) -> None:
     peak, held = peak_bytes(opened(folder))
     assert held == STACK_BYTES
     assert STACK_BYTES + MATRIX_BYTES <= peak <= STACK_BYTES + 2 * MATRIX_BYTES
+
+
+def test_experts_that_stay_stored_are_read_into_their_place(folder: Path) -> None:
+    """A byte for a value, and a factor of fp32 for each matrix, which is one block. Beside them less than a matrix."""
+    store_as_fp8(folder)
+    source = open_weights(folder, read_model_spec(folder), torch.bfloat16, CPU, keep_experts=True)
+    stored_bytes = EXPERTS * (INNER * HIDDEN + 4)
+    peak, held = peak_bytes(source, DOWN, HIDDEN)
+    assert held == stored_bytes <= peak < stored_bytes + INNER * HIDDEN
 
 
 def test_a_mapping_gives_its_tensors_up_for_the_stack(folder: Path) -> None:

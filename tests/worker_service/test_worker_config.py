@@ -65,6 +65,13 @@ def test_bits_depend_on_no_other_request_unless_speed_is_asked_for() -> None:
     assert load_config(["--model", "m", "--invariance", "fast"], {}).invariance == "fast"
 
 
+def test_experts_stay_stored_unless_told_otherwise() -> None:
+    assert load_config(["--model", "m"], {}).expert_weights == "stored"
+    assert load_config(["--model", "m", "--expert-weights", "dequantised"], {}).expert_weights == "dequantised"
+    with pytest.raises(SettingsError, match="expert-weights"):
+        load_config(["--model", "m", "--expert-weights", "bf16"], {})
+
+
 def test_describe_tells_the_kernel_backend() -> None:
     """Describe's config is this mapping."""
     assert describe(load_config(["--model", "m"], {}))["kernel_backend"] == "auto"

@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.grouped_linear import StoredExperts
+
+# Of all experts, [num_experts, N, K].
+ExpertWeight = torch.Tensor | StoredExperts
+
 
 class Linear(NamedTuple):
     """A projection: weight [N, K] and bias [N]."""
@@ -170,14 +175,15 @@ class DenseWeights:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     """gate_up [num_experts, 2 intermediate, hidden] and down [num_experts, hidden, intermediate], with biases of
-    [num_experts, rows]; the selection bias is fp32 [num_experts]. Experts without a gate have half of gate_up's rows.
+    [num_experts, rows], both in the model's dtype or as their checkpoint stores them; the selection bias is fp32
+    [num_experts]. Experts without a gate have half of gate_up's rows.
     `latents` are the projections to the experts' input and from their output. Of the router's rows those behind the
     experts' are the shared expert's gate, where there is one, and zeros. `experts_of_token` int32 [vocab_size, top_k]
     stands for a choice."""
 
     router: Linear
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     selection_bias: torch.Tensor | None = None

@@ -42,10 +42,11 @@ def load_model(
     dtype: str = "auto",
     max_model_len: int = 0,
     backend: Backend = Backend.AUTO,
+    keep_experts: bool = True,
 ) -> LoadedModel:
     """Cheap checks first, so that a bad folder is reported before gigabytes are read.
 
-    max_model_len 0 means the config's.
+    max_model_len 0 means the config's. `keep_experts`: on a CUDA device quantised experts stay as they are stored.
     """
     folder = resolve_folder(model)
     spec = _limited(read_model_spec(folder), max_model_len)
@@ -53,9 +54,13 @@ def load_model(
     if not spec.eos_token_ids:
         spec = replace(spec, eos_token_ids=eos_token_ids(folder, tokenizer))
     with digesting(folder) as digest:
-        progress = _LoggedProgress()
-        tensors = open_weights(folder, spec, pick_dtype(dtype, spec.dtype, device), device, progress)
-        return LoadedModel(spec, Decoder(spec, tensors, device, backend), tokenizer, digest())
+        progress, keep_experts = _LoggedProgress(), keep_experts and device.type == "cuda"
+        model_dtype = pick_dtype(dtype, spec.dtype, device)
+        tensors = open_weights(folder, spec, model_dtype, device, progress, keep_experts=keep_experts)
+        loaded = LoadedModel(spec, Decoder(spec, tensors, device, backend), tokenizer, digest())
+    kept_mb = {name: num_bytes >> 20 for name, num_bytes in tensors.kept_bytes.items()}
+    _log.info("weights loaded", extra={"weights_mb": tensors.made_bytes >> 20, "experts_as_stored_mb": kept_mb})
+    return loaded
 
 
 def _tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer:

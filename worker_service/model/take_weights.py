@@ -10,6 +10,7 @@ from torch.nn import functional
 from worker_service.model.layer_weights import (
     AttentionWeights,
     DenseWeights,
+    ExpertWeight,
     LatentWeights,
     LayerWeights,
     Linear,
@@ -175,13 +176,14 @@ def take_latents(source: TensorSource, prefix: str, spec: LatentSpec, hidden: in
     return LatentWeights(joined(down, kv), kv_norm, kv_up, output, q_norm, q_up)
 
 
-def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows: int, columns: int) -> torch.Tensor:
+def take_experts(source: TensorSource, names: tuple[str, ...], count: int, rows: int, columns: int) -> ExpertWeight:
     """Returns [count, len(names) * rows, columns]: of each expert the named matrices, row under row.
 
     `{expert}` in a name stands for the expert's number.
     """
-    ordered = [name.format(expert=expert) for expert in range(count) for name in names]
-    return source.take_stack(ordered, rows, columns).view(count, len(names) * rows, columns)
+    return source.take_experts(
+        [[name.format(expert=expert) for name in names] for expert in range(count)], rows, columns
+    )
 
 
 def take_dense(source: TensorSource, prefix: str, spec: DenseSpec, hidden: int) -> DenseWeights:
@@ -214,7 +216,7 @@ def take_moe(
 
 def _take_expert_matrices(
     source: TensorSource, prefix: str, spec: MoeSpec, hidden: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[ExpertWeight, ExpertWeight]:
     """Returns gate_up and down of all experts."""
     parts, count, inner = gate_and_up(spec.activation), spec.num_experts, spec.intermediate_size
     joined, given = f"{prefix}.gate_up_proj", spec.latent_size or hidden

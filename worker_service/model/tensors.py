@@ -7,19 +7,29 @@ What is stored under one of two names asks `holds`.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
 
+from worker_service.model.layer_weights import ExpertWeight
+
 
 class TensorSource(Protocol):
     """`take` returns the tensor of that name; `shape` is what the checkpoint must hold. It has the model's dtype, or
-    fp32 where `wide` says so. `take_stack` returns several of one shape as [len(names), *shape], which are never in
-    memory twice. `holds` says whether a tensor of that name is there."""
+    fp32 where `wide` says so. `holds` says whether a tensor of that name is there.
+
+    Experts come in the model's dtype or as they are stored, and are never in memory twice. `take_experts` returns
+    [num_experts, len(names[0]) * rows, columns] of matrices [rows, columns]: `names` has those of each expert, which
+    become one, row under row. `take_transposed_experts` returns [num_experts, rows, columns] of one tensor
+    [num_experts, columns, rows].
+    """
 
     def take(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor: ...
 
-    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor: ...
+    def take_experts(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> ExpertWeight: ...
+
+    def take_transposed_experts(self, name: str, num_experts: int, rows: int, columns: int) -> ExpertWeight: ...
 
     def holds(self, name: str) -> bool: ...
 
@@ -42,10 +52,13 @@ class NamesOnly:
         self.expected[name] = Expected(shape, wide)
         return torch.empty(shape, device="meta")
 
-    def take_stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
-        for name in names:
-            self.take(name, *shape)
-        return torch.empty(len(names), *shape, device="meta")
+    def take_experts(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> torch.Tensor:
+        for name in chain.from_iterable(names):
+            self.take(name, rows, columns)
+        return torch.empty(len(names), len(names[0]) * rows, columns, device="meta")
+
+    def take_transposed_experts(self, name: str, num_experts: int, rows: int, columns: int) -> torch.Tensor:
+        return self.take(name, num_experts, columns, rows).transpose(1, 2)
 
     def holds(self, name: str) -> bool:
         return name in self._held

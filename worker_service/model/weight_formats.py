@@ -1,8 +1,8 @@
 """How a checkpoint stores its weights: plain, fp8 with a scale for each block, mxfp4, or fp8 beside experts in mxfp4.
 
 The model computes in its own dtype. A format says which stored tensors make one of the model's, and makes it from them,
-one tensor at a time. Which tensors of a quantised checkpoint are stored plain (norms, embeddings, routers) is told by
-the names in its files.
+one tensor at a time. Experts may stay as they are stored: a format says as which operand of `grouped_linear`. Which
+tensors of a quantised checkpoint are stored plain (norms, embeddings, routers) is told by the names in its files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kernels.grouped_linear import Fp8Experts, Mxfp4Experts, dequantised
+from kernels.grouped_linear.stored import FP8_BLOCK, MX_BLOCK, fp8_values, mxfp4_values, powers_of_two
 from worker_service.core.errors import ModelError
 from worker_service.model.fields import Fields
 
@@ -25,11 +27,14 @@ WHOLES = ("I64", "I32")
 # Of the experts that a token id goes to: the one kind of tensor that holds no weights.
 TABLE = ".tid2eid"
 SCALES = ("F32", "BF16", "F8_E8M0")
+# Of DeepSeek V4's experts: two e2m1 values.
+PACKED = ("I8",)
 EXPERT_DTYPE = "expert_dtype"
 # Of a routed expert, by DeepSeek V4's names; `.shared_experts.` does not have it.
 EXPERT = ".experts."
-# Values of a block with one scale, and bytes that it takes, by OCP Microscaling Formats 1.0.
-MX_BLOCK, MX_BLOCK_BYTES = 32, 16
+MX_BLOCK_BYTES = MX_BLOCK // 2
+
+ExpertFormat = type[Fp8Experts] | type[Mxfp4Experts]
 
 
 class Part(NamedTuple):
@@ -48,7 +53,7 @@ class Part(NamedTuple):
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
     """Returns scales in fp32. A byte is an exponent, counted from -127, and 255 is not a number."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
+    return powers_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
 
 
 class WeightFormat(Protocol):
@@ -57,6 +62,13 @@ class WeightFormat(Protocol):
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Returns the tensor that these parts make, on their device."""
+
+    def expert_format(self, parts: Sequence[Part], num_joined: int) -> ExpertFormat | None:
+        """Returns as what an expert's matrix of these parts may stay; None: it must be decoded. An expert has
+        `num_joined` such matrices, row under row."""
+
+    def expert_operand(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the values and the scales of `expert_format`, those of one expert without its dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,12 @@ class Plain:
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         return parts[0].to(dtype)
+
+    def expert_format(self, parts: Sequence[Part], num_joined: int) -> ExpertFormat | None:
+        return None
+
+    def expert_operand(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("plain tensors have no scales")
 
 
 UNQUANTISED = Plain()
@@ -108,13 +126,16 @@ class Fp8Blocks:
         """Computes in fp32 and rounds once."""
         if len(parts) == 1:
             return UNQUANTISED.decoded(parts, dtype)
-        values, scales = parts[0].float(), _factors(parts[1])
-        of_column = scales.repeat_interleave(self.block_columns, dim=1)[:, : values.shape[1]]
-        whole, columns = values.shape[0] // self.block_rows, values.shape[1]
-        cut = whole * self.block_rows
-        values[:cut].view(whole, self.block_rows, columns).mul_(of_column[:whole].unsqueeze(1))
-        values[cut:].mul_(of_column[-1])
-        return values.to(dtype)
+        return fp8_values(parts[0], _factors(parts[1]), (self.block_rows, self.block_columns)).to(dtype)
+
+    def expert_format(self, parts: Sequence[Part], num_joined: int) -> ExpertFormat | None:
+        """Rows of a matrix whose last block is cut short cannot be followed by another matrix's."""
+        is_cut = parts[0].shape[0] % FP8_BLOCK > 0
+        has_blocks = len(parts) == 2 and (self.block_rows, self.block_columns) == (FP8_BLOCK, FP8_BLOCK)
+        return None if not has_blocks or (is_cut and num_joined > 1) else Fp8Experts
+
+    def expert_operand(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return parts[0], _factors(parts[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +162,15 @@ class Mxfp4:
         return Part(f"{name}_blocks", (*blocks, MX_BLOCK_BYTES), ("U8",)), scales
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """One expert at a time, so that the fp32 values in between take the memory of one."""
         if len(parts) == 1:
             return UNQUANTISED.decoded(parts, dtype)
-        blocks, scales = parts
-        experts, rows, blocks_of_row, _ = blocks.shape
-        values = torch.empty(experts, rows, blocks_of_row * MX_BLOCK, dtype=dtype, device=blocks.device)
-        for expert in range(experts):
-            values[expert] = _decoded_mxfp4(blocks[expert], scales[expert])
-        return values.transpose(1, 2)
+        return dequantised(Mxfp4Experts(*self.expert_operand(parts)), dtype).transpose(1, 2)
+
+    def expert_format(self, parts: Sequence[Part], num_joined: int) -> ExpertFormat | None:
+        return Mxfp4Experts if len(parts) == 2 else None
+
+    def expert_operand(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return parts[0].flatten(2), parts[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +186,20 @@ class Fp8WithMxfp4Experts:
         rows, columns = shape
         blocks = _blocks_of_row(name, columns)
         scales = Part(_scale_name(name), (rows, blocks), ("F8_E8M0",), is_scale=True)
-        return Part(name, (rows, blocks * MX_BLOCK_BYTES), ("I8",)), scales
+        return Part(name, (rows, blocks * MX_BLOCK_BYTES), PACKED), scales
 
     def decoded(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         if parts[0].dtype is not torch.int8:
             return self.fp8.decoded(parts, dtype)
-        packed, scales = parts
-        blocks = packed.view(torch.uint8).view(*scales.shape, MX_BLOCK_BYTES)
-        return _decoded_mxfp4(blocks, scales).to(dtype)
+        return mxfp4_values(*self.expert_operand(parts)).to(dtype)
+
+    def expert_format(self, parts: Sequence[Part], num_joined: int) -> ExpertFormat | None:
+        return Mxfp4Experts if parts[0].dtypes == PACKED else self.fp8.expert_format(parts, num_joined)
+
+    def expert_operand(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if parts[0].dtype is not torch.int8:
+            return self.fp8.expert_operand(parts)
+        return parts[0].view(torch.uint8), parts[1].view(torch.uint8)
 
 
 def _scale_name(name: str) -> str:
@@ -184,20 +211,6 @@ def _blocks_of_row(name: str, columns: int) -> int:
     if columns % MX_BLOCK:
         raise ModelError(name, f"is stored as mxfp4, whose rows of {columns} must divide by {MX_BLOCK}")
     return columns // MX_BLOCK
-
-
-def _decoded_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns fp32 [rows, columns] of bytes [rows, columns / 32, 16] and scales [rows, columns / 32]."""
-    halves = _pairs_of_e2m1(blocks.device)[blocks.int()].flatten(2)
-    return halves.mul_(_factors(scales).unsqueeze(-1)).flatten(1)
-
-
-def _pairs_of_e2m1(device: torch.device) -> torch.Tensor:
-    """Returns the two values of each byte, fp32 [256, 2]."""
-    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    values = torch.tensor([*positive, *(-value for value in positive)], device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
 
 
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"

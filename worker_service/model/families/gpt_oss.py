@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from kernels.grouped_linear import Mxfp4Experts
 from kernels.route_experts import RoutingRule
 from worker_service.core.errors import ModelError
 from worker_service.model.families.common import model_spec, read_heads, read_positions, read_sliding
 from worker_service.model.families.family import FULL_AND_WINDOW, Family
 from worker_service.model.fields import Fields, first_of, flag, number, one_of, whole
-from worker_service.model.layer_weights import LayerWeights, MoeWeights
+from worker_service.model.layer_weights import ExpertWeight, LayerWeights, MoeWeights
 from worker_service.model.mlps import SWIGLU_LIMIT
 from worker_service.model.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec
 from worker_service.model.take_weights import take_linear, take_mixer
@@ -88,11 +89,18 @@ def _take_experts(source: TensorSource, prefix: str, spec: MoeSpec, hidden: int)
     count, inner, names = spec.num_experts, spec.intermediate_size, f"{prefix}.experts"
     return MoeWeights(
         router=take_linear(source, [f"{prefix}.router"], [count], hidden, bias=True),
-        gate_up=_in_halves(source.take(f"{names}.gate_up_proj", count, hidden, 2 * inner).transpose(1, 2)),
-        down=source.take(f"{names}.down_proj", count, inner, hidden).transpose(1, 2).contiguous(),
+        gate_up=_weight_in_halves(source.take_transposed_experts(f"{names}.gate_up_proj", count, 2 * inner, hidden)),
+        down=source.take_transposed_experts(f"{names}.down_proj", count, hidden, inner),
         gate_up_bias=_in_halves(source.take(f"{names}.gate_up_proj_bias", count, 2 * inner)),
         down_bias=source.take(f"{names}.down_proj_bias", count, hidden),
     )
+
+
+def _weight_in_halves(weight: ExpertWeight) -> ExpertWeight:
+    if isinstance(weight, torch.Tensor):
+        return _in_halves(weight)
+    assert isinstance(weight, Mxfp4Experts), "blocks of 128 rows have gates and ups in turn"
+    return Mxfp4Experts(_in_halves(weight.values), _in_halves(weight.scales))
 
 
 def _in_halves(rows: torch.Tensor) -> torch.Tensor:

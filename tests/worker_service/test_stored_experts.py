@@ -1,0 +1,160 @@
+"""Experts that stay as their checkpoint stores them: the values and the logits of those that are dequantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kernels.grouped_linear import Fp8Experts, Mxfp4Experts, dequantised
+from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
+from tests.worker_service.model_kit import CPU, MODELS, PAGE, Bench, Part, make_reference, random_tokens
+from tests.worker_service.test_deepseek_v4_weights import packed_fp4
+from tests.worker_service.test_weight_formats import FP8_CONFIG, change_config, change_weights, store_as_fp8
+from worker_service.model.checkpoint_files import WEIGHTS
+from worker_service.model.config import read_model_spec
+from worker_service.model.families import family_of
+from worker_service.model.gemm_dispatch import Invariance
+from worker_service.model.layer_weights import ExpertWeight, MoeWeights
+from worker_service.model.runner import RunnerLimits
+from worker_service.model.weight_formats import ExpertFormat
+from worker_service.model.weights import open_weights
+
+DEVICES = [CPU, pytest.param(prepared_cuda(), marks=NEEDS_CUDA)]
+# Rows and columns of more than a block, the last one cut short in each row.
+FP8_SIZES = {"hidden_size": 160, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+MXFP4_SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+LENGTH = 3 * PAGE + 5
+
+
+def make_fp8(monkeypatch: pytest.MonkeyPatch, folder: Path, model: str, **sizes: Any) -> None:
+    family, fields = MODELS[model]
+    monkeypatch.setitem(MODELS, f"{model}-fp8", (family, {**fields, **FP8_SIZES, **sizes}))
+    make_reference(f"{model}-fp8", folder)
+    store_as_fp8(folder)
+
+
+def make_mxfp4(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    family, fields = MODELS["gpt-oss"]
+    monkeypatch.setitem(MODELS, "gpt-oss-mxfp4", (family, {**fields, **MXFP4_SIZES}))
+    make_reference("gpt-oss-mxfp4", folder)
+    changes: dict[str, torch.Tensor | None] = {}
+    for name, weight in load_file(folder / WEIGHTS).items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            codes, scales = zip(*(packed_fp4(matrix.T.contiguous()) for matrix in weight), strict=True)
+            blocks = torch.stack(codes).view(torch.uint8)
+            changes |= {
+                name: None,
+                f"{name}_blocks": blocks.view(*blocks.shape[:2], -1, 16),
+                f"{name}_scales": torch.stack(scales).view(torch.uint8),
+            }
+    change_weights(folder, **changes)
+    change_config(folder, quantization_config={"quant_method": "mxfp4"})
+
+
+@pytest.fixture(params=["fp8", "mxfp4"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """DeepSeek V3's or gpt-oss' layers."""
+    if request.param == "fp8":
+        make_fp8(monkeypatch, tmp_path, "deepseek-v3")
+    else:
+        make_mxfp4(monkeypatch, tmp_path)
+    return tmp_path
+
+
+def experts(folder: Path, *, keep: bool, dtype: torch.dtype = torch.bfloat16) -> list[ExpertWeight]:
+    """Of all layers that have them: gate_up and down."""
+    spec = read_model_spec(folder)
+    source = open_weights(folder, spec, dtype, CPU, keep_experts=keep)
+    take_layer = family_of(spec.architecture).take_layer
+    layers = [take_layer(source, f"model.layers.{at}", spec, layer) for at, layer in enumerate(spec.layers)]
+    return [
+        weight for layer in layers if isinstance(mlp := layer.mlp, MoeWeights) for weight in (mlp.gate_up, mlp.down)
+    ]
+
+
+def check_values(folder: Path, made: ExpertFormat, dtype: torch.dtype) -> None:
+    kept, wanted = experts(folder, keep=True, dtype=dtype), experts(folder, keep=False, dtype=dtype)
+    assert kept and all(type(weight) is made for weight in kept)
+    for weight, plain in zip(kept, wanted, strict=True):
+        assert torch.equal(dequantised(weight, dtype), plain)
+        assert all(part.is_contiguous() for part in weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-moe", "glm4-moe"])
+def test_fp8_experts_are_those_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dtype: torch.dtype
+) -> None:
+    make_fp8(monkeypatch, tmp_path, model)
+    check_values(tmp_path, Fp8Experts, dtype)
+
+
+def test_scales_of_16_bits_and_powers_of_two_become_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_fp8(monkeypatch, tmp_path, "qwen3-moe")
+    scales = {name: scale for name, scale in load_file(tmp_path / WEIGHTS).items() if name.endswith("_scale_inv")}
+    for dtype in (torch.bfloat16, torch.float8_e8m0fnu):
+        change_weights(tmp_path, **{name: scale.to(dtype) for name, scale in scales.items()})
+        check_values(tmp_path, Fp8Experts, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mxfp4_experts_are_those_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    make_mxfp4(monkeypatch, tmp_path)
+    check_values(tmp_path, Mxfp4Experts, dtype)
+
+
+def kept_formats(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[type]:
+    return [type(weight) for weight in experts(folder, keep=True, dtype=dtype)]
+
+
+def test_what_products_cannot_take_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate's last block cut short, where the up projection follows it; and an fp32 model."""
+    make_fp8(monkeypatch, tmp_path, "qwen3-moe", moe_intermediate_size=24)
+    assert kept_formats(tmp_path) == [torch.Tensor, Fp8Experts] * 2
+    assert kept_formats(tmp_path, torch.float32) == [torch.Tensor] * 4
+
+
+def test_blocks_of_another_size_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_fp8(monkeypatch, tmp_path, "qwen3-moe")
+    stored = load_file(tmp_path / WEIGHTS)
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        rows, columns = (-(-size // 64) for size in stored[name.removesuffix("_scale_inv")].shape)
+        halved = stored[name].repeat_interleave(2, 0).repeat_interleave(2, 1)
+        change_weights(tmp_path, **{name: halved[:rows, :columns].contiguous()})
+    change_config(tmp_path, quantization_config={**FP8_CONFIG, "weight_block_size": [64, 64]})
+    assert kept_formats(tmp_path) == [torch.Tensor] * 4
+
+
+def test_one_plain_expert_makes_its_layer_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_fp8(monkeypatch, tmp_path, "qwen3-moe")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    change_weights(tmp_path, **{name: torch.ones(160, 128), f"{name}_scale_inv": None})
+    assert kept_formats(tmp_path) == [Fp8Experts, Fp8Experts, Fp8Experts, torch.Tensor]
+
+
+def logits(folder: Path, device: torch.device, *, keep: bool) -> list[torch.Tensor]:
+    """Of a cold prompt, of what follows a prefix of two pages, and of a decoded token beside another prompt."""
+    limits = RunnerLimits(4, 256, Invariance.BATCH, graphs=device.type == "cuda")
+    bench = Bench(folder, device, torch.bfloat16, limits, keep_experts=keep)
+    tokens = random_tokens(LENGTH + 1, 1)
+    cold = bench.sequence(tokens[:LENGTH], [1, 2, 3, 4])
+    made = [bench.all_logits(Part(cold, 0, LENGTH))]
+    warm = bench.sequence(tokens, [1, 2, 5, 6])
+    made.append(bench.all_logits(Part(warm, 2 * PAGE, LENGTH)))
+    other = bench.sequence(random_tokens(20, 2), [7, 8])
+    made.append(bench.runner.logits(bench.batch(Part(warm, LENGTH, LENGTH + 1), Part(other, 0, 20))))
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_gives_the_logits_of_the_dequantised_one(folder: Path, device: torch.device) -> None:
+    assert torch.Tensor not in kept_formats(folder)
+    kept, plain = logits(folder, device, keep=True), logits(folder, device, keep=False)
+    assert all(torch.equal(one, other) for one, other in zip(kept, plain, strict=True))
+    assert torch.equal(kept[0][2 * PAGE :], kept[1]) and kept[0].isfinite().all()
