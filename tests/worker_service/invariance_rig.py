@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.worker_service.loaded_tensors import LoadedTensors
+from tests.worker_service.loaded_tensors import LoadedTensors, StoredAs
 from tests.worker_service.model_kit import MEMORY, NUM_WORKING, Bench, PagedTokens, Part, num_pages_of, page_of
 from worker_service.gpu.page_pools import PagePools
 from worker_service.model.config import parse_model_spec
@@ -35,7 +35,7 @@ class Scale(NamedTuple):
 
 class World(Bench):
     """A model of random weights and a pool of pages; `fields` are its config.json, `dtype` that of both
-    unless the pages have one of their own."""
+    unless the pages have one of their own, `experts` what its experts are stored as."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class World(Bench):
         dtype: torch.dtype,
         scale: Scale,
         kv_dtype: torch.dtype | None = None,
+        experts: StoredAs | None = None,
     ) -> None:
         self.config = parse_model_spec(fields)
         self.scale = scale
@@ -56,7 +57,7 @@ class World(Bench):
         layouts = page_layouts(self.config, dtype, page_tokens, kv_dtype)
         self.pages = PagePools(layouts, num_pages_of(layouts, self.num_pages), page_tokens, device)
         limits = RunnerLimits(MAX_MATES + 2, scale.lengths[-1] * 2, invariance, graphs=True)
-        source = LoadedTensors(self._tensors(device, dtype))
+        source = LoadedTensors(self._tensors(device, dtype), experts)
         self.runner = Runner(Decoder(self.config, source, device), self.pages, device, limits)
         self.clear(random.Random(0))
 

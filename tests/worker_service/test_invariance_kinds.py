@@ -14,6 +14,7 @@ import torch
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.invariance_rig import VOCAB, Scale, World, check_decoding, check_prefill
 from tests.worker_service.model_kit import page_of
+from tests.worker_service.stored_models import AS_FP8, AS_MXFP4
 from worker_service.model.config import parse_model_spec
 from worker_service.model.gemm_dispatch import Invariance
 
@@ -184,12 +185,21 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+# On a GPU also with experts as checkpoints store them.
+STORED = [("latents", AS_FP8), ("windows-sinks", AS_MXFP4), ("compressed", AS_MXFP4)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((kind, None) for kind in KINDS), *STORED],
+    ids=lambda param: f"{param[0]}-{param[1].made.__name__}" if param[1] else param[0],
+)
 def gpu_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    shared, large, _ = KINDS[request.param]
+    kind, experts = request.param
+    shared, large, _ = KINDS[kind]
     fields = {**SIZES, **LARGE, **shared, **large}
-    scale = GPU_SCALES.get(request.param, Scale())
-    yield World(fields, page_of(parse_model_spec(fields)), Invariance.BATCH, CUDA, torch.bfloat16, scale)
+    page_tokens, scale = page_of(parse_model_spec(fields)), GPU_SCALES.get(kind, Scale())
+    yield World(fields, page_tokens, Invariance.BATCH, CUDA, torch.bfloat16, scale, experts=experts)
     torch.cuda.empty_cache()
 
 

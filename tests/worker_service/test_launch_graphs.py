@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, PagedTokens, Part, make_reference, random_tokens
+from tests.worker_service.stored_models import make_fp8, make_mxfp4
 from worker_service.core.batch import Batch
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
@@ -36,6 +39,12 @@ if torch.cuda.is_available():
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # The demo model is wide enough for the GEMM of decode rows; the others are not.
 MODELS = ("llama-wide-heads-yarn", "qwen3-tied-windows", "demo", "lfm2", "bamba", "falcon-h1")
+# What makes the folders of others than model_kit's.
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "demo": partial(make_random_model, seed=3),
+    "deepseek-v3-fp8": partial(make_fp8, model="deepseek-v3"),
+    "gpt-oss-mxfp4": make_mxfp4,
+}
 MAX_NUM_SEQS = 12
 
 
@@ -171,7 +180,13 @@ class Twins:
 
     def __init__(self, folder: Path, invariance: Invariance) -> None:
         self.captured, self.plain = (
-            Bench(folder, CUDA, torch.bfloat16, RunnerLimits(MAX_NUM_SEQS, 256, invariance, graphs=graphs))
+            Bench(
+                folder,
+                CUDA,
+                torch.bfloat16,
+                RunnerLimits(MAX_NUM_SEQS, 256, invariance, graphs=graphs),
+                keep_experts=True,
+            )
             for graphs in (True, False)
         )
 
@@ -196,6 +211,9 @@ class Twins:
         *((name, kind) for name in MODELS for kind in (Invariance.STRICT, Invariance.BATCH)),
         ("deepseek-v3", Invariance.BATCH),
         ("kimi-linear", Invariance.BATCH),
+        # With experts as they are stored.
+        ("deepseek-v3-fp8", Invariance.BATCH),
+        ("gpt-oss-mxfp4", Invariance.BATCH),
         # Sparse layers are planned on the device in any invariance, and layers with compressed entries not at all.
         *(
             (name, kind)
@@ -208,8 +226,8 @@ class Twins:
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     name, invariance = request.param
     folder = tmp_path_factory.mktemp(name)
-    if name == "demo":
-        make_random_model(folder, seed=3)
+    if (make := MAKERS.get(name)) is not None:
+        make(folder)
     else:
         make_reference(name, folder)
     return Twins(folder, invariance)

@@ -3,65 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli.random_model import make_random_model
 from kernels.grouped_linear import Fp8Experts, Mxfp4Experts, dequantised
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
-from tests.worker_service.model_kit import CPU, MODELS, PAGE, Bench, Part, make_reference, random_tokens
-from tests.worker_service.test_deepseek_v4_weights import packed_fp4
-from tests.worker_service.test_weight_formats import FP8_CONFIG, change_config, change_weights, store_as_fp8
+from tests.worker_service.model_kit import CPU, PAGE, Bench, Part, random_tokens
+from tests.worker_service.stored_models import make_fp8, make_mxfp4
+from tests.worker_service.test_weight_formats import FP8_CONFIG, change_config, change_weights
 from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import read_model_spec
 from worker_service.model.families import family_of
 from worker_service.model.gemm_dispatch import Invariance
 from worker_service.model.layer_weights import ExpertWeight, MoeWeights
+from worker_service.model.load import load_model
 from worker_service.model.runner import RunnerLimits
 from worker_service.model.weight_formats import ExpertFormat
 from worker_service.model.weights import open_weights
 
 DEVICES = [CPU, pytest.param(prepared_cuda(), marks=NEEDS_CUDA)]
-# Rows and columns of more than a block, the last one cut short in each row.
-FP8_SIZES = {"hidden_size": 160, "moe_intermediate_size": 128, "num_hidden_layers": 2}
-MXFP4_SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 LENGTH = 3 * PAGE + 5
 
 
-def make_fp8(monkeypatch: pytest.MonkeyPatch, folder: Path, model: str, **sizes: Any) -> None:
-    family, fields = MODELS[model]
-    monkeypatch.setitem(MODELS, f"{model}-fp8", (family, {**fields, **FP8_SIZES, **sizes}))
-    make_reference(f"{model}-fp8", folder)
-    store_as_fp8(folder)
-
-
-def make_mxfp4(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    family, fields = MODELS["gpt-oss"]
-    monkeypatch.setitem(MODELS, "gpt-oss-mxfp4", (family, {**fields, **MXFP4_SIZES}))
-    make_reference("gpt-oss-mxfp4", folder)
-    changes: dict[str, torch.Tensor | None] = {}
-    for name, weight in load_file(folder / WEIGHTS).items():
-        if name.endswith((".gate_up_proj", ".down_proj")):
-            codes, scales = zip(*(packed_fp4(matrix.T.contiguous()) for matrix in weight), strict=True)
-            blocks = torch.stack(codes).view(torch.uint8)
-            changes |= {
-                name: None,
-                f"{name}_blocks": blocks.view(*blocks.shape[:2], -1, 16),
-                f"{name}_scales": torch.stack(scales).view(torch.uint8),
-            }
-    change_weights(folder, **changes)
-    change_config(folder, quantization_config={"quant_method": "mxfp4"})
-
-
 @pytest.fixture(params=["fp8", "mxfp4"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """DeepSeek V3's or gpt-oss' layers."""
     if request.param == "fp8":
-        make_fp8(monkeypatch, tmp_path, "deepseek-v3")
+        make_fp8(tmp_path, "deepseek-v3")
     else:
-        make_mxfp4(monkeypatch, tmp_path)
+        make_mxfp4(tmp_path)
     return tmp_path
 
 
@@ -86,15 +59,13 @@ def check_values(folder: Path, made: ExpertFormat, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-moe", "glm4-moe"])
-def test_fp8_experts_are_those_of_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dtype: torch.dtype
-) -> None:
-    make_fp8(monkeypatch, tmp_path, model)
+def test_fp8_experts_are_those_of_the_checkpoint(tmp_path: Path, model: str, dtype: torch.dtype) -> None:
+    make_fp8(tmp_path, model)
     check_values(tmp_path, Fp8Experts, dtype)
 
 
-def test_scales_of_16_bits_and_powers_of_two_become_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_fp8(monkeypatch, tmp_path, "qwen3-moe")
+def test_scales_of_16_bits_and_powers_of_two_become_fp32(tmp_path: Path) -> None:
+    make_fp8(tmp_path, "qwen3-moe")
     scales = {name: scale for name, scale in load_file(tmp_path / WEIGHTS).items() if name.endswith("_scale_inv")}
     for dtype in (torch.bfloat16, torch.float8_e8m0fnu):
         change_weights(tmp_path, **{name: scale.to(dtype) for name, scale in scales.items()})
@@ -102,10 +73,8 @@ def test_scales_of_16_bits_and_powers_of_two_become_fp32(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mxfp4_experts_are_those_of_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    make_mxfp4(monkeypatch, tmp_path)
+def test_mxfp4_experts_are_those_of_the_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_mxfp4(tmp_path)
     check_values(tmp_path, Mxfp4Experts, dtype)
 
 
@@ -113,15 +82,15 @@ def kept_formats(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[type
     return [type(weight) for weight in experts(folder, keep=True, dtype=dtype)]
 
 
-def test_what_products_cannot_take_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_products_cannot_take_is_dequantised(tmp_path: Path) -> None:
     """A gate's last block cut short, where the up projection follows it; and an fp32 model."""
-    make_fp8(monkeypatch, tmp_path, "qwen3-moe", moe_intermediate_size=24)
+    make_fp8(tmp_path, "qwen3-moe", moe_intermediate_size=24)
     assert kept_formats(tmp_path) == [torch.Tensor, Fp8Experts] * 2
     assert kept_formats(tmp_path, torch.float32) == [torch.Tensor] * 4
 
 
-def test_blocks_of_another_size_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_fp8(monkeypatch, tmp_path, "qwen3-moe")
+def test_blocks_of_another_size_are_dequantised(tmp_path: Path) -> None:
+    make_fp8(tmp_path, "qwen3-moe")
     stored = load_file(tmp_path / WEIGHTS)
     for name in [name for name in stored if name.endswith("_scale_inv")]:
         rows, columns = (-(-size // 64) for size in stored[name.removesuffix("_scale_inv")].shape)
@@ -131,8 +100,8 @@ def test_blocks_of_another_size_are_dequantised(tmp_path: Path, monkeypatch: pyt
     assert kept_formats(tmp_path) == [torch.Tensor] * 4
 
 
-def test_one_plain_expert_makes_its_layer_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_fp8(monkeypatch, tmp_path, "qwen3-moe")
+def test_one_plain_expert_makes_its_layer_plain(tmp_path: Path) -> None:
+    make_fp8(tmp_path, "qwen3-moe")
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     change_weights(tmp_path, **{name: torch.ones(160, 128), f"{name}_scale_inv": None})
     assert kept_formats(tmp_path) == [Fp8Experts, Fp8Experts, Fp8Experts, torch.Tensor]
@@ -158,3 +127,21 @@ def test_a_model_gives_the_logits_of_the_dequantised_one(folder: Path, device: t
     kept, plain = logits(folder, device, keep=True), logits(folder, device, keep=False)
     assert all(torch.equal(one, other) for one, other in zip(kept, plain, strict=True))
     assert torch.equal(kept[0][2 * PAGE :], kept[1]) and kept[0].isfinite().all()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_worker_keeps_them_on_a_gpu_and_says_how_much(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: torch.device, keep: bool
+) -> None:
+    """Of two layers with 8 experts of 3 x 128 x 512: 3 MiB in fp8, 6 in bf16. Beside them embeddings of 260 x 512."""
+    make_random_model(tmp_path)
+    sizes = {"vocab_size": 260, "hidden_size": 512, "num_experts": 8, "eos_token_id": 257}
+    make_fp8(tmp_path, "qwen3-moe", **sizes)
+    with caplog.at_level("INFO", "worker_service"):
+        loaded = load_model(str(tmp_path), device, dtype="bfloat16", keep_experts=keep)
+    (record,) = [record for record in caplog.records if record.message == "weights loaded"]
+    is_kept = keep and device.type == "cuda"
+    assert record.experts_as_stored_mb == ({"fp8": 3} if is_kept else {})
+    others_mb = sum(linear.weight.nbytes for linear in loaded.model.linears()) >> 20
+    assert (3 if is_kept else 6) <= record.weights_mb - others_mb <= (4 if is_kept else 7)
