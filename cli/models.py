@@ -11,6 +11,8 @@ from cli.app import JsonOption, app, fail
 from cli.output import Output, table
 from cli.preflight import check_packages
 
+STORED_EXPERTS = "On a GPU experts in fp8 and mxfp4 stay so, unless expert_weights is dequantised; all else gets dtype."
+
 
 class Served(NamedTuple):
     """An architecture: the kinds of groups that its layers may need, how its weights may be stored."""
@@ -30,7 +32,7 @@ def models_command(json_: JsonOption = False) -> None:
         fail(str(error))
     output = Output(as_json=json_)
     served = served_architectures()
-    output.show(_served_table(served))
+    output.show(_served_table(served), STORED_EXPERTS)
     output.emit({"models": [one._asdict() for one in served]})
 
 
