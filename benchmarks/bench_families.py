@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_families [--only experts latents] [--device cpu --quick] --out families.json
 
-Random weights in the shape of whole models, in process; of models that an H200 cannot hold as many layers as it can,
-since what a launch costs the host is shared by all of them. A prompt is computed in launches of TOKEN_BUDGET tokens, as
-a worker does; a hit computes what follows the prefix. `saved` is the share of the cold time that the hit saves,
+Random weights in the shape of whole models, in process; of models that an H200 cannot hold, or not compute in seconds,
+as many layers as share what a launch costs the host. A prompt is computed in launches of TOKEN_BUDGET tokens, as a
+worker does; a hit computes what follows the prefix. `saved` is the share of the cold time that the hit saves,
 `of_tokens` that share over the share of tokens that it saves: 1 where each token costs the same. No launch is faster
 than it reads its weights, those of each expert that a token chose among them: `weights_ms` is that time for the hit,
 and `of_possible` the saved share over the most that it leaves. The cold run of a model with states leaves a snapshot

@@ -26,9 +26,9 @@ def make_fp8(folder: Path, model: str, **sizes: Any) -> None:
     store_as_fp8(folder)
 
 
-def make_mxfp4(folder: Path) -> None:
+def make_mxfp4(folder: Path, **sizes: Any) -> None:
     """Write a folder of gpt-oss' layers, by its names."""
-    _make(folder, "gpt-oss", MXFP4_SIZES)
+    _make(folder, "gpt-oss", {**MXFP4_SIZES, **sizes})
     changes: dict[str, torch.Tensor | None] = {}
     for name, weight in load_file(folder / WEIGHTS).items():
         if name.endswith((".gate_up_proj", ".down_proj")):
