@@ -80,7 +80,7 @@ def _prepare(config: WorkerConfig) -> Compute:
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         backend=backend,
-        keep_experts=config.expert_weights == "stored",
+        expert_weights=config.expert_weights,
     )
     pools = _make_pools(config, loaded, page_dtypes, device)
     limits = RunnerLimits(

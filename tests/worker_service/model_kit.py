@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from worker_service.model.page_layouts import page_layouts
 from worker_service.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
 from worker_service.model.runner import LaunchResult, Runner, RunnerLimits
 from worker_service.model.spec import STATE_PAGE_TOKENS, ModelSpec
+from worker_service.model.weight_formats import ExpertFormat
 from worker_service.model.weights import open_weights
 
 CPU = torch.device("cpu")
@@ -315,7 +316,7 @@ class Bench:
         kv_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
         *,
-        keep_experts: bool = False,
+        kept_formats: Collection[ExpertFormat] = (),
     ) -> None:
         config = read_model_spec(folder)
         self.page = page_of(config)
@@ -325,7 +326,7 @@ class Bench:
         for layer in range(len(config.layers)):
             for pages in self.pages.planes(layer):
                 pages[1:].fill_(torch.nan)
-        model = Decoder(config, open_weights(folder, config, dtype, device, keep_experts=keep_experts), device)
+        model = Decoder(config, open_weights(folder, config, dtype, device, kept_formats=kept_formats), device)
         self.runner = Runner(model, self.pages, device, limits)
         self._slots = cycle(range((limits or RunnerLimits()).max_num_seqs))
         self._working = cycle(range(NUM_PAGES + 1, NUM_PAGES + NUM_WORKING + 1))

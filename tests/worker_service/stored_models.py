@@ -15,6 +15,7 @@ from tests.worker_service.test_deepseek_v4_weights import packed_fp4
 from tests.worker_service.test_weight_formats import change_config, change_weights, quantised, store_as_fp8
 from worker_service.model.checkpoint_files import WEIGHTS
 
+FORMATS = (Fp8Experts, Mxfp4Experts)
 # Rows and columns of more than a block, the last one of a row cut short.
 FP8_SIZES = {"hidden_size": 160, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 MXFP4_SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -198,8 +198,8 @@ def test_the_logits_are_those_of_transformers(published: Published) -> None:
 def test_experts_that_stay_packed_give_the_same_logits(published: Published, device: torch.device) -> None:
     """Cold, and behind a prefix of a page."""
     tokens, made = random_tokens(LENGTH, 1), []
-    for keep in (True, False):
-        bench = Bench(published.folder, device, torch.bfloat16, keep_experts=keep)
+    for kept in ([Mxfp4Experts], []):
+        bench = Bench(published.folder, device, torch.bfloat16, kept_formats=kept)
         sequence = bench.sequence(tokens, [1, 2, 3])
         cold = bench.all_logits(Part(sequence, 0, LENGTH))
         made += [cold[PAGE:], bench.all_logits(Part(bench.sequence(tokens, [1, 4, 5]), PAGE, LENGTH))]
@@ -211,8 +211,8 @@ def test_packed_experts_are_those_of_the_checkpoint(published: Published) -> Non
     spec, name = read_model_spec(published.folder), "model.layers.1.ffn.experts"
     names = [[f"{name}.{expert}.{part}.weight" for part in ("w1", "w3")] for expert in range(6)]
     kept, plain = (
-        open_weights(published.folder, spec, torch.bfloat16, CPU, keep_experts=keep).take_experts(names, 32, 160)
-        for keep in (True, False)
+        open_weights(published.folder, spec, torch.bfloat16, CPU, kept_formats=kept).take_experts(names, 32, 160)
+        for kept in ([Mxfp4Experts], [])
     )
     assert isinstance(kept, Mxfp4Experts) and isinstance(plain, torch.Tensor)
     assert torch.equal(dequantised(kept, torch.bfloat16), plain)

@@ -15,7 +15,7 @@ import torch
 from cli.random_model import make_random_model
 from tests.device_waits import no_device_waits
 from tests.worker_service.model_kit import PAGE, Bench, PagedTokens, Part, make_reference, random_tokens
-from tests.worker_service.stored_models import make_fp8, make_mxfp4
+from tests.worker_service.stored_models import FORMATS, make_fp8, make_mxfp4
 from worker_service.core.batch import Batch
 from worker_service.model.device import prepare_process
 from worker_service.model.gemm_dispatch import Invariance
@@ -185,7 +185,7 @@ class Twins:
                 CUDA,
                 torch.bfloat16,
                 RunnerLimits(MAX_NUM_SEQS, 256, invariance, graphs=graphs),
-                keep_experts=True,
+                kept_formats=FORMATS,
             )
             for graphs in (True, False)
         )

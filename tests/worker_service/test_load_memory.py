@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
+from kernels.grouped_linear import Fp8Experts
 from tests.worker_service.loaded_tensors import LoadedTensors
 from tests.worker_service.model_kit import CPU, make_reference
 from tests.worker_service.test_weight_formats import store_as_fp8
@@ -66,7 +67,7 @@ def test_quantised_experts_too(folder: Path) -> None:
 def test_experts_that_stay_stored_are_read_into_their_place(folder: Path) -> None:
     """A byte for a value, and a factor of fp32 for each matrix, which is one block. Beside them less than a matrix."""
     store_as_fp8(folder)
-    source = open_weights(folder, read_model_spec(folder), torch.bfloat16, CPU, keep_experts=True)
+    source = open_weights(folder, read_model_spec(folder), torch.bfloat16, CPU, kept_formats=[Fp8Experts])
     stored_bytes = EXPERTS * (INNER * HIDDEN + 4)
     peak, held = peak_bytes(source, DOWN, HIDDEN)
     assert held == stored_bytes <= peak < stored_bytes + INNER * HIDDEN

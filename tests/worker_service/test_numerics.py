@@ -11,12 +11,13 @@ import torch
 
 from cli.random_model import make_random_model
 from kernels.backend import Backend
+from kernels.grouped_linear import Fp8Experts, Mxfp4Experts
 from tests.worker_service.model_kit import CPU
 from worker_service import bootstrap
 from worker_service.config import WorkerConfig
 from worker_service.core.errors import ModelError
 from worker_service.model import device as model_device
-from worker_service.model.device import numerics, pick_page_dtype
+from worker_service.model.device import numerics, pick_expert_formats, pick_page_dtype
 
 CUDA = torch.device("cuda", 0)
 
@@ -117,3 +118,13 @@ def test_the_dtype_of_pages_is_checked_against_the_card(card: SimpleNamespace) -
         pick_page_dtype("kv_dtype", "fp8_e4m3", CUDA)
     with pytest.raises(ModelError, match=r"kv_dtype.*'int8' is not supported; auto, fp8_e4m3 are"):
         pick_page_dtype("kv_dtype", "int8", CPU)
+
+
+def test_experts_stay_stored_where_the_device_reads_them(card: SimpleNamespace) -> None:
+    """fp8 from capability 8.9 on."""
+    assert pick_expert_formats("stored", CUDA) == (Fp8Experts, Mxfp4Experts)
+    assert pick_expert_formats("dequantised", CUDA) == pick_expert_formats("stored", CPU) == ()
+    card.major, card.minor = 8, 6
+    assert pick_expert_formats("stored", CUDA) == (Mxfp4Experts,)
+    with pytest.raises(ModelError, match="'bf16' is not supported; stored and dequantised are"):
+        pick_expert_formats("bf16", CUDA)

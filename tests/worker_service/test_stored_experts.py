@@ -12,7 +12,7 @@ from cli.random_model import make_random_model
 from kernels.grouped_linear import Fp8Experts, Mxfp4Experts, dequantised
 from tests.worker_service.cuda_device import NEEDS_CUDA, prepared_cuda
 from tests.worker_service.model_kit import CPU, PAGE, Bench, Part, random_tokens
-from tests.worker_service.stored_models import make_fp8, make_mxfp4
+from tests.worker_service.stored_models import FORMATS, make_fp8, make_mxfp4
 from tests.worker_service.test_weight_formats import FP8_CONFIG, change_config, change_weights
 from worker_service.model.checkpoint_files import WEIGHTS
 from worker_service.model.config import read_model_spec
@@ -41,7 +41,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def experts(folder: Path, *, keep: bool, dtype: torch.dtype = torch.bfloat16) -> list[ExpertWeight]:
     """Of all layers that have them: gate_up and down."""
     spec = read_model_spec(folder)
-    source = open_weights(folder, spec, dtype, CPU, keep_experts=keep)
+    source = open_weights(folder, spec, dtype, CPU, kept_formats=FORMATS if keep else ())
     take_layer = family_of(spec.architecture).take_layer
     layers = [take_layer(source, f"model.layers.{at}", spec, layer) for at, layer in enumerate(spec.layers)]
     return [
@@ -78,15 +78,14 @@ def test_mxfp4_experts_are_those_of_the_checkpoint(tmp_path: Path, dtype: torch.
     check_values(tmp_path, Mxfp4Experts, dtype)
 
 
-def kept_formats(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[type]:
-    return [type(weight) for weight in experts(folder, keep=True, dtype=dtype)]
+def kept_formats(folder: Path) -> list[type]:
+    return [type(weight) for weight in experts(folder, keep=True)]
 
 
 def test_what_products_cannot_take_is_dequantised(tmp_path: Path) -> None:
-    """A gate's last block cut short, where the up projection follows it; and an fp32 model."""
+    """A gate's last block cut short, where the up projection follows it."""
     make_fp8(tmp_path, "qwen3-moe", moe_intermediate_size=24)
     assert kept_formats(tmp_path) == [torch.Tensor, Fp8Experts] * 2
-    assert kept_formats(tmp_path, torch.float32) == [torch.Tensor] * 4
 
 
 def test_blocks_of_another_size_are_dequantised(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_one_plain_expert_makes_its_layer_plain(tmp_path: Path) -> None:
 def logits(folder: Path, device: torch.device, *, keep: bool) -> list[torch.Tensor]:
     """Of a cold prompt, of what follows a prefix of two pages, and of a decoded token beside another prompt."""
     limits = RunnerLimits(4, 256, Invariance.BATCH, graphs=device.type == "cuda")
-    bench = Bench(folder, device, torch.bfloat16, limits, keep_experts=keep)
+    bench = Bench(folder, device, torch.bfloat16, limits, kept_formats=FORMATS if keep else ())
     tokens = random_tokens(LENGTH + 1, 1)
     cold = bench.sequence(tokens[:LENGTH], [1, 2, 3, 4])
     made = [bench.all_logits(Part(cold, 0, LENGTH))]
@@ -129,19 +128,19 @@ def test_a_model_gives_the_logits_of_the_dequantised_one(folder: Path, device: t
     assert torch.equal(kept[0][2 * PAGE :], kept[1]) and kept[0].isfinite().all()
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("expert_weights", ["stored", "dequantised"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_worker_keeps_them_on_a_gpu_and_says_how_much(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: torch.device, keep: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: torch.device, expert_weights: str
 ) -> None:
     """Of two layers with 8 experts of 3 x 128 x 512: 3 MiB in fp8, 6 in bf16. Beside them embeddings of 260 x 512."""
     make_random_model(tmp_path)
     sizes = {"vocab_size": 260, "hidden_size": 512, "num_experts": 8, "eos_token_id": 257}
     make_fp8(tmp_path, "qwen3-moe", **sizes)
     with caplog.at_level("INFO", "worker_service"):
-        loaded = load_model(str(tmp_path), device, dtype="bfloat16", keep_experts=keep)
+        loaded = load_model(str(tmp_path), device, dtype="bfloat16", expert_weights=expert_weights)
     (record,) = [record for record in caplog.records if record.message == "weights loaded"]
-    is_kept = keep and device.type == "cuda"
+    is_kept = expert_weights == "stored" and device.type == "cuda"
     assert record.experts_as_stored_mb == ({"fp8": 3} if is_kept else {})
     others_mb = sum(linear.weight.nbytes for linear in loaded.model.linears()) >> 20
     assert (3 if is_kept else 6) <= record.weights_mb - others_mb <= (4 if is_kept else 7)

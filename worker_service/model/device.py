@@ -10,11 +10,14 @@ from importlib.metadata import version
 import torch
 
 from kernels.backend import Backend
+from kernels.grouped_linear import Fp8Experts, Mxfp4Experts
 from worker_service.core.errors import ModelError
+from worker_service.model.weight_formats import ExpertFormat
 
 # What pages may hold instead of the model's own dtype.
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
-# The least compute capability whose compiler converts to e4m3.
+STORED, DEQUANTISED = EXPERT_WEIGHTS = ("stored", "dequantised")
+# The least compute capability whose compiler converts to e4m3, and from it.
 E4M3_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Raised when a change to the kernels or the model's code changes bits that pages hold.
@@ -58,6 +61,16 @@ def pick_page_dtype(field: str, name: str, device: torch.device) -> torch.dtype 
         least, have = (".".join(map(str, version)) for version in (E4M3_CAPABILITY, found))
         raise ModelError(field, f"{name} needs a device of compute capability {least} or higher, this one has {have}")
     return KV_DTYPES[name]
+
+
+def pick_expert_formats(name: str, device: torch.device) -> tuple[ExpertFormat, ...]:
+    """Returns in which stored formats experts stay. `dequantised`, and on a CPU: in none."""
+    if name not in EXPERT_WEIGHTS:
+        raise ModelError("expert_weights", f"{name!r} is not supported; {' and '.join(EXPERT_WEIGHTS)} are")
+    if name != STORED or device.type != "cuda":
+        return ()
+    reads_e4m3 = torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY
+    return (Fp8Experts, Mxfp4Experts) if reads_e4m3 else (Mxfp4Experts,)
 
 
 def numerics(device: torch.device, backend: Backend) -> str:

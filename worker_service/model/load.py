@@ -14,7 +14,7 @@ from kernels.backend import Backend
 from worker_service.core.errors import ModelError
 from worker_service.model.config import read_model_spec
 from worker_service.model.decoder import Decoder
-from worker_service.model.device import pick_dtype
+from worker_service.model.device import STORED, pick_dtype, pick_expert_formats
 from worker_service.model.digest import digesting
 from worker_service.model.hub import resolve_folder
 from worker_service.model.spec import ModelSpec, RopeKind, with_max_model_len
@@ -42,11 +42,11 @@ def load_model(
     dtype: str = "auto",
     max_model_len: int = 0,
     backend: Backend = Backend.AUTO,
-    keep_experts: bool = True,
+    expert_weights: str = STORED,
 ) -> LoadedModel:
     """Cheap checks first, so that a bad folder is reported before gigabytes are read.
 
-    max_model_len 0 means the config's. `keep_experts`: on a CUDA device quantised experts stay as they are stored.
+    max_model_len 0 means the config's.
     """
     folder = resolve_folder(model)
     spec = _limited(read_model_spec(folder), max_model_len)
@@ -54,9 +54,9 @@ def load_model(
     if not spec.eos_token_ids:
         spec = replace(spec, eos_token_ids=eos_token_ids(folder, tokenizer))
     with digesting(folder) as digest:
-        progress, keep_experts = _LoggedProgress(), keep_experts and device.type == "cuda"
+        progress, kept_formats = _LoggedProgress(), pick_expert_formats(expert_weights, device)
         model_dtype = pick_dtype(dtype, spec.dtype, device)
-        tensors = open_weights(folder, spec, model_dtype, device, progress, keep_experts=keep_experts)
+        tensors = open_weights(folder, spec, model_dtype, device, progress, kept_formats=kept_formats)
         loaded = LoadedModel(spec, Decoder(spec, tensors, device, backend), tokenizer, digest())
     kept_mb = {name: num_bytes >> 20 for name, num_bytes in tensors.kept_bytes.items()}
     _log.info("weights loaded", extra={"weights_mb": tensors.made_bytes >> 20, "experts_as_stored_mb": kept_mb})

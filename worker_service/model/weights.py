@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -88,9 +88,8 @@ class Checkpoint:
 class CheckpointTensors:
     """A checkpoint as a TensorSource: each tensor is read when it is taken, so none is held twice.
 
-    `keep_experts`: experts stay as they are stored where `grouped_linear` takes them so, unless the model's dtype is
-    fp32. `made_bytes` counts what was returned, and `kept_bytes` how much of that are experts as they are stored, by
-    their format's name.
+    Experts that `grouped_linear` takes as they are stored stay so, in these formats. `made_bytes` counts what was
+    returned, and `kept_bytes` how much of that are experts as they are stored, by their format's name.
     """
 
     def __init__(
@@ -101,14 +100,14 @@ class CheckpointTensors:
         device: torch.device,
         progress: Progress,
         *,
-        keep_experts: bool = False,
+        kept_formats: Collection[ExpertFormat] = (),
     ) -> None:
         self._checkpoint = checkpoint
         self._format = checkpoint.format
         self._total_bytes = total_bytes
         self._loaded_bytes = 0
         self._dtype = dtype
-        self._keep_experts = keep_experts and dtype is not torch.float32
+        self._kept_formats = kept_formats
         self._copies = WeightCopies(device)
         self._progress = progress
         self.made_bytes = 0
@@ -154,10 +153,9 @@ class CheckpointTensors:
 
     def _expert_format(self, names: Iterable[str], shape: Shape, num_joined: int) -> ExpertFormat | None:
         """Returns as what these experts stay; None where one of them must be decoded."""
-        if not self._keep_experts:
-            return None
         formats = {self._format.expert_format(self._checkpoint.parts(name, shape), num_joined) for name in names}
-        return formats.pop() if len(formats) == 1 else None
+        made = formats.pop()
+        return made if not formats and made in self._kept_formats else None
 
 
 def filled_stacks(names: Sequence[Sequence[str]], take: Callable[[str], Tensors]) -> Tensors:
@@ -185,12 +183,12 @@ def open_weights(
     device: torch.device,
     progress: Progress = lambda loaded_bytes, total_bytes: None,
     *,
-    keep_experts: bool = False,
+    kept_formats: Collection[ExpertFormat] = (),
 ) -> CheckpointTensors:
     """Returns the folder's tensors, checked, to be taken by a Decoder. Raises ModelError."""
     checkpoint = Checkpoint(folder, tensor_names(spec), spec.weight_format)
     total_bytes = checkpoint.check(expected_tensors(spec, checkpoint.names), spec.tied_embeddings)
-    return CheckpointTensors(checkpoint, total_bytes, dtype, device, progress, keep_experts=keep_experts)
+    return CheckpointTensors(checkpoint, total_bytes, dtype, device, progress, kept_formats=kept_formats)
 
 
 def _is_derived(name: str, tied_embeddings: bool) -> bool:
