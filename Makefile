@@ -6,8 +6,9 @@ PROTOS := protos/v1/types.proto protos/v1/cache.proto protos/v1/host_tier.proto 
 # What peers out there speak: the last release, else the last commit.
 BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
 
-# Processes that `make test` runs in; tests/conftest.py says which tests share one.
-JOBS ?= 2
+# Processes that `make test` runs in: one more than two cores, as half of the time tests of services wait for something.
+# tests/conftest.py says which tests share one.
+JOBS ?= 3
 
 # The manager as images and wheels have it; Python finds it before the checkout's modules, which stay as they are.
 COMPILED := build/compiled
@@ -31,7 +32,7 @@ up: setup ## start Redis, the cache service and two workers, and keep them runni
 down: ## stop what `make up` started
 	@test ! -x $(BIN)/stemcache || $(BIN)/stemcache down
 
-test: setup ## run all tests in two processes; JOBS=4 for four
+test: setup ## run all tests in three processes; JOBS=5 for five
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # mypy reads neither tests nor benchmarks: imports there that a rename broke are found by tests/architecture/test_names.py,
@@ -56,11 +57,12 @@ nightly: setup ## the thorough run: the same, ten times as many examples of ever
 	@STEMCACHE_HYPOTHESIS=thorough $(BIN)/python -m pytest -q --timeout 3600 -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
 		tests/core tests/cache_service tests/worker_service tests/register_qa tests/kernels tests/e2e tests/cli
 
+# With a cache of mypy's of its own: .ci/run checks the types meanwhile.
 compile: $(COMPILED)/.made ## compile the manager into build/compiled: a minute and a half, and a C compiler is needed
 
 $(COMPILED)/.made: setup.py pyproject.toml constraints.txt $(shell find cache_service session -name '*.py' 2>/dev/null) | setup
 	@rm -rf $(COMPILED) build/lib build/temp.*; mkdir -p $(COMPILED); echo 'compiling the manager: a minute and a half ...' >&2
-	@STEMCACHE_COMPILE=1 $(BIN)/python setup.py -q build --build-base build --build-lib build/lib >build/log 2>&1 || { tail build/log >&2; exit 1; }
+	@MYPY_CACHE_DIR=build/mypy STEMCACHE_COMPILE=1 $(BIN)/python setup.py -q build --build-base build --build-lib build/lib >build/log 2>&1 || { tail build/log >&2; exit 1; }
 	@mv build/lib/cache_service build/lib/stemcache__mypyc*.so $(COMPILED) && touch $@
 
 test-compiled: compile ## run the manager's tests, and those of reuse over gRPC, with the compiled manager

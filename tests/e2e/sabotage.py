@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -95,6 +96,7 @@ class Stand(NamedTuple):
 @asynccontextmanager
 async def open_stand(client: Client, cache: str, model: Path, **settings: Any) -> AsyncIterator[Stand]:
     """A worker of this cache service, alone on its pages."""
+    gc.collect()  # the stand before is in reference cycles: without this, twelve tests took 2.3 GB instead of 1.2
     addresses = {"cache": cache, "listen": "127.0.0.1:0", "admin_listen": ""}
     usual = {"device": "cpu", "threads": 1, "pool_mb": 256, "page_tokens": PAGE}
     config = WorkerConfig(str(model), **{**addresses, **usual, **settings})
