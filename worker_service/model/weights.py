@@ -88,8 +88,8 @@ class Checkpoint:
 class CheckpointTensors:
     """A checkpoint as a TensorSource: each tensor is read when it is taken, so none is held twice.
 
-    Experts that `grouped_linear` takes as they are stored stay so, in these formats. `made_bytes` counts what was
-    returned, and `kept_bytes` how much of that are experts as they are stored, by their format's name.
+    `kept_formats`: operands of `grouped_linear` that experts may stay, as they are stored. `made_bytes` counts what was
+    returned, and `kept_bytes` how much of that are such experts, by their format's name.
     """
 
     def __init__(
