@@ -125,6 +125,7 @@ def test_the_plan_spills_nothing(sequences: int, planned: int) -> None:
     from tests.kernels.test_compiles import compile_for_hopper as compile_plain
 
     tree = {"TILE": 64, "PER_LEAF": 8, "LEAVES_PER_GROUP": 4, "SPLIT_FIELDS": 8}
+    tree |= {"TAIL_ROUNDS": 7, "TAIL_SHARE": 8, "TAIL_SPLITS": 4, "TAIL_LEAVES": 16}
     blocks = {"BLOCK_SEQS": sequences, "BLOCK_SPLITS": min(64, BLOCK_ELEMENTS // sequences)}
     constants: dict[str, object] = {"HEADS": 8, "PLANNED": planned, **tree, **blocks}
     built = compile_plain(plan_splits, constants, 4 if sequences <= 256 else 8, lambda name: "*i32")

@@ -29,6 +29,7 @@ LENGTHS = {
     "many": [2048 * (1 + i % 3) for i in range(40)],
     "one very long": [1 << 20],
     "one long among short ones": [60000, *[1000] * 31],
+    "whole pairs and a tail": [0, *[9000 + 700 * (i % 5) for i in range(48)], 0],
 }
 
 
@@ -141,6 +142,30 @@ def test_large_batches_of_mixed_lengths_stay_whole(device: str) -> None:
     """Eight pairs for each program, the longest first, come out even enough: cuts would cost more."""
     lengths = [1 + 8191 * i // 255 for i in range(256)]
     assert Planned(lengths, device, heads=8, programs=264).count == 256 * 8
+
+
+@pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (4, 2), (14, 2), (15, 1), (16, 1), (17, 2), (64, 2)])
+def test_a_multiprocessor_has_one_program_for_few_pairs_and_for_one_each(num_seqs: int, expected: int) -> None:
+    plan = DecodePlan(64, 8192, 32, 8, 128, device="cpu")
+    plan.multiprocessors = 132
+    assert plan.programs_per_multiprocessor(num_seqs) == expected
+
+
+@pytest.mark.parametrize("length", [8193, 33000])
+def test_the_last_of_many_equal_pairs_are_cut(device: str, length: int) -> None:
+    """An eighth of 256 sequences: 7.8 pairs for each program, of which the last are of a quarter."""
+    plan = Planned([length] * 256, device, heads=8, programs=264)
+    splits = [split[5] for split in plan.splits[: plan.count]]
+    assert splits == [1] * (224 * 8) + [4] * (32 * 8 * 4)
+    assert sorted({split[0] for split in plan.splits[224 * 8 : plan.count]}) == list(range(224, 256))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[33000] * 64, [4096] * 256, [9000] * 128 + [3000] * 128], ids=["few", "short", "of two lengths"]
+)
+def test_no_tail_where_it_would_cost_more(device: str, lengths: list[int]) -> None:
+    plan = Planned(lengths, device, heads=8, programs=264)
+    assert plan.count == 8 * len(lengths)
 
 
 def test_a_long_sequence_is_shared_by_all_programs(device: str) -> None:
