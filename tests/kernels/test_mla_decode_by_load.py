@@ -7,6 +7,7 @@ from kernels.attention import with_lse
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.mla_decode import MlaDecodePlan, mla_decode
+from kernels.mla_decode import plan as mla_plan
 from tests.kernels.compare import assert_lse, assert_output, assert_same_bits
 from tests.kernels.mla_inputs import SCALE, LatentCase, make_latents
 from tests.kernels.target import HOPPER, Target
@@ -57,7 +58,7 @@ def cuda() -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("programs", [None, 1, 3, 1000])
+@pytest.mark.parametrize("programs", [None, 1, 3, 30, 1000])
 @pytest.mark.parametrize("heads", [128, 64, 48, 32])
 def test_one_query_of_each_sequence(cuda: str, heads: int, programs: int | None) -> None:
     assert_right(make_latents([(length - 1, 1) for length in LENGTHS], 1, device=cuda), heads, programs)
@@ -88,11 +89,36 @@ def test_a_later_cut_may_outweigh_the_first_by_far(cuda: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_plan_follows_the_lengths(cuda: str) -> None:
+@pytest.mark.parametrize("programs", [17, 60, None])
+@pytest.mark.parametrize(("heads", "new"), [(128, 1), (64, 1), (48, 1), (64, 3)])
+def test_the_attention_folds_any_number_of_parts(
+    cuda: str, monkeypatch: pytest.MonkeyPatch, heads: int, new: int, programs: int | None
+) -> None:
+    """With the same bits from run to run, and its counters at 0 behind each."""
+    monkeypatch.setattr(mla_plan, "PARTS_INSIDE", 1000)
+    case = make_latents([(max(length - new, 0), new) for length in LENGTHS], 1, device=cuda)
+    q = latent_queries(case, heads)
+    plan = planned(case, heads, programs)
+    assert plan.folds_inside(len(LENGTHS)) and int(plan.counts[2])
+    wanted, wanted_lse = truth(case, q)
+    first, first_lse = attend(case, q, Backend.GLUON, plan)
+    assert_output(first, wanted)
+    assert_lse(first_lse, wanted_lse)
+    for _ in range(20):
+        out, lse = attend(case, q, Backend.GLUON, plan)
+        assert_same_bits(out, first)
+        assert_same_bits(lse, first_lse)
+    assert not plan.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [None, 18])
+def test_a_captured_plan_follows_the_lengths(cuda: str, programs: int | None) -> None:
     """Padding rows give 0, in a graph whose plan was made for longer sequences."""
     case = make_latents([(3071, 1), (63, 1), (999, 1)], 1, device=cuda)
     q, lengths = latent_queries(case, 128), case.seqlens_k.clone()
-    plan = MlaDecodePlan(4, 4096, 128, by_load=True)
+    plan = MlaDecodePlan(4, 4096, 128, by_load=True, programs=programs)
+    assert plan.folds_inside(3) == (programs == 18)
     out = torch.empty((3, 128, 512), dtype=q.dtype, device=cuda)
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""Launches mla_decode's Gluon kernels: descriptors of queries and pages, the attention, and the fold behind it."""
+"""Launches mla_decode's Gluon kernels: descriptors of queries and pages, the attention, and a fold behind it."""
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -38,12 +38,13 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
 
     lists: tuple[torch.Tensor, ...] = (plan.sums, plan.items, plan.counts)
     options: dict[str, int]
+    inside = plan.folds_inside(call.num_seqs)
     if plan.few:
         kernel, options = attend_latents_few, {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
         options |= {"LEAF": plan.tree.leaf, "maxnreg": ENTRY_REGISTERS}
     elif plan.by_load:
-        kernel, options = attend_runs, {"MULTI": several, "SLOT_ROWS": plan.slot_rows}
-        lists = (plan.items, plan.firsts)
+        kernel, options = attend_runs, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "INSIDE": inside}
+        lists = (plan.items, plan.firsts, plan.counters)
     else:
         kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "LEAF": plan.tree.leaf}
     with torch.cuda.device(q.device):
@@ -71,7 +72,7 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             num_warps=4,
             **options,
         )
-        if plan.by_load:
+        if plan.by_load and not inside:
             fold_by_load(plan, call.num_seqs, out, lse)
-        else:
+        elif not plan.by_load:
             fold(plan, call.num_seqs, out, lse)

@@ -32,6 +32,7 @@ def attend_runs(
     row_sum_ptr,
     items_ptr,
     firsts_ptr,
+    counters_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -43,6 +44,7 @@ def attend_runs(
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
+    INSIDE: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -91,7 +93,7 @@ def attend_runs(
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
     plan = (items_ptr, firsts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
+    results = (out_ptr, lse_ptr, (acc_ptr, row_max_ptr, row_sum_ptr), counters_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, stats, ends))
     bars = (
         (q_full, q_empty, left_full, left_empty, right_full, right_empty),
@@ -102,9 +104,9 @@ def attend_runs(
     gl.warp_specialize(
         [
             (attend_even, (results, scale_log2, shared, bars, work,
-                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
+                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, INSIDE)),
             (attend_odd, (results, scale_log2, num_tokens, shared, bars, work,
-                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, WANTS_LSE)),
+                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, INSIDE, WANTS_LSE)),
             (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
                             shared, bars, work, HEADS, PAGE, TILE, STAGES)),
         ],
