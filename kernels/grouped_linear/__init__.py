@@ -14,9 +14,9 @@ and waits for the device nowhere, with shapes that follow from the number of tok
 import torch
 
 from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend, uses_triton
 from kernels.errors import KernelArgumentError
-from kernels.grouped_linear import cpu, reference
+from kernels.grouped_linear import cpu, hopper, reference
 from kernels.grouped_linear.cpu import PackedExperts
 from kernels.grouped_linear.plan import TILE_ROWS, ExpertPlan, empty_plan, usual_tile_rows
 from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts, StoredExperts, check_stored, dequantised
@@ -97,16 +97,10 @@ def grouped_linear(
     out = x.new_empty((plan.num_pairs, num_outputs))
     if out.numel() == 0:
         return out
-    if not isinstance(weight, torch.Tensor | Fp8Experts | Mxfp4Experts):
-        cpu.grouped_linear(x, weight, bias, plan, out)
-    elif uses_triton(backend, x):
-        from kernels.grouped_linear.triton import launch
-
-        if isinstance(weight, StoredExperts) and x.dtype is torch.float32:
-            raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
-        launch(x, weight, bias, plan, out)
+    if isinstance(weight, torch.Tensor | StoredExperts):
+        _multiply(x, weight, bias, plan, out, backend)
     else:
-        reference.grouped_linear(x, weight, bias, plan, out)
+        cpu.grouped_linear(x, weight, bias, plan, out)
     return out
 
 
@@ -118,6 +112,34 @@ def packed_experts(
         return weight
     check_tensor("weight", weight, (None, None, None), KV_DTYPES, weight.device)
     return cpu.pack(weight, backend)
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor | StoredExperts,
+    bias: torch.Tensor | None,
+    plan: ExpertPlan,
+    out: torch.Tensor,
+    backend: Backend,
+) -> None:
+    """Fills out; checked arguments."""
+    chosen = choose_backend(backend, x, lambda: hopper.reason_against(x, weight))
+    if chosen is Backend.REFERENCE:
+        reference.grouped_linear(x, weight, bias, plan, out)
+    elif isinstance(weight, torch.Tensor):
+        from kernels.grouped_linear.triton import launch
+
+        launch(x, weight, bias, plan, out)
+    elif x.dtype is torch.float32:
+        raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
+    elif chosen is Backend.GLUON:
+        from kernels.grouped_linear.hopper.launch import launch as launch_stored
+
+        launch_stored(x, weight, bias, plan, out)
+    else:
+        from kernels.grouped_linear.triton import launch
+
+        launch(x, weight, bias, plan, out)
 
 
 def _check_weight(

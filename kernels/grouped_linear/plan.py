@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 # Rows of a tile: those of an expert that few tokens chose are one small tile, those of a prompt's large ones.
-TILE_ROWS = (16, 64, 128)
+TILE_ROWS = (16, 32, 64, 128)
 
 
 class ExpertPlan(NamedTuple):

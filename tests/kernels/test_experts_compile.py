@@ -12,6 +12,7 @@ from kernels.grouped_linear import TILE_ROWS
 from kernels.route_experts import RoutingRule, Scoring
 from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
 pytest.importorskip("triton")
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 __all__ = ["own_cache"]
 
 SIXTEEN_BITS = ("bf16", "fp16")
+# A product whose first operand is four registers, not the address of a tile.
+FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;]*\}, \{%r\d+,\s*%r\d+,\s*%r\d+,\s*%r\d+\}")
+# What the programs on one multiprocessor may take together of its shared memory.
+SHARED_BYTES = 227 << 10
 
 
 def kinds(values: str, **others: str) -> Callable[[str], str]:
@@ -93,10 +98,40 @@ def test_products_with_stored_weights(rows: int, name: str) -> None:
     )
     assert not built.spills
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
-    # The first operand is four registers, not the address of a tile.
-    assert re.search(r"wgmma\.mma_async[^;]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}", built.ptx)
+    assert FROM_REGISTERS.search(built.ptx)
     assert "cp.async" in built.ptx and "ldmatrix" not in built.ptx
     assert ("cvt.rn.f16x2.e4m3x2" in built.ptx) == (name == "fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *(("fp8", rows) if rows in (16, 128) else thorough("fp8", rows) for rows in TILE_ROWS),
+        *(("mxfp4", rows) if rows in (16, 128) else thorough("mxfp4", rows) for rows in TILE_ROWS),
+    ],
+)
+def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
+    """The same instruction again, from registers; codes come by TMA, and several programs fit on a multiprocessor."""
+    from kernels.grouped_linear.hopper import FP8_TILES, MXFP4_TILES
+    from kernels.grouped_linear.hopper.kernel import multiply_stored
+
+    is_mxfp4 = name == "mxfp4"
+    tile = (MXFP4_TILES if is_mxfp4 else FP8_TILES)[rows]
+    sizes = {"TILE_ROWS": rows, "BLOCK_N": tile.block_n, "STEP": tile.step, "STAGES": tile.stages}
+    options = {"PAIRS_OF_ROW": 8, "HAS_BIAS": True, "IS_MXFP4": is_mxfp4, "WORD_BYTES": 4}
+    box = [tile.block_n, tile.step // 2 if is_mxfp4 else tile.step]
+    stored = {"weight_desc": descriptor("u8" if is_mxfp4 else "fp8e4nv", box, 8)}
+    stored["scales_ptr"] = "*u8" if is_mxfp4 else "*fp32"
+    indices = dict.fromkeys(("order_ptr", "starts_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32")
+    rows_of = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    aligned = ("depth", "num_outputs", "stride_x")
+    built = compile_gluon(multiply_stored, {**sizes, **options}, {**stored, **indices, **rows_of}, aligned=aligned)
+    assert not built.spills and not built.serialised
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
+    assert len(FROM_REGISTERS.findall(built.ptx)) == tile.step // 16 * tile.block_n // 64
+    assert "cp.async.bulk.tensor" in built.ptx and "ldmatrix" not in built.ptx
+    assert ("cvt.rn.f16x2.e4m3x2" in built.ptx) != is_mxfp4
+    assert 2 * built.shared_bytes <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("chunk", [128, 1024, 4096])

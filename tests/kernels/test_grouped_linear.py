@@ -243,7 +243,7 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
         ({"expert_ids": IDS.T}, "expert_ids: must be contiguous"),
         ({"expert_ids": IDS[:, :0]}, "expert_ids: a token must have an expert"),
         ({"num_experts": 0}, "num_experts: must be 1 to 1024, got 0"),
-        ({"tile_rows": 32}, r"tile_rows: must be one of \(16, 64, 128\), got 32"),
+        ({"tile_rows": 48}, r"tile_rows: must be one of \(16, 32, 64, 128\), got 48"),
     ],
 )
 def test_wrong_plans_are_named(change: dict[str, Any], message: str) -> None:
@@ -255,5 +255,5 @@ def test_the_plan_has_the_size_of_its_pairs_alone() -> None:
     plans = [plan_experts(torch.full((64, 2), e, dtype=torch.int32), 8) for e in (0, 7)]
     sizes = [[t.shape for t in plan if isinstance(t, torch.Tensor)] for plan in plans]
     assert sizes[0] == sizes[1] and isinstance(plans[0], ExpertPlan)
-    rows = [plan_experts(IDS[:1].expand(n, 2).contiguous(), 4).tile_rows for n in (1, 16, 17, 64, 65, 5000)]
-    assert rows == [16, 16, 64, 64, 128, 128]
+    rows = [plan_experts(IDS[:1].expand(n, 2).contiguous(), 4).tile_rows for n in (1, 16, 17, 32, 33, 64, 65, 5000)]
+    assert rows == [16, 16, 32, 32, 64, 64, 128, 128]

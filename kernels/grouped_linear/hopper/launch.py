@@ -1,0 +1,61 @@
+"""Launches grouped_linear's Gluon kernel: a descriptor of the stored values, and how exponents can be read."""
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.grouped_linear.hopper import tile_for
+from kernels.grouped_linear.hopper.kernel import multiply_stored
+from kernels.grouped_linear.plan import ExpertPlan
+from kernels.grouped_linear.stored import Mxfp4Experts, StoredExperts
+
+
+def launch(
+    x: torch.Tensor, weight: StoredExperts, bias: torch.Tensor | None, plan: ExpertPlan, out: torch.Tensor
+) -> None:
+    """Fills out; arguments that `reason_against` has nothing against."""
+    values, scales = weight
+    is_mxfp4, num_outputs, tile = isinstance(weight, Mxfp4Experts), out.shape[1], tile_for(weight, plan.tile_rows)
+    num_blocks = triton.cdiv(num_outputs, tile.block_n)
+    with torch.cuda.device_of(x):
+        multiply_stored[(plan.tiles.shape[0] * num_blocks,)](
+            _values_descriptor(values, tile.block_n, tile.step // 2 if is_mxfp4 else tile.step),
+            x,
+            scales,
+            x if bias is None else bias,
+            *plan[:4],
+            out,
+            num_outputs,
+            num_blocks,
+            x.shape[1],
+            values.stride(0) // values.stride(1),
+            x.stride(0),
+            scales.stride(0),
+            scales.stride(1),
+            0 if bias is None else bias.stride(0),
+            PAIRS_OF_ROW=plan.num_pairs // x.shape[0],
+            TILE_ROWS=plan.tile_rows,
+            BLOCK_N=tile.block_n,
+            STEP=tile.step,
+            STAGES=tile.stages,
+            HAS_BIAS=bias is not None,
+            IS_MXFP4=is_mxfp4,
+            WORD_BYTES=_word_bytes(scales),
+            num_warps=4,
+        )
+
+
+def _values_descriptor(values: torch.Tensor, rows: int, num_bytes: int) -> TensorDescriptor:
+    """The rows of all experts as one matrix of bytes; what lies beyond the last row or a row's end is zeros."""
+    experts, outputs, width = values.shape
+    expert_stride, row_stride, _ = values.stride()
+    all_rows = (experts - 1) * (expert_stride // row_stride) + outputs
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(num_bytes, 128), element_bitwidth=8, rank=2)
+    return TensorDescriptor(values, [all_rows, width], [row_stride, 1], [rows, num_bytes], layout)
+
+
+def _word_bytes(scales: torch.Tensor) -> int:
+    """Returns 4 where four exponents of a row can be read at once, else 2."""
+    sizes = (scales.data_ptr(), scales.shape[2], *scales.stride()[:2])
+    return 4 if all(size % 4 == 0 for size in sizes) else 2
