@@ -16,7 +16,8 @@ before Triton was imported:
     a large pool
     int32 overflow is computed with five operations, half of     computed by numpy, and told
     the time, and never told
-    operands of one type are converted to it all the same        passed as they are
+    operands of one type are converted to it all the same, and   passed as they are (interpreter_operands.py)
+    every comparison of types and constant is unwrapped
     reductions and scans by a kernel's own function go element   a slice of the axis at a time
     by element
     a sort runs its network of comparisons                       done by numpy
@@ -35,6 +36,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from tests.kernels.interpreter_loops import reduce_slices, scan_slices, sort_rows
+from tests.kernels.interpreter_operands import unless_alike, unless_plain, unless_same, unless_tensor
 
 _mended = False
 # Modules of the language that the launch in progress has patched.
@@ -50,6 +52,9 @@ def mend() -> None:
     builder = interpreter.InterpreterBuilder
     interpreter._patch_lang_tensor = _with_scalar_index(interpreter._patch_lang_tensor)
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    interpreter._patch_attr = _patch_attribute
+    tl.dtype.__eq__ = unless_same(tl.dtype.__eq__)
+    tl.core._unwrap_if_constexpr = unless_tensor(tl.core._unwrap_if_constexpr)
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     interpreter._convert_float = _with_rounding(interpreter._convert_float)
     builder.create_dot = _with_exact_rows(builder.create_dot)
@@ -60,8 +65,8 @@ def mend() -> None:
     tl.sort = sort_rows
     semantic = type(interpreter.interpreter_semantic)
     semantic.binary_op_sanitize_overflow_impl = _tell_overflow
-    semantic.broadcast_impl_value = _unless_alike(semantic.broadcast_impl_value)
-    semantic.binary_op_type_checking_impl = _unless_plain(semantic.binary_op_type_checking_impl)
+    semantic.broadcast_impl_value = unless_alike(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = unless_plain(semantic.binary_op_type_checking_impl)
     tl.block_type.__init__ = _with_known_shapes(tl.block_type.__init__)
     tl.tensor.__init__ = _make_tensor
     executor = interpreter.GridExecutor
@@ -78,14 +83,28 @@ def _with_scalar_index(patch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _once_a_launch(patch: Callable[..., Any]) -> Callable[..., Any]:
+    languages: dict[Any, set[int]] = {}
+
     def patched(function: Any) -> Any:
-        known = {id(tl), id(tl.core)} & {id(value) for value in function.__globals__.values()}
+        if function not in languages:
+            languages[function] = {id(tl), id(tl.core)} & {id(value) for value in function.__globals__.values()}
+        known = languages[function]
         if known <= _patched:
             return interpreter._LangPatchScope()
         _patched.update(known)
         return patch(function)
 
     return patched
+
+
+def _patch_attribute(scope_of: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = interpreter.interpreter_semantic
+
+    def with_semantic(*args: Any, **more: Any) -> Any:
+        more["_semantic"] = semantic
+        return member(*args, **more)
+
+    scope.set_attr(scope_of, name, with_semantic)
 
 
 def _looked_up_once(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,36 +126,6 @@ def _tell_overflow(semantic: Any, lhs: Any, rhs: Any, operation: Callable[..., A
     wide, limits = exact(a, b, dtype=np.int64), np.iinfo(a.dtype)
     fits = limits.min <= wide.min(initial=0) and wide.max(initial=0) <= limits.max
     assert fits, f"{a.dtype} overflow in {operation.__name__}"
-
-
-def _unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    return broadcasted
-
-
-def _unless_plain(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands of one type and shape stay as they are, and a number beside a block becomes a block at once."""
-    plain = {"int32": int, "int64": int, "fp32": float}
-
-    def converted(self: Any, lhs: Any, rhs: Any, *allowed: Any, **more: Any) -> Any:
-        """`allowed` are pointers on each side; with more than these the operation divides, or does no arithmetic."""
-        is_plain = isinstance(lhs, tl.tensor) and lhs.type.is_block() and len(allowed) <= 2 and not more
-        kind = plain.get(lhs.type.scalar.name) if is_plain else None
-        if kind is None:
-            return convert(self, lhs, rhs, *allowed, **more)
-        if isinstance(rhs, tl.tensor) and rhs.type.is_block():
-            if rhs.type.scalar is lhs.type.scalar and lhs.type.shape is rhs.type.shape:
-                return lhs, rhs
-        elif type(rhs) is kind and (kind is float or abs(rhs) < 1 << 31):
-            data = np.full(tuple(lhs.type.shape), rhs, dtype=lhs.handle.data.dtype)
-            return lhs, tl.tensor(interpreter.TensorHandle(data, lhs.type.scalar), lhs.type)
-        return convert(self, lhs, rhs, *allowed, **more)
-
-    return converted
 
 
 def _with_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
