@@ -24,8 +24,8 @@ class MlaDecodePlan:
     """Static buffers for one batch shape: prepared once per step, read by every layer and by a captured graph.
 
     A sequence's rows (query tokens times heads) are cut into tiles; a tile is attended by one program, or group by
-    group or leaf by leaf of its keys by several, whose partial results a second launch folds. Without max_q_tokens it
-    serves calls without cu_seqlens_q: one query for each sequence.
+    group or leaf by leaf of its keys by several, whose partial results a second launch folds (by load, the attention
+    itself where they are few). Without max_q_tokens it serves calls without cu_seqlens_q: one query for each sequence.
 
     With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
     result's last bits then depend on the batch. It changes nothing for up to 16 heads, or for other implementations.

@@ -1,4 +1,7 @@
-"""Folds the partial results of a launch that was cut by load: no order among them, so that many are read at once."""
+"""Folds the partial results of a launch that was cut by load, where the attention does not.
+
+There is no order among them, so that many are read at once.
+"""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """mla_decode cut by load, in Gluon for Hopper: a tile of latents is loaded once and serves as keys and as values.
 
-Each program has one run of tiles, as long as every other's. Where a run's end cuts a sequence, its parts are folded by
-another launch; so a result's bits depend on the batch.
+Each program has one run of tiles, as long as every other's. Where a run's end cuts a sequence, its parts are folded
+inside or by another launch, as the plan says; so a result's bits depend on the batch.
 
     warps          work on a tile of 64 rows (query heads, tokens) and TILE latents
     producer       copies the latents, a page's rows at a time, and the queries
