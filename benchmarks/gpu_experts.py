@@ -1,7 +1,8 @@
-"""What is measured of the ops of expert layers, with the shapes of three published models.
+"""What is measured of the ops of expert layers, with the shapes of published models.
 
 Few tokens: GB/s of what is read and written, each expert's weights once if any token chose it. Many: TFLOP/s. Each
-product is measured with tiles of every size, since `plan_experts` chooses one by the number of pairs.
+product is measured with tiles of every size, since `plan_experts` chooses one by the number of pairs; with stored
+weights, whose bytes count as they are stored, with that one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from benchmarks.measurement import (
 from kernels.backend import Backend
 from kernels.combine_experts import combine_experts
 from kernels.gated_activation import silu_mul
-from kernels.grouped_linear import TILE_ROWS, ExpertPlan, grouped_linear, plan_experts
+from kernels.grouped_linear import (
+    TILE_ROWS,
+    ExpertPlan,
+    Fp8Experts,
+    Mxfp4Experts,
+    StoredExperts,
+    dequantised,
+    grouped_linear,
+    plan_experts,
+)
 from kernels.linear import Route, linear
 from kernels.route_experts import RoutingRule, Scoring, route_experts
 
@@ -53,7 +63,10 @@ class ExpertShape(NamedTuple):
 QWEN = ExpertShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
 GPT_OSS = ExpertShape("gpt-oss-20b", 2880, 2880, 32, 4)
 DEEPSEEK = ExpertShape("DeepSeek-V3", 7168, 2048, 256, 8)
+DEEPSEEK_4 = ExpertShape("DeepSeek-V4-Flash", 4096, 2048, 256, 6)
 LAYER_TOKENS = {QWEN: (1, 16, 64, 256, 2048, 8192), GPT_OSS: (1, 16, 64, 256, 2048, 8192), DEEPSEEK: (1, 64, 2048)}
+STORED = ((QWEN, "fp8"), (DEEPSEEK, "fp8"), (GPT_OSS, "mxfp4"), (DEEPSEEK_4, "mxfp4"))
+STORED_TOKENS = (16, 64, 512, 2048, 8192)
 ROUTER_TOKENS = (16, 64, 512, 2048)
 ROUTER_DEPTH, ROUTER_EXPERTS = DEEPSEEK.hidden, DEEPSEEK.experts
 ROUTER_ERROR = 1e-5
@@ -143,6 +156,38 @@ def product(tokens: int, shape: ExpertShape) -> list[Measurement]:
     return [measured(rows) for rows in TILE_ROWS]
 
 
+def stored_product(tokens: int, shape: ExpertShape, kind: str) -> list[Measurement]:
+    """The same with weights as they are stored, bit for bit; the peer has them in bf16."""
+    ids, x = drawn_ids(tokens, shape), random(tokens, shape.hidden)
+    weight = (fp8_experts if kind == "fp8" else mxfp4_experts)(shape.experts, 2 * shape.inner, shape.hidden)
+    whole, given = dequantised(weight, x.dtype), plan_experts(ids, shape.experts)
+    used, pairs = int(ids.unique().numel()), ids.numel()
+    moved = used * sum(part[0].nbytes for part in weight) + 2 * (x.numel() + pairs * 2 * shape.inner)
+    is_large = tokens >= MANY_TOKENS
+    amount = 2e-12 * pairs * whole[0].numel() if is_large else 1e-9 * moved
+    call, peer = partial(grouped_linear, x, weight, given), partial(grouped_linear, x, whole, given)
+
+    def error() -> float:
+        return unequal(call(), peer())
+
+    case, ceiling = f"{tokens} tokens, {shape.name}, {kind}", GEMM if is_large else READ
+    peers = (Peer("bf16", peer, amount),)
+    return [Measurement("grouped_linear", case, amount, call, error, peers=peers, ceiling=ceiling)]
+
+
+def fp8_experts(experts: int, outputs: int, depth: int) -> StoredExperts:
+    codes = torch.randint(0, 255, (experts, outputs, depth), dtype=torch.uint8, device="cuda")
+    codes -= (codes == 127).to(torch.uint8)  # 127 is not a number, nor is 255
+    scales = torch.rand(experts, -(-outputs // 128), -(-depth // 128), device="cuda") / 1000
+    return Fp8Experts(codes.view(torch.float8_e4m3fn), scales)
+
+
+def mxfp4_experts(experts: int, outputs: int, depth: int) -> StoredExperts:
+    values = torch.randint(0, 256, (experts, outputs, depth // 2), dtype=torch.uint8, device="cuda")
+    exponents = torch.randint(112, 124, (experts, outputs, depth // 32), dtype=torch.uint8, device="cuda")
+    return Mxfp4Experts(values, exponents)
+
+
 def by_expert(x: torch.Tensor, weight: torch.Tensor, given: ExpertPlan) -> torch.Tensor:
     """Each expert's rows in one product of torch's."""
     out, order = x.new_empty(given.num_pairs, weight.shape[1]), given.order.long()
@@ -225,4 +270,5 @@ AREAS: dict[str, tuple[Maker, ...]] = {
         *(partial(router, tokens) for tokens in ROUTER_TOKENS),
     ),
     "experts": tuple(partial(make, *case) for make in (plan, product, combine, layer) for case in CASES),
+    "stored": tuple(partial(stored_product, tokens, *case) for case in STORED for tokens in STORED_TOKENS),
 }
