@@ -6,6 +6,10 @@ PROTOS := protos/v1/types.proto protos/v1/cache.proto protos/v1/host_tier.proto 
 # What peers out there speak: the last release, else the last commit.
 BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD)
 
+# An image may forbid Python to keep bytecode. Then each process of the tests would rewrite the asserts of all of them anew,
+# for 8 s of CPU.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Processes that `make test` runs in: one more than two cores, as half of the time tests of services wait for something.
 # tests/conftest.py says which tests share one.
 JOBS ?= 3

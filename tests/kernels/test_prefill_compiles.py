@@ -101,8 +101,8 @@ def kinds(constants: dict[str, object], dtype: str) -> dict[str, str]:
     return pointers | descriptors | {"scale_log2": "fp32", "cap_log2": "fp32"}
 
 
-# Published models' heads, fp8, and one case of each form: an odd group, pages of few tokens, a window.
-USUAL = ("plain", "window", "odd group", "small pages", "dim 256", "fp8", "fp8, every option")
+# Published models' heads, fp8, and one case of each form: an odd group, a window, and pages of few tokens with fp8.
+USUAL = ("plain", "window", "odd group", "dim 256", "fp8", "fp8, every option")
 
 
 @pytest.mark.parametrize("name", usual(CASES, *USUAL))
@@ -120,7 +120,8 @@ def test_the_gluon_kernel_overlaps_its_products_and_keeps_its_registers(name: st
 SEGMENTED = {name: CASES[name] for name in ("plain", "sinks", "small pages", "odd group", "dim 96", "fp8", "dim 64")}
 
 
-@pytest.mark.parametrize("name", usual(SEGMENTED, "plain", "fp8"))
+# What fp8 changes is in the loop over key tiles, which the kernel above has, too; each case takes 9 s.
+@pytest.mark.parametrize("name", usual(SEGMENTED, "plain"))
 def test_the_kernel_of_segments_keeps_its_registers(name: str) -> None:
     from kernels.prefill_attention.hopper.segment_kernel import attend_pieces
 
