@@ -8,6 +8,7 @@ does a checkout without the folder.
 import hashlib
 import json
 import os
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def keep(key: str, value: tuple[Any, ...]) -> None:
     draft = FOLDER / f"{key}.{os.getpid()}"
     draft.write_bytes(zlib.compress(json.dumps(value).encode()))
     draft.replace(FOLDER / key)
-    oldest_last = sorted(FOLDER.iterdir(), key=lambda path: -path.stat().st_mtime)
+    oldest_last = sorted(FOLDER.iterdir(), key=_used_at, reverse=True)
     for path in oldest_last[MAX_KEPT:]:
         path.unlink(missing_ok=True)
+
+
+def _used_at(path: Path) -> float:
+    """Returns a time of modification, in seconds; that of a draft which another process has just renamed is now."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()

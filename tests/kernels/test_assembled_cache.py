@@ -76,3 +76,12 @@ def test_a_thorough_run_recalls_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assembled_cache.keep("a", ("ptx", "remarks", 7))
     monkeypatch.setattr(assembled_cache, "THOROUGH", True)
     assert assembled_cache.recall("a") is None
+
+
+def test_a_draft_that_goes_while_the_folder_is_read_is_passed_over() -> None:
+    """Each process of the tests keeps kernels here. A link to nothing stands for the other one's draft: it is listed,
+    and gone when looked at."""
+    assembled_cache.keep("a", ("ptx",))
+    (assembled_cache.FOLDER / "b.17").symlink_to("nothing")
+    assembled_cache.keep("c", ("ptx",))
+    assert assembled_cache.recall("a") == assembled_cache.recall("c") == ["ptx"]
