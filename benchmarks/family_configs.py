@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     "channel-decays": published("moonshotai/Kimi-Linear-48B-A3B-Instruct"),
     "chosen-latents": published("deepseek-ai/DeepSeek-V3.2-Exp", 8, FP8, first_k_dense_replace=1),
     # Without experts that are chosen by token: the tables of random weights would name none.
-    "compressed": published("deepseek-ai/DeepSeek-V4-Flash", 24, MXFP4, num_hash_layers=0),
+    "compressed": published("deepseek-ai/DeepSeek-V4-Flash", 20, MXFP4, num_hash_layers=0),
 }
 QUICK: dict[str, Any] = {
     "hidden_size": 64,

@@ -48,7 +48,7 @@ def tile_for(dtype: torch.dtype, tile_rows: int, *, is_stored: bool = False) -> 
         return Tile(64, 16, 4, 2)
     if is_stored:
         return Tile(128, 64, 8, 5 if tile_rows == 16 else 4)
-    wide = {32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 8, 4)}
+    wide = {32: Tile(64, 64, 4, 5), 64: Tile(128, 64, 4, 4), 128: Tile(256, 64, 8, 4)}
     return wide.get(tile_rows, Tile(64, 64, 4, 6))
 
 

@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-FP8_TILES = {16: Tile(64, 128, 4), 32: Tile(128, 128, 3), 64: Tile(64, 128, 3), 128: Tile(128, 64, 4)}
+FP8_TILES = {16: Tile(64, 128, 4), 32: Tile(128, 128, 3), 64: Tile(128, 128, 3), 128: Tile(128, 64, 4)}
 MXFP4_TILES = {16: Tile(128, 128, 4), 32: Tile(128, 128, 4), 64: Tile(128, 64, 6), 128: Tile(128, 64, 5)}
 
 
