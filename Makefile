@@ -10,7 +10,7 @@ BREAKING_BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || echo HEAD
 # for 8 s of CPU.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Processes that `make test` runs in: one more than two cores, as half of the time tests of services wait for something.
+# Processes that `make test` runs in: one more than two cores, as tests of services wait for a third of their time.
 # tests/conftest.py says which tests share one.
 JOBS ?= 3
 

@@ -134,6 +134,6 @@ def worker_process(folder: Path, name: str, cache: str, **settings: object) -> S
         "cache": cache,
         "device": "cpu",
         "threads": 1,
-        "pool_mb": 128,
+        "pool_mb": 64,
     }
     return ServiceProcess("worker_service", "STEMCACHE_WORKER_", {**defaults, **settings}, folder / f"{name}.log")

@@ -98,7 +98,7 @@ async def open_stand(client: Client, cache: str, model: Path, **settings: Any) -
     """A worker of this cache service, alone on its pages."""
     gc.collect()  # the stand before is in reference cycles: without this, twelve tests took 2.3 GB instead of 1.2
     addresses = {"cache": cache, "listen": "127.0.0.1:0", "admin_listen": ""}
-    usual = {"device": "cpu", "threads": 1, "pool_mb": 256, "page_tokens": PAGE}
+    usual = {"device": "cpu", "threads": 1, "pool_mb": 64, "page_tokens": PAGE}
     config = WorkerConfig(str(model), **{**addresses, **usual, **settings})
     compute = bootstrap.prepare(config)
     watched = WatchedRunner(compute.runner)

@@ -143,8 +143,11 @@ async def test_another_keys_value_is_refused(
         keys = []
         for tokens in (prompt, other):
             old = set(redis.scan_iter("stemcache:1:*:*"))
-            await client.generate(here, tokens)
             await client.idle(cluster.cache)
+            rows = (await client.stats(cluster.cache)).host_tier.num_rows
+            await client.generate(here, tokens)
+            # A moment after the answer nothing is held either: the pages' way to the tier begins then.
+            await client.until(cluster.cache, lambda stats, most=rows + 30: stats.host_tier.num_rows >= most)
             keys.append(sorted(set(redis.scan_iter("stemcache:1:*:*")) - old))
         assert len(keys[0]) == len(keys[1]) == 30
         for key, wrong in zip(*keys, strict=True):
