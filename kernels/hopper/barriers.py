@@ -15,3 +15,23 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def grid_barrier(counters_ptr, arrivals):
+    """Waits until it was called `arrivals` times in this launch; then all that came before the calls can be read.
+
+    Each partition that takes part calls it once. Programs wait for each other, so all must be on the card at once: no
+    more than fit, and `launch_cooperative_grid=True` starts none before there is room for all. Other launches do not
+    wait for this one: they end and make room. `counters_ptr` has two counters, of those that came and of those that
+    went on; both are 0 between launches.
+    """
+    thread_barrier()
+    seen = gl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
+    while seen < arrivals:
+        seen = gl.atomic_add(counters_ptr, 0, sem="acq_rel", scope="gpu")
+    thread_barrier()
+    # The last one to go on clears both: no one reads them any more.
+    if gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") == arrivals - 1:
+        gl.store(counters_ptr, 0)
+        gl.store(counters_ptr + 1, 0)

@@ -12,20 +12,18 @@ from kernels.mla_decode.tree_sizes import FEW_HEADS, is_few, tree_of
 __all__ = ["MlaDecodePlan"]
 
 MAX_SEQS = 1024
-# A part's place by load is one number: ten bits for which part it is, ten for how many there are, the rest for the
-# unit's first slot.
-MAX_PROGRAMS_BY_LOAD = 1000
-# Up to this number of parts for each tile of rows, on average, the attention folds them itself: 64 sequences of 64
-# heads, two parts each, take 163.7 us instead of 174.4; 16 of them, with eight parts, would take 72.6 for 65.0 (H200).
-PARTS_INSIDE = 3
+# From this number of tiles of rows on, programs that cut by load fold the parts together: 16 sequences of 8,192 with 64
+# heads take 62.1 us where a launch behind takes 65.7, 128 heads 50.4 of 8 for 53.7, but 33.6 of 2 for 29.6 (H200).
+LEAST_TILES_TOGETHER = 16
 
 
 class MlaDecodePlan:
     """Static buffers for one batch shape: prepared once per step, read by every layer and by a captured graph.
 
     A sequence's rows (query tokens times heads) are cut into tiles; a tile is attended by one program, or group by
-    group or leaf by leaf of its keys by several, whose partial results a second launch folds (by load, the attention
-    itself where they are few). Without max_q_tokens it serves calls without cu_seqlens_q: one query for each sequence.
+    group or leaf by leaf of its keys by several, whose partial results a second launch folds (by load, where tiles are
+    many, the attention itself). Without max_q_tokens it serves calls without cu_seqlens_q, of one query for each
+    sequence. Launches of one plan share its buffers and counters, so none may begin before the last one has ended.
 
     With by_load, cuts are where programs get equally many latents, at any tile of them: faster on Hopper, but a
     result's last bits then depend on the batch. It changes nothing for up to 16 heads, or for other implementations.
@@ -50,8 +48,6 @@ class MlaDecodePlan:
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.programs, self.by_load = programs, by_load and heads > FEW_HEADS
-        if self.by_load and programs > MAX_PROGRAMS_BY_LOAD:
-            raise KernelArgumentError(f"programs: at most {MAX_PROGRAMS_BY_LOAD} by load, got {programs}")
         self.tree, self.rows = tree_of(heads, self.one_query), 16 if self.few else 64
         self.slot_rows = self.rows if self.few else min(self.rows, heads * max_q_tokens)
         tiles = self.tiles = -(-heads * max_q_tokens // self.rows)
@@ -68,8 +64,7 @@ class MlaDecodePlan:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         # Sequence, first query, queries, tile of rows, first leaf, leaves, latents of the sequence, slot; by load the
-        # first latent and the one behind the last in place of the first leaf and the number of leaves, and for the slot
-        # the unit's first slot, its parts and which of them it is, in one number. -1: no slot.
+        # first latent and the one behind the last in place of the first leaf and the number of leaves. -1: no slot.
         self.items = buffer(self.max_items, 8, dtype=torch.int32)
         # Items, leaves in an item of a sequence that is shared out, and such sequences; by load such tiles of rows.
         self.counts = buffer(3, dtype=torch.int32)
@@ -79,18 +74,17 @@ class MlaDecodePlan:
         # By load: each program's first item, and the end of the last one's.
         self.firsts = buffer(programs + 1 if self.by_load else 0, dtype=torch.int32)
         self.acc = torch.empty((slots, self.slot_rows, 512), dtype=torch.float32, device=device)
-        # By load two for each slot: where the attention folds, each consumer writes its own.
-        stats = (2 * slots if self.by_load else slots, self.slot_rows)
-        self.row_max = torch.empty(stats, dtype=torch.float32, device=device)
-        self.row_sum = torch.empty(stats, dtype=torch.float32, device=device)
-        # By load: arrivals of each consumer at each sum of two parts; 0 between launches.
-        self.counters = buffer(2 * slots if self.by_load else 0, dtype=torch.int32)
+        self.row_max = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        self.row_sum = torch.empty((slots, self.slot_rows), dtype=torch.float32, device=device)
+        # By load: the counters of the barrier at which programs meet to fold; 0 between launches.
+        self.arrivals = buffer(2 if self.by_load else 0, dtype=torch.int32)
+        self.fit_at_once = _fit_at_once(programs, device)
         # Running totals of leaves, which by load there are none of.
         self.sums = torch.empty((0 if self.by_load else programs, self.rows, 512), dtype=torch.float32, device=device)
 
-    def folds_inside(self, num_seqs: int) -> bool:
-        """Whether the attention folds the parts of this number of sequences; if not, a launch behind it does."""
-        return self.by_load and num_seqs * self.tiles * PARTS_INSIDE >= self.programs
+    def folds_together(self, num_seqs: int) -> bool:
+        """Returns whether the attention's programs fold this number of sequences; if not, a launch behind it does."""
+        return self.by_load and self.fit_at_once and num_seqs * self.tiles >= LEAST_TILES_TOGETHER
 
     def check(self, num_seqs: int, max_seqlen_k: int, heads: int, max_q_tokens: int | None) -> None:
         """Refuses a batch that the buffers do not hold; None means a call without cu_seqlens_q."""
@@ -130,3 +124,10 @@ class MlaDecodePlan:
             leaf=self.tree.leaf,
             leaves_per_group=self.tree.leaves_per_group,
         )
+
+
+def _fit_at_once(programs: int, device: torch.device | str) -> bool:
+    """Returns whether a card holds all programs at once: each multiprocessor has shared memory for one."""
+    if torch.device(device).type != "cuda":
+        return True  # no program waits for another there
+    return programs <= torch.cuda.get_device_properties(device).multi_processor_count

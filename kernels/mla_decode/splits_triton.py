@@ -127,8 +127,7 @@ def list_runs(
                 tl.store(to + 4, begin, mask=inside)
                 tl.store(to + 5, stop, mask=inside)
                 tl.store(to + 6, zero + own_length, mask=inside)
-                place = (slot << 20) | ((cuts + 1) << 10) | part
-                tl.store(to + 7, tl.where(cuts > 0, place, -1), mask=inside)
+                tl.store(to + 7, tl.where(cuts > 0, slot + part, -1), mask=inside)
             if cuts > 0:
                 to = shared_ptr + unit * 4
                 tl.store(to, own_start * HEADS + tile * ROWS)

@@ -32,15 +32,16 @@ DECODES = {
     "few heads": {"HEADS": 8, "SLOT_ROWS": 8, "PAGE": 16},
     "no sums": {"MULTI": False, "PAGE": 16, "WANTS_LSE": False},
 }
-RUN = {name: value for name, value in DECODE.items() if name != "LEAF"} | {"INSIDE": False}
+RUN = {name: value for name, value in DECODE.items() if name != "LEAF"} | {"TOGETHER": False}
 RUNS = {
     "one query": {"MULTI": False, "WANTS_LSE": False},
     "small pages": {"PAGE": 16},
     "smallest pages": {"PAGE": 8},
     "48 heads": {"HEADS": 48, "SLOT_ROWS": 48, "MULTI": False},
-    "one query, folded inside": {"MULTI": False, "WANTS_LSE": False, "INSIDE": True},
-    "small pages, folded inside": {"PAGE": 16, "INSIDE": True},
-    "48 heads, folded inside": {"HEADS": 48, "SLOT_ROWS": 48, "MULTI": False, "INSIDE": True},
+    "one query, folded together": {"MULTI": False, "WANTS_LSE": False, "TOGETHER": True},
+    "small pages, folded together": {"PAGE": 16, "TOGETHER": True},
+    "smallest pages, folded together": {"PAGE": 8, "TOGETHER": True},
+    "48 heads, folded together": {"HEADS": 48, "SLOT_ROWS": 48, "MULTI": False, "TOGETHER": True},
 }
 FEW = {"HEADS": 16, "PAGE": 64, "LEAF": 512, "LEAVES_PER_GROUP": 8, "TILE": 64, "STAGES": 2, "WANTS_LSE": True}
 FEWS = {
@@ -94,7 +95,9 @@ def test_decode(name: str) -> None:
     assert not got.spills
 
 
-@pytest.mark.parametrize("name", usual(RUNS, "small pages", "48 heads, folded inside", "small pages, folded inside"))
+@pytest.mark.parametrize(
+    "name", usual(RUNS, "small pages", "48 heads, folded together", "small pages, folded together")
+)
 def test_decode_cut_by_load(name: str) -> None:
     from kernels.mla_decode.hopper.runs_kernel import attend_runs
 

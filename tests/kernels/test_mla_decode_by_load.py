@@ -91,15 +91,15 @@ def test_a_later_cut_may_outweigh_the_first_by_far(cuda: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [17, 60, None])
 @pytest.mark.parametrize(("heads", "new"), [(128, 1), (64, 1), (48, 1), (64, 3)])
-def test_the_attention_folds_any_number_of_parts(
+def test_programs_fold_any_number_of_parts_together(
     cuda: str, monkeypatch: pytest.MonkeyPatch, heads: int, new: int, programs: int | None
 ) -> None:
     """With the same bits from run to run, and its counters at 0 behind each."""
-    monkeypatch.setattr(mla_plan, "PARTS_INSIDE", 1000)
+    monkeypatch.setattr(mla_plan, "LEAST_TILES_TOGETHER", 1)
     case = make_latents([(max(length - new, 0), new) for length in LENGTHS], 1, device=cuda)
     q = latent_queries(case, heads)
     plan = planned(case, heads, programs)
-    assert plan.folds_inside(len(LENGTHS)) and int(plan.counts[2])
+    assert plan.folds_together(len(LENGTHS)) and int(plan.counts[2])
     wanted, wanted_lse = truth(case, q)
     first, first_lse = attend(case, q, Backend.GLUON, plan)
     assert_output(first, wanted)
@@ -108,17 +108,18 @@ def test_the_attention_folds_any_number_of_parts(
         out, lse = attend(case, q, Backend.GLUON, plan)
         assert_same_bits(out, first)
         assert_same_bits(lse, first_lse)
-    assert not plan.counters.any()
+    assert not plan.arrivals.any()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("programs", [None, 18])
-def test_a_captured_plan_follows_the_lengths(cuda: str, programs: int | None) -> None:
-    """Padding rows give 0, in a graph whose plan was made for longer sequences."""
+@pytest.mark.parametrize("together", [False, True])
+def test_a_captured_plan_follows_the_lengths(cuda: str, monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """Padding rows give 0, in a graph whose plan was made for longer sequences; at last nothing is cut."""
+    monkeypatch.setattr(mla_plan, "LEAST_TILES_TOGETHER", 1 if together else 1000)
     case = make_latents([(3071, 1), (63, 1), (999, 1)], 1, device=cuda)
     q, lengths = latent_queries(case, 128), case.seqlens_k.clone()
-    plan = MlaDecodePlan(4, 4096, 128, by_load=True, programs=programs)
-    assert plan.folds_inside(3) == (programs == 18)
+    plan = MlaDecodePlan(4, 4096, 128, by_load=True)
+    assert plan.folds_together(3) == together
     out = torch.empty((3, 128, 512), dtype=q.dtype, device=cuda)
 
     def step() -> None:
@@ -130,7 +131,7 @@ def test_a_captured_plan_follows_the_lengths(cuda: str, programs: int | None) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for shorter in ([3072, 64, 1000], [65, 0, 1], [2048, 63, 0]):
+    for shorter in ([3072, 64, 1000], [65, 0, 1], [2048, 63, 0], [64, 1, 0]):
         lengths.copy_(torch.tensor(shorter))
         graph.replay()
         replayed = out.clone()
@@ -139,6 +140,7 @@ def test_a_captured_plan_follows_the_lengths(cuda: str, programs: int | None) ->
         wanted = mla_decode(q, case.pages, case.block_tables, lengths, scale=SCALE, backend=Backend.REFERENCE)
         assert_output(out, wanted.double())
         assert not out[lengths == 0].any()
+    assert not int(plan.counts[2]) and not plan.arrivals.any()
 
 
 def test_other_implementations_take_the_plan_and_keep_their_bits(target: Target) -> None:

@@ -112,15 +112,13 @@ def test_cuts_by_load_cover_every_tile_once_in_order(
     assert firsts[0] == 0 and firsts[-1] == count <= plan.max_items and firsts == sorted(firsts)
     done, slots = [], []
     parts_of: dict[int, list[int]] = {}
-    for seq, q_start, q_len, tile, first, stop, length, place in items:
+    for seq, q_start, q_len, tile, first, stop, length, slot in items:
         assert (q_start, q_len, length) == (sum(queries[:seq]), queries[seq], lengths[seq])
         assert first % 64 == 0 and (stop == length or stop % 64 == 0) and (first < stop or length == 0)
         done += [(seq, tile, key) for key in range(first // 64, max(-(-stop // 64), 1))]
-        if place >= 0:
-            first_slot, parts, part = place >> 20, place >> 10 & 1023, place & 1023
-            slots.append(first_slot + part)
-            assert (first_slot, parts) in {(slot, parts) for _, _, parts, slot in plan.shared[:cut].tolist()}
-            parts_of.setdefault(q_start * heads + tile * plan.rows, []).append(first_slot + part)
+        if slot >= 0:
+            slots.append(slot)
+            parts_of.setdefault(q_start * heads + tile * plan.rows, []).append(slot)
     units = [(seq, tile) for seq in range(5) for tile in range(-(-queries[seq] * heads // plan.rows))]
     tiles_of = [max(-(-length // 64), 1) for length in lengths]
     assert done == [(seq, tile, key) for seq, tile in units for key in range(tiles_of[seq])]
@@ -153,28 +151,15 @@ def test_sequences_of_about_one_length_have_equally_many_parts(
 
 
 @pytest.mark.parametrize(
-    ("heads", "sequences", "several", "inside"),
-    [
-        (64, 64, False, True),
-        (64, 44, False, True),
-        (64, 43, False, False),
-        (128, 22, False, True),
-        (32, 22, True, True),
-    ],
+    ("heads", "sequences", "several", "together"),
+    [(64, 16, False, True), (64, 15, False, False), (128, 8, False, True), (128, 7, False, False), (32, 8, True, True)],
 )
-def test_the_attention_folds_where_tiles_have_few_parts(
-    heads: int, sequences: int, several: bool, inside: bool
-) -> None:
-    """On the average, of all programs: 44 tiles of 132 have three."""
+def test_programs_fold_together_where_tiles_are_many(heads: int, sequences: int, several: bool, together: bool) -> None:
+    """From 16 tiles of rows on, however many the plan holds."""
     most = 4 if several else None
     for by_load in (False, True):
         plan = MlaDecodePlan(100, 64, heads, max_q_tokens=most, by_load=by_load, programs=132, device="cpu")
-        assert plan.folds_inside(sequences) == (by_load and inside)
-
-
-def test_a_plan_by_load_refuses_more_programs_than_it_can_number() -> None:
-    with pytest.raises(KernelArgumentError, match="at most 1000 by load"):
-        MlaDecodePlan(1, 64, 32, by_load=True, programs=1001, device="cpu")
+        assert plan.folds_together(sequences) == (by_load and together)
 
 
 @pytest.mark.parametrize("several", [False, True])

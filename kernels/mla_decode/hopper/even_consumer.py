@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from kernels.hopper.barriers import thread_barrier
 from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.fold_inside import fold_inside
-from kernels.mla_decode.hopper.leaves import clear_tail, part_at, slot_of
+from kernels.mla_decode.hopper.fold_together import fold_together
+from kernels.mla_decode.hopper.leaves import clear_tail, part_at
 from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
 from kernels.softmax.triton import NO_KEYS
 
@@ -23,6 +23,7 @@ from kernels.softmax.triton import NO_KEYS
 @gluon.jit
 def attend_even(
     results,
+    together,
     scale_log2,
     shared,
     bars,
@@ -32,9 +33,9 @@ def attend_even(
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
-    INSIDE: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):
-    out_ptr, _, parts_ptrs, counters_ptr = results
+    out_ptr, _, acc_ptr, row_max_ptr, row_sum_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, stats, ends = shared[1]
     q_full, q_empty, left_full, left_empty, right_full, _ = bars[0]
@@ -52,7 +53,7 @@ def attend_even(
     step = 0
     pairs = 0
     turns = 0
-    q_start, q_len, tile, begin, stop, length, place = take(work[0], work[1], work[2], turns)
+    q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
     while stop >= 0:
         if not MULTI:
             q_len = 1
@@ -113,24 +114,18 @@ def attend_even(
         ends.index(1).store(row_sum)
         thread_barrier()
         mbarrier.arrive(end_full, count=1)
-        top = gl.convert_layout(row_max, OR)
         total = gl.convert_layout(row_sum, OR)
-        has_sum = turns * 0 + 1
-        if place >= 0:
-            if INSIDE:
-                has_sum, top, total, acc = fold_inside(
-                    (top, total, acc), parts_ptrs, counters_ptr, place, row, dim, live, 0, SLOT_ROWS
-                )
-            else:
-                has_sum = turns * 0
-                at = slot_of(place).to(gl.int64) * SLOT_ROWS
-                gl.store(parts_ptrs[0] + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
-                gl.store(parts_ptrs[1] + at + row, top, mask=live)
-                gl.store(parts_ptrs[2] + at + row, total, mask=live)
-        if has_sum > 0:
+        if slot >= 0:
+            at = slot.to(gl.int64) * SLOT_ROWS
+            gl.store(acc_ptr + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
+            gl.store(row_max_ptr + at + row, gl.convert_layout(row_max, OR), mask=live)
+            gl.store(row_sum_ptr + at + row, total, mask=live)
+        else:
             share = 1.0 / gl.where(total == 0.0, 1.0, total)
             at = (q_start * HEADS + tile * 64).to(gl.int64)
             result = (acc * share[:, None]).to(gl.bfloat16)
             gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live[:, None])
         turns = (turns + 1) & 3
-        q_start, q_len, tile, begin, stop, length, place = take(work[0], work[1], work[2], turns)
+        q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
+    if TOGETHER:
+        fold_together(results, together, 0, 0, HEADS, SLOT_ROWS, False)

@@ -38,13 +38,14 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
 
     lists: tuple[torch.Tensor, ...] = (plan.sums, plan.items, plan.counts)
     options: dict[str, int]
-    inside = plan.folds_inside(call.num_seqs)
+    together = plan.folds_together(call.num_seqs)
     if plan.few:
         kernel, options = attend_latents_few, {"LEAVES_PER_GROUP": plan.tree.leaves_per_group}
         options |= {"LEAF": plan.tree.leaf, "maxnreg": ENTRY_REGISTERS}
     elif plan.by_load:
-        kernel, options = attend_runs, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "INSIDE": inside}
-        lists = (plan.items, plan.firsts, plan.counters)
+        kernel, options = attend_runs, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "TOGETHER": together}
+        options |= {"launch_cooperative_grid": together}  # see grid_barrier
+        lists = (plan.items, plan.firsts, plan.counts, plan.shared, plan.arrivals)
     else:
         kernel, options = attend_latents, {"MULTI": several, "SLOT_ROWS": plan.slot_rows, "LEAF": plan.tree.leaf}
     with torch.cuda.device(q.device):
@@ -72,7 +73,7 @@ def launch(call: MlaDecodeCall, plan: MlaDecodePlan | None, out: torch.Tensor, l
             num_warps=4,
             **options,
         )
-        if plan.by_load and not inside:
+        if plan.by_load and not together:
             fold_by_load(plan, call.num_seqs, out, lse)
         elif not plan.by_load:
             fold(plan, call.num_seqs, out, lse)

@@ -17,18 +17,6 @@ def planned_item(items_ptr, index):
 
 
 @gluon.jit
-def parts_of(place):
-    """Returns (first slot of the unit, its parts, which of them) of a part's place in a plan that cuts by load."""
-    return place >> 20, (place >> 10) & 1023, place & 1023
-
-
-@gluon.jit
-def slot_of(place):
-    """Returns the slot of a part by its place."""
-    return (place >> 20) + (place & 1023)
-
-
-@gluon.jit
 def clear_tail(values, live, TILE: gl.constexpr):
     """Clears the rows past a sequence's last latent, which may hold anything: 0 * NaN is not 0."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])

@@ -8,10 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.hopper.barriers import thread_barrier
-from kernels.hopper.registers import opaque
 from kernels.hopper.work_queue import take
-from kernels.mla_decode.hopper.fold_inside import fold_inside
-from kernels.mla_decode.hopper.leaves import clear_tail, part_at, slot_of
+from kernels.mla_decode.hopper.fold_together import fold_together
+from kernels.mla_decode.hopper.leaves import clear_tail, part_at
 from kernels.mla_decode.hopper.scores import masked, start_scores, weighed
 from kernels.softmax.triton import LN_2
 
@@ -19,6 +18,7 @@ from kernels.softmax.triton import LN_2
 @gluon.jit
 def attend_odd(
     results,
+    together,
     scale_log2,
     num_tokens,
     shared,
@@ -29,10 +29,10 @@ def attend_odd(
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
-    INSIDE: gl.constexpr,
+    TOGETHER: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
-    out_ptr, lse_ptr, parts_ptrs, counters_ptr = results
+    out_ptr, lse_ptr, acc_ptr, _, _ = results
     q_left, q_right, q_rope, left, right, rope = shared[0]
     handed, stats, ends = shared[1]
     q_full, q_empty, left_full, _, right_full, right_empty = bars[0]
@@ -51,7 +51,7 @@ def attend_odd(
     step = 0
     pairs = 0
     turns = 0
-    q_start, q_len, tile, begin, stop, length, place = take(work[0], work[1], work[2], turns)
+    q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
     while stop >= 0:
         if not MULTI:
             q_len = 1
@@ -112,17 +112,10 @@ def attend_odd(
         total = ends.index(1).load(OR)
         thread_barrier()
         mbarrier.arrive(end_empty, count=1)
-        has_sum = turns * 0 + 1
-        if place >= 0:
-            if INSIDE:
-                has_sum, top, total, acc = fold_inside(
-                    (top, total, acc), parts_ptrs, counters_ptr, place, opaque(row), dim, live, 1, SLOT_ROWS
-                )
-            else:
-                has_sum = turns * 0
-                at = slot_of(place).to(gl.int64) * SLOT_ROWS
-                gl.store(parts_ptrs[0] + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
-        if has_sum > 0:
+        if slot >= 0:
+            at = slot.to(gl.int64) * SLOT_ROWS
+            gl.store(acc_ptr + at * 512 + part_at(row, dim, SLOT_ROWS), acc, mask=live[:, None])
+        else:
             if WANTS_LSE:
                 lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN_2)
                 token = gl.minimum((tile * 64 + row) // HEADS, q_len - 1)
@@ -133,4 +126,6 @@ def attend_odd(
             result = (acc * share[:, None]).to(gl.bfloat16)
             gl.store(out_ptr + (at + row)[:, None] * 512 + dim[None, :], result, mask=live[:, None])
         turns = (turns + 1) & 3
-        q_start, q_len, tile, begin, stop, length, place = take(work[0], work[1], work[2], turns)
+        q_start, q_len, tile, begin, stop, length, slot = take(work[0], work[1], work[2], turns)
+    if TOGETHER:
+        fold_together(results, together, num_tokens, 1, HEADS, SLOT_ROWS, WANTS_LSE)

@@ -1,7 +1,7 @@
 """mla_decode cut by load, in Gluon for Hopper: a tile of latents is loaded once and serves as keys and as values.
 
-Each program has one run of tiles, as long as every other's. Where a run's end cuts a sequence, its parts are folded
-inside or by another launch, as the plan says; so a result's bits depend on the batch.
+Each program has one run of tiles, as long as every other's. Where a run's end cuts a sequence, its parts are folded by
+all programs together at the end or by another launch, as the plan says; so a result's bits depend on the batch.
 
     warps          work on a tile of 64 rows (query heads, tokens) and TILE latents
     producer       copies the latents, a page's rows at a time, and the queries
@@ -32,7 +32,9 @@ def attend_runs(
     row_sum_ptr,
     items_ptr,
     firsts_ptr,
-    counters_ptr,
+    counts_ptr,
+    shared_ptr,
+    arrivals_ptr,
     tables_ptr,
     scale_log2,
     num_tokens,
@@ -44,7 +46,7 @@ def attend_runs(
     STAGES: gl.constexpr,
     MULTI: gl.constexpr,
     SLOT_ROWS: gl.constexpr,
-    INSIDE: gl.constexpr,
+    TOGETHER: gl.constexpr,
     WANTS_LSE: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -93,7 +95,8 @@ def attend_runs(
         mbarrier.init(right_full.index(s), count=1)
         mbarrier.init(right_empty.index(s), count=1)
     plan = (items_ptr, firsts_ptr, tables_ptr)
-    results = (out_ptr, lse_ptr, (acc_ptr, row_max_ptr, row_sum_ptr), counters_ptr)
+    results = (out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
+    together = (arrivals_ptr, counts_ptr, shared_ptr)
     shared = ((q_left, q_right, q_rope, left, right, rope), (handed, stats, ends))
     bars = (
         (q_full, q_empty, left_full, left_empty, right_full, right_empty),
@@ -103,10 +106,10 @@ def attend_runs(
     # fmt: off
     gl.warp_specialize(
         [
-            (attend_even, (results, scale_log2, shared, bars, work,
-                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, INSIDE)),
-            (attend_odd, (results, scale_log2, num_tokens, shared, bars, work,
-                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, INSIDE, WANTS_LSE)),
+            (attend_even, (results, together, scale_log2, shared, bars, work,
+                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, TOGETHER)),
+            (attend_odd, (results, together, scale_log2, num_tokens, shared, bars, work,
+                            HEADS, TILE, STAGES, MULTI, SLOT_ROWS, TOGETHER, WANTS_LSE)),
             (stream_runs, (q_half_desc, q_rope_desc, half_desc, rope_desc, plan, page_rows, stride_tables_seq,
                             shared, bars, work, HEADS, PAGE, TILE, STAGES)),
         ],

@@ -42,8 +42,8 @@ def stream_runs(
     index = gl.load(firsts_ptr + gl.program_id(0))
     stop_index = gl.load(firsts_ptr + gl.program_id(0) + 1)
     while index < stop_index:
-        seq, q_start, q_len, tile, first, stop, length, place = planned_item(items_ptr, index)
-        publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, first, stop, length, place))
+        seq, q_start, q_len, tile, first, stop, length, slot = planned_item(items_ptr, index)
+        publish(work[0], work[1], work[2], turn, (q_start, q_len, tile, first, stop, length, slot))
         q_row = q_start * HEADS + tile * 64
         row_ptr = tables_ptr + seq.to(gl.int64) * stride_tables_seq
         rows = box_rows(row_ptr, first, stop, page_rows, PAGE, BOX, BOXES)
