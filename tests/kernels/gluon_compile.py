@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import triton
 
+from tests.examples import THOROUGH
 from tests.kernels import assembled_cache
 from tests.kernels.machine_code import disassembled, unwritten_registers
 
@@ -95,6 +96,9 @@ def _assembled(source: Any, target: Any, options: dict[str, object]) -> Assemble
         compiled = triton.compile(source, target=target, options=options)
     remarks = said.getvalue()
     assert "ptxas info" in remarks, "taken from a cache, or the assembler's log was not printed"
-    wrong = unwritten_registers(disassembled(compiled.asm["cubin"]))
-    assert not wrong, f"machine code that reads registers which nobody wrote: {wrong}"
-    return Assembled(str(compiled.asm["ptx"]), remarks, compiled.metadata.shared)
+    ptx = str(compiled.asm["ptx"])
+    # Only operands' addresses of wgmma were built from such registers so far, and disassembling takes 0.2 s a kernel.
+    if "wgmma" in ptx or THOROUGH:
+        wrong = unwritten_registers(disassembled(compiled.asm["cubin"]))
+        assert not wrong, f"machine code that reads registers which nobody wrote: {wrong}"
+    return Assembled(ptx, remarks, compiled.metadata.shared)
