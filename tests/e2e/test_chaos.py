@@ -17,11 +17,10 @@ from tests.e2e.conftest import Starter
 from tests.e2e.processes import ServiceProcess
 from tests.e2e.proxy import Proxy, open_proxy
 from tests.e2e.running import healthy
-from tests.examples import THOROUGH
 from tests.redis_process import RedisProcess
 
 ANSWER = 60
-NUM_TROUBLES = 48 if THOROUGH else 16
+NUM_TROUBLES = 24
 NUM_USERS = 8
 
 

@@ -12,10 +12,9 @@ from cli.evaluation.result import LEAST_HIT_SHARE
 from cli.evaluation.ways import SMALL_BUDGET, WAYS
 from cli.redis_server import find_redis_binary
 from tests.cli.command import Running, one_object
-from tests.examples import THOROUGH
 
-QUESTIONS, REGISTERS, TOKENS = 12 if THOROUGH else 6, 2, 600
-# One of twelve answers may be wrong, and none of six.
+QUESTIONS, REGISTERS, TOKENS = 12, 2, 600
+# Over so few questions a single wrong answer weighs five percent.
 LEAST_ACCURACY = 0.9
 REUSE = [way for way in WAYS if way != "cold"]
 

@@ -20,7 +20,6 @@ from tests.e2e.kinds import FAMILIES, PAGE, make_kind
 from tests.e2e.running import Draw, healthy
 from tests.e2e.sabotage import Stand, open_stand
 from tests.e2e.test_kinds_sabotage import Prefix, replaced
-from tests.examples import usual
 from tests.redis_process import RedisProcess
 
 LENGTH = 333
@@ -70,11 +69,7 @@ class Pair(NamedTuple):
         return await self.client.until(self.cache, lambda stats: healthy(stats) and nothing_is_held(stats))
 
 
-# The others have the layers of one of these, of a kind in test_kinds.py or of the model that most tests serve.
-USUAL = ("glm4-moe", "cohere2", "mimo-v2", "glm-dsa")
-
-
-@pytest.fixture(params=usual(FAMILIES, *USUAL))
+@pytest.fixture(params=FAMILIES)
 async def pair(
     request: pytest.FixtureRequest, shared: Shared, client: Client, model: Path, tmp_path: Path
 ) -> AsyncIterator[Pair]:

@@ -18,7 +18,6 @@ from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw, healthy
 from tests.e2e.sabotage import Stand, open_stand
 from tests.e2e.states import GROUPS, MODELS, PAGE, make_states
-from tests.examples import usual
 from tests.redis_process import RedisProcess
 
 BUDGET = 300
@@ -57,8 +56,7 @@ class Pair(NamedTuple):
 NAMES = [name for name in MODELS if name not in ("lfm2", "qwen3.5")]
 
 
-# Every recurrence, and a family whose layers have attention beside one.
-@pytest.fixture(params=usual(NAMES, "qwen3-next", "bamba", "falcon-h1", "kimi-linear"))
+@pytest.fixture(params=NAMES)
 async def pair(
     request: pytest.FixtureRequest, client: Client, start: Starter, model: Path, tmp_path: Path, redis: RedisProcess
 ) -> AsyncIterator[Pair]:

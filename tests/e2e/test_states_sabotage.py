@@ -18,7 +18,6 @@ from tests.e2e.conftest import Starter
 from tests.e2e.running import Draw
 from tests.e2e.sabotage import FULL, PAGE, Stand, open_stand
 from tests.e2e.states import make_states
-from tests.examples import usual
 from worker_service.core.state_rows import StateRows
 from worker_service.gpu.page_pools import PagePools
 
@@ -31,7 +30,7 @@ PAGES = {"lfm2": PAGE}
 FAMILIES = ("lfm2", "qwen3-next", "qwen3.5", "bamba", "granite-hybrid", "falcon-h1", "nemotron-h", "kimi-linear")
 
 
-@pytest.fixture(params=usual(FAMILIES, "lfm2", "qwen3.5", "bamba", "kimi-linear"))
+@pytest.fixture(params=FAMILIES)
 async def stand(
     request: pytest.FixtureRequest, start: Starter, client: Client, model: Path, tmp_path: Path
 ) -> AsyncIterator[Stand]:
