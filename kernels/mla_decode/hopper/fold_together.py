@@ -13,7 +13,7 @@ from kernels.softmax.triton import LN_2, NO_KEYS
 
 # Parts that a task reads at a time: 64 values for each thread. Tasks of 128 or 64 columns, which read 8 or 16 parts at
 # a time, take 63.2 or 64.7 us where these take 62.1 (64 heads, 16 x 8,192, H200).
-SOME = gl.constexpr(4)
+PARTS_AT_ONCE = gl.constexpr(4)
 
 
 @gluon.jit
@@ -60,13 +60,15 @@ def fold_rows(
     """Writes the results of 8 rows of a tile from `begin_row` on: the sum of its parts, weighed by their maxima."""
     out_ptr, lse_ptr, acc_ptr, row_max_ptr, row_sum_ptr = results
     # Parts, groups of eight columns, rows, columns of a group: as a partial result lies in memory, see part_at.
-    VALUES: gl.constexpr = gl.BlockedLayout([SOME, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0])
+    VALUES: gl.constexpr = gl.BlockedLayout([PARTS_AT_ONCE, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0])
     SUM: gl.constexpr = gl.SliceLayout(0, VALUES)
     STATS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, VALUES))
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUM))
-    stats_part = gl.arange(0, SOME, gl.SliceLayout(1, STATS))
+    stats_part = gl.arange(0, PARTS_AT_ONCE, gl.SliceLayout(1, STATS))
     stats_row = begin_row + gl.arange(0, 8, gl.SliceLayout(0, STATS))
-    part = gl.arange(0, SOME, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, VALUES))))[:, None, None, None]
+    part = gl.arange(0, PARTS_AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, VALUES))))[
+        :, None, None, None
+    ]
     group = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, VALUES))))[None, :, None, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, VALUES))))[None, None, :, None]
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, VALUES))))[None, None, None, :]
@@ -75,7 +77,7 @@ def fold_rows(
     top = gl.full([8], NO_KEYS, gl.float32, ROW)
     total = gl.zeros([8], gl.float32, ROW)
     acc = gl.zeros([32, 8, 8], gl.float32, SUM)
-    for first in range(0, parts, SOME):
+    for first in range(0, parts, PARTS_AT_ONCE):
         # Past the first cache: other programs have written them.
         there = (first + stats_part < parts)[:, None] & (stats_row < rows)[None, :]
         stats_at = (first_slot + first + stats_part)[:, None] * SLOT_ROWS + stats_row[None, :]
