@@ -126,16 +126,12 @@ def _multiply(
     chosen = choose_backend(backend, x, lambda: hopper.reason_against(x, weight))
     if chosen is Backend.REFERENCE:
         reference.grouped_linear(x, weight, bias, plan, out)
-    elif isinstance(weight, torch.Tensor):
-        from kernels.grouped_linear.triton import launch
-
-        launch(x, weight, bias, plan, out)
-    elif x.dtype is torch.float32:
-        raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
-    elif chosen is Backend.GLUON:
+    elif chosen is Backend.GLUON and not isinstance(weight, torch.Tensor):
         from kernels.grouped_linear.hopper.launch import launch as launch_stored
 
         launch_stored(x, weight, bias, plan, out)
+    elif x.dtype is torch.float32 and not isinstance(weight, torch.Tensor):
+        raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
     else:
         from kernels.grouped_linear.triton import launch
 
