@@ -1,15 +1,37 @@
-"""sparse_latent_attention in Gluon for Hopper: chosen latents are gathered once, as keys and as values.
-
-gatherers    four warps that copy the chosen rows, 16 bytes a thread, tile by tile
-left, right  two warpgroups of consumers (`consumers`)
-"""
+"""sparse_latent_attention in Gluon for Hopper: attention over lists of gathered keys, which are chosen latents."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.hopper.barriers import make_barriers
-from kernels.sparse_latent_attention.hopper.consumers import attend_left, attend_right
-from kernels.sparse_latent_attention.hopper.gather import gather
+from kernels.hopper.gathered.attention import attend_lists
+
+
+@gluon.jit
+def count_of(keys, token):
+    _, _, _, num_keys_ptr, _, _, _, K, _ = keys
+    return gl.minimum(gl.load(num_keys_ptr + token), K)
+
+
+@gluon.jit
+def list_of(keys, token):
+    """A sequence's block table and what the token chose."""
+    _, tables_ptr, sequences_ptr, _, chosen_ptr, _, stride_tables_seq, K, _ = keys
+    table_ptr = tables_ptr + gl.load(sequences_ptr + token).to(gl.int64) * stride_tables_seq
+    return table_ptr, chosen_ptr + token.to(gl.int64) * K
+
+
+@gluon.jit
+def rows_of(keys, of_token, first, stop, row):
+    """The rows of the pool that a tile's latents lie in; past the end it is the last one's, and masked."""
+    _, _, _, _, _, page_rows, _, _, PAGE = keys
+    table_ptr, from_ptr = of_token
+    position = gl.load(from_ptr + gl.minimum(first + row, stop - 1))
+    return gl.load(table_ptr + position // PAGE) * page_rows + position % PAGE
+
+
+@gluon.jit
+def addresses_of(keys, rows):
+    return keys[0] + rows.to(gl.int64) * 576
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -23,40 +45,10 @@ def attend_gathered(
     SPLITS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_left = gl.allocate_shared_memory(gl.bfloat16, [64, 256], LAYOUT)
-    q_right = gl.allocate_shared_memory(gl.bfloat16, [64, 256], LAYOUT)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], LAYOUT)
-    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], LAYOUT)
-    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], LAYOUT)
-    rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], LAYOUT)
-    passed = gl.allocate_shared_memory(gl.bfloat16, [64, 64], LAYOUT)
-    decays = gl.allocate_shared_memory(gl.float32, [64], VECTOR)
-    folds = gl.allocate_shared_memory(gl.float32, [3, 64], VECTOR)
-    shared = (q_left, q_right, q_rope, left, right, rope)
-    handed = (passed, decays, folds)
-    # Latents are there when the copies of all 128 gathering threads are.
-    bars = (
-        make_barriers(1, 1), make_barriers(1, 1), make_barriers(STAGES, 128), make_barriers(STAGES, 1),
-        make_barriers(STAGES, 128), make_barriers(STAGES, 1),
+    keys = (
+        pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, page_rows, stride_tables_seq, K, PAGE,
     )  # fmt: skip
-    hands = (make_barriers(1, 1), make_barriers(1, 1), make_barriers(1, 1), make_barriers(1, 1))
-    results = (out_ptr, acc_ptr, row_max_ptr, row_sum_ptr)
-    gl.warp_specialize(
-        [
-            (attend_left, (
-                results, num_keys_ptr, scale_log2, items, shared, handed, bars, hands,
-                SPLITS, PIECES, PIECE, K, HEADS, STAGES,
-            )),
-            (attend_right, (
-                results, num_keys_ptr, items, shared, handed, bars, hands, SPLITS, PIECES, PIECE, K, HEADS, STAGES,
-            )),
-            (gather, (
-                q_half_desc, q_rope_desc, pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, items,
-                page_rows, stride_tables_seq, shared, bars, SPLITS, PIECES, PIECE, K, HEADS, PAGE, STAGES,
-            )),
-        ],
-        [4, 4],
-        [208, 88],
+    attend_lists(
+        (q_half_desc, q_rope_desc), keys, (out_ptr, acc_ptr, row_max_ptr, row_sum_ptr, None), scale_log2, items,
+        count_of, list_of, rows_of, addresses_of, SPLITS, PIECES, PIECE, HEADS, 64, STAGES,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The consumers of sparse_latent_attention for Hopper: a tile of 64 latents is keys to both, and values by halves.
+"""The consumers of attention over gathered keys: a tile of 64 of them is keys to both, and values by halves.
 
-left     scores = q . latent over all 576 dimensions, softmax, weights to shared memory; values 0 .. 255
+left     scores = q . key over all dimensions, softmax, weights to shared memory; values 0 .. 255
 right    takes the weights; values 256 .. 511; it computes while left does the next softmax
 """
 
@@ -14,18 +14,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.barriers import thread_barrier
+from kernels.hopper.gathered.items import item_of, part_at, settle
 from kernels.hopper.registers import opaque
-from kernels.softmax.triton import MASKED, NO_KEYS
-from kernels.sparse_latent_attention.hopper.items import item_of, part_at, settle
+from kernels.softmax.triton import LOG2_E, MASKED, NO_KEYS
+
+
+@gluon.jit
+def share_beside(sinks_ptr, row_max, row_sum, head, HEADS: gl.constexpr):
+    """Returns what a row's sum of values is multiplied by: a sink is in the sum of weights, once, and adds no value."""
+    sink = gl.load(sinks_ptr + head, mask=head < HEADS, other=0.0)
+    blank = gl.zeros_like(sink)
+    new_max = gl.maximum(row_max, sink * LOG2_E)
+    decay = gl.exp2(row_max - new_max)
+    return decay / gl.fma(row_sum, decay, gl.exp2(gl.fma(sink, blank + LOG2_E, blank - new_max)))
 
 
 @gluon.jit
 def attend_left(
-    results, num_keys_ptr, scale_log2, items, shared, handed, bars, hands,
-    SPLITS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr,
+    results, keys, scale_log2, items, shared, handed, bars, hands,
+    COUNT: gl.constexpr, SPLITS: gl.constexpr, pieces, PIECE: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    out_ptr, acc_ptr, row_max_ptr, row_sum_ptr = results
+    out_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sinks_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared
     passed, decays, folds = handed
     q_full, q_empty, left_full, left_empty, right_full, _ = bars
@@ -42,7 +52,7 @@ def attend_left(
     turn = 0
     folded = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, tile, start, stop = item_of(item, num_keys_ptr, SPLITS, PIECES, PIECE, K, HEADS)
+        token, tile, start, stop = item_of(item, keys, COUNT, SPLITS, pieces, PIECE, HEADS)
         if start < stop:
             mbarrier.wait(q_full.index(0), turn & 1)
             run_max = gl.full([64], NO_KEYS, gl.float32, SR)
@@ -58,8 +68,11 @@ def attend_left(
                     phase = (step // STAGES) & 1
                     mbarrier.wait(left_full.index(s), phase)
                     fence_async_shared()
-                    part = warpgroup_mma(q_rope, rope.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                    part = warpgroup_mma(q_left, left.index(s).permute((1, 0)), part, is_async=True)
+                    if ROPE:
+                        part = warpgroup_mma(q_rope, rope.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                        part = warpgroup_mma(q_left, left.index(s).permute((1, 0)), part, is_async=True)
+                    else:
+                        part = warpgroup_mma(q_left, left.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
                     mbarrier.wait(right_full.index(s), phase)
                     fence_async_shared()
                     part = warpgroup_mma(q_right, right.index(s).permute((1, 0)), part, is_async=True)
@@ -99,7 +112,10 @@ def attend_left(
                     weight = gl.exp2(row_max - new_max)
                     run_sum = gl.where(begin == 0, row_sum, gl.fma(run_sum, keep, row_sum * weight))
                     run_max = new_max
-                    share = 1.0 / run_sum
+                    if sinks_ptr is None:
+                        share = 1.0 / run_sum
+                    else:
+                        share = share_beside(sinks_ptr, run_max, run_sum, opaque(tile) * 64 + row, HEADS)
                     mbarrier.wait(fold_empty.index(0), (folded & 1) ^ 1)
                     folds.index(0).store(keep)
                     folds.index(1).store(weight)
@@ -125,11 +141,10 @@ def attend_left(
 
 @gluon.jit
 def attend_right(
-    results, num_keys_ptr, items, shared, handed, bars, hands,
-    SPLITS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr,
-    STAGES: gl.constexpr,
+    results, keys, items, shared, handed, bars, hands,
+    COUNT: gl.constexpr, SPLITS: gl.constexpr, pieces, PIECE: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    out_ptr, acc_ptr, _, _ = results
+    out_ptr, acc_ptr, _, _, _ = results
     _, _, _, _, right, _ = shared
     passed, decays, folds = handed
     _, _, _, _, _, right_empty = bars
@@ -142,7 +157,7 @@ def attend_right(
     step = 0
     folded = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, tile, start, stop = item_of(item, num_keys_ptr, SPLITS, PIECES, PIECE, K, HEADS)
+        token, tile, start, stop = item_of(item, keys, COUNT, SPLITS, pieces, PIECE, HEADS)
         if start < stop:
             for begin in range(start, stop, PIECE):
                 end = gl.minimum(begin + PIECE, stop)

@@ -1,4 +1,4 @@
-"""Shared by the partitions of sparse_latent_attention for Hopper: work items, and where partial results lie."""
+"""Shared by the partitions of attention over gathered keys: work items, and where partial results lie."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,21 +7,18 @@ from kernels.hopper.registers import opaque
 
 
 @gluon.jit
-def item_of(
-    item, num_keys_ptr, SPLITS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, K: gl.constexpr,
-    HEADS: gl.constexpr,
-):  # fmt: skip
-    """(token, tile of heads, first chosen latent, behind the last one) of an item, which is a piece where SPLITS."""
+def item_of(item, keys, COUNT: gl.constexpr, SPLITS: gl.constexpr, pieces, PIECE: gl.constexpr, HEADS: gl.constexpr):
+    """(token, tile of heads, first key of the list, behind the last one) of an item, which is a piece where SPLITS."""
     TILES: gl.constexpr = (HEADS + 63) // 64
     tile = item % TILES
     start = 0
     if SPLITS:
-        token = item // (TILES * PIECES)
-        start = item // TILES % PIECES * PIECE
-        stop = gl.minimum(gl.minimum(gl.load(num_keys_ptr + token), K), start + PIECE)
+        token = item // (TILES * pieces)
+        start = item // TILES % pieces * PIECE
+        stop = gl.minimum(COUNT(keys, token), start + PIECE)
     else:
         token = item // TILES
-        stop = gl.minimum(gl.load(num_keys_ptr + token), K)
+        stop = COUNT(keys, token)
     return token, tile, start, stop
 
 
