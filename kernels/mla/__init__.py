@@ -145,7 +145,9 @@ def _materialise(
             backend=backend,
         )
         nope = q.shape[2] - (pages.shape[2] - kv_b.shape[1])
-        keys = project_latents(latents, kv_b, q.shape[1], nope, route=route, backend=backend)
+        keys = project_latents(
+            latents, kv_b, q.shape[1], nope, num_latents=chunk.cu_seqlens_k[-1:], route=route, backend=backend
+        )
         arguments = (q, *keys, run.cu_seqlens_q, chunk.cu_seqlens_k, run.max_seqlen_q)
         offsets, plan = chunk.q_offsets, chunk.plan
         if state is not None and index < len(run.chunks) - 1:

@@ -1,8 +1,8 @@
 """The plan of prompts whose lengths lie on the device: one materialised run of one chunk, fit for a captured graph.
 
 Nothing is read back and nothing uploaded; what the host says are bounds. A launch captured with it replays any batch
-whose tensors were refilled within them. The projection computes as many latents as the bound says, so a caller with
-short prompts captures several bounds: 32,768 latents of 128 heads take 1.7 ms a layer at 660 TFLOP/s.
+whose tensors were refilled within them. On Hopper the projection computes the latents that there are; elsewhere as many
+as the bound says, so a caller with short prompts captures several bounds.
 """
 
 import torch

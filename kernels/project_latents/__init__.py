@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._checks import KV_DTYPES, check_dense, check_rows, check_tensor
+from kernels._checks import KV_DTYPES, check_dense, check_lengths, check_rows, check_tensor
 from kernels.backend import Backend
 from kernels.errors import KernelArgumentError
 from kernels.linear import Route, linear
+from kernels.project_latents import hopper
 
 __all__ = ["ProjectedLatents", "project_latents"]
 
@@ -32,10 +33,14 @@ def project_latents(
     heads: int,
     nope: int,
     *,
+    num_latents: torch.Tensor | None = None,
     route: Route = Route.LIBRARY,
     backend: Backend = Backend.AUTO,
 ) -> ProjectedLatents:
     """latents [n, latent + rope] through kv_b [heads * (nope + value), latent]; `route` as in linear.
+
+    num_latents int32 [1]: how many rows of latents there are, on the device; what the rows behind them become is not
+    defined, and the Gluon kernel does not compute it. It gives the bits of `linear`.
 
     The result refers to `latents`: they must not be written before it has been used.
     """
@@ -47,5 +52,20 @@ def project_latents(
     check_rows("latents", latents)
     if latents.shape[1] <= latent:
         raise KernelArgumentError(f"latents: rows must be wider than kv_b's {latent}, got {latents.shape[1]}")
-    kv = linear(latents[:, :latent], kv_b, route=route, backend=backend).view(latents.shape[0], heads, rows // heads)
+    kv = _projected(latents, kv_b, num_latents, route, backend).view(latents.shape[0], heads, rows // heads)
     return ProjectedLatents(kv[..., :nope], latents[:, latent:], kv[..., nope:])
+
+
+def _projected(
+    latents: torch.Tensor, kv_b: torch.Tensor, num_latents: torch.Tensor | None, route: Route, backend: Backend
+) -> torch.Tensor:
+    """Returns [n, heads * (nope + value)]."""
+    if num_latents is not None:
+        check_lengths("num_latents", num_latents, 1, latents.device)
+        if backend in (Backend.AUTO, Backend.GLUON) and hopper.reason_against(latents, kv_b) is None:
+            from kernels.project_latents.hopper.launch import launch
+
+            out = latents.new_empty(latents.shape[0], kv_b.shape[0])
+            launch(latents, kv_b, num_latents, out)
+            return out
+    return linear(latents[:, : kv_b.shape[1]], kv_b, route=route, backend=backend)
