@@ -149,7 +149,7 @@ class TestSparseLatentAttention:
         assert_same_bits(*outs)
 
     def test_neither_mates_nor_cuts_nor_pages_change_a_bit(self) -> None:
-        """Alone a query's pieces are split, together they are not."""
+        """Alone a query takes the launches for few rows, some of them split their pieces, all together do not."""
         case = latent_case()
         call = sparse_call(case, 128, 2048)
         call = call._replace(  # 4 times the rows: more than half of any card's multiprocessors have work

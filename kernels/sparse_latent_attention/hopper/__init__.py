@@ -1,6 +1,7 @@
-"""The fast path of sparse_latent_attention on Hopper: which cases its Gluon kernel takes.
+"""The fast path of sparse_latent_attention on Hopper: which cases its Gluon kernels take.
 
-The choice depends on what is fixed for a model and its pool, so it never changes from batch to batch.
+That depends on what is fixed for a model and its pool, so it never changes from batch to batch. Which kernels a launch
+takes does change with its rows; their bits are the same.
 """
 
 import torch
@@ -8,10 +9,18 @@ import torch
 from kernels.backend import is_hopper
 from kernels.sparse_latent_attention.call import SparseLatentCall
 
-__all__ = ["reason_against", "reason_against_case"]
+__all__ = ["is_few", "reason_against", "reason_against_case"]
 
 LATENT, WIDTH = 512, 576
 MAX_ROWS = 2**31
+# Chosen latents of a piece: sums are made for each and folded in ascending order, so bits follow from it and a launch
+# cannot choose. On an H200, microseconds with pieces of 512, 1,024 and 2,048, 128 heads: one decoding sequence 27, 41,
+# 70; 64 of them 106, 91, 82; 2,048 new tokens behind 14,336 2,553, 2,299, 2,101.
+PIECE = 1024
+# Tiles of 64 heads, of all rows of a launch, up to which `few_launch` is faster. Microseconds there and with a program
+# for each piece, H200: 1 tile 14.4 and 40.1; 8 tiles 25.9 and 41.4 (8 rows of 16 heads), 31.0 and 42.0 (4 of 128);
+# 16 tiles 48.4 and 43.4, 58.1 and 43.4.
+MOST_TILES = 8
 
 
 def reason_against(call: SparseLatentCall) -> str | None:
@@ -33,3 +42,8 @@ def reason_against_case(call: SparseLatentCall) -> str | None:
     if pages.shape[0] * (pages.stride(0) // WIDTH) >= MAX_ROWS:
         return f"{pages.shape[0]} pages of stride {pages.stride(0)} have {MAX_ROWS} rows or more"
     return None
+
+
+def is_few(tokens: int, heads: int) -> bool:
+    """Returns whether a launch takes the kernels for few rows."""
+    return tokens * -(-heads // 64) <= MOST_TILES

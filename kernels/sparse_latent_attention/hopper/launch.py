@@ -1,4 +1,4 @@
-"""Launches sparse_latent_attention's Gluon kernel: descriptors of queries, the attention, and a fold behind splits."""
+"""Launches sparse_latent_attention's Gluon kernels: those for few rows, or the attention and a fold behind splits."""
 
 import torch
 import triton
@@ -8,26 +8,28 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.device import num_multiprocessors
 from kernels.softmax import LOG2_E
 from kernels.sparse_latent_attention.call import SparseLatentCall
+from kernels.sparse_latent_attention.hopper import PIECE, is_few
+from kernels.sparse_latent_attention.hopper.few_launch import attend_few
 from kernels.sparse_latent_attention.hopper.fold import fold_pieces
 from kernels.sparse_latent_attention.hopper.kernel import attend_gathered
 
 # Heads of a tile, and tiles of latents on their way.
 ROWS, STAGES = 64, 2
-# Chosen latents of a piece: sums are made for each and folded in ascending order, so bits follow from it and a launch
-# cannot choose. On an H200, microseconds with pieces of 512, 1,024 and 2,048, 128 heads: one decoding sequence 27, 41,
-# 70; 64 of them 106, 91, 82; 2,048 new tokens behind 14,336 2,553, 2,299, 2,101.
-PIECE = 1024
 
 
 def launch(call: SparseLatentCall, out: torch.Tensor) -> None:
     """Launches over checked, non-empty arguments."""
-    tokens, tiles = call.q.shape[0], triton.cdiv(call.q.shape[1], ROWS)
-    # Pieces are programs of their own where less than half of the multiprocessors had work otherwise.
-    attend(call, out, splits=2 * tokens * tiles <= num_multiprocessors(call.q.device))
+    tokens, heads, _ = call.q.shape
+    if is_few(tokens, heads):
+        attend_few(call, out)
+    else:
+        # Pieces are programs of their own where less than half of the multiprocessors had work otherwise.
+        splits = 2 * tokens * triton.cdiv(heads, ROWS) <= num_multiprocessors(call.q.device)
+        attend(call, out, splits=splits)
 
 
 def attend(call: SparseLatentCall, out: torch.Tensor, *, splits: bool) -> None:
-    """The same, with the pieces of a query in programs of their own or in one: the bits are the same."""
+    """Fills out, with the pieces of a query in programs of their own or in one: the bits are the same."""
     q, pages, k = call.q, call.pages, call.chosen.shape[1]
     (tokens, heads, width), tiles = q.shape, triton.cdiv(q.shape[1], ROWS)
     pieces, programs = triton.cdiv(k, PIECE), num_multiprocessors(q.device)

@@ -1,0 +1,57 @@
+"""Launches sparse_latent_attention of few rows: three launches, each beginning while the one before it ends.
+
+score_tiles     a program scores a tile of 64 chosen latents for 64 heads
+weigh_tiles     a program turns a tile's scores into weights: the maxima of all earlier tiles are known
+attend_columns  a program walks a piece's tiles in order, for some heads and 64 of the value columns
+"""
+
+import torch
+import triton
+
+from kernels.softmax import LOG2_E
+from kernels.sparse_latent_attention.call import SparseLatentCall
+from kernels.sparse_latent_attention.hopper import PIECE
+from kernels.sparse_latent_attention.hopper.few_scores import score_tiles
+from kernels.sparse_latent_attention.hopper.few_values import attend_columns
+from kernels.sparse_latent_attention.hopper.few_weights import weigh_tiles
+
+TILE = 64  # heads, chosen latents and value columns of a program
+# Heads of a program of the last launch: of 16, 32 or 8 it takes 14.4 (16 heads), 15.6 and 22.9 us (128) on an H200.
+LEAST_GROUP, MOST_GROUP = 8, 32
+
+
+def group_of(heads: int) -> int:
+    """Returns how many heads a program of the last launch has."""
+    return min(max(int(triton.next_power_of_2(heads)), LEAST_GROUP), MOST_GROUP)
+
+
+def attend_few(call: SparseLatentCall, out: torch.Tensor) -> None:
+    """Fills out over checked, non-empty arguments, with the bits of the kernel for many rows."""
+    q, pages, k = call.q, call.pages, call.chosen.shape[1]
+    tokens, heads, width = q.shape
+    group, tiles, pieces = group_of(heads), triton.cdiv(heads, TILE) * triton.cdiv(k, TILE), triton.cdiv(k, PIECE)
+    parts = triton.cdiv(heads, group) * (call.latent // TILE)
+    arrivals = triton.next_power_of_2(parts)
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
+
+    scores, weights = buffer(tiles, TILE, TILE), buffer(tiles, TILE, TILE, dtype=q.dtype)
+    peaks, decays, sums, tops = (buffer(tiles, TILE) for _ in range(4))
+    acc, row_sum = buffer(parts, pieces, TILE, group), buffer(parts, pieces, group)
+    counters = buffer(arrivals, dtype=torch.int32)
+    rows = (pages, call.block_tables, *call.rows, call.chosen)
+    strides = (pages.stride(0) // width, call.block_tables.stride(0))
+    shape = {"K": k, "HEADS": heads, "num_warps": 4, "launch_pdl": True}
+    with torch.cuda.device_of(q):
+        score_tiles[(tokens * tiles,)](
+            q, *rows, scores, peaks, counters, call.scale * LOG2_E, *strides, PAGE=pages.shape[1], ARRIVALS=arrivals,
+            **shape,
+        )  # fmt: skip
+        weigh_tiles[(tokens * tiles,)](
+            call.rows.num_keys, scores, peaks, weights, decays, sums, tops, call.scale * LOG2_E, PIECE=PIECE, **shape
+        )
+        attend_columns[(tokens * parts * pieces,)](
+            *rows, weights, decays, sums, tops, acc, row_sum, counters, out, *strides, PIECE=PIECE,
+            PAGE=pages.shape[1], GROUP=group, ARRIVALS=arrivals, **shape,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""The launches of sparse_latent_attention for few rows, compiled for Hopper without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.examples import thorough
+from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import Assembled, compile_gluon
+from tests.kernels.test_compiles import own_cache
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+__all__ = ["own_cache"]
+
+SHARED_BYTES = 227 << 10
+K, PAGE = 2048, 64
+INTEGERS = ("tables", "sequences", "num_keys", "chosen", "arrivals")
+SIXTEEN_BITS = ("q", "pages", "weights", "out")
+
+
+def compiled(function: Any, constants: dict[str, int]) -> Assembled:
+    def kind(name: str) -> str:
+        return "*i32" if name.startswith(INTEGERS) else "*bf16" if name.startswith(SIXTEEN_BITS) else "*fp32"
+
+    kinds = {name: kind(name) for name in function.arg_names if name.endswith("_ptr")} | {"scale_log2": "fp32"}
+    built = compile_gluon(function, constants, kinds)
+    assert not built.spills and not built.serialised and built.shared_bytes <= SHARED_BYTES
+    return built
+
+
+@pytest.mark.parametrize("heads", [128, thorough(16)])
+def test_scores(heads: int) -> None:
+    from kernels.sparse_latent_attention.hopper.few_scores import score_tiles
+
+    built = compiled(score_tiles, {"K": K, "HEADS": heads, "PAGE": PAGE, "ARRIVALS": 32})
+    # The launches behind it read rows before they wait: they come when all earlier ones have ended.
+    begin, _, rest = built.ptx.partition("griddepcontrol.launch_dependents")
+    assert "griddepcontrol.wait" in begin and "ld.global" not in begin and "cp.async" not in begin
+    assert "wgmma.mma_async" in rest
+
+
+@pytest.mark.parametrize("heads", [128, thorough(16)])
+def test_weights(heads: int) -> None:
+    from kernels.sparse_latent_attention.hopper import PIECE
+    from kernels.sparse_latent_attention.hopper.few_weights import weigh_tiles
+
+    built = compiled(weigh_tiles, {"PIECE": PIECE, "K": K, "HEADS": heads})
+    before, _, behind = built.ptx.partition("griddepcontrol.wait")
+    assert "st.global" not in before and "st.global" in behind
+
+
+@pytest.mark.parametrize("heads", [128, 16, thorough(1)])
+def test_values(heads: int) -> None:
+    """Latents are on their way before the launches before have ended, weights are not."""
+    from kernels.sparse_latent_attention.hopper import PIECE
+    from kernels.sparse_latent_attention.hopper.few_launch import group_of
+    from kernels.sparse_latent_attention.hopper.few_values import BATCHES, attend_columns
+
+    constants = {"PIECE": PIECE, "K": K, "HEADS": heads, "PAGE": PAGE, "GROUP": group_of(heads), "ARRIVALS": 32}
+    built = compiled(attend_columns, constants)
+    before, _, behind = built.ptx.partition("griddepcontrol.wait")
+    assert "cp.async.cg" in before and "commit_group" not in before and "st.global" not in before
+    waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d)", behind)]
+    assert waits == list(reversed(range(BATCHES.value))) and "wgmma.mma_async" in behind
