@@ -80,6 +80,15 @@ def keep_all(out_ptr, count, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 # What changes from batch to batch is not specialised on: a new value, or rows that begin elsewhere, must not mean a new
 # compilation.
+@triton.jit(do_not_specialize_on_alignment=["num_keys_ptr"])
+def keep_all_rows(num_keys_ptr, out_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK places of a row that has no more than K logits."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.where(lane < tl.load(num_keys_ptr + row), lane, -1)
+    tl.store(out_ptr + row * K + lane, position, mask=lane < K)
+
+
 @triton.jit(do_not_specialize=["stride_row"], do_not_specialize_on_alignment=["num_keys_ptr"])
 def choose_row(logits_ptr, num_keys_ptr, out_ptr, stride_row, K: tl.constexpr, BLOCK_K: tl.constexpr,
                HELD: tl.constexpr):  # fmt: skip
@@ -227,15 +236,14 @@ def choose_filtered(
 def launch(logits: torch.Tensor, num_keys: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out; checked, non-empty arguments."""
     (rows, width), k = logits.shape, out.shape[1]
-    if k >= width:
-        position = torch.arange(k, dtype=torch.int32, device=out.device)
-        out.copy_(torch.where(position < num_keys.unsqueeze(1), position, -1))
-        return
-    if k > MAX_K:
+    if width > k > MAX_K:
         raise KernelArgumentError(f"k: must be at most {MAX_K} on a GPU, got {k}")
     block_k = triton.next_power_of_2(k)
     with torch.cuda.device_of(logits):
-        if width <= HELD:
+        if k >= width:
+            block = min(block_k, HELD)
+            keep_all_rows[(rows, triton.cdiv(k, block))](num_keys, out, k, block, num_warps=WARPS)
+        elif width <= HELD:
             held = triton.next_power_of_2(width)
             choose_row[(rows,)](logits, num_keys, out, logits.stride(0), k, block_k, held, num_warps=WARPS)
         else:
