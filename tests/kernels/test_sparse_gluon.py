@@ -271,6 +271,14 @@ def test_which_latents_the_kernel_takes(change: dict[str, Any], reason: str | No
     assert got is None if reason is None else reason in str(got)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "few"),
+    [(1, 128, True), (5, 128, True), (6, 128, False), (5, 65, True), (10, 16, True), (11, 1, False)],
+)
+def test_which_launches_have_few_rows(tokens: int, heads: int, few: bool) -> None:
+    assert sparse_hopper.is_few(tokens, heads) is few
+
+
 def test_asking_for_the_kernels_where_they_cannot_run_is_refused() -> None:
     call = index_call()
     with pytest.raises(KernelArgumentError, match="backend GLUON: needs a Hopper GPU"):

@@ -14,13 +14,14 @@ __all__ = ["is_few", "reason_against", "reason_against_case"]
 LATENT, WIDTH = 512, 576
 MAX_ROWS = 2**31
 # Chosen latents of a piece: sums are made for each and folded in ascending order, so bits follow from it and a launch
-# cannot choose. On an H200, microseconds with pieces of 512, 1,024 and 2,048, 128 heads: one decoding sequence 27, 41,
-# 70; 64 of them 106, 91, 82; 2,048 new tokens behind 14,336 2,553, 2,299, 2,101.
+# cannot choose. On an H200, microseconds with pieces of 512, 1,024 and 2,048, 128 heads: one decoding sequence, with a
+# program for each piece, 27, 41, 70; 64 of them 106, 91, 82; 2,048 new tokens behind 14,336 2,553, 2,299, 2,101.
 PIECE = 1024
 # Tiles of 64 heads, of all rows of a launch, up to which `few_launch` is faster. Microseconds there and with a program
-# for each piece, H200: 1 tile 14.4 and 40.1; 8 tiles 25.9 and 41.4 (8 rows of 16 heads), 31.0 and 42.0 (4 of 128);
-# 16 tiles 48.4 and 43.4, 58.1 and 43.4.
-MOST_TILES = 8
+# for each piece, H200, rows of 16 heads: 1 tile 13.9 and 40.1, 8 tiles 24.9 and 41.2, 10 tiles 33.7 and 41.4, 12 tiles
+# 36.8 and 41.5; of 128 heads: 2 tiles 15.2 and 41.1, 8 tiles 30.2 and 42.1, 10 tiles 40.3 and 42.4, 12 tiles 43.7 and
+# 42.6.
+MOST_TILES = 10
 
 
 def reason_against(call: SparseLatentCall) -> str | None:
