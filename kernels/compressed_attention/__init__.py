@@ -15,9 +15,10 @@ from kernels._checks import (
     checked_out,
 )
 from kernels.attention import check_tensor_core_dtype
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.compressed_attention import reference
 from kernels.compressed_attention.call import CompressedCall, EntryPages
+from kernels.compressed_attention.hopper import reason_against
 from kernels.errors import KernelArgumentError
 from kernels.key_rows import KeyRows, check_key_rows
 
@@ -54,7 +55,12 @@ def compressed_attention(
     out = checked_out(out, q.shape, q.dtype, q.device, q=q, window_pages=window_pages, entry_pages=entry_pages)
     if q.numel() == 0:
         return out
-    if uses_triton(backend, q):
+    route = choose_backend(backend, q, lambda: reason_against(call))
+    if route is Backend.GLUON:
+        from kernels.compressed_attention.hopper.launch import launch as launch_gluon
+
+        launch_gluon(call, out)
+    elif route is Backend.TRITON:
         from kernels.compressed_attention.triton import check_dims, launch
 
         check_tensor_core_dtype(q)

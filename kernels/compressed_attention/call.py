@@ -6,7 +6,7 @@ import torch
 
 from kernels.key_rows import KeyRows
 
-__all__ = ["CompressedCall", "EntryPages"]
+__all__ = ["CompressedCall", "EntryPages", "most_keys"]
 
 
 class EntryPages(NamedTuple):
@@ -29,3 +29,12 @@ class CompressedCall(NamedTuple):
     scale: float
     window_tokens: int
     entries: EntryPages | None
+
+
+def most_keys(call: CompressedCall) -> int:
+    """Returns a bound of the keys of a row's list, from what the host knows."""
+    entries = call.entries
+    if entries is None:
+        return call.window_tokens
+    room = entries.tables.shape[1] * entries.pages.shape[1]
+    return call.window_tokens + (room if entries.chosen is None else min(room, entries.chosen.shape[1]))

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels import softmax
 from kernels.addressing.triton import row_mask
-from kernels.compressed_attention.call import CompressedCall
+from kernels.compressed_attention.call import CompressedCall, most_keys
 from kernels.errors import KernelArgumentError
 from kernels.softmax.triton import LOG2_E, MASKED, NO_KEYS
 
@@ -333,15 +333,6 @@ def constants(call: CompressedCall) -> dict[str, int]:
         "ROWS": min(max(triton.next_power_of_2(heads), LEAST_BLOCK), MOST_HEADS),
         "BLOCK_D": max(triton.next_power_of_2(dim), LEAST_BLOCK),
     }
-
-
-def most_keys(call: CompressedCall) -> int:
-    """Returns a bound of the keys of a row's list, from what the host knows."""
-    entries = call.entries
-    if entries is None:
-        return call.window_tokens
-    room = entries.tables.shape[1] * entries.pages.shape[1]
-    return call.window_tokens + (room if entries.chosen is None else min(room, entries.chosen.shape[1]))
 
 
 def num_programs(device: torch.device, rows: int) -> int:

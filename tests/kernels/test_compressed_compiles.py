@@ -6,6 +6,7 @@ import pytest
 
 from tests.examples import thorough
 from tests.kernels.conftest import INTERPRETING
+from tests.kernels.gluon_compile import compile_gluon, descriptor
 from tests.kernels.test_compiles import compile_for_hopper, own_cache
 
 triton = pytest.importorskip("triton")
@@ -17,8 +18,28 @@ __all__ = ["own_cache"]
 SHARED_BYTES = 200 << 10
 # Of a thread, where more registers would mean fewer warps or smaller tiles; Triton 3.6 needs 544, 3.7 fewer.
 SPILLED_BYTES = 576
-INTEGERS = ("tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
-FLOATS = ("acc", "row_max", "row_sum", "sinks", "bias", "cos_sin", "mixes", "base", "scale", "post", "comb")
+# The same, of what lives from one piece of a list to the next: the loop over its tiles spills nothing.
+PIECE_SPILLED_BYTES = 224
+MOST_SHARED_BYTES = 227 << 10
+INTEGERS = ("arrivals", "tables", "entry_tables", "sequences", "num_keys", "num_seen", "chosen")
+FLOATS = (
+    "scores",
+    "peaks",
+    "decays",
+    "sums",
+    "tops",
+    "acc",
+    "row_max",
+    "row_sum",
+    "sinks",
+    "bias",
+    "cos_sin",
+    "mixes",
+    "base",
+    "scale",
+    "post",
+    "comb",
+)
 
 
 def pointer(name: str) -> str:
@@ -52,6 +73,42 @@ def test_compressed_attention(heads: int, of_page: int, k: int, splits: bool) ->
     assert ("wgmma.mma_async" if rows == MOST_HEADS else "mma.sync") in built.ptx and "cp.async" in built.ptx
     assert not built.serialised
     assert built.stack_bytes <= SPILLED_BYTES and built.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_page", "k"), [(128, 32, 512), (128, 1, 0), (16, 0, 0), thorough(64, 32, 1024), thorough(65, 1, 0)]
+)
+def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int) -> None:
+    from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
+    from kernels.compressed_attention.hopper.launch import PIECE, STAGES
+
+    constants = {
+        "PIECE": PIECE, "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "PAGE": 128,
+        "OF_PAGE": of_page or 128, "STAGES": STAGES,
+    }  # fmt: skip
+    kinds = {name: pointer(name) for name in attend_window_and_entries.arg_names if name.endswith("_ptr")}
+    kinds |= {"q_desc": descriptor("bf16", [64, 256]), "scale_log2": "fp32"}
+    built = compile_gluon(attend_window_and_entries, constants, kinds)
+    assert "wgmma.mma_async" in built.ptx and "cp.async" in built.ptx and not built.serialised
+    assert built.stack_bytes <= PIECE_SPILLED_BYTES and built.shared_bytes <= MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize(("heads", "of_page", "k"), [(128, 32, 512), (16, 1, 0), thorough(8, 0, 0)])
+@pytest.mark.parametrize("phase", range(3))
+def test_compressed_attention_of_few_rows(phase: int, heads: int, of_page: int, k: int) -> None:
+    from kernels.compressed_attention.hopper.few import attend_few
+    from kernels.compressed_attention.hopper.launch import GROUP, PIECE, TILE
+
+    group = min(heads, GROUP)
+    constants = {
+        "PHASE": phase, "PIECE": PIECE, "BLOCK": triton.next_power_of_2(PIECE // TILE), "WINDOW": 128,
+        "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "PAGE": 128, "OF_PAGE": of_page or 128, "GROUP": group,
+        "ARRIVALS": heads // group * 8,
+    }  # fmt: skip
+    kinds = {name: pointer(name) for name in attend_few.arg_names if name.endswith("_ptr")}
+    built = compile_gluon(attend_few, constants, {**kinds, "scale_log2": "fp32"})
+    assert (phase == 1) != ("wgmma.mma_async" in built.ptx and "cp.async" in built.ptx) and not built.serialised
+    assert not built.spills and built.shared_bytes <= MOST_SHARED_BYTES
 
 
 def test_the_fold_of_pieces() -> None:

@@ -21,7 +21,7 @@ def attend_lists(
     """Called by a kernel of four warps. A key has 512 + ROPE elements, of which the first 512 are its value.
 
     queries  descriptors of boxes of 256 columns and, where ROPE, of ROPE columns
-    results  out, partial sums, their maxima, their sums of weights; fp32 sinks of each head, or None
+    results  out, fp32 sinks of each head or None, partial sums, their maxima, their sums of weights
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

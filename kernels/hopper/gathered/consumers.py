@@ -14,19 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.barriers import thread_barrier
-from kernels.hopper.gathered.items import item_of, part_at, settle
+from kernels.hopper.gathered.items import item_of, part_at, settle, share_of
 from kernels.hopper.registers import opaque
-from kernels.softmax.triton import LOG2_E, MASKED, NO_KEYS
-
-
-@gluon.jit
-def share_beside(sinks_ptr, row_max, row_sum, head, HEADS: gl.constexpr):
-    """Returns what a row's sum of values is multiplied by: a sink is in the sum of weights, once, and adds no value."""
-    sink = gl.load(sinks_ptr + head, mask=head < HEADS, other=0.0)
-    blank = gl.zeros_like(sink)
-    new_max = gl.maximum(row_max, sink * LOG2_E)
-    decay = gl.exp2(row_max - new_max)
-    return decay / gl.fma(row_sum, decay, gl.exp2(gl.fma(sink, blank + LOG2_E, blank - new_max)))
+from kernels.softmax.triton import MASKED, NO_KEYS
 
 
 @gluon.jit
@@ -35,7 +25,7 @@ def attend_left(
     COUNT: gl.constexpr, SPLITS: gl.constexpr, pieces, PIECE: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    out_ptr, acc_ptr, row_max_ptr, row_sum_ptr, sinks_ptr = results
+    out_ptr, _, acc_ptr, row_max_ptr, row_sum_ptr = results
     q_left, q_right, q_rope, left, right, rope = shared
     passed, decays, folds = handed
     q_full, q_empty, left_full, left_empty, right_full, _ = bars
@@ -112,10 +102,7 @@ def attend_left(
                     weight = gl.exp2(row_max - new_max)
                     run_sum = gl.where(begin == 0, row_sum, gl.fma(run_sum, keep, row_sum * weight))
                     run_max = new_max
-                    if sinks_ptr is None:
-                        share = 1.0 / run_sum
-                    else:
-                        share = share_beside(sinks_ptr, run_max, run_sum, opaque(tile) * 64 + row, HEADS)
+                    share = share_of(results, run_max, run_sum, tile * 64, row, HEADS)
                     mbarrier.wait(fold_empty.index(0), (folded & 1) ^ 1)
                     folds.index(0).store(keep)
                     folds.index(1).store(weight)
@@ -144,7 +131,7 @@ def attend_right(
     results, keys, items, shared, handed, bars, hands,
     COUNT: gl.constexpr, SPLITS: gl.constexpr, pieces, PIECE: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    out_ptr, acc_ptr, _, _, _ = results
+    out_ptr, _, acc_ptr, _, _ = results
     _, _, _, _, right, _ = shared
     passed, decays, folds = handed
     _, _, _, _, _, right_empty = bars

@@ -1,9 +1,10 @@
-"""Shared by the partitions of attention over gathered keys: work items, and where partial results lie."""
+"""Shared by the partitions of attention over gathered keys: work items, partial results and how they end."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.hopper.registers import opaque
+from kernels.softmax.triton import LOG2_E
 
 
 @gluon.jit
@@ -38,3 +39,21 @@ def settle(sums, acc, factors, is_first, is_last, row, dim):
     if is_last == 0:
         gl.store(at, acc)
     return acc
+
+
+@gluon.jit
+def share_of(results, row_max, row_sum, first_head, row, HEADS: gl.constexpr):
+    """Returns what sums of values of heads `first_head + row` are multiplied by in the end.
+
+    Where there are sinks, results[1] that is not None, a head's is in the sum of weights, once, and adds no value.
+    """
+    if results[1] is None:
+        share = 1.0 / row_sum
+    else:
+        head = opaque(first_head) + row
+        sink = gl.load(results[1] + head, mask=head < HEADS, other=0.0)
+        blank = gl.zeros_like(sink)
+        new_max = gl.maximum(row_max, sink * LOG2_E)
+        decay = gl.exp2(row_max - new_max)
+        share = decay / gl.fma(row_sum, decay, gl.exp2(gl.fma(sink, blank + LOG2_E, blank - new_max)))
+    return share

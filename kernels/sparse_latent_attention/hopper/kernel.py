@@ -49,6 +49,6 @@ def attend_gathered(
         pages_ptr, tables_ptr, sequences_ptr, num_keys_ptr, chosen_ptr, page_rows, stride_tables_seq, K, PAGE,
     )  # fmt: skip
     attend_lists(
-        (q_half_desc, q_rope_desc), keys, (out_ptr, acc_ptr, row_max_ptr, row_sum_ptr, None), scale_log2, items,
+        (q_half_desc, q_rope_desc), keys, (out_ptr, None, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, items,
         count_of, list_of, rows_of, addresses_of, SPLITS, PIECES, PIECE, HEADS, 64, STAGES,
     )  # fmt: skip

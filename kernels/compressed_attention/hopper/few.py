@@ -1,0 +1,64 @@
+"""compressed_attention in Gluon for Hopper where a launch has few rows: three phases, a launch each, of one kernel."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.compressed_attention.hopper.kernel import addresses_of, count_of, list_of, rows_of
+from kernels.hopper.gathered.few.scores import score_tile
+from kernels.hopper.gathered.few.values import attend_columns
+from kernels.hopper.gathered.few.weights import weigh_tile
+
+
+@gluon.jit
+def list_from(keys, token, first, row):
+    return list_of(keys, token)
+
+
+@gluon.jit
+def attend_in_phase(
+    q_ptr, keys, scratch, results, scale_log2, key_tiles, pieces,
+    PHASE: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    ARRIVALS: gl.constexpr,
+):  # fmt: skip
+    if PHASE == 0:
+        score_tile(
+            q_ptr, keys, scratch, scale_log2, key_tiles, count_of, list_from, rows_of, addresses_of, HEADS, 0, ARRIVALS
+        )  # fmt: skip
+    elif PHASE == 1:
+        weigh_tile(keys, scratch, scale_log2, key_tiles, count_of, PIECE, BLOCK, HEADS)
+    else:
+        attend_columns(
+            keys, scratch, results, key_tiles, pieces, count_of, list_from, rows_of, addresses_of, PIECE, BLOCK, HEADS,
+            GROUP, ARRIVALS,
+        )  # fmt: skip
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@gluon.jit(
+    do_not_specialize=["key_tiles", "pieces", "stride_tables_seq", "stride_entry_tables_seq"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
+)
+def attend_few(
+    q_ptr, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, num_seen_ptr,
+    chosen_ptr, sinks_ptr, out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr,
+    row_sum_ptr, arrivals_ptr, scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq,
+    stride_entry_tables_seq,
+    PHASE: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, HAS_ENTRIES: gl.constexpr,
+    K: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, GROUP: gl.constexpr,
+    ARRIVALS: gl.constexpr,
+):  # fmt: skip
+    attend_in_phase(
+        q_ptr,
+        (
+            (sequences_ptr, num_keys_ptr),
+            (pages_ptr, tables_ptr, page_rows, stride_tables_seq, WINDOW, PAGE),
+            (
+                HAS_ENTRIES, entry_pages_ptr, entry_tables_ptr, entry_page_rows, stride_entry_tables_seq, num_seen_ptr,
+                chosen_ptr, K, OF_PAGE,
+            ),
+        ),
+        (
+            scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
+        ),
+        (out_ptr, sinks_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, BLOCK, HEADS, GROUP, ARRIVALS,
+    )  # fmt: skip

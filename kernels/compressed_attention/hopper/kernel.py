@@ -1,0 +1,96 @@
+"""compressed_attention in Gluon for Hopper: attention over lists of gathered keys, a window's tokens and then entries.
+
+list       0 ............. in window | 0 ....... entries (all that are seen, or the chosen)
+tiles      |  64   |  64   |  64   |  64   |
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.hopper.gathered.attention import attend_lists
+
+
+@gluon.jit
+def count_of(keys, token):
+    in_window, seen = parts_of(keys, token)
+    return in_window + seen
+
+
+@gluon.jit
+def parts_of(keys, token):
+    """Returns how many keys of a token's list are of its window, and how many are entries."""
+    in_window = gl.minimum(gl.load(keys[0][1] + token), keys[1][4])
+    seen = 0
+    if keys[2][0]:
+        seen = gl.load(keys[2][5] + token)
+        if keys[2][7]:
+            seen = gl.minimum(seen, keys[2][7])
+    return in_window, seen
+
+
+@gluon.jit
+def list_of(keys, token):
+    """The token, its sequence, the position of the first key in its window, and how many there are."""
+    num_keys = gl.load(keys[0][1] + token)
+    in_window = gl.minimum(num_keys, keys[1][4])
+    return token.to(gl.int64), gl.load(keys[0][0] + token).to(gl.int64), num_keys - in_window, in_window
+
+
+@gluon.jit
+def rows_of(keys, of_token, first, stop, row):
+    """The rows of the pools that a tile's keys lie in, of an entry its bits inverted: a tile may hold both kinds."""
+    token, sequence, begin, in_window = of_token
+    _, tables_ptr, page_rows, stride_tables_seq, _, PAGE = keys[1]
+    key = gl.minimum(first + row, stop - 1)
+    place = begin + key
+    at = tables_ptr + sequence * stride_tables_seq + place // PAGE
+    rows = place % PAGE
+    if not keys[2][0]:
+        rows += gl.load(at) * page_rows
+    else:
+        _, _, entry_tables_ptr, entry_page_rows, stride_entry_tables_seq, _, chosen_ptr, K, OF_PAGE = keys[2]
+        is_entry = key >= in_window
+        entry = gl.maximum(key - in_window, 0)
+        if keys[2][7]:
+            entry = gl.load(chosen_ptr + token * K + entry, mask=is_entry, other=0)
+        entry_at = entry_tables_ptr + sequence * stride_entry_tables_seq + entry // OF_PAGE
+        page = gl.load(gl.where(is_entry, entry_at, at))
+        rows = gl.where(is_entry, ~(page * entry_page_rows + entry % OF_PAGE), page * page_rows + rows)
+    return rows
+
+
+@gluon.jit
+def addresses_of(keys, rows):
+    at = keys[1][0] + rows.to(gl.int64) * 512
+    if keys[2][0]:
+        at = gl.where(rows < 0, keys[2][1] + (~rows).to(gl.int64) * 512, at)
+    return at
+
+
+# What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
+@gluon.jit(
+    do_not_specialize=["items", "stride_tables_seq", "stride_entry_tables_seq"],
+    do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
+)
+def attend_window_and_entries(
+    q_desc, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, num_seen_ptr,
+    chosen_ptr, sinks_ptr, out_ptr, acc_ptr, scale_log2, items, page_rows, entry_page_rows, stride_tables_seq,
+    stride_entry_tables_seq,
+    PIECE: gl.constexpr, WINDOW: gl.constexpr, HAS_ENTRIES: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr,
+    PAGE: gl.constexpr, OF_PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """K is 0 where all entries that are seen are read: then there is no choice, and without HAS_ENTRIES nothing of
+    entries."""
+    attend_lists(
+        (q_desc, None),
+        (
+            (sequences_ptr, num_keys_ptr),
+            (pages_ptr, tables_ptr, page_rows, stride_tables_seq, WINDOW, PAGE),
+            (
+                HAS_ENTRIES, entry_pages_ptr, entry_tables_ptr, entry_page_rows, stride_entry_tables_seq, num_seen_ptr,
+                chosen_ptr, K, OF_PAGE,
+            ),
+        ),
+        (out_ptr, sinks_ptr, acc_ptr, None, None), scale_log2, items, count_of, list_of, rows_of, addresses_of,
+        False, 1, PIECE, HEADS, 0, STAGES,
+    )  # fmt: skip

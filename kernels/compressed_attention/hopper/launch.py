@@ -1,0 +1,120 @@
+"""Launches compressed_attention's Gluon kernels: one for many rows, one for few, with the same bits."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.compressed_attention.call import CompressedCall, most_keys
+from kernels.compressed_attention.hopper.few import attend_few
+from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
+from kernels.device import num_multiprocessors
+from kernels.softmax import LOG2_E
+
+# Heads and keys of a tile, and tiles of keys on their way.
+ROWS, TILE, STAGES = 64, 64, 2
+# Keys of a piece: sums are made for each and folded in ascending order, so bits follow from it and a launch cannot
+# choose. 128 tokens and 1,024 entries are one. On an H200, microseconds with pieces of 320, 640, 1,024 and 1,152, 128
+# heads, 2,048 new tokens: 512 entries 955, 814, 809, 808; 1,024 entries 1,693, 1,415, 1,412, 1,257.
+PIECE = 1152
+# Tiles of heads, of all rows of a launch, up to which `attend_few` is faster. Microseconds there and in `attend_rows`,
+# H200, 512 entries: 1 tile 14.1 and 28.2; 8 tiles 17.5 and 32.3; 16 tiles 27.6 and 31.9, with 1,024 entries 47.0 and
+# 46.0.
+MOST_TILES = 8
+# Heads of a program that walks a piece's tiles there: of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
+# us, four take 23.0, 17.5 and 17.1; with 1,024 entries 32 do not fit in shared memory.
+GROUP, LEAST_GROUP = 16, 8
+
+
+def launch(call: CompressedCall, out: torch.Tensor) -> None:
+    """Launches over checked, non-empty arguments."""
+    few = call.q.shape[0] * triton.cdiv(call.q.shape[1], ROWS) <= MOST_TILES
+    (attend_few_rows if few else attend_rows)(call, out)
+
+
+def attend_rows(call: CompressedCall, out: torch.Tensor) -> None:
+    """The same, a query and a tile of its heads after the other."""
+    q, dim = call.q, call.q.shape[2]
+    items = q.shape[0] * triton.cdiv(q.shape[1], ROWS)
+    programs = min(items, num_multiprocessors(q.device))
+    # Of a list of several pieces, the sum so far.
+    slots = programs if most_keys(call) > PIECE else 0
+    acc = torch.empty((slots, ROWS, dim), dtype=torch.float32, device=q.device)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # Behind a query's last head come the next one's, whose results are not stored.
+    boxes = TensorDescriptor(q, [q.shape[0] * q.shape[1], dim], [dim, 1], [ROWS, dim // 2], layout)
+    keys, strides, sizes = arguments(call)
+    with torch.cuda.device_of(q):
+        attend_window_and_entries[(programs,)](
+            boxes, *keys, call.sinks, out, acc, call.scale * LOG2_E, items, *strides, PIECE=PIECE, STAGES=STAGES,
+            num_warps=4, **sizes,
+        )  # fmt: skip
+
+
+def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
+    """The same bits, tiles of keys and groups of heads side by side."""
+    q, piece = call.q, least_piece(call)
+    tokens, heads, dim = q.shape
+    key_tiles, pieces = triton.cdiv(most_keys(call), TILE), triton.cdiv(most_keys(call), piece)
+    tiles = triton.cdiv(heads, ROWS) * key_tiles
+    group = min(GROUP, max(triton.next_power_of_2(heads), LEAST_GROUP))
+    parts = triton.cdiv(heads, group) * (dim // TILE)
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
+
+    scores, weights = buffer(tiles, ROWS, TILE), buffer(tiles, ROWS, TILE, dtype=q.dtype)
+    peaks, decays, sums, tops = (buffer(tiles, ROWS) for _ in range(4))
+    shared = pieces if pieces > 1 else 0
+    acc, row_sum = buffer(parts, shared, TILE, group), buffer(parts, shared, group)
+    arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
+    keys, strides, sizes = arguments(call)
+    with torch.cuda.device_of(q):
+        for phase, programs in enumerate((tiles, tiles, parts * pieces)):
+            attend_few[(tokens * programs,)](
+                q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, tops, acc, row_sum, arrivals,
+                call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase, PIECE=piece,
+                BLOCK=triton.next_power_of_2(piece // TILE), GROUP=group, ARRIVALS=arrivals.shape[1], num_warps=4,
+                launch_pdl=True, **sizes,
+            )  # fmt: skip
+
+
+def least_piece(call: CompressedCall) -> int:
+    """Returns a piece's size, less where no list needs as much: programs have room for it. Tables' width plays no part,
+    or a wider one would mean a compilation."""
+    if call.entries is None:
+        keys = call.window_tokens
+    elif call.entries.chosen is None:
+        return PIECE
+    else:
+        keys = call.window_tokens + call.entries.chosen.shape[1]
+    return int(min(PIECE, triton.cdiv(keys, TILE) * TILE))
+
+
+class Arguments(NamedTuple):
+    """What both kernels know of a call's keys: where they are, strides of rows and tables, and constants."""
+
+    keys: tuple[torch.Tensor, ...]
+    strides: tuple[int, ...]
+    sizes: dict[str, int]
+
+
+def arguments(call: CompressedCall) -> Arguments:
+    dim, pages, tables, entries = call.q.shape[2], call.window_pages, call.window_tables, call.entries
+    entry_pages, entry_tables = (pages, tables) if entries is None else (entries.pages, entries.tables)
+    num_seen = call.rows.num_keys if entries is None else entries.num_seen
+    chosen = None if entries is None else entries.chosen
+    return Arguments(
+        (pages, entry_pages, tables, entry_tables, *call.rows, num_seen, tables if chosen is None else chosen),
+        (pages.stride(0) // dim, entry_pages.stride(0) // dim, tables.stride(0), entry_tables.stride(0)),
+        {
+            "WINDOW": call.window_tokens,
+            "HAS_ENTRIES": entries is not None,
+            "K": 0 if chosen is None else chosen.shape[1],
+            "HEADS": call.q.shape[1],
+            "PAGE": pages.shape[1],
+            "OF_PAGE": entry_pages.shape[1],
+        },
+    )
