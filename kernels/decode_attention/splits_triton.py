@@ -17,7 +17,8 @@ programs, take 7,542 us instead of 7,644 (H200); 64 sequences, 1.9 pairs, would 
 
 The model: memory serves all programs alike, so a round of one split for each takes as long as their tiles together;
 but a program that is left alone needs `least` of its time in company. A split of a pair that is cut takes a program as
-long as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits.
+long as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits. Of what the
+longest split has above the mean, `uneven` counts.
 """
 
 import torch
@@ -62,6 +63,25 @@ def split_start(split, splits, tiles, leaves, PER_LEAF: tl.constexpr):
 
 
 @triton.jit
+def sizes_of(splits, tiles, PER_LEAF: tl.constexpr):
+    """Returns (tiles of a pair's small splits, how many before the last have a leaf more, tiles of the last one)."""
+    some = tl.maximum(splits, 1)
+    small = tl.maximum(tiles // (some * PER_LEAF), 1)
+    before_last = split_start(some - 1, some, tiles, 0, PER_LEAF)
+    return small * PER_LEAF, before_last - (some - 1) * small, tiles - before_last * PER_LEAF
+
+
+@triton.jit
+def count_sizes(size, splits, sizes, PER_LEAF: tl.constexpr):
+    """Returns how many of a pair's splits are larger than `size`, and how many are of this size."""
+    small, more, last = sizes
+    less = splits - 1 - more
+    larger = tl.where(small + PER_LEAF > size, more, 0) + tl.where(small > size, less, 0) + (last > size).to(tl.int32)
+    equal = tl.where(small + PER_LEAF == size, more, 0) + tl.where(small == size, less, 0) + (last == size).to(tl.int32)
+    return tl.where(splits > 0, larger, 0), tl.where(splits > 0, equal, 0)
+
+
+@triton.jit
 def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
     """Returns 16 limits to choose from, of PER_LEAF tiles or more.
 
@@ -79,10 +99,9 @@ def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
 
 
 @triton.jit
-def estimates(
-    tiles, most_splits, busy, limits, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF: tl.constexpr
-):
+def estimates(tiles, most_splits, busy, limits, programs, most, costs, HEADS, PER_LEAF: tl.constexpr):
     """Returns how long a step with each limit takes, in tiles of a program among all others; too many splits never."""
+    least, cut_tiles, merge_tiles, uneven = costs
     splits = tl.where(busy[None, :], splits_of(tiles[None, :], most_splits[None, :], limits[:, None], PER_LEAF), 0)
     total = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS
     # Cuts lie at leaves: what equal splits leave over is one more leaf for some, or the last leaf's rest.
@@ -100,16 +119,16 @@ def estimates(
     )
     merged = tl.max(tl.where(splits > 1, splits, 0), 1).to(tl.float32)
     # The longest come first: the more splits a program draws, the less it matters how long one is.
-    uneven = least * (largest - mean) / tl.maximum(num_splits / programs, 1.0)
-    cost = mean * rounds + uneven + cut_tiles * cut / programs + merge_tiles * merged
+    above = uneven * (largest - mean) / tl.maximum(num_splits / programs, 1.0)
+    cost = mean * rounds + above + cut_tiles * cut / programs + merge_tiles * merged
     return tl.where(num_splits <= most, cost, float("inf"))
 
 
 @triton.jit
-def split_limit(tiles, most_splits, busy, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF: tl.constexpr):
+def split_limit(tiles, most_splits, busy, programs, most, costs, HEADS, PER_LEAF: tl.constexpr):
     """Returns the tiles that a split may hold: those of the shortest step, the longest pair's where none may be cut."""
     limits = limits_to_try(tiles, busy, programs, HEADS, PER_LEAF)
-    cost = estimates(tiles, most_splits, busy, limits, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF)
+    cost = estimates(tiles, most_splits, busy, limits, programs, most, costs, HEADS, PER_LEAF)
     return tl.max(tl.where(cost == tl.min(cost, 0), limits, 1), 0)
 
 
@@ -156,6 +175,7 @@ def plan_splits(
     least,
     cut_tiles,
     merge_tiles,
+    uneven,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     PER_LEAF: tl.constexpr,
@@ -176,9 +196,9 @@ def plan_splits(
     _, tiles, most_splits = pair_of(length, PLANNED, TILE, PER_LEAF)
     empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
     most = max_splits - empty * HEADS
-    limit = split_limit(tiles, most_splits, length > 0, programs, most, least, cut_tiles, merge_tiles, HEADS, PER_LEAF)
-    # Longest splits first: what is drawn last then keeps no program long behind the others. Beyond what a sort has bits
-    # for they count as equal.
+    costs = (least, cut_tiles, merge_tiles, uneven)
+    limit = split_limit(tiles, most_splits, length > 0, programs, most, costs, HEADS, PER_LEAF)
+    # Sequences of the longest splits first, for with_tail. Beyond what a sort has bits for they count as equal.
     average = tl.cdiv(tiles, splits_of(tiles, most_splits, limit, PER_LEAF))
     average_tiles = tl.where(real, tl.minimum(average, 1 << 18), 0)
     seq = tl.sort(((1 << 18) - average_tiles) * BLOCK_SEQS + place) % BLOCK_SEQS
@@ -213,7 +233,17 @@ def plan_splits(
     start = split_start(nth, own_splits, own_tiles, own_leaves, PER_LEAF)
     stop = split_start(nth + 1, own_splits, own_tiles, own_leaves, PER_LEAF)
     total = tl.sum(splits, 0) * HEADS
-    at = splits_ptr + split * SPLIT_FIELDS
+    # The largest come first: what is drawn last then keeps no program long behind the others.
+    small, _, last = sizes_of(own_splits, own_tiles, PER_LEAF)
+    size = tl.where(nth == own_splits - 1, last, (stop - start) * PER_LEAF)
+    sizes = sizes_of(splits, tiles, PER_LEAF)
+    sizes = (sizes[0][None, :], sizes[1][None, :], sizes[2][None, :])
+    larger, equal = count_sizes(size[:, None], splits[None, :], sizes, PER_LEAF)
+    more_before = start - nth * (small // PER_LEAF)
+    equal_before = tl.where(size == small + PER_LEAF, more_before, tl.where(size == small, nth - more_before, 0))
+    rank = (tl.sum(larger, 1) + tl.sum(tl.where(place[None, :] < owner[:, None], equal, 0), 1)) * HEADS
+    rank += head * tl.sum(tl.where(own, equal, 0), 1) + equal_before
+    at = splits_ptr + tl.where(split < total, rank, split) * SPLIT_FIELDS
     ok = split < max_splits
     tl.store(at, tl.sum(tl.where(own, seq[None, :], 0), 1), mask=ok)
     tl.store(at + 1, head, mask=ok)
@@ -235,13 +265,13 @@ def launch(
     tile: int,
     leaf: int,
     leaves_per_group: int,
-    costs: tuple[float, float, float],
+    costs: tuple[float, float, float, float],
     planned_tokens: int = 0,
 ) -> None:
     """Launches over at least one sequence; `splits` [max_splits, fields] int32 has the room.
 
-    `costs` are the model's least, cut_tiles and merge_tiles. planned_tokens of a sequence's newest keys are divided (0:
-    all).
+    `costs` are the model's least, cut_tiles, merge_tiles and uneven. planned_tokens of a sequence's newest keys are
+    divided (0: all).
     """
     num_seqs, max_splits = seqlens_k.shape[0], splits.shape[0]
     block_seqs = max(16, triton.next_power_of_2(num_seqs))

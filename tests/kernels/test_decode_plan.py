@@ -81,7 +81,8 @@ def test_chunks_tile_all_leaves(device: str, name: str) -> None:
         found.setdefault((seq, head), []).append((first, leaves))
         assert len(found[seq, head]) <= splits
     assert sorted(found) == [(seq, head) for seq in range(len(lengths)) for head in range(HEADS)]
-    for (seq, _), runs in found.items():
+    for (seq, _), unsorted in found.items():
+        runs = sorted(unsorted)
         assert [first for first, _ in runs] == [sum(leaves for _, leaves in runs[:i]) for i in range(len(runs))]
         assert sum(leaves for _, leaves in runs) == max(1, -(-lengths[seq] // LEAF))
     assert plan.count <= plan.room
@@ -91,10 +92,9 @@ def test_chunks_tile_all_leaves(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_the_longest_chunks_come_first(device: str, name: str) -> None:
-    """By what a pair's splits hold on average."""
     plan = Planned(LENGTHS[name], device)
-    mean = [-(-max(1, -(-split[4] // TILE)) // split[5]) for split in plan.splits[: plan.count]]
-    assert mean == sorted(mean, reverse=True)
+    tiles = [max(1, tiles) for tiles in plan.tiles]
+    assert tiles == sorted(tiles, reverse=True)
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
@@ -145,10 +145,17 @@ def test_large_batches_of_mixed_lengths_stay_whole(device: str) -> None:
 
 
 @pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (4, 2), (14, 2), (15, 1), (16, 1), (17, 2), (64, 2)])
-def test_a_multiprocessor_has_one_program_for_few_pairs_and_for_one_each(num_seqs: int, expected: int) -> None:
-    plan = DecodePlan(64, 8192, 32, 8, 128, device="cpu")
+def test_a_multiprocessor_has_one_program_for_few_pairs_and_for_one_long_one_each(num_seqs: int, expected: int) -> None:
+    plan = DecodePlan(64, 32768, 32, 8, 128, device="cpu")
     plan.multiprocessors = 132
     assert plan.programs_per_multiprocessor(num_seqs) == expected
+
+
+@pytest.mark.parametrize(("max_seqlen_k", "window"), [(8192, 0), (32768, 1024)])
+def test_pairs_that_are_never_long_share_multiprocessors(max_seqlen_k: int, window: int) -> None:
+    plan = DecodePlan(64, max_seqlen_k, 32, 8, 128, window=window, device="cpu")
+    plan.multiprocessors = 132
+    assert plan.programs_per_multiprocessor(16) == 2
 
 
 @pytest.mark.parametrize("length", [8193, 33000])

@@ -69,9 +69,9 @@ class Room(Planned):
         self.partials = pairs * self.own._max_groups() + (LEAVES_PER_GROUP - 1) * (self.room - pairs)
 
     def pairs(self) -> dict[tuple[int, int], list[list[int]]]:
-        """The splits of each sequence and head, in the order of the plan."""
+        """The splits of each sequence and head, by their leaves."""
         found: dict[tuple[int, int], list[list[int]]] = {}
-        for split in self.splits[: self.count]:
+        for split in sorted(self.splits[: self.count]):
             found.setdefault((split[0], split[1]), []).append(split)
         return found
 
