@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
@@ -19,27 +18,31 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles n
 __all__ = ["own_cache"]
 
 SHARED_BYTES = 227 << 10
-K, PAGE = 2048, 64
 INTEGERS = ("tables", "sequences", "num_keys", "chosen", "arrivals")
 SIXTEEN_BITS = ("q", "pages", "weights", "out")
 
 
-def compiled(function: Any, constants: dict[str, int]) -> Assembled:
+def compiled(phase: int, heads: int) -> Assembled:
+    from kernels.sparse_latent_attention.hopper import PIECE
+    from kernels.sparse_latent_attention.hopper.few import attend_in_phases
+    from kernels.sparse_latent_attention.hopper.few_launch import group_of
+
     def kind(name: str) -> str:
         return "*i32" if name.startswith(INTEGERS) else "*bf16" if name.startswith(SIXTEEN_BITS) else "*fp32"
 
-    kinds = {name: kind(name) for name in function.arg_names if name.endswith("_ptr")} | {"scale_log2": "fp32"}
-    built = compile_gluon(function, constants, kinds)
+    constants = {
+        "PHASE": phase, "PIECE": PIECE, "K": 2048, "HEADS": heads, "PAGE": 64, "GROUP": group_of(heads), "ARRIVALS": 32,
+    }  # fmt: skip
+    kinds = {name: kind(name) for name in attend_in_phases.arg_names if name.endswith("_ptr")}
+    built = compile_gluon(attend_in_phases, constants, {**kinds, "scale_log2": "fp32"})
     assert not built.spills and not built.serialised and built.shared_bytes <= SHARED_BYTES
     return built
 
 
 @pytest.mark.parametrize("heads", [128, thorough(16)])
 def test_scores(heads: int) -> None:
-    from kernels.sparse_latent_attention.hopper.few_scores import score_tiles
-
-    built = compiled(score_tiles, {"K": K, "HEADS": heads, "PAGE": PAGE, "ARRIVALS": 32})
-    # The launches behind it read rows before they wait: they come when all earlier ones have ended.
+    """The launches behind it read rows before they wait: they come when all earlier ones have ended."""
+    built = compiled(0, heads)
     begin, _, rest = built.ptx.partition("griddepcontrol.launch_dependents")
     assert "griddepcontrol.wait" in begin and "ld.global" not in begin and "cp.async" not in begin
     assert "wgmma.mma_async" in rest
@@ -47,24 +50,16 @@ def test_scores(heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [128, thorough(16)])
 def test_weights(heads: int) -> None:
-    from kernels.sparse_latent_attention.hopper import PIECE
-    from kernels.sparse_latent_attention.hopper.few_weights import weigh_tiles
-
-    built = compiled(weigh_tiles, {"PIECE": PIECE, "K": K, "HEADS": heads})
-    before, _, behind = built.ptx.partition("griddepcontrol.wait")
+    before, _, behind = compiled(1, heads).ptx.partition("griddepcontrol.wait")
     assert "st.global" not in before and "st.global" in behind
 
 
 @pytest.mark.parametrize("heads", [128, 16, thorough(1)])
 def test_values(heads: int) -> None:
     """Latents are on their way before the launches before have ended, weights are not."""
-    from kernels.sparse_latent_attention.hopper import PIECE
-    from kernels.sparse_latent_attention.hopper.few_launch import group_of
-    from kernels.sparse_latent_attention.hopper.few_values import BATCHES, attend_columns
+    from kernels.hopper.gathered.few.values import BATCHES
 
-    constants = {"PIECE": PIECE, "K": K, "HEADS": heads, "PAGE": PAGE, "GROUP": group_of(heads), "ARRIVALS": 32}
-    built = compiled(attend_columns, constants)
-    before, _, behind = built.ptx.partition("griddepcontrol.wait")
+    before, _, behind = compiled(2, heads).ptx.partition("griddepcontrol.wait")
     assert "cp.async.cg" in before and "commit_group" not in before and "st.global" not in before
     waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d)", behind)]
     assert waits == list(reversed(range(BATCHES.value))) and "wgmma.mma_async" in behind

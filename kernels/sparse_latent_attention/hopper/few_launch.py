@@ -1,9 +1,4 @@
-"""Launches sparse_latent_attention of few rows: three launches, each beginning while the one before it ends.
-
-score_tiles     a program scores a tile of 64 chosen latents for 64 heads
-weigh_tiles     a program turns a tile's scores into weights: the maxima of all earlier tiles are known
-attend_columns  a program walks a piece's tiles in order, for some heads and 64 of the value columns
-"""
+"""Launches sparse_latent_attention of few rows: three launches, each beginning while the one before it ends."""
 
 import torch
 import triton
@@ -11,9 +6,7 @@ import triton
 from kernels.softmax import LOG2_E
 from kernels.sparse_latent_attention.call import SparseLatentCall
 from kernels.sparse_latent_attention.hopper import PIECE
-from kernels.sparse_latent_attention.hopper.few_scores import score_tiles
-from kernels.sparse_latent_attention.hopper.few_values import attend_columns
-from kernels.sparse_latent_attention.hopper.few_weights import weigh_tiles
+from kernels.sparse_latent_attention.hopper.few import attend_in_phases
 
 TILE = 64  # heads, chosen latents and value columns of a program
 # Heads of a program of the last launch. On an H200 one row of 128 heads takes 22.9, 16.3 and 15.6 us with 8, 16 and 32.
@@ -31,7 +24,6 @@ def attend_few(call: SparseLatentCall, out: torch.Tensor) -> None:
     tokens, heads, width = q.shape
     group, tiles, pieces = group_of(heads), triton.cdiv(heads, TILE) * triton.cdiv(k, TILE), triton.cdiv(k, PIECE)
     parts = triton.cdiv(heads, group) * (call.latent // TILE)
-    arrivals = triton.next_power_of_2(parts)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
@@ -39,19 +31,12 @@ def attend_few(call: SparseLatentCall, out: torch.Tensor) -> None:
     scores, weights = buffer(tiles, TILE, TILE), buffer(tiles, TILE, TILE, dtype=q.dtype)
     peaks, decays, sums, tops = (buffer(tiles, TILE) for _ in range(4))
     acc, row_sum = buffer(parts, pieces, TILE, group), buffer(parts, pieces, group)
-    counters = buffer(arrivals, dtype=torch.int32)
-    rows = (pages, call.block_tables, *call.rows, call.chosen)
-    strides = (pages.stride(0) // width, call.block_tables.stride(0))
-    shape = {"K": k, "HEADS": heads, "num_warps": 4, "launch_pdl": True}
+    arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
     with torch.cuda.device_of(q):
-        score_tiles[(tokens * tiles,)](
-            q, *rows, scores, peaks, counters, call.scale * LOG2_E, *strides, PAGE=pages.shape[1], ARRIVALS=arrivals,
-            **shape,
-        )  # fmt: skip
-        weigh_tiles[(tokens * tiles,)](
-            call.rows.num_keys, scores, peaks, weights, decays, sums, tops, call.scale * LOG2_E, PIECE=PIECE, **shape
-        )
-        attend_columns[(tokens * parts * pieces,)](
-            *rows, weights, decays, sums, tops, acc, row_sum, counters, out, *strides, PIECE=PIECE,
-            PAGE=pages.shape[1], GROUP=group, ARRIVALS=arrivals, **shape,
-        )  # fmt: skip
+        for phase, programs in enumerate((tiles, tiles, parts * pieces)):
+            attend_in_phases[(tokens * programs,)](
+                q, pages, call.block_tables, *call.rows, call.chosen, out, scores, peaks, weights, decays, sums, tops,
+                acc, row_sum, arrivals, call.scale * LOG2_E, pages.stride(0) // width, call.block_tables.stride(0),
+                PHASE=phase, PIECE=PIECE, K=k, HEADS=heads, PAGE=pages.shape[1], GROUP=group,
+                ARRIVALS=arrivals.shape[1], num_warps=4, launch_pdl=True,
+            )  # fmt: skip
