@@ -12,41 +12,46 @@ import triton.language as tl
 from kernels.addressing import search_levels
 from kernels.addressing.triton import sequence_of
 from kernels.causal_conv.call import CausalConvCall
-from kernels.causal_conv.rows.triton import activated, convolve_one, convolve_row, leave_columns, load_bias
+from kernels.causal_conv.rows.triton import activated, convolve_one, convolve_row, leave_columns, load_bias, load_taps
 
-# Channels of a program that serves a row: 16 bytes of a column for each of its threads.
-ROW_CHANNELS = 1024
-# Tokens and channels of a program that serves a tile.
+# Channels of a program that serves a row, for each of its warps: 16 bytes of a column for a thread.
+ROW_CHANNELS = 256
+# Tokens of a program that serves a tile, its channels and warps where rows have one token each, where tokens are few
+# and where they are many: on an H200 2,048 tokens of 8,192 channels take 23.7 us with the second and 26.4 with the
+# third, 8,192 tokens 74.7 and 70.1; a copy takes 20.6 and 67.8.
 TILE_TOKENS = 16
-TILE_CHANNELS = 256
+DECODE_TILE, FEW_TILE, MANY_TILE = (256, 4), (128, 2), (256, 2)
+MANY_TOKENS = 4096
 # Tokens that are loaded at once where rows begin or end within a tile.
 MIXED_TOKENS = 4
 
 
 @triton.jit
+def load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Returns the columns of BLOCK_T tokens and of the D_CONV - 1 before them, zeros where there is no such token.
+
+    All on their way before the first is used: 3.7 TB/s on an H200, and 3.0 with eight at a time.
+    """
+    columns = ()
+    for j in tl.static_range(BLOCK_T + D_CONV - 1):
+        token = first + (j - D_CONV + 1)
+        is_token = ok & (token >= 0) & (token < num_tokens)
+        columns += (tl.load(x_ptr + token.to(tl.int64) * stride_x + c, mask=is_token, other=0.0),)  # type: ignore
+    return columns
+
+
+@triton.jit
 def convolve_within_row(
-    first, x_ptr, weight_ptr, bias_ptr, out_ptr, c, ok, stride_x,
-    C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
+    first, columns, weights, bias, out_ptr, c, ok,
+    C: tl.constexpr, D_CONV: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens of one row, none of them its first ones: each column is loaded once."""
-    bias = load_bias(bias_ptr, c, ok, HAS_BIAS)
-    weights, window, loaded = (), (), ()
-    x_at = x_ptr + first.to(tl.int64) * stride_x + c
     out_at = out_ptr + first.to(tl.int64) * C + c
-    for tap in tl.static_range(D_CONV):
-        weights += (tl.load(weight_ptr + c * D_CONV + tap, mask=ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    for tap in tl.static_range(D_CONV - 1):
-        window += (tl.load(x_at + (tap - D_CONV + 1) * stride_x, mask=ok, other=0.0).to(tl.float32),)  # type: ignore
-    # All on their way before the first is used: 3.7 TB/s on an H200, and 3.0 with eight at a time.
     for j in tl.static_range(BLOCK_T):
-        loaded += (tl.load(x_at + j * stride_x, mask=ok, other=0.0),)  # type: ignore[assignment]
-    for j in tl.static_range(BLOCK_T):
-        window += (loaded[j].to(tl.float32),)  # type: ignore
         total = bias
         for tap in tl.static_range(D_CONV):
-            total = tl.fma(window[tap], weights[tap], total)
+            total = tl.fma(columns[j + tap].to(tl.float32), weights[tap], total)
         tl.store(out_at + j * C, activated(total, SILU).to(out_ptr.dtype.element_ty), mask=ok)
-        window = window[1:]
 
 
 @triton.jit
@@ -80,18 +85,23 @@ def convolve_tile(
     first, block, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr, working_ptr, num_rows, num_tokens, stride_x,
     C: tl.constexpr, D_CONV: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MIXED_T: tl.constexpr, DECODES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens of any rows, but for each row's first ones; zeros behind the last row."""
     c = block * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = c < C
+    if not DECODES:  # on their way while the tile's row is found
+        columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
+        weights, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
     first_row, first_begin = sequence_of(first + tl.arange(0, 1), cu_seqlens_ptr, num_rows, LEVELS)
     first_end = tl.load(cu_seqlens_ptr + first_row + 1)
     is_within = (first - first_begin >= D_CONV - 1) & (first + BLOCK_T <= first_end)
     is_within = is_within & (tl.load(working_ptr + first_row) > 0)
     if tl.max(is_within.to(tl.int32), 0) > 0:
-        convolve_within_row(
-            first, x_ptr, weight_ptr, bias_ptr, out_ptr, c, ok, stride_x, C, D_CONV, HAS_BIAS, SILU, BLOCK_T
-        )
+        if DECODES:
+            columns = load_columns(first, x_ptr, c, ok, num_tokens, stride_x, D_CONV, BLOCK_T)
+            weights, bias = load_taps(weight_ptr, c, ok, D_CONV, PACKED), load_bias(bias_ptr, c, ok, HAS_BIAS)
+        convolve_within_row(first, columns, weights, bias, out_ptr, c, ok, C, D_CONV, SILU, BLOCK_T)
     else:
         end = tl.minimum(first + BLOCK_T, num_tokens)
         if DECODES:  # hardly a tile has something to write: asked once, not in each round
@@ -143,7 +153,7 @@ def convolve(
         convolve_tile(
             tile // tile_blocks * BLOCK_T, tile % tile_blocks, x_ptr, weight_ptr, bias_ptr, out_ptr, cu_seqlens_ptr,
             working_ptr, num_rows, num_tokens, stride_x, C, D_CONV, HAS_BIAS, SILU, LEVELS, BLOCK_T, BLOCK_C,
-            MIXED_T, DECODES,
+            MIXED_T, DECODES, PACKED,
         )  # fmt: skip
 
 
@@ -156,20 +166,21 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
     """Fills out and writes the states; checked, non-empty arguments."""
     x, states, slots = call.x, call.states, call.slots
     channels, num_rows, num_tokens = call.channels, slots.num_rows, x.shape[0]
-    row_channels, tile_channels = (
-        min(size, triton.next_power_of_2(channels)) for size in (ROW_CHANNELS, TILE_CHANNELS)
-    )
-    padded = triton.next_power_of_2(call.d_conv - 1)
     # No cu_seqlens_q is read for this, so not every row need have one token: the kernel asks each of them. With prompts
     # that would cost more than it brings: 77 us instead of 73 for 8,192 tokens on an H200.
     decodes = num_tokens <= num_rows
+    tile_channels, warps = DECODE_TILE if decodes else FEW_TILE if num_tokens < MANY_TOKENS else MANY_TILE
+    row_channels, tile_channels = (
+        min(size, triton.next_power_of_2(channels)) for size in (ROW_CHANNELS * warps, tile_channels)
+    )
+    padded = triton.next_power_of_2(call.d_conv - 1)
     strides = (x.stride(0), states.stride(0))
     begins = (call.cu_seqlens_q, slots.working, slots.restore, slots.fresh)
     with torch.cuda.device_of(x):
         if slots.num_leaves:
             leave_columns[(slots.num_leaves, triton.cdiv(channels, row_channels))](
                 x, states, *begins, slots.leave_row, slots.leave_tokens, slots.leave_slot, *strides,
-                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=row_channels, num_warps=4,
+                C=channels, CARRIED=call.d_conv - 1, PADDED=padded, BLOCK_C=row_channels, num_warps=warps,
             )  # fmt: skip
         tiles = triton.cdiv(num_tokens, TILE_TOKENS) * triton.cdiv(channels, tile_channels)
         convolve[(num_rows * triton.cdiv(channels, row_channels) + tiles,)](
@@ -177,5 +188,5 @@ def launch(call: CausalConvCall, out: torch.Tensor) -> None:
             num_rows, num_tokens, *strides,
             C=channels, D_CONV=call.d_conv, PADDED=padded, HAS_BIAS=call.bias is not None, SILU=call.has_silu,
             LEVELS=search_levels(num_rows), ROW_C=row_channels, BLOCK_T=TILE_TOKENS, BLOCK_C=tile_channels,
-            MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=decodes and is_packed(call.weight), num_warps=4,
+            MIXED_T=MIXED_TOKENS, DECODES=decodes, PACKED=is_packed(call.weight), num_warps=warps,
         )  # fmt: skip

@@ -27,22 +27,23 @@ SLOTS = dict.fromkeys(("cu_", "working", "restore", "fresh", "rolling", "leave",
     [(8192, 4, "bf16"), *(thorough(*case) for case in ((2048, 3, "fp32"), (8192, 4, "fp32"), (2048, 3, "bf16")))],
 )
 def test_convolutions(values: str, channels: int, d_conv: int) -> None:
+    from kernels.causal_conv import triton as conv
     from kernels.causal_conv.rows.triton import leave_columns
-    from kernels.causal_conv.triton import MIXED_TOKENS, ROW_CHANNELS, TILE_CHANNELS, TILE_TOKENS, convolve
 
-    packed = values == "bf16" and d_conv == 4
     shared: dict[str, object] = {"C": channels, "PADDED": 4 if d_conv == 4 else 2}
     constants = {
-        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2, "ROW_C": ROW_CHANNELS,
-        "BLOCK_T": TILE_TOKENS, "BLOCK_C": TILE_CHANNELS, "MIXED_T": MIXED_TOKENS,
+        **shared, "D_CONV": d_conv, "HAS_BIAS": True, "SILU": True, "LEVELS": 2, "BLOCK_T": conv.TILE_TOKENS,
+        "MIXED_T": conv.MIXED_TOKENS, "PACKED": values == "bf16" and d_conv == 4,
     }  # fmt: skip
-    for options in ({"DECODES": False, "PACKED": False}, {"DECODES": True, "PACKED": packed}):
-        built = compile_for_hopper(convolve, {**constants, **options}, 4, kinds(values, **SLOTS))
+    for tile in (conv.DECODE_TILE, conv.FEW_TILE, conv.MANY_TILE):
+        block, warps = tile
+        options = {"ROW_C": conv.ROW_CHANNELS * warps, "BLOCK_C": block, "DECODES": tile == conv.DECODE_TILE}
+        built = compile_for_hopper(conv.convolve, {**constants, **options}, warps, kinds(values, **SLOTS))
         assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
-        assert ("ld.global.v2.b64" in built.ptx) is options["PACKED"], "two channels' weights at a time"
-    left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": ROW_CHANNELS}
-    built = compile_for_hopper(leave_columns, left, 4, kinds(values, **SLOTS))
-    assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
+        assert ("ld.global.v2.b64" in built.ptx) is constants["PACKED"], "two channels' weights at a time"
+        left = {**shared, "CARRIED": d_conv - 1, "BLOCK_C": conv.ROW_CHANNELS * warps}
+        built = compile_for_hopper(leave_columns, left, warps, kinds(values, **SLOTS))
+        assert not built.spills and "ld.global.v4" in built.ptx and "st.global.v4" in built.ptx
 
 
 def test_copies() -> None:
