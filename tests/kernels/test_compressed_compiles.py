@@ -76,15 +76,19 @@ def test_compressed_attention(heads: int, of_page: int, k: int, splits: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("heads", "of_page", "k"), [(128, 32, 512), (128, 1, 0), (16, 0, 0), thorough(64, 32, 1024), thorough(65, 1, 0)]
-)
-def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int) -> None:
+    ("heads", "of_page", "k", "splits"),
+    [
+        (128, 32, 512, False), (128, 1, 0, False), (128, 1, 0, True), (16, 0, 0, False),
+        thorough(64, 32, 1024, False), thorough(65, 1, 0, True),
+    ],
+)  # fmt: skip
+def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int, splits: bool) -> None:
     from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
     from kernels.compressed_attention.hopper.launch import PIECE, STAGES
 
     constants = {
-        "PIECE": PIECE, "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "PAGE": 128,
-        "OF_PAGE": of_page or 128, "STAGES": STAGES,
+        "SPLITS": splits, "PIECE": PIECE, "WINDOW": 128, "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads,
+        "PAGE": 128, "OF_PAGE": of_page or 128, "STAGES": STAGES,
     }  # fmt: skip
     kinds = {name: pointer(name) for name in attend_window_and_entries.arg_names if name.endswith("_ptr")}
     kinds |= {"q_desc": descriptor("bf16", [64, 256]), "scale_log2": "fp32"}
@@ -94,10 +98,10 @@ def test_compressed_attention_in_gluon(heads: int, of_page: int, k: int) -> None
 
 
 @pytest.mark.parametrize(("heads", "of_page", "k"), [(128, 32, 512), (16, 1, 0), thorough(8, 0, 0)])
-@pytest.mark.parametrize("phase", range(3))
-def test_compressed_attention_of_few_rows(phase: int, heads: int, of_page: int, k: int) -> None:
-    from kernels.compressed_attention.hopper.few import attend_few
+@pytest.mark.parametrize("phase", range(4))
+def test_compressed_attention_in_phases(phase: int, heads: int, of_page: int, k: int) -> None:
     from kernels.compressed_attention.hopper.launch import GROUP, PIECE, TILE
+    from kernels.compressed_attention.hopper.phases import FOLD, SCORES, VALUES, attend_in_phases
 
     group = min(heads, GROUP)
     constants = {
@@ -105,9 +109,11 @@ def test_compressed_attention_of_few_rows(phase: int, heads: int, of_page: int, 
         "HAS_ENTRIES": of_page > 0, "K": k, "HEADS": heads, "PAGE": 128, "OF_PAGE": of_page or 128, "GROUP": group,
         "ARRIVALS": heads // group * 8,
     }  # fmt: skip
-    kinds = {name: pointer(name) for name in attend_few.arg_names if name.endswith("_ptr")}
-    built = compile_gluon(attend_few, constants, {**kinds, "scale_log2": "fp32"})
-    assert (phase == 1) != ("wgmma.mma_async" in built.ptx and "cp.async" in built.ptx) and not built.serialised
+    kinds = {name: pointer(name) for name in attend_in_phases.arg_names if name.endswith("_ptr")}
+    warps = 1 if phase == FOLD.value else 4
+    built = compile_gluon(attend_in_phases, constants, {**kinds, "scale_log2": "fp32"}, num_warps=warps)
+    has_products = phase in (SCORES.value, VALUES.value)
+    assert has_products == ("wgmma.mma_async" in built.ptx and "cp.async" in built.ptx) and not built.serialised
     assert not built.spills and built.shared_bytes <= MOST_SHARED_BYTES
 
 

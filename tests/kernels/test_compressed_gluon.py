@@ -97,7 +97,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("heads", [1, 16, 65, 128])
     @pytest.mark.parametrize(("ratio", "k"), [(4, 512), (1, 2000), (1, 0), (0, 0)])
     def test_launches_of_few_rows_have_the_same_bits(self, ratio: int, k: int, heads: int) -> None:
-        """Lists that end with a tile, with a piece, within them, and one of three pieces."""
+        """Lists that end with a tile and within one, of up to three pieces, and these in programs of their own."""
         from kernels.compressed_attention.hopper.launch import attend_few_rows, attend_rows
 
         case = make(heads, ratio=ratio, k=k, window_tokens=128)
@@ -108,10 +108,12 @@ class TestOnHopper:
         call = CompressedCall(
             case.q, case.window_pages, case.window_tables, case.rows, case.sinks, 0.2, 128, entries
         )  # fmt: skip
-        outs = [torch.full_like(case.q, float("nan")) for _ in range(3)]
-        attend_rows(call, outs[0])
+        outs = [torch.full_like(case.q, float("nan")) for _ in range(4)]
+        attend_rows(call, outs[0], splits=False)
+        attend_rows(call, outs[1], splits=True)
+        attend_few_rows(call, outs[2])
+        attend_few_rows(call, outs[3])
         for out in outs[1:]:
-            attend_few_rows(call, out)
             assert_same_bits(out, outs[0])
 
     def test_a_captured_launch_replays_without_a_wait(self) -> None:

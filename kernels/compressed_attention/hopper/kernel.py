@@ -69,15 +69,15 @@ def addresses_of(keys, rows):
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
 @gluon.jit(
-    do_not_specialize=["items", "stride_tables_seq", "stride_entry_tables_seq"],
+    do_not_specialize=["items", "pieces", "stride_tables_seq", "stride_entry_tables_seq"],
     do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
 )
 def attend_window_and_entries(
     q_desc, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, num_seen_ptr,
-    chosen_ptr, sinks_ptr, out_ptr, acc_ptr, scale_log2, items, page_rows, entry_page_rows, stride_tables_seq,
-    stride_entry_tables_seq,
-    PIECE: gl.constexpr, WINDOW: gl.constexpr, HAS_ENTRIES: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr,
-    PAGE: gl.constexpr, OF_PAGE: gl.constexpr, STAGES: gl.constexpr,
+    chosen_ptr, sinks_ptr, out_ptr, acc_ptr, row_max_ptr, row_sum_ptr, scale_log2, items, pieces, page_rows,
+    entry_page_rows, stride_tables_seq, stride_entry_tables_seq,
+    SPLITS: gl.constexpr, PIECE: gl.constexpr, WINDOW: gl.constexpr, HAS_ENTRIES: gl.constexpr, K: gl.constexpr,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """K is 0 where all entries that are seen are read: then there is no choice, and without HAS_ENTRIES nothing of
     entries."""
@@ -91,6 +91,6 @@ def attend_window_and_entries(
                 chosen_ptr, K, OF_PAGE,
             ),
         ),
-        (out_ptr, sinks_ptr, acc_ptr, None, None), scale_log2, items, count_of, list_of, rows_of, addresses_of,
-        False, 1, PIECE, HEADS, 0, STAGES,
+        (out_ptr, sinks_ptr, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, items, count_of, list_of, rows_of,
+        addresses_of, SPLITS, pieces, PIECE, HEADS, 0, STAGES,
     )  # fmt: skip

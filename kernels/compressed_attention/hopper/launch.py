@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.compressed_attention.call import CompressedCall, most_keys
-from kernels.compressed_attention.hopper.few import attend_few
 from kernels.compressed_attention.hopper.kernel import attend_window_and_entries
+from kernels.compressed_attention.hopper.phases import FOLD, SCORES, VALUES, WEIGHTS, attend_in_phases
 from kernels.device import num_multiprocessors
 from kernels.softmax import LOG2_E
 
@@ -23,6 +23,8 @@ PIECE = 1152
 # H200, 512 entries: 1 tile 14.1 and 28.2; 8 tiles 17.5 and 32.3; 16 tiles 27.6 and 31.9, with 1,024 entries 47.0 and
 # 46.0.
 MOST_TILES = 8
+# Partial results of a launch whose pieces are programs of their own: 128 MiB of them.
+MOST_PARTS = 1024
 # Heads of a program that walks a piece's tiles there: of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
 # us, four take 23.0, 17.5 and 17.1; with 1,024 entries 32 do not fit in shared memory.
 GROUP, LEAST_GROUP = 16, 8
@@ -30,27 +32,40 @@ GROUP, LEAST_GROUP = 16, 8
 
 def launch(call: CompressedCall, out: torch.Tensor) -> None:
     """Launches over checked, non-empty arguments."""
-    few = call.q.shape[0] * triton.cdiv(call.q.shape[1], ROWS) <= MOST_TILES
-    (attend_few_rows if few else attend_rows)(call, out)
+    tiles, pieces = call.q.shape[0] * triton.cdiv(call.q.shape[1], ROWS), triton.cdiv(most_keys(call), PIECE)
+    if tiles <= MOST_TILES:
+        attend_few_rows(call, out)
+    else:
+        # Pieces are programs of their own where less than half of the multiprocessors had work otherwise.
+        is_idle = 2 * tiles <= num_multiprocessors(call.q.device)
+        attend_rows(call, out, splits=is_idle and 1 < pieces <= MOST_PARTS // tiles)
 
 
-def attend_rows(call: CompressedCall, out: torch.Tensor) -> None:
-    """The same, a query and a tile of its heads after the other."""
+def attend_rows(call: CompressedCall, out: torch.Tensor, *, splits: bool) -> None:
+    """Fills out, with the pieces of a list in programs of their own or in one: the bits are the same."""
     q, dim = call.q, call.q.shape[2]
-    items = q.shape[0] * triton.cdiv(q.shape[1], ROWS)
+    rows, pieces = q.shape[0] * q.shape[1], triton.cdiv(most_keys(call), PIECE)
+    tiles = q.shape[0] * triton.cdiv(q.shape[1], ROWS)
+    items = tiles * pieces if splits else tiles
     programs = min(items, num_multiprocessors(q.device))
-    # Of a list of several pieces, the sum so far.
-    slots = programs if most_keys(call) > PIECE else 0
+    # Of lists of several pieces: each one's sums, or those so far.
+    slots = items if splits else programs if pieces > 1 else 0
     acc = torch.empty((slots, ROWS, dim), dtype=torch.float32, device=q.device)
+    row_max, row_sum = (torch.empty((slots if splits else 0, ROWS), dtype=acc.dtype, device=q.device) for _ in "ab")
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     # Behind a query's last head come the next one's, whose results are not stored.
-    boxes = TensorDescriptor(q, [q.shape[0] * q.shape[1], dim], [dim, 1], [ROWS, dim // 2], layout)
+    boxes = TensorDescriptor(q, [rows, dim], [dim, 1], [ROWS, dim // 2], layout)
     keys, strides, sizes = arguments(call)
     with torch.cuda.device_of(q):
         attend_window_and_entries[(programs,)](
-            boxes, *keys, call.sinks, out, acc, call.scale * LOG2_E, items, *strides, PIECE=PIECE, STAGES=STAGES,
-            num_warps=4, **sizes,
+            boxes, *keys, call.sinks, out, acc, row_max, row_sum, call.scale * LOG2_E, items, pieces, *strides,
+            SPLITS=splits, PIECE=PIECE, STAGES=STAGES, num_warps=4, **sizes,
         )  # fmt: skip
+        if splits:
+            attend_in_phases[(rows,)](
+                q, *keys, call.sinks, out, *[acc] * 5, row_max, acc, row_sum, call.rows.num_keys, 0.0, 0, pieces,
+                *strides, PHASE=FOLD.value, PIECE=PIECE, BLOCK=1, GROUP=1, ARRIVALS=1, num_warps=1, **sizes,
+            )  # fmt: skip
 
 
 def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
@@ -66,16 +81,16 @@ def attend_few_rows(call: CompressedCall, out: torch.Tensor) -> None:
         return torch.empty((tokens, *shape), dtype=dtype, device=q.device)
 
     scores, weights = buffer(tiles, ROWS, TILE), buffer(tiles, ROWS, TILE, dtype=q.dtype)
-    peaks, decays, sums, tops = (buffer(tiles, ROWS) for _ in range(4))
+    peaks, decays, sums, row_max = (buffer(tiles, ROWS) for _ in range(4))
     shared = pieces if pieces > 1 else 0
     acc, row_sum = buffer(parts, shared, TILE, group), buffer(parts, shared, group)
     arrivals = buffer(triton.next_power_of_2(parts), dtype=torch.int32)
     keys, strides, sizes = arguments(call)
     with torch.cuda.device_of(q):
-        for phase, programs in enumerate((tiles, tiles, parts * pieces)):
-            attend_few[(tokens * programs,)](
-                q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, tops, acc, row_sum, arrivals,
-                call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase, PIECE=piece,
+        for phase, programs in ((SCORES, tiles), (WEIGHTS, tiles), (VALUES, parts * pieces)):
+            attend_in_phases[(tokens * programs,)](
+                q, *keys, call.sinks, out, scores, peaks, weights, decays, sums, row_max, acc, row_sum, arrivals,
+                call.scale * LOG2_E, key_tiles, pieces, *strides, PHASE=phase.value, PIECE=piece,
                 BLOCK=triton.next_power_of_2(piece // TILE), GROUP=group, ARRIVALS=arrivals.shape[1], num_warps=4,
                 launch_pdl=True, **sizes,
             )  # fmt: skip

@@ -1,4 +1,8 @@
-"""compressed_attention in Gluon for Hopper where a launch has few rows: three phases, a launch each, of one kernel."""
+"""The launches of compressed_attention for Hopper around `kernel`: one kernel in four phases.
+
+SCORES, WEIGHTS, VALUES    where a launch has few rows, in this order (`kernels.hopper.gathered.few`)
+FOLD                       behind `kernel`, where each piece of a list had a program of its own
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,6 +11,9 @@ from kernels.compressed_attention.hopper.kernel import addresses_of, count_of, l
 from kernels.hopper.gathered.few.scores import score_tile
 from kernels.hopper.gathered.few.values import attend_columns
 from kernels.hopper.gathered.few.weights import weigh_tile
+from kernels.hopper.gathered.fold import fold_pieces
+
+SCORES, WEIGHTS, VALUES, FOLD = (gl.constexpr(phase) for phase in range(4))
 
 
 @gluon.jit
@@ -15,22 +22,24 @@ def list_from(keys, token, first, row):
 
 
 @gluon.jit
-def attend_in_phase(
+def work_in(
     q_ptr, keys, scratch, results, scale_log2, key_tiles, pieces,
     PHASE: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    if PHASE == 0:
+    if PHASE == SCORES:
         score_tile(
             q_ptr, keys, scratch, scale_log2, key_tiles, count_of, list_from, rows_of, addresses_of, HEADS, 0, ARRIVALS
         )  # fmt: skip
-    elif PHASE == 1:
+    elif PHASE == WEIGHTS:
         weigh_tile(keys, scratch, scale_log2, key_tiles, count_of, PIECE, BLOCK, HEADS)
-    else:
+    elif PHASE == VALUES:
         attend_columns(
             keys, scratch, results, key_tiles, pieces, count_of, list_from, rows_of, addresses_of, PIECE, BLOCK, HEADS,
             GROUP, ARRIVALS,
         )  # fmt: skip
+    else:
+        fold_pieces(keys, results, pieces, count_of, PIECE, HEADS)
 
 
 # What changes from batch to batch is not specialised on: a new value must not mean a new compilation.
@@ -38,16 +47,16 @@ def attend_in_phase(
     do_not_specialize=["key_tiles", "pieces", "stride_tables_seq", "stride_entry_tables_seq"],
     do_not_specialize_on_alignment=["sequences_ptr", "num_keys_ptr", "num_seen_ptr"],
 )
-def attend_few(
+def attend_in_phases(
     q_ptr, pages_ptr, entry_pages_ptr, tables_ptr, entry_tables_ptr, sequences_ptr, num_keys_ptr, num_seen_ptr,
-    chosen_ptr, sinks_ptr, out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr,
+    chosen_ptr, sinks_ptr, out_ptr, scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr,
     row_sum_ptr, arrivals_ptr, scale_log2, key_tiles, pieces, page_rows, entry_page_rows, stride_tables_seq,
     stride_entry_tables_seq,
     PHASE: gl.constexpr, PIECE: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr, HAS_ENTRIES: gl.constexpr,
     K: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, OF_PAGE: gl.constexpr, GROUP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    attend_in_phase(
+    work_in(
         q_ptr,
         (
             (sequences_ptr, num_keys_ptr),
@@ -58,7 +67,8 @@ def attend_few(
             ),
         ),
         (
-            scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
+            scores_ptr, peaks_ptr, weights_ptr, decays_ptr, sums_ptr, row_max_ptr, acc_ptr, row_sum_ptr, arrivals_ptr
         ),
-        (out_ptr, sinks_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, BLOCK, HEADS, GROUP, ARRIVALS,
+        (out_ptr, sinks_ptr, acc_ptr, row_max_ptr, row_sum_ptr), scale_log2, key_tiles, pieces, PHASE, PIECE, BLOCK,
+        HEADS, GROUP, ARRIVALS,
     )  # fmt: skip
