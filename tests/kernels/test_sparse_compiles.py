@@ -103,7 +103,7 @@ def test_index_logits_in_gluon(is_tiled: bool, heads: int, page_tokens: int) -> 
     constants = {"HEADS": heads, "DIM": 128, "PAGE": page_tokens}
     if is_tiled:
         function, keys = score_tiles, launch.TILE_KEYS
-        constants |= {"ROWS": launch.TILE_ROWS, "STAGES": launch.TILE_STAGES}
+        constants |= {"ROWS": launch.FEW_TILE_ROWS, "STAGES": launch.TILE_STAGES}
     else:
         function, keys = score_spans, launch.SPAN_KEYS
         constants |= {"SPAN": launch.MOST_SPAN, "STAGES": launch.SPAN_STAGES}

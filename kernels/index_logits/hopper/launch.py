@@ -11,8 +11,10 @@ from kernels.index_logits.hopper import is_tiled
 from kernels.index_logits.hopper.spans import score_spans
 from kernels.index_logits.hopper.tiles import score_tiles
 
-# Of tiles: keys that a consumer holds in registers, queries on their way, rows of an item.
-TILE_KEYS, TILE_STAGES, TILE_ROWS = 64, 6, 64
+# Of tiles: keys that a consumer holds in registers, queries on their way.
+TILE_KEYS, TILE_STAGES = 64, 6
+# Rows of an item, and of one of a launch with fewer logits than MANY_LOGITS, whose items would be too few to share out.
+TILE_ROWS, FEW_TILE_ROWS, MANY_LOGITS = 32, 16, 48 << 20
 # Of spans: keys of a product, blocks on their way, the longest span and how many a program has at least.
 SPAN_KEYS, SPAN_STAGES, MOST_SPAN, LEAST_SPANS = 128, 3, 2048, 4
 SPAN_CONSUMERS = 2
@@ -36,11 +38,16 @@ def _launch_tiles(call: IndexLogitsCall, out: torch.Tensor) -> None:
         call.least_keys,
         *_strides(call),
         **_sizes(call),
-        ROWS=TILE_ROWS,
+        ROWS=tile_rows(call.q.shape[0], call.max_keys),
         KEYS=TILE_KEYS,
         STAGES=TILE_STAGES,
         num_warps=4,
     )
+
+
+def tile_rows(num_rows: int, max_keys: int) -> int:
+    """Returns the rows of an item."""
+    return FEW_TILE_ROWS if num_rows * max_keys < MANY_LOGITS else TILE_ROWS
 
 
 def _launch_spans(call: IndexLogitsCall, out: torch.Tensor) -> None:

@@ -36,14 +36,16 @@ def stream(
     blocks = (max_keys + BLOCK - 1) // BLOCK
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), blocks * ((num_rows + ROWS - 1) // ROWS), gl.num_programs(0)):
-        first = item % blocks * BLOCK
-        row = item // blocks * ROWS
+    tiles = (num_rows + ROWS - 1) // ROWS
+    for item in range(gl.program_id(0), blocks * tiles, gl.num_programs(0)):
+        # Prompts see few of the last blocks: turned by a tile's number, each program has some of all.
+        first = (item + item // blocks) % blocks * BLOCK
+        row = (tiles - 1 - item // blocks) * ROWS
         stop = gl.minimum(row + ROWS, num_rows)
         needed = gl.maximum(first, least_keys)
-        tile_row = row + gl.arange(0, ROWS, LANES)
-        sequences = gl.load(sequences_ptr + tile_row, mask=tile_row < num_rows, other=-2)
-        seen = gl.minimum(gl.load(num_keys_ptr + tile_row, mask=tile_row < num_rows, other=0), max_keys)
+        tile_row = row + gl.arange(0, ROWS if ROWS > 32 else 32, LANES)
+        sequences = gl.load(sequences_ptr + tile_row, mask=tile_row < stop, other=-2)
+        seen = gl.minimum(gl.load(num_keys_ptr + tile_row, mask=tile_row < stop, other=0), max_keys)
         while row < stop:
             sequence = gl.max(gl.where(tile_row == row, sequences, -2), 0)
             of_run = (sequences == sequence) & (tile_row >= row)
@@ -51,7 +53,10 @@ def stream(
             # Rows of a run see more and more keys.
             begin = end - gl.sum((of_run & (seen > needed)).to(gl.int32), 0)
             if begin < end:
-                publish(work[0], work[1], work[2], turn, (begin, end, first, 0, 0, 0, 0))
+                begin_1 = end - gl.sum((of_run & (seen > gl.maximum(first + KEYS, least_keys))).to(gl.int32), 0)
+                begin_2 = end - gl.sum((of_run & (seen > gl.maximum(first + 2 * KEYS, least_keys))).to(gl.int32), 0)
+                begin_3 = end - gl.sum((of_run & (seen > gl.maximum(first + 3 * KEYS, least_keys))).to(gl.int32), 0)
+                publish(work[0], work[1], work[2], turn, (begin, end, first, begin, begin_1, begin_2, begin_3))
                 last = gl.max(gl.where(of_run, seen, 0), 0) - 1
                 place = tables_ptr + sequence.to(gl.int64) * stride_tables_seq
                 pages = gl.load(place + gl.minimum(first + lane * BOX, last) // PAGE)
@@ -88,12 +93,21 @@ def score(
     place = opaque(PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, L)))
     step = 0
     turn = 0
-    begin, end, first, _a, _b, _c, _d = take(work[0], work[1], work[2], turn)
+    begin, end, first, begin_0, begin_1, begin_2, begin_3 = take(work[0], work[1], work[2], turn)
     while begin >= 0:
+        # Rows before this one see none of this consumer's keys.
+        own = (begin_0, begin_1, begin_2, begin_3)[PART]
         mbarrier.wait(keys_full.index(0), turn & 1)
         held = keys.index(PART).load(HELD)
         key = first + place
-        for token in range(begin, end):
+        for _ in range(begin, own):
+            s = step % STAGES
+            mbarrier.wait(q_full.index(s), (step // STAGES) & 1)
+            mbarrier.arrive(q_empty.index(s), count=1)
+            step += 1
+        if own == end:
+            mbarrier.arrive(keys_empty.index(0), count=1)
+        for token in range(own, end):
             s = step % STAGES
             row = token.to(gl.int64)
             # On their way while the product is made.
@@ -103,14 +117,14 @@ def score(
             scores = warpgroup_mma(held, queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(q_empty.index(s), count=1)
-            if token == begin:
+            if token == own:
                 # Only a product that took the keys proves that they have come out of shared memory.
                 mbarrier.arrive(keys_empty.index(0), count=1)
             logits = gl.sum(gl.maximum(scores, 0.0) * weight[None, :], 1)
             gl.store(out_ptr + row * max_keys + key, logits, mask=key < count)
             step += 1
         turn += 1
-        begin, end, first, _a, _b, _c, _d = take(work[0], work[1], work[2], turn)
+        begin, end, first, begin_0, begin_1, begin_2, begin_3 = take(work[0], work[1], work[2], turn)
 
 
 # What changes from batch to batch is not specialised on: a new value, or rows that begin elsewhere, must not mean a new
