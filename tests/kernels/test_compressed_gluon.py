@@ -176,3 +176,13 @@ def test_a_cpu_is_refused() -> None:
     where = (call.window_pages, call.window_tables, call.rows, call.sinks)
     with pytest.raises(KernelArgumentError, match="needs a Hopper GPU"):
         compressed_attention(call.q, *where, scale=1.0, window_tokens=8, backend=Backend.GLUON)
+
+
+def test_which_kernels_a_launch_takes() -> None:
+    """By tiles of heads and the pieces that lists may have; the bits are the same."""
+    launch = pytest.importorskip("kernels.compressed_attention.hopper.launch")
+    assert launch.is_few(16, 1) and launch.is_few(2, 8)
+    assert not launch.is_few(17, 1) and not launch.is_few(4, 8)
+    assert launch.is_split(4, 8, 132) and launch.is_split(66, 2, 132)
+    assert not launch.is_split(67, 2, 132) and not launch.is_split(32, 1, 132)
+    assert not launch.is_split(64, 17, 132), "more partial results than there is memory for"

@@ -19,13 +19,15 @@ ROWS, TILE, STAGES = 64, 64, 2
 # choose. 128 tokens and 1,024 entries are one. On an H200, microseconds with pieces of 320, 640, 1,024 and 1,152, 128
 # heads, 2,048 new tokens: 512 entries 955, 814, 809, 808; 1,024 entries 1,693, 1,415, 1,412, 1,257.
 PIECE = 1152
-# Tiles of heads, of all rows of a launch, up to which `attend_few` is faster. Microseconds there and in `attend_rows`,
-# H200, 512 entries: 1 tile 14.1 and 28.2; 8 tiles 17.5 and 32.3; 16 tiles 27.6 and 31.9, with 1,024 entries 47.0 and
-# 46.0.
-MOST_TILES = 8
+# Tiles of heads of a launch, times the pieces that their lists may have, up to which `attend_few_rows` takes it.
+# Microseconds there and in `attend_rows`, H200, 128 heads: 2 tiles with 512 entries 14.3 and 31.7; 16 tiles 27.3 and
+# 31.9, with 1,024 entries 47.0 and 46.0. With tables for 1,048,576 tokens and all entries of 128, which are lists of up
+# to 8 pieces, there and split: 2 tiles of 65,536 tokens 16.2 and 31.5, of 1,048,576 49.2 and 48.3; 8 tiles 33.1 and
+# 31.8, 158 and 50.
+MOST_TILES = 16
 # Partial results of a launch whose pieces are programs of their own: 128 MiB of them.
 MOST_PARTS = 1024
-# Heads of a program that walks a piece's tiles there: of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
+# Heads of a program that walks a piece's tiles there. Of 8, 16 and 32 one decoding sequence takes 15.7, 14.4 and 14.5
 # us, four take 23.0, 17.5 and 17.1; with 1,024 entries 32 do not fit in shared memory.
 GROUP, LEAST_GROUP = 16, 8
 
@@ -33,12 +35,20 @@ GROUP, LEAST_GROUP = 16, 8
 def launch(call: CompressedCall, out: torch.Tensor) -> None:
     """Launches over checked, non-empty arguments."""
     tiles, pieces = call.q.shape[0] * triton.cdiv(call.q.shape[1], ROWS), triton.cdiv(most_keys(call), PIECE)
-    if tiles <= MOST_TILES:
+    if is_few(tiles, pieces):
         attend_few_rows(call, out)
     else:
-        # Pieces are programs of their own where less than half of the multiprocessors had work otherwise.
-        is_idle = 2 * tiles <= num_multiprocessors(call.q.device)
-        attend_rows(call, out, splits=is_idle and 1 < pieces <= MOST_PARTS // tiles)
+        attend_rows(call, out, splits=is_split(tiles, pieces, num_multiprocessors(call.q.device)))
+
+
+def is_few(tiles: int, pieces: int) -> bool:
+    """Whether a launch takes the kernels for few rows: so many tiles of heads, and pieces that a list may have."""
+    return tiles * pieces <= MOST_TILES
+
+
+def is_split(tiles: int, pieces: int, multiprocessors: int) -> bool:
+    """Whether each piece has a program of its own: where tiles of heads leave half of the device without work."""
+    return 1 < pieces <= MOST_PARTS // tiles and 2 * tiles <= multiprocessors
 
 
 def attend_rows(call: CompressedCall, out: torch.Tensor, *, splits: bool) -> None:
