@@ -1,1 +1,1 @@
-"""What the Gluon kernels for Hopper share: work queues, barriers, opaque registers, cleared tails."""
+"""What the Gluon kernels for Hopper share: work queues, barriers, opaque registers, cleared tails, gathered keys."""

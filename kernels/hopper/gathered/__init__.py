@@ -8,6 +8,8 @@ jit functions that alone know what is in it:
     rows_of(keys, list, first, stop, i)  where keys first + i of the list are, int32; past stop it is the last one's row
     addresses_of(keys, rows)             pointers to these rows
 
+A constant that a branch depends on is read from `keys` by its index: assigned to a name, it would become a tensor.
+
 A list is read in tiles of 64 keys. Each piece of PIECE keys has a softmax of its own, and pieces are folded in
 ascending order: by one program, or, where SPLITS, each is written by its own program and folded behind.
 """

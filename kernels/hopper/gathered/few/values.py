@@ -28,12 +28,15 @@ def attend_columns(
     COUNT: gl.constexpr, LIST: gl.constexpr, ROWS: gl.constexpr, ADDRESSES: gl.constexpr,
     PIECE: gl.constexpr, BLOCK: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    """Writes 64 columns of GROUP heads; of several pieces the program that comes last folds all, in their order."""
+    """Writes 64 columns of GROUP heads; of several pieces the program that comes last folds all, in their order.
+
+    BLOCK is a power of two, at least a piece's tiles.
+    """
     allow_next_launch()
     _, _, weights_ptr, decays_ptr, sums_ptr, tops_ptr, acc_ptr, row_sum_ptr, arrivals_ptr = scratch
     GROUPS: gl.constexpr = (HEADS + GROUP - 1) // GROUP
     TILES: gl.constexpr = PIECE // 64
-    BATCH: gl.constexpr = (TILES + 3) // BATCHES
+    BATCH: gl.constexpr = (TILES + BATCHES - 1) // BATCHES
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
