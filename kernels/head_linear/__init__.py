@@ -16,22 +16,23 @@ __all__ = ["head_linear"]
 def head_linear(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, backend: Backend = Backend.AUTO
 ) -> torch.Tensor:
-    """out[t, h] = x[t, h] @ weight[h]: x [num_tokens, heads, K], weight [heads, K, N], out [num_tokens, heads, N].
+    """out[t, h, :N] = x[t, h, :K] @ weight[h], and out[t, h, N:] = x[t, h, K:]: what rows carry behind K is copied.
 
-    Any strides whose rows have no gaps, the weight's any at all, so that slices of a checkpoint's matrix and of wider
-    rows will do. Returns out.
+    x [num_tokens, heads, K + any], weight [heads, K, N], out [num_tokens, heads, N + the same]. Any strides whose rows
+    have no gaps, the weight's any at all, so that slices of a checkpoint's matrix and of wider rows will do. Returns
+    out.
     """
     check_tensor("x", x, (None, None, None), KV_DTYPES, x.device)
-    tokens, heads, depth = x.shape
-    check_tensor("weight", weight, (heads, depth, None), (x.dtype,), x.device)
-    width = weight.shape[2]
-    check_tensor("out", out, (tokens, heads, width), (x.dtype,), x.device)
-    if depth == 0:
-        raise KernelArgumentError("weight: K must be positive, got 0")
+    tokens, heads, width = x.shape
+    check_tensor("weight", weight, (heads, None, None), (x.dtype,), x.device)
+    depth, num_outputs = weight.shape[1:]
+    if not 0 < depth <= width:
+        raise KernelArgumentError(f"weight: K must be 1 to {width}, as wide as x, got {depth}")
+    check_tensor("out", out, (tokens, heads, num_outputs + width - depth), (x.dtype,), x.device)
     for name, rows in (("x", x), ("out", out)):
         check_rows(name, rows)
     check_disjoint("out", out, "weight", weight)
-    if tokens == 0 or heads == 0 or width == 0:
+    if out.numel() == 0:
         return out
     if uses_triton(backend, x):
         from kernels.head_linear.triton import launch

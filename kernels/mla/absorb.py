@@ -10,6 +10,4 @@ from kernels.latent_dims import LatentDims
 def absorbed_queries(q: torch.Tensor, matrices: torch.Tensor, dims: LatentDims, backend: Backend) -> torch.Tensor:
     """Returns [num_tokens, heads, latent + rope] of q [num_tokens, heads, nope + rope] and kv_b by heads."""
     absorbed = q.new_empty((q.shape[0], q.shape[1], dims.width))
-    head_linear(q[..., : dims.nope], matrices[:, : dims.nope], absorbed[..., : dims.latent], backend=backend)
-    absorbed[..., dims.latent :] = q[..., dims.nope :]
-    return absorbed
+    return head_linear(q, matrices[:, : dims.nope], absorbed, backend=backend)

@@ -35,6 +35,7 @@ PARTS = (
         "interpreter",
         "causal_conv",
         "copy_states",
+        "head_linear",
     ),
     (
         "rotate_append_kv",

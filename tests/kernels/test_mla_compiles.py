@@ -141,7 +141,7 @@ def test_wide_heads_fit() -> None:
 
 
 def test_the_plain_kernels_spill_nothing() -> None:
-    from kernels.head_linear.triton import multiply_heads
+    from kernels.head_linear import triton as head
     from kernels.mla_decode.hopper.fold import fold_shared
     from kernels.mla_decode.hopper.fold_cuts import fold_cuts
     from kernels.mla_decode.plan_triton import list_items
@@ -157,8 +157,14 @@ def test_the_plain_kernels_spill_nothing() -> None:
     runs = {"HEADS": 128, "ROWS": 64, "MULTI": True, "SEQS": 1024, "STEP": 64}
     runs |= {"TILE": 64, "EXTRA": 2, "SNAP": 2, "SLACK": 16}
     cuts = {"HEADS": 128, "SLOT_ROWS": 64, "MOST": 256, "LATENT": 512, "WANTS_LSE": True}
+    product = {"BLOCK_K": 64, "CARRIED": 64, "BLOCK_C": 64}
+    few, held, large = (
+        {**product, "BLOCK_T": tile.tokens, "BLOCK_N": tile.columns} for tile in (head.FEW, head.HELD, head.LARGE)
+    )
     cases = (
-        (multiply_heads, {"K": 512, "N": 512, "BLOCK_T": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4),
+        (head.multiply_heads, {**few, "K": 128, "N": 512}, head.FEW.warps),
+        (head.multiply_heads, {**large, "K": 512, "N": 128, "CARRIED": 0, "BLOCK_C": 1}, head.LARGE.warps),
+        (head.multiply_held, {**held, "K": 192, "N": 512, "STAGES": head.HELD_STAGES}, head.HELD.warps),
         (attend_leaf, {**leaf, "PAGE": 1, "BLOCK_N": 32, "ROPE": 64, "BLOCK_ROPE": 64}, 8),
         (fold_leaves, fold, 4),
         (

@@ -233,5 +233,5 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         plan_extend(case.block_tables, [3], [5, 6], HEADS)
     with pytest.raises(KernelArgumentError, match="chunk_tokens: must be at least"):
         plan_extend(case.block_tables, [3], [5], HEADS, chunk_tokens=64)
-    with pytest.raises(KernelArgumentError, match="weight: K must be positive"):
+    with pytest.raises(KernelArgumentError, match="weight: K must be 1 to 0"):
         head_linear(torch.zeros(2, 3, 0), torch.zeros(3, 0, 64), torch.zeros(2, 3, 64))
