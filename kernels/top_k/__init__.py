@@ -6,9 +6,9 @@ No row is sorted and nothing is added up atomically: a row's choice is a functio
 import torch
 
 from kernels._checks import check_lengths, check_rows, check_tensor, checked_out
-from kernels.backend import Backend, uses_triton
+from kernels.backend import Backend, choose_backend
 from kernels.errors import KernelArgumentError
-from kernels.top_k import reference
+from kernels.top_k import hopper, reference
 
 __all__ = ["MAX_COLUMNS", "WORKSPACE_BYTES", "top_k"]
 
@@ -40,10 +40,17 @@ def top_k(
     if width > MAX_COLUMNS:
         raise KernelArgumentError(f"logits: rows must be of at most {MAX_COLUMNS}, got {width}")
     out = checked_out(out, (num_rows, k), torch.int32, logits.device)
-    if num_rows and uses_triton(backend, logits):
+    if num_rows == 0:
+        return out
+    route = choose_backend(backend, logits, lambda: hopper.reason_against(logits, k))
+    if route is Backend.GLUON:
+        from kernels.top_k.hopper.launch import launch as launch_gluon
+
+        launch_gluon(logits, num_keys, out)
+    elif route is Backend.TRITON:
         from kernels.top_k.triton import launch
 
         launch(logits, num_keys, out)
-    elif num_rows:
+    else:
         reference.top_k(logits, num_keys, out)
     return out

@@ -22,6 +22,8 @@ SHARED_BYTES = 227 << 10
 SPILLED_BYTES = 512
 # The same, of what lives from one piece of a query to the next: the loop over its tiles spills nothing.
 PIECE_SPILLED_BYTES = 64
+# Of top_k's Gluon kernels: what a row needs whose bound was a bad guess.
+CHOICE_SPILLED_BYTES = 640
 INTEGERS = ("tables", "sequences", "num_keys", "chosen", "positions")
 FLOATS = ("weights", "scales", "cos_sin", "acc", "row_max", "row_sum")
 
@@ -81,6 +83,28 @@ def test_top_k(has_many_rows: bool, width: int) -> None:
         assert kernel.stack_bytes <= SPILLED_BYTES and not re.search(r"\b(atom|red)\.", kernel.ptx)
 
 
+def test_top_k_in_gluon() -> None:
+    from kernels.top_k.hopper import held_of, kernel, launch
+    from kernels.top_k.triton import SAFETY, SAMPLE
+
+    narrow, wide = launch.NARROW_ROWS, launch.WIDE_ROWS
+    chosen = {"K": 2048, "BLOCK_K": 2048, "HELD": held_of(2048)}
+    kept = {"K": 2048, "HELD": held_of(2048), "SAFETY": SAFETY, "SAMPLE": SAMPLE}
+    cases = (
+        (kernel.choose_rows, {**chosen, **kept}, narrow.tile, {"maxnreg": narrow.registers}),
+        (kernel.choose_rows, {**chosen, **kept}, wide.tile, {"maxnreg": wide.registers}),
+        (kernel.keep_spans, kept, launch.SPAN_TILE, {}),
+        (kernel.choose_kept, {**chosen, "SPANS": launch.LEAST_SPANS}, launch.CHOICE_TILE, {}),
+    )
+    for function, constants, tile, options in cases:
+        kinds = {"logits_ptr": "*fp32", "kept_ptr": "*i64"}
+        kinds |= {name: "*i32" for name in function.arg_names if name.endswith("_ptr") and name not in kinds}
+        constants = {**constants, "SLOTS": tile.slots, "WARPS": tile.warps}
+        built = compile_gluon(function, constants, kinds, num_warps=tile.warps, **options)
+        assert built.stack_bytes <= CHOICE_SPILLED_BYTES and not re.search(r"\b(atom|red)\.", built.ptx)
+        assert "vote.sync.ballot" in built.ptx and "redux.sync" in built.ptx
+
+
 def assert_fast(built: Assembled) -> None:
     """On tensor cores, in the background, with every number in a register."""
     assert "wgmma.mma_async" in built.ptx and not built.serialised
@@ -103,7 +127,7 @@ def test_index_logits_in_gluon(is_tiled: bool, heads: int, page_tokens: int) -> 
     constants = {"HEADS": heads, "DIM": 128, "PAGE": page_tokens}
     if is_tiled:
         function, keys = score_tiles, launch.TILE_KEYS
-        constants |= {"ROWS": launch.FEW_TILE_ROWS, "STAGES": launch.TILE_STAGES}
+        constants |= {"ROWS": launch.tile_rows(2048, 2048), "STAGES": launch.TILE_STAGES}
     else:
         function, keys = score_spans, launch.SPAN_KEYS
         constants |= {"SPAN": launch.MOST_SPAN, "STAGES": launch.SPAN_STAGES}

@@ -7,6 +7,7 @@ import torch
 
 from kernels.errors import KernelArgumentError
 from kernels.top_k import MAX_COLUMNS, top_k
+from kernels.top_k.hopper import reason_against_case
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.target import Target
 
@@ -92,3 +93,11 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], message
     }
     with pytest.raises(KernelArgumentError, match=message):
         top_k(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("width", "k", "reason"), [(65_536, 2048, None), (4097, 1, None), (4096, 2048, "soon"), (65_536, 4097, "at most")]
+)
+def test_which_rows_the_gluon_kernels_take(width: int, k: int, reason: str | None) -> None:
+    got = reason_against_case(torch.zeros(1, 1).expand(3, width), k)
+    assert got is None if reason is None else reason in str(got)
