@@ -231,8 +231,8 @@ def test_which_logits_the_kernels_take(change: dict[str, Any], reason: str | Non
     [
         (255, 4096, 1, False, False),
         (300, 4096, 300, False, False),
-        (2048, 2047, 3, True, True),
-        (2048, 2048, 3, True, False),
+        (1024, 1023, 3, True, True),
+        (1024, 1024, 3, True, False),
         (2048, 16_384, 3, True, False),
     ],
 )

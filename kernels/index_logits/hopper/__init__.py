@@ -15,8 +15,9 @@ DIM, HEADS = 128, (32, 64)
 MIN_PAGE_TOKENS = 8
 # Least query rows of a launch for the tiled kernel, which keeps a block of keys in registers for a sequence's rows.
 LEAST_TILED_ROWS = 256
-# Of these, launches of fewer logits have too few tiles: 2,048 rows of 2,048 keys take the plain kernel 96 us, this 84.
-LEAST_TILED_LOGITS = 4 << 20
+# Of these, launches of fewer logits have too few tiles: 1,024 rows of as many keys take 34 us and with the plain kernel
+# 37, 512 rows 18 with either.
+LEAST_TILED_LOGITS = 1 << 20
 
 
 def is_tiled(call: IndexLogitsCall) -> bool:
