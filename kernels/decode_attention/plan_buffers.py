@@ -18,10 +18,9 @@ __all__ = ["DecodePlan"]
 MAX_COLUMNS = 32
 # Up to this number of (sequence, kv head) pairs, one program of three stages on a multiprocessor beats two of two.
 FEW_PAIRS = 8
-# So it does where pairs are as many as multiprocessors or, as a share, not much fewer, and may have as many keys: 16
-# sequences of 33,000 keys and 8 kv heads take 497 us instead of 507 (H200, 132 multiprocessors), and of 8,193 138
-# instead of 140; but of 1 to 8,192, cut as is best for each, 96.4 instead of 93.7.
-FULL_SHARE, ONE_EACH_KEYS = 0.9, 1 << 14
+# So it does where pairs are as many as multiprocessors or, as a share, not much fewer: 16 sequences of 33,000 keys and
+# 8 kv heads take 498.1 us instead of 508.6 (H200, 132 multiprocessors).
+FULL_SHARE = 0.9
 # Fields of a split: sequence, kv head, first leaf within the pair, leaves, the sequence's length, splits of the pair,
 # its first partial less the groups before its origin; and the number of splits, the same for all, so that a program
 # starts with one load.
@@ -29,9 +28,9 @@ SPLIT_FIELDS = 8
 # Splits for each program beyond one for each pair, at most.
 MAX_ROUNDS = 4
 # What the plan's model counts with, by programs on a multiprocessor: the share of a tile's time among all programs that
-# it takes one alone, what a split of a cut pair costs in tiles, what each split adds to the pair's merge, and how much
-# of the longest split's tiles above the mean counts. Fitted to one H200: 132 programs for up to 8 pairs, 264 for more.
-COSTS = {1: (0.8, 1.5, 0.45, 0.8), 2: (0.52, 0.9, 0.25, 0.3)}
+# it takes one alone, what a split of a cut pair costs in tiles, and what each split adds to the pair's merge. Fitted to
+# one H200: 132 programs for up to 8 pairs, 264 for more.
+COSTS = {1: (0.8, 1.5, 0.45), 2: (0.52, 0.85, 0.2)}
 
 
 class DecodePlan:
@@ -127,8 +126,7 @@ class DecodePlan:
     def programs_per_multiprocessor(self, num_seqs: int) -> int:
         """Two, unless one needs the registers or memory of both, there is little to do, or each has one pair."""
         pairs = num_seqs * self.kv_heads
-        are_long = (self.planned_tokens or self.max_seqlen_k) >= ONE_EACH_KEYS
-        one_each = are_long and FULL_SHARE * self.multiprocessors <= pairs <= self.multiprocessors
+        one_each = FULL_SHARE * self.multiprocessors <= pairs <= self.multiprocessors
         return 1 if pairs <= FEW_PAIRS or one_each or self.dim > 128 or self.rows > 16 else 2
 
     def programs(self, num_seqs: int) -> int:

@@ -17,8 +17,7 @@ programs, take 7,542 us instead of 7,644 (H200); 64 sequences, 1.9 pairs, would 
 
 The model: memory serves all programs alike, so a round of one split for each takes as long as their tiles together;
 but a program that is left alone needs `least` of its time in company. A split of a pair that is cut takes a program as
-long as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits. Of what the
-longest split has above the mean, `uneven` counts.
+long as `cut_tiles` more, and a pair's merge, at the end, as long as `merge_tiles` for each of its splits.
 """
 
 import torch
@@ -101,7 +100,7 @@ def limits_to_try(tiles, busy, programs, HEADS, PER_LEAF: tl.constexpr):
 @triton.jit
 def estimates(tiles, most_splits, busy, limits, programs, most, costs, HEADS, PER_LEAF: tl.constexpr):
     """Returns how long a step with each limit takes, in tiles of a program among all others; too many splits never."""
-    least, cut_tiles, merge_tiles, uneven = costs
+    least, cut_tiles, merge_tiles = costs
     splits = tl.where(busy[None, :], splits_of(tiles[None, :], most_splits[None, :], limits[:, None], PER_LEAF), 0)
     total = tl.sum(tl.where(busy, tiles, 0).to(tl.float32), 0) * HEADS
     # Cuts lie at leaves: what equal splits leave over is one more leaf for some, or the last leaf's rest.
@@ -119,8 +118,8 @@ def estimates(tiles, most_splits, busy, limits, programs, most, costs, HEADS, PE
     )
     merged = tl.max(tl.where(splits > 1, splits, 0), 1).to(tl.float32)
     # The longest come first: the more splits a program draws, the less it matters how long one is.
-    above = uneven * (largest - mean) / tl.maximum(num_splits / programs, 1.0)
-    cost = mean * rounds + above + cut_tiles * cut / programs + merge_tiles * merged
+    uneven = least * (largest - mean) / tl.maximum(num_splits / programs, 1.0)
+    cost = mean * rounds + uneven + cut_tiles * cut / programs + merge_tiles * merged
     return tl.where(num_splits <= most, cost, float("inf"))
 
 
@@ -175,7 +174,6 @@ def plan_splits(
     least,
     cut_tiles,
     merge_tiles,
-    uneven,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     PER_LEAF: tl.constexpr,
@@ -196,7 +194,7 @@ def plan_splits(
     _, tiles, most_splits = pair_of(length, PLANNED, TILE, PER_LEAF)
     empty = num_seqs - tl.sum((length > 0).to(tl.int32), 0)
     most = max_splits - empty * HEADS
-    costs = (least, cut_tiles, merge_tiles, uneven)
+    costs = (least, cut_tiles, merge_tiles)
     limit = split_limit(tiles, most_splits, length > 0, programs, most, costs, HEADS, PER_LEAF)
     # Sequences of the longest splits first, for with_tail. Beyond what a sort has bits for they count as equal.
     average = tl.cdiv(tiles, splits_of(tiles, most_splits, limit, PER_LEAF))
@@ -265,12 +263,12 @@ def launch(
     tile: int,
     leaf: int,
     leaves_per_group: int,
-    costs: tuple[float, float, float, float],
+    costs: tuple[float, float, float],
     planned_tokens: int = 0,
 ) -> None:
     """Launches over at least one sequence; `splits` [max_splits, fields] int32 has the room.
 
-    `costs` are the model's least, cut_tiles, merge_tiles and uneven. planned_tokens of a sequence's newest keys are
+    `costs` are the model's least, cut_tiles and merge_tiles. planned_tokens of a sequence's newest keys are
     divided (0: all).
     """
     num_seqs, max_splits = seqlens_k.shape[0], splits.shape[0]
