@@ -187,3 +187,20 @@ def test_the_plain_kernels_spill_nothing() -> None:
     for function, constants, num_warps in cases:
         built = compile_for_hopper(function, constants, num_warps, pointer)
         assert not built.spills, function.__name__
+
+
+def test_project_latents() -> None:
+    from kernels.project_latents.hopper import BLOCK_K
+    from kernels.project_latents.hopper.kernel import BLOCK_M, project
+    from kernels.project_latents.hopper.launch import BLOCK_N, STAGES
+
+    kinds = {
+        "latents_desc": descriptor("bf16", [BLOCK_M.value, BLOCK_K]),
+        "weight_desc": descriptor("bf16", [BLOCK_N, BLOCK_K]),
+        "out_desc": descriptor("bf16", [BLOCK_M.value // 2, BLOCK_N]),
+        "num_latents_ptr": "*i32",
+    }
+    constants = {"DEPTH": 512, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "STAGES": STAGES}
+    built = compile_gluon(project, constants, kinds)
+    assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx and not built.serialised
+    assert not built.spills and built.shared_bytes <= SHARED_BYTES

@@ -11,7 +11,6 @@ from kernels.linear import linear
 from kernels.project_latents import hopper, project_latents
 from tests.device_waits import no_device_waits
 from tests.kernels.compare import assert_same_bits
-from tests.kernels.conftest import INTERPRETING
 
 NOPE, VALUE, ROPE, LATENT = 128, 128, 64, 512
 BOUND, TILE = 700, 128
@@ -52,26 +51,6 @@ def test_what_the_gluon_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) ->
     assert "16-bit" in (hopper.reason_against(latents.float(), kv_b.float()) or "")
     assert "whole boxes of 64, got 500" in (hopper.reason_against(latents, kv_b[:, :500].contiguous()) or "")
     assert "multiples of 16 bytes" in (hopper.reason_against(latents[:, 1:], kv_b) or "")
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-def test_compiled_for_hopper() -> None:
-    """On tensor cores in the background, nothing in memory that belongs into registers."""
-    pytest.importorskip("triton")
-    from kernels.project_latents.hopper.kernel import BLOCK_M, project
-    from kernels.project_latents.hopper.launch import BLOCK_N, STAGES
-    from tests.kernels.gluon_compile import compile_gluon, descriptor
-
-    kinds = {
-        "latents_desc": descriptor("bf16", [BLOCK_M.value, hopper.BLOCK_K]),
-        "weight_desc": descriptor("bf16", [BLOCK_N, hopper.BLOCK_K]),
-        "out_desc": descriptor("bf16", [BLOCK_M.value // 2, BLOCK_N]),
-        "num_latents_ptr": "*i32",
-    }
-    constants = {"DEPTH": LATENT, "BLOCK_N": BLOCK_N, "BLOCK_K": hopper.BLOCK_K, "STAGES": STAGES}
-    built = compile_gluon(project, constants, kinds)
-    assert "wgmma.mma_async" in built.ptx and "cp.async.bulk.tensor" in built.ptx and not built.serialised
-    assert not built.spills and built.shared_bytes <= 227 << 10
 
 
 @pytest.mark.gpu
