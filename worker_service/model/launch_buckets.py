@@ -22,8 +22,8 @@ STEPS_PER_DOUBLING = 16
 # Beside decode rows: few numbers of these, and prompts that come in chunks.
 MIXED_DECODE = (16, 64)
 MIXED_TOKENS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# Keys of prompts over latents, which a launch projects whether they are there or not: doubling from the first to
-# GraphLimits.max_prompt_keys, beside decode rows these alone.
+# Keys of prompts over latents: doubling from the first to GraphLimits.max_prompt_keys, beside decode rows these alone.
+# On Hopper a launch projects those that are there, elsewhere as many as the bound.
 LEAST_PROMPT_KEYS = 1024
 MIXED_KEYS = (4096, 16_384)
 # Keys of the longest prompt where an indexer chooses: what is not there costs little (a program looks and ends), so

@@ -12,6 +12,7 @@ from kernels.hopper.gathered.attention import attend_lists
 
 @gluon.jit
 def count_of(keys, token):
+    """Returns how many keys a token's list has."""
     in_window, seen = parts_of(keys, token)
     return in_window + seen
 
@@ -61,6 +62,7 @@ def rows_of(keys, of_token, first, stop, row):
 
 @gluon.jit
 def addresses_of(keys, rows):
+    """Returns pointers to rows of the pools, as `rows_of` numbers them."""
     at = keys[1][0] + rows.to(gl.int64) * 512
     if keys[2][0]:
         at = gl.where(rows < 0, keys[2][1] + (~rows).to(gl.int64) * 512, at)

@@ -42,12 +42,15 @@ def launch(call: CompressedCall, out: torch.Tensor) -> None:
 
 
 def is_few(tiles: int, pieces: int) -> bool:
-    """Whether a launch takes the kernels for few rows: so many tiles of heads, and pieces that a list may have."""
+    """Returns whether a launch takes the kernels for few rows.
+
+    `tiles`: tiles of 64 heads of all its rows; `pieces`: how many pieces the longest list may have.
+    """
     return tiles * pieces <= MOST_TILES
 
 
 def is_split(tiles: int, pieces: int, multiprocessors: int) -> bool:
-    """Whether each piece has a program of its own: where tiles of heads leave half of the device without work."""
+    """Returns whether each piece has a program of its own: where tiles of heads leave half of the device idle."""
     return 1 < pieces <= MOST_PARTS // tiles and 2 * tiles <= multiprocessors
 
 
@@ -127,6 +130,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(call: CompressedCall) -> Arguments:
+    """Returns what the kernels are told of a call's keys."""
     dim, pages, tables, entries = call.q.shape[2], call.window_pages, call.window_tables, call.entries
     entry_pages, entry_tables = (pages, tables) if entries is None else (entries.pages, entries.tables)
     num_seen = call.rows.num_keys if entries is None else entries.num_seen

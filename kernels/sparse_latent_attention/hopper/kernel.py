@@ -8,6 +8,7 @@ from kernels.hopper.gathered.attention import attend_lists
 
 @gluon.jit
 def count_of(keys, token):
+    """Returns how many latents a token has chosen."""
     _, _, _, num_keys_ptr, _, _, _, K, _ = keys
     return gl.minimum(gl.load(num_keys_ptr + token), K)
 
@@ -31,6 +32,7 @@ def rows_of(keys, of_token, first, stop, row):
 
 @gluon.jit
 def addresses_of(keys, rows):
+    """Returns pointers to rows of the pool."""
     return keys[0] + rows.to(gl.int64) * 576
 
 
