@@ -19,16 +19,20 @@ def planned_item(items_ptr, index):
 @gluon.jit
 def clear_tail(values, live, TILE: gl.constexpr):
     """Clears the rows past a sequence's last latent, which may hold anything: 0 * NaN is not 0."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    pairs = values._reinterpret(gl.int32, [TILE, values.shape[1] // 2], PAIRS)
-    for first in gl.static_range(0, TILE, 16):
-        # A branch keeps the compiler from loading all parts before it stores the first; opaque row numbers are not kept
-        # in registers from the kernel's start.
-        if first + 16 > live:
-            part = pairs.slice(first, 16, 0)
-            row = first + opaque(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)))
-            part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0))
+    # Columns lie in blocks of 128 bytes a row. A loop: a launch takes longer with more code, see ADR 18.
+    BLOCKS: gl.constexpr = values.shape[1] // 64
+    blocks = values._reinterpret(gl.int32, [BLOCKS, TILE, 32], PAIRS)
+    for i in range(opaque(BLOCKS)):
+        block = blocks.index(i)
+        for first in gl.static_range(0, TILE, 16):
+            # A branch keeps the compiler from loading all parts before it stores the first; opaque row numbers are not
+            # kept in registers from the kernel's start.
+            if first + 16 > live:
+                part = block.slice(first, 16, 0)
+                row = first + opaque(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)))
+                part.store(gl.where((row < live)[:, None], part.load(LAYOUT), 0))
     fence_async_shared()
     thread_barrier()
 
