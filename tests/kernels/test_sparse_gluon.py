@@ -274,10 +274,21 @@ def test_which_latents_the_kernel_takes(change: dict[str, Any], reason: str | No
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "few"),
-    [(1, 128, True), (5, 128, True), (6, 128, False), (5, 65, True), (10, 16, True), (11, 1, False)],
+    [(1, 128, True), (6, 128, True), (7, 128, False), (6, 65, True), (12, 16, True), (13, 1, False)],
 )
 def test_which_launches_have_few_rows(tokens: int, heads: int, few: bool) -> None:
     assert sparse_hopper.is_few(tokens, heads) is few
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "group"),
+    [(1, 128, 32), (2, 128, 32), (3, 128, 64), (4, 64, 32), (5, 64, 64), (1, 1, 8), (12, 16, 16), (12, 33, 64)],
+)
+def test_programs_of_few_rows_have_more_heads_where_they_are_many(tokens: int, heads: int, group: int) -> None:
+    pytest.importorskip("triton")
+    from kernels.sparse_latent_attention.hopper.few_launch import group_of
+
+    assert group_of(heads, tokens * 16, 132) == group
 
 
 def test_asking_for_the_kernels_where_they_cannot_run_is_refused() -> None:

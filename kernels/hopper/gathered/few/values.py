@@ -37,6 +37,9 @@ def attend_columns(
     GROUPS: gl.constexpr = (HEADS + GROUP - 1) // GROUP
     TILES: gl.constexpr = PIECE // 64
     BATCH: gl.constexpr = (TILES + BATCHES - 1) // BATCHES
+    # Of more than 32 heads two batches have room at a time: the next one comes where one was used.
+    AHEAD: gl.constexpr = BATCHES if GROUP <= 32 else 2
+    ROOM: gl.constexpr = TILES if GROUP <= 32 else AHEAD * BATCH
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -52,7 +55,7 @@ def attend_columns(
     inside = group * GROUP % 64  # the first head in its tile
     begin = piece * PIECE
     values = gl.allocate_shared_memory(gl.bfloat16, [TILES, 64, 64], LAYOUT)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [TILES, GROUP, 64], LAYOUT)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [ROOM, GROUP, 64], LAYOUT)
     places = gl.allocate_shared_memory(gl.int32, [BLOCK * 64], PLAIN)
     decays = gl.allocate_shared_memory(gl.float32, [BLOCK * GROUP], PLAIN)
     parts = gl.allocate_shared_memory(gl.float32, [BLOCK * GROUP], PLAIN)
@@ -75,10 +78,8 @@ def attend_columns(
         row = gl.arange(0, GROUP, gl.SliceLayout(1, L))
         key = gl.arange(0, 64, gl.SliceLayout(0, L))
         from_ptr = weights_ptr + slot * 4096 + (inside + row)[:, None] * 64 + key[None, :]
-        for batch in gl.static_range(BATCHES):
-            for tile in range(batch * BATCH, gl.minimum(batch * BATCH + BATCH, tiles)):
-                async_copy.async_copy_global_to_shared(weights.index(tile), from_ptr + tile * 4096)
-            async_copy.commit_group()
+        for batch in gl.static_range(AHEAD):
+            load_weights(weights, from_ptr, batch * BATCH, gl.minimum(batch * BATCH + BATCH, tiles), ROOM, TILES)
         factor = gl.arange(0, BLOCK * GROUP, FLAT)
         factor_at = slot * 64 + factor // GROUP * 64 + inside + factor % GROUP
         there = factor // GROUP < tiles
@@ -91,16 +92,23 @@ def attend_columns(
         thread_barrier()
         decay = decays_of.index(0).load(HEAD)
         for batch in gl.static_range(BATCHES):
-            async_copy.wait_group(BATCHES - 1 - batch)
+            async_copy.wait_group(min(AHEAD - 1, BATCHES - 1 - batch))
             thread_barrier()
             fence_async_shared()
             for tile in range(batch * BATCH, gl.minimum(batch * BATCH + BATCH, tiles)):
-                rows, shares = values.index(tile).permute((1, 0)), weights.index(tile).permute((1, 0))
+                rows, shares = (
+                    values.index(tile).permute((1, 0)),
+                    weights_of(weights, tile, ROOM, TILES).permute((1, 0)),
+                )
                 added = warpgroup_mma(rows, shares, acc * decay[None, :], is_async=True)
                 # While the product is made.
                 row_sum = gl.fma(row_sum, decay, parts_of.index(tile).load(HEAD))
                 decay = decays_of.index(gl.minimum(tile + 1, TILES - 1)).load(HEAD)
                 acc = warpgroup_mma_wait(0, deps=[added])
+            if batch + AHEAD < BATCHES:
+                thread_barrier()
+                begin_tile = (batch + AHEAD) * BATCH
+                load_weights(weights, from_ptr, begin_tile, gl.minimum(begin_tile + BATCH, tiles), ROOM, TILES)
         tops = tops_ptr + tile_slot(token, head_tile, 0, key_tiles, HEADS) * 64 + inside
         head = gl.arange(0, GROUP, HEAD)
         if stop <= PIECE:
@@ -125,6 +133,23 @@ def attend_columns(
         # Each query has a program that waits, so this launch does not end before the last one has.
         wait_for_last_launch()
         write_columns(out_tile, gl.zeros([64, GROUP], gl.float32, VALUES), group * GROUP, HEADS, GROUP)
+
+
+@gluon.jit
+def weights_of(weights, tile, ROOM: gl.constexpr, TILES: gl.constexpr):
+    """Returns where a tile's weights lie in shared memory."""
+    place = tile
+    if ROOM < TILES:
+        place = tile % ROOM
+    return weights.index(place)
+
+
+@gluon.jit
+def load_weights(weights, from_ptr, begin, end, ROOM: gl.constexpr, TILES: gl.constexpr):
+    """Begins to copy a batch of tiles' weights."""
+    for tile in range(begin, end):
+        async_copy.async_copy_global_to_shared(weights_of(weights, tile, ROOM, TILES), from_ptr + tile * 4096)
+    async_copy.commit_group()
 
 
 @gluon.jit
