@@ -207,7 +207,11 @@ FAMILIES = {
 
 def make_kind(name: str, folder: Path, tokenizer: Path) -> None:
     """Write the model's folder; the tokenizer is a file of 260 tokens."""
-    kind = (KINDS | FAMILIES)[name]
+    write_kind((KINDS | FAMILIES)[name], folder, tokenizer)
+
+
+def write_kind(kind: Kind, folder: Path, tokenizer: Path) -> None:
+    """Writes the folder of a kind that has no name here."""
     config = config_of(kind.family, {**SIZES, **kind.fields})
     random_reference(config, seed=5, spread=kind.spread).save_pretrained(folder)
     shutil.copy(tokenizer, folder)

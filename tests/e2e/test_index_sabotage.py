@@ -33,11 +33,11 @@ async def stand(
         yield opened
 
 
-def index_bytes(pages: PagePools) -> slice:
-    """Where the index keys of all layers, and their scales, lie in a page's bytes: behind the latents."""
+def index_bytes(pages: PagePools, dim: int = 16) -> slice:
+    """Returns where the index keys of all layers, and their scales, lie in a page's bytes: behind the latents."""
     layout = pages.layouts[GROUP]
     latents, index, *_ = layout.tensors
-    assert index.page_shape[-1] == 16, "not the indexer's keys"
+    assert index.page_shape[-1] == dim, "not the indexer's keys"
     return slice(len(layout.layers) * latents.layer_bytes, layout.page_bytes)
 
 

@@ -37,10 +37,10 @@ async def stand(
 class Prefix:
     """A prefix of whole pages that are on the device."""
 
-    def __init__(self, stand: Stand, draw: Draw) -> None:
+    def __init__(self, stand: Stand, draw: Draw, num_pages: int = 0) -> None:
         self._stand = stand
         self._page = stand.pages.page_tokens
-        self.num_pages = NUM_PAGES[self._page]
+        self.num_pages = num_pages or NUM_PAGES[self._page]
         self.tokens = draw(self.num_pages * self._page)
         # Fewer than a page: a question leaves no page that the next one would hit.
         self.question = draw(10)
