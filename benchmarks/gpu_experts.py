@@ -37,6 +37,7 @@ from kernels.grouped_linear import (
     StoredExperts,
     dequantised,
     grouped_linear,
+    packed_experts,
     plan_experts,
 )
 from kernels.linear import Route, linear
@@ -165,7 +166,8 @@ def stored_product(tokens: int, shape: ExpertShape, kind: str) -> list[Measureme
     moved = used * sum(part[0].nbytes for part in weight) + 2 * (x.numel() + pairs * 2 * shape.inner)
     is_large = tokens >= MANY_TOKENS
     amount = 2e-12 * pairs * whole[0].numel() if is_large else 1e-9 * moved
-    call, peer = partial(grouped_linear, x, weight, given), partial(grouped_linear, x, whole, given)
+    kept = packed_experts(weight)
+    call, peer = partial(grouped_linear, x, kept, given), partial(grouped_linear, x, whole, given)
 
     def error() -> float:
         return unequal(call(), peer())

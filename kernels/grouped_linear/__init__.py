@@ -20,12 +20,14 @@ from kernels.grouped_linear import cpu, hopper, reference
 from kernels.grouped_linear.cpu import PackedExperts
 from kernels.grouped_linear.plan import TILE_ROWS, ExpertPlan, empty_plan, usual_tile_rows
 from kernels.grouped_linear.stored import Fp8Experts, Mxfp4Experts, StoredExperts, check_stored, dequantised
+from kernels.grouped_linear.words import Mxfp4Words, bytes_of, check_words, words_of
 
 __all__ = [
     "TILE_ROWS",
     "ExpertPlan",
     "Fp8Experts",
     "Mxfp4Experts",
+    "Mxfp4Words",
     "PackedExperts",
     "StoredExperts",
     "dequantised",
@@ -69,7 +71,7 @@ def plan_experts(
 
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor | PackedExperts | StoredExperts,
+    weight: torch.Tensor | PackedExperts | StoredExperts | Mxfp4Words,
     plan: ExpertPlan,
     bias: torch.Tensor | None = None,
     *,
@@ -78,8 +80,8 @@ def grouped_linear(
     """Returns [num_pairs, N]: for each pair of the plan its row of x times its expert's weight, plus its bias.
 
     x is [num_tokens, K], or [num_pairs, K] with a row for each pair; weight [num_experts, N, K], bias [num_experts, N].
-    Rows of x and of the weight may be slices of wider ones. What `packed_experts` returned takes the CPU's route,
-    whatever `backend` says; without it a CPU takes the reference. A stored weight gives the same bits as what
+    Rows of x and of the weight may be slices of wider ones. What `packed_experts` returned on a CPU takes the CPU's
+    route, whatever `backend` says; without it a CPU takes the reference. A stored weight gives the same bits as what
     `dequantised` returns of it in x's dtype; with x in fp32 the reference alone takes it.
     """
     num_outputs, depth = _check_weight(weight, plan, x.device)
@@ -97,7 +99,7 @@ def grouped_linear(
     out = x.new_empty((plan.num_pairs, num_outputs))
     if out.numel() == 0:
         return out
-    if isinstance(weight, torch.Tensor | StoredExperts):
+    if isinstance(weight, torch.Tensor | StoredExperts | Mxfp4Words):
         _multiply(x, weight, bias, plan, out, backend)
     else:
         cpu.grouped_linear(x, weight, bias, plan, out)
@@ -106,8 +108,11 @@ def grouped_linear(
 
 def packed_experts(
     weight: torch.Tensor | StoredExperts, backend: Backend = Backend.AUTO
-) -> torch.Tensor | PackedExperts | StoredExperts:
-    """Returns the weight [num_experts, N, K] as `grouped_linear` takes it: packed for fp32 on a CPU, or itself."""
+) -> torch.Tensor | PackedExperts | StoredExperts | Mxfp4Words:
+    """Returns the weight [num_experts, N, K] as `grouped_linear` takes it best: packed for fp32 on a CPU, mxfp4 in
+    words on a Hopper GPU, else itself."""
+    if isinstance(weight, Mxfp4Experts) and backend in (Backend.AUTO, Backend.GLUON) and hopper.takes_words(weight):
+        return words_of(weight)
     if isinstance(weight, StoredExperts):
         return weight
     check_tensor("weight", weight, (None, None, None), KV_DTYPES, weight.device)
@@ -116,20 +121,23 @@ def packed_experts(
 
 def _multiply(
     x: torch.Tensor,
-    weight: torch.Tensor | StoredExperts,
+    weight: torch.Tensor | StoredExperts | Mxfp4Words,
     bias: torch.Tensor | None,
     plan: ExpertPlan,
     out: torch.Tensor,
     backend: Backend,
 ) -> None:
-    """Fills out; checked arguments."""
+    """Fills out; checked arguments. Only the Gluon kernel reads words: others get the order of the files again."""
     chosen = choose_backend(backend, x, lambda: hopper.reason_against(x, weight))
-    if chosen is Backend.REFERENCE:
-        reference.grouped_linear(x, weight, bias, plan, out)
-    elif chosen is Backend.GLUON and not isinstance(weight, torch.Tensor):
+    if chosen is Backend.GLUON and isinstance(weight, Fp8Experts | Mxfp4Words):
         from kernels.grouped_linear.hopper.launch import launch as launch_stored
 
         launch_stored(x, weight, bias, plan, out)
+        return
+    if isinstance(weight, Mxfp4Words):
+        weight = bytes_of(weight)
+    if chosen is Backend.REFERENCE:
+        reference.grouped_linear(x, weight, bias, plan, out)
     elif x.dtype is torch.float32 and not isinstance(weight, torch.Tensor):
         raise KernelArgumentError("x: must be bf16 or fp16 where a kernel multiplies with a stored weight")
     else:
@@ -139,12 +147,15 @@ def _multiply(
 
 
 def _check_weight(
-    weight: torch.Tensor | PackedExperts | StoredExperts, plan: ExpertPlan, device: torch.device
+    weight: torch.Tensor | PackedExperts | StoredExperts | Mxfp4Words, plan: ExpertPlan, device: torch.device
 ) -> tuple[int, int]:
     """Returns the outputs and the depth of each expert."""
     check_tensor("plan.order", plan.order, (None,), (torch.int32,), device)
     if isinstance(weight, StoredExperts):
         check_stored(weight, plan.num_experts, device)
+        return weight.shape[1:]
+    if isinstance(weight, Mxfp4Words):
+        check_words(weight, plan.num_experts, device)
         return weight.shape[1:]
     if isinstance(weight, tuple):
         if len(weight) != plan.num_experts:

@@ -118,10 +118,9 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     is_mxfp4 = name == "mxfp4"
     tile = (MXFP4_TILES if is_mxfp4 else FP8_TILES)[rows]
     sizes = {"TILE_ROWS": rows, "BLOCK_N": tile.block_n, "STEP": tile.step, "STAGES": tile.stages}
-    options = {"PAIRS_OF_ROW": 8, "HAS_BIAS": True, "IS_MXFP4": is_mxfp4, "WORD_BYTES": 4}
-    box = [tile.block_n, tile.step // 2 if is_mxfp4 else tile.step]
-    stored = {"weight_desc": descriptor("u8" if is_mxfp4 else "fp8e4nv", box, 8)}
-    stored["scales_ptr"] = "*u8" if is_mxfp4 else "*fp32"
+    options = {"PAIRS_OF_ROW": 8, "HAS_BIAS": True, "IS_MXFP4": is_mxfp4}
+    values = ("i32", [tile.block_n, tile.step // 8], 32) if is_mxfp4 else ("fp8e4nv", [tile.block_n, tile.step], 8)
+    stored = {"weight_desc": descriptor(*values), "scales_ptr": "*i32" if is_mxfp4 else "*fp32"}
     indices = dict.fromkeys(("order_ptr", "starts_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32")
     rows_of = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*bf16")
     aligned = ("depth", "num_outputs", "stride_x")
@@ -129,7 +128,9 @@ def test_products_with_stored_weights_on_hopper(name: str, rows: int) -> None:
     assert not built.spills and not built.serialised
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n\d+(k\d+)", built.ptx)) == {("m64", "k16")}
     assert len(FROM_REGISTERS.findall(built.ptx)) == tile.step // 16 * tile.block_n // 64
-    assert "cp.async.bulk.tensor" in built.ptx and "ldmatrix" not in built.ptx
+    assert "cp.async.bulk.tensor" in built.ptx
+    # Words of four times 32 columns come from shared memory at once.
+    assert ("ldmatrix.sync.aligned.m8n8.x4" in built.ptx) == is_mxfp4
     assert ("cvt.rn.f16x2.e4m3x2" in built.ptx) != is_mxfp4
     assert 2 * built.shared_bytes <= SHARED_BYTES
 

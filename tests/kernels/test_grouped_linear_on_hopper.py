@@ -12,12 +12,15 @@ from kernels.errors import KernelArgumentError
 from kernels.grouped_linear import (
     TILE_ROWS,
     Mxfp4Experts,
+    Mxfp4Words,
     StoredExperts,
     dequantised,
     grouped_linear,
     hopper,
+    packed_experts,
     plan_experts,
 )
+from kernels.grouped_linear.words import MAX_EXPONENT, words_of
 from tests.kernels.compare import assert_same_bits
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.target import HOPPER
@@ -50,7 +53,7 @@ def assert_bits(weight: StoredExperts, dtype: torch.dtype, rows: int) -> None:
     bias = torch.randn(experts, outputs, generator=seeded(4)).to(dtype).cuda()
     plan = plan_experts(chosen(150, 2, experts).cuda(), experts, tile_rows=rows)
     weight = moved(weight, "cuda")
-    got = grouped_linear(x, weight, plan, bias, backend=Backend.GLUON)
+    got = grouped_linear(x, packed_experts(weight), plan, bias, backend=Backend.GLUON)
     assert_same_bits(got, grouped_linear(x, dequantised(weight, dtype), plan, bias))
 
 
@@ -65,7 +68,7 @@ class TestOnHopper:
 
     def test_a_row_has_its_own_bits(self, make: Any) -> None:
         """In tiles of every size, alone and among others."""
-        weight, ids = moved(make(6, 200, 704), "cuda"), chosen(150, 3, 6).cuda()
+        weight, ids = packed_experts(moved(make(6, 200, 704), "cuda")), chosen(150, 3, 6).cuda()
         x = torch.randn(150, 704, generator=seeded(3)).bfloat16().cuda()
 
         def product(some: slice, rows: int | None = None) -> torch.Tensor:
@@ -79,11 +82,11 @@ class TestOnHopper:
             assert_same_bits(product(some), together[some])
 
     def test_a_row_for_each_pair(self, make: Any) -> None:
-        weight, ids = make(4, 192, 320), chosen(50, 2, 4).cuda()
+        weight, ids = moved(make(4, 192, 320), "cuda"), chosen(50, 2, 4).cuda()
         x = torch.randn(100, 320, generator=seeded(3)).bfloat16().cuda()
         plan = plan_experts(ids, 4)
-        got = grouped_linear(x, moved(weight, "cuda"), plan, backend=Backend.GLUON)
-        assert_same_bits(got, grouped_linear(x, dequantised(moved(weight, "cuda"), torch.bfloat16), plan))
+        got = grouped_linear(x, packed_experts(weight), plan, backend=Backend.GLUON)
+        assert_same_bits(got, grouped_linear(x, dequantised(weight, torch.bfloat16), plan))
 
     def test_slices_and_pairs_without_an_expert(self, make: Any) -> None:
         weight = make(3, 256, 320)
@@ -93,12 +96,12 @@ class TestOnHopper:
         wide[:, 16:336] = x.cuda()
         parts = type(weight)(within(weight.values, "cuda"), moved(weight, "cuda").scales)
         plan = plan_experts(ids.cuda(), 3)
-        got = grouped_linear(wide[:, 16:336], parts, plan, backend=Backend.GLUON)
+        got = grouped_linear(wide[:, 16:336], packed_experts(parts), plan, backend=Backend.GLUON)
         is_pair = (ids < 3).flatten()
         assert_same_bits(got[is_pair], products(weight, x, ids, HOPPER)[is_pair])
 
     def test_a_captured_graph_takes_any_choice(self, make: Any) -> None:
-        weight = moved(make(8, 256, 512), "cuda")
+        weight = packed_experts(moved(make(8, 256, 512), "cuda"))
         ids, x = chosen(64, 2, 8).cuda(), torch.randn(64, 512, generator=seeded(3)).bfloat16().cuda()
 
         def product() -> torch.Tensor:
@@ -117,51 +120,70 @@ class TestOnHopper:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-def test_fp8_with_rows_of_float16() -> None:
+@pytest.mark.parametrize("make", MAKERS)
+def test_rows_of_float16(make: Any) -> None:
     for rows in TILE_ROWS:
-        assert_bits(fp8_experts(4, 200, 576), torch.float16, rows)
+        assert_bits(make(4, 200, 576), torch.float16, rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 def test_every_exponent_of_mxfp4() -> None:
     """Subnormal weights too, but none whose sums are infinite: one column is not 0."""
-    codes = torch.arange(16, dtype=torch.uint8).repeat_interleave(252)
+    assert_every_exponent(torch.arange(MAX_EXPONENT + 1, dtype=torch.uint8), Mxfp4Words)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+def test_exponents_of_mxfp4_that_no_word_takes() -> None:
+    assert_every_exponent(torch.arange(MAX_EXPONENT + 1, 252, dtype=torch.uint8), Mxfp4Experts)
+
+
+def assert_every_exponent(exponents: torch.Tensor, kept_as: type) -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat_interleave(len(exponents))
     values = torch.zeros(1, len(codes), 32, dtype=torch.uint8)
     values[0, :, 21] = codes << 4
-    scales = torch.full((1, len(codes), 2), 127, dtype=torch.uint8)
-    scales[0, :, 1] = torch.arange(252, dtype=torch.uint8).repeat(16)
+    scales = torch.zeros(1, len(codes), 2, dtype=torch.uint8)
+    scales[0, :, 1] = exponents.repeat(16)
     weight = moved(Mxfp4Experts(values, scales), "cuda")
     x = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
     x[0, 43] = 1.0
     plan = plan_experts(torch.zeros(1, 1, dtype=torch.int32, device="cuda"), 1)
-    got = grouped_linear(x, weight, plan, backend=Backend.GLUON)
+    kept = packed_experts(weight)
+    assert isinstance(kept, kept_as)
+    got = grouped_linear(x, kept, plan)
     assert_same_bits(got[0] + 0.0, dequantised(weight, torch.bfloat16)[0, :, 43] + 0.0)
 
 
-X, FP8, MXFP4 = torch.zeros(6, 96, dtype=torch.bfloat16), fp8_experts(4, 130, 96), mxfp4_experts(4, 130, 128)
+X, FP8, MXFP4 = torch.zeros(6, 96, dtype=torch.bfloat16), fp8_experts(4, 130, 96), mxfp4_experts(4, 130, 96)
+WORDS = words_of(MXFP4)
 # Between experts there are 16 bytes, less than a row.
 UNEVEN = torch.zeros(4 * (130 * 96 + 16), dtype=torch.float8_e4m3fn).as_strided((4, 130, 96), (130 * 96 + 16, 96, 1))
-REFUSED: list[tuple[torch.Tensor, torch.Tensor | StoredExperts, str]] = [
-    (X, torch.zeros(4, 130, 96), "needs a stored weight"),
+REFUSED: list[tuple[torch.Tensor, object, str]] = [
+    (X, torch.zeros(4, 130, 96), "needs a weight of fp8, or of mxfp4 as packed_experts returns it"),
+    (X, MXFP4, "needs a weight of fp8, or of mxfp4 as packed_experts returns it"),
     (X.float(), FP8, "needs 16-bit rows"),
     (torch.zeros(6, 104, dtype=torch.bfloat16)[:, :96], FP8, "needs rows of x"),
     (X, fp8_experts(4, 130, 200), "needs rows of values that are multiples of 16 bytes apart"),
-    (X, mxfp4_experts(4, 130, 96), "needs an even number of exponents"),
-    (X.half(), MXFP4, "needs rows of bfloat16 with mxfp4"),
     (X, FP8._replace(values=UNEVEN), "equally far apart"),
 ]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="no kernel runs here")
 def test_which_weights_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: list[StoredExperts] = [FP8, MXFP4]
-    assert all(hopper.reason_against(X, weight) == "needs a Hopper GPU" for weight in plain)
+    taken = (FP8, WORDS)
+    assert all(hopper.reason_against(X, weight) == "needs a Hopper GPU" for weight in taken)
+    assert packed_experts(MXFP4) is MXFP4
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    assert all(hopper.reason_against(X, weight) is None for weight in plain)
-    assert hopper.reason_against(X.half(), FP8) is None
+    assert all(hopper.reason_against(x, weight) is None for x in (X, X.half()) for weight in taken)
     for x, weight, reason in REFUSED:
         assert reason in str(hopper.reason_against(x, weight))
+    packed = packed_experts(MXFP4)
+    assert isinstance(packed, Mxfp4Words) and torch.equal(packed.values, WORDS.values)
+    assert packed_experts(MXFP4, Backend.TRITON) is MXFP4
+    large = MXFP4.scales.clone()
+    large[2, 7, 1] = MAX_EXPONENT + 1
+    assert isinstance(packed_experts(MXFP4._replace(scales=large)), Mxfp4Experts)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="no kernel runs here")

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.grouped_linear.hopper.weights import (
     FP8_BLOCK,
     MX_BLOCK,
-    bytes_layout,
     exponents_of_step,
     fp8_operand,
     mxfp4_operand,
+    words_layout,
 )
 from kernels.hopper.barriers import make_barriers, thread_barrier
 
@@ -34,11 +34,11 @@ def fetch(weight_desc, weights, x_rows, is_row, full, x_tiles, first_row, step, 
     """Begins to fill a step's stage; a step beyond the last one is an empty group of copies."""
     STAGES: gl.constexpr = weights.shape[0]
     STEP: gl.constexpr = x_tiles.shape[2]
-    BYTES: gl.constexpr = weights.shape[2]
+    WIDTH: gl.constexpr = weights.shape[2]
     stage = step % STAGES
     if step < steps:
-        mbarrier.expect(full.index(stage), weights.shape[1] * BYTES)
-        tma.async_copy_global_to_shared(weight_desc, [first_row, step * BYTES], full.index(stage), weights.index(stage))
+        mbarrier.expect(full.index(stage), weight_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(weight_desc, [first_row, step * WIDTH], full.index(stage), weights.index(stage))
         column = step * STEP + gl.arange(0, STEP, gl.SliceLayout(0, x_rows.type.layout))
         async_copy.async_copy_global_to_shared(
             x_tiles.index(stage), x_rows + step * STEP, mask=is_row & (column < depth)[None, :]
@@ -48,7 +48,7 @@ def fetch(weight_desc, weights, x_rows, is_row, full, x_tiles, first_row, step, 
 
 @gluon.jit
 def multiply_stage(
-    weights, x_tile, factors, acc, dtype: gl.constexpr, IS_MXFP4: gl.constexpr, BYTES: gl.constexpr, WAVE: gl.constexpr
+    weights, x_tile, factors, acc, dtype: gl.constexpr, IS_MXFP4: gl.constexpr, WORDS: gl.constexpr, WAVE: gl.constexpr
 ):
     """Returns acc plus the products of a stage: all weights first, so that their products follow each other."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, WAVE, 2)
@@ -57,7 +57,7 @@ def multiply_stage(
     operands = ()
     for part in gl.static_range(PARTS):
         if IS_MXFP4:
-            operand = mxfp4_operand(weights, part, factors, BYTES, OPERAND)
+            operand = mxfp4_operand(weights, part, factors, dtype, WORDS, OPERAND)
         else:
             operand = fp8_operand(weights, part * COLUMNS, factors, dtype, OPERAND)
         operands += (operand,)  # type: ignore[assignment]
@@ -92,16 +92,16 @@ def multiply_stored(
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     IS_MXFP4: gl.constexpr,
-    WORD_BYTES: gl.constexpr,
 ):
-    """`expert_rows` is how many rows of values lie between two experts' first ones."""
+    """`expert_rows` is how many rows of values lie between two experts' first ones; scales of mxfp4 are words of four
+    exponents."""
     WAVE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_ROWS, 16]
     )
     X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     X_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    BYTES: gl.constexpr = bytes_layout(BLOCK_N, 4)
-    WIDTH: gl.constexpr = STEP // 2 if IS_MXFP4 else STEP
+    WORDS: gl.constexpr = words_layout(BLOCK_N, 4)
+    WIDTH: gl.constexpr = STEP // 8 if IS_MXFP4 else STEP
     COUNT: gl.constexpr = STEP // MX_BLOCK
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     tile = gl.program_id(0) // num_blocks
@@ -126,9 +126,10 @@ def multiply_stored(
             fetch(weight_desc, weights, x_rows, is_row, full, x_tiles, first_row, step, steps, depth)
         scales = scales_ptr + expert.to(gl.int64) * stride_scales_expert
         if IS_MXFP4:
-            n_read = gl.minimum(first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, BYTES)), num_outputs - 1)
+            n_read = gl.minimum(first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WORDS)), num_outputs - 1)
             scales_row = scales + n_read * stride_scales_row
-            factors_ahead = exponents_of_step(scales_row, 0, depth // MX_BLOCK, COUNT, WORD_BYTES)
+            words = (depth + 4 * MX_BLOCK - 1) // (4 * MX_BLOCK)
+            factors_ahead = exponents_of_step(scales_row, 0, words, COUNT)
         else:
             scales_row = scales + first_n // FP8_BLOCK * stride_scales_row
             factors_ahead = gl.load(scales_row)
@@ -137,7 +138,7 @@ def multiply_stored(
             stage = step % STAGES
             factors = factors_ahead
             if IS_MXFP4:
-                factors_ahead = exponents_of_step(scales_row, step + 1, depth // MX_BLOCK, COUNT, WORD_BYTES)
+                factors_ahead = exponents_of_step(scales_row, step + 1, words, COUNT)
             else:
                 factors_ahead = gl.load(scales_row + gl.minimum(step + 1, steps - 1) * STEP // FP8_BLOCK)
             async_copy.wait_group(STAGES - 2)
@@ -147,7 +148,7 @@ def multiply_stored(
             # The stage before this one is free: all warps have waited for its products.
             fetch(weight_desc, weights, x_rows, is_row, full, x_tiles, first_row, step + STAGES - 1, steps, depth)
             x_tile = x_tiles.index(stage).permute((1, 0))
-            acc = multiply_stage(weights.index(stage), x_tile, factors, acc, dtype, IS_MXFP4, BYTES, WAVE)
+            acc = multiply_stage(weights.index(stage), x_tile, factors, acc, dtype, IS_MXFP4, WORDS, WAVE)
         if HAS_BIAS:
             n = gl.minimum(first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WAVE)), num_outputs - 1)
             acc += gl.load(bias_ptr + expert.to(gl.int64) * stride_bias_expert + n).to(gl.float32)[:, None]

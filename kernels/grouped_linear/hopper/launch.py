@@ -1,4 +1,4 @@
-"""Launches grouped_linear's Gluon kernel: a descriptor of the stored values, and how exponents can be read."""
+"""Launches grouped_linear's Gluon kernel, with a descriptor of the stored values."""
 
 import torch
 import triton
@@ -8,19 +8,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.grouped_linear.hopper import tile_for
 from kernels.grouped_linear.hopper.kernel import multiply_stored
 from kernels.grouped_linear.plan import ExpertPlan
-from kernels.grouped_linear.stored import Mxfp4Experts, StoredExperts
+from kernels.grouped_linear.stored import Fp8Experts
+from kernels.grouped_linear.words import VALUES, Mxfp4Words
 
 
 def launch(
-    x: torch.Tensor, weight: StoredExperts, bias: torch.Tensor | None, plan: ExpertPlan, out: torch.Tensor
+    x: torch.Tensor, weight: Fp8Experts | Mxfp4Words, bias: torch.Tensor | None, plan: ExpertPlan, out: torch.Tensor
 ) -> None:
     """Fills out; arguments that `reason_against` has nothing against."""
     values, scales = weight
-    is_mxfp4, num_outputs, tile = isinstance(weight, Mxfp4Experts), out.shape[1], tile_for(weight, plan.tile_rows)
+    is_mxfp4, num_outputs, tile = isinstance(weight, Mxfp4Words), out.shape[1], tile_for(weight, plan.tile_rows)
     num_blocks = triton.cdiv(num_outputs, tile.block_n)
     with torch.cuda.device_of(x):
         multiply_stored[(plan.tiles.shape[0] * num_blocks,)](
-            _values_descriptor(values, tile.block_n, tile.step // 2 if is_mxfp4 else tile.step),
+            _values_descriptor(values, tile.block_n, tile.step // VALUES if is_mxfp4 else tile.step),
             x,
             scales,
             x if bias is None else bias,
@@ -41,21 +42,14 @@ def launch(
             STAGES=tile.stages,
             HAS_BIAS=bias is not None,
             IS_MXFP4=is_mxfp4,
-            WORD_BYTES=_word_bytes(scales),
             num_warps=4,
         )
 
 
-def _values_descriptor(values: torch.Tensor, rows: int, num_bytes: int) -> TensorDescriptor:
-    """The rows of all experts as one matrix of bytes; what lies beyond the last row or a row's end is zeros."""
+def _values_descriptor(values: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The rows of all experts as one matrix; what lies beyond the last row or a row's end is zeros."""
     experts, outputs, width = values.shape
     expert_stride, row_stride, _ = values.stride()
-    all_rows = (experts - 1) * (expert_stride // row_stride) + outputs
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(num_bytes, 128), element_bitwidth=8, rank=2)
-    return TensorDescriptor(values, [all_rows, width], [row_stride, 1], [rows, num_bytes], layout)
-
-
-def _word_bytes(scales: torch.Tensor) -> int:
-    """Returns 4 where four exponents of a row can be read at once, else 2."""
-    sizes = (scales.data_ptr(), scales.shape[2], *scales.stride()[:2])
-    return 4 if all(size % 4 == 0 for size in sizes) else 2
+    all_rows, size = (experts - 1) * (expert_stride // row_stride) + outputs, values.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(columns * size, 128), element_bitwidth=8 * size, rank=2)
+    return TensorDescriptor(values, [all_rows, width], [row_stride, 1], [rows, columns], layout)

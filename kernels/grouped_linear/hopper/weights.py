@@ -1,8 +1,8 @@
 """Stored weights in shared memory become the first operand of a product, in registers.
 
 They are values times factors, rounded once. An operand of 16-bit values has in each thread, of each row, two neighbours
-of every eight columns. So a thread takes two bytes of fp8 or one of mxfp4 at a time from shared memory, in the places
-where their values are wanted.
+of every eight columns. A thread takes two bytes of fp8 at a time from shared memory, in the places where their values
+are wanted, and of mxfp4 one word, which has its eight values of 32 columns (kernels/grouped_linear/words.py).
 """
 
 from triton.experimental import gluon
@@ -14,13 +14,12 @@ MX_BLOCK = gl.constexpr(32)
 
 
 @gluon.constexpr_function
-def bytes_layout(rows, warps):
-    """The layout of MX_BLOCK columns' bytes [rows, 16] in which each has its two values' place in the operand."""
-    columns = [[0, 4], [0, 8]]
+def words_layout(rows, warps):
+    """The layout of MX_BLOCK columns' words [rows, 4] in which each lies where its values are wanted."""
     blocks = [[16 * warps << bit, 0] for bit in range((rows // (16 * warps)).bit_length() - 1)]
     by_warp = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0], *columns, *blocks], lanes, by_warp, [], [rows, 16])
+    return gl.DistributedLinearLayout([[8, 0], *blocks], lanes, by_warp, [], [rows, 4])
 
 
 @gluon.jit
@@ -30,52 +29,55 @@ def fp8_operand(stage, first, factor, dtype: gl.constexpr, OPERAND: gl.constexpr
 
 
 @gluon.jit
-def mxfp4_operand(stage, block, exponents, BYTES: gl.constexpr, OPERAND: gl.constexpr):
-    """Returns MX_BLOCK columns of a stage in bfloat16; byte `block` of `exponents` [rows] is theirs.
+def mxfp4_operand(stage, block, exponents, dtype: gl.constexpr, WORDS: gl.constexpr, OPERAND: gl.constexpr):
+    """Returns MX_BLOCK columns of a stage; theirs is byte `block` of `exponents` [rows].
 
-    The three low bits of e2m1 are exponent and mantissa of bfloat16 once they lie where these meet: a number 2**126
-    times as small, 0 and 0.5 included. Both products are exact, but for the last one's rounding to a subnormal number,
-    which is that of the fp32 product. One product would not do: 2**126 times a factor above 2 is no number.
+    Exponent and mantissa of e2m1 are those of a bfloat16 number once they lie where these meet: one 2**126 times as
+    small, 0 and 0.5 included. Its product by 2**(exponent - 1) is exact, but for the rounding to a subnormal number,
+    which is that of the fp32 product.
     """
-    pairs = stage.slice(16 * block, 16, 1).load(BYTES).to(gl.int32)
+    words = stage.slice(4 * block, 4, 1).load(WORDS)
     exponent = (exponents >> (8 * block)) & 255
-    # In both halves a power of two; 2**-127 is a subnormal number.
-    factor = gl.zeros_like(pairs) + gl.maximum(exponent * 0x00800080, 0x00400040)[:, None]
-    low, high = gl.inline_asm_elementwise(
+    # The power of two in both halves.
+    power = gl.zeros_like(words) + (exponent * 0x00800080 + 0x3F003F00)[:, None]
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         """{
-        .reg .b32 number, sign, power;
-        mul.lo.u32 number, $2, 0x00040040;
-        mul.lo.u32 sign, $2, 0x01001000;
+        .reg .b32 number, sign;
+        and.b32 number, $8, 0x81C081C0;
+        mul.rn.bf16x2 number, number, $9;
+        mov.b32 {$0, $1}, number;
+        shl.b32 number, $8, 3;
+        and.b32 number, number, 0x81C081C0;
+        mul.rn.bf16x2 number, number, $9;
+        mov.b32 {$2, $3}, number;
+        shl.b32 sign, $8, 1;
+        shr.u32 number, $8, 3;
         and.b32 number, number, 0x01C001C0;
         lop3.b32 number, sign, 0x80008000, number, 0xEA;
-        mov.b32 power, 0x7E807E80;
-        mul.rn.bf16x2 number, number, power;
-        mul.rn.bf16x2 number, number, $3;
-        mov.b32 {$0, $1}, number;
+        mul.rn.bf16x2 number, number, $9;
+        mov.b32 {$4, $5}, number;
+        shl.b32 sign, $8, 2;
+        shl.b32 number, $8, 6;
+        and.b32 number, number, 0x01C001C0;
+        lop3.b32 number, sign, 0x80008000, number, 0xEA;
+        mul.rn.bf16x2 number, number, $9;
+        mov.b32 {$6, $7}, number;
         }""",
-        "=h,=h,r,r",
-        [pairs, factor],
-        dtype=(gl.bfloat16, gl.bfloat16),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, power],
+        dtype=(gl.bfloat16,) * 8,
         is_pure=True,
         pack=1,
     )
-    joined = gl.join(low, high).reshape([pairs.shape[0], MX_BLOCK])
-    return gl.convert_layout(joined, OPERAND, assert_trivial=True)
+    # [rows, t, i, h, s] of columns 16 s + 8 h + 2 t + i.
+    values = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    columns = values.permute((0, 4, 3, 1, 2)).reshape([words.shape[0], MX_BLOCK])
+    return gl.convert_layout(columns, OPERAND, assert_trivial=True).to(dtype)
 
 
 @gluon.jit
-def exponents_of_step(scales_row, step, blocks, COUNT: gl.constexpr, WORD_BYTES: gl.constexpr):
-    """Returns the COUNT exponents of each row for a step as the bytes of int32s, in one load or in halves.
-
-    `scales_row` points to rows that have `blocks` exponents each.
-    """
-    first = step * COUNT
-    if COUNT == 4 and WORD_BYTES == 4:
-        words = scales_row.to(gl.pointer_type(gl.int32), bitcast=True)
-        return gl.load(words + step, mask=first < blocks, other=0)
-    halves = scales_row.to(gl.pointer_type(gl.int16), bitcast=True) + first // 2
-    exponents = gl.load(halves, mask=first < blocks, other=0).to(gl.int32)
-    if COUNT == 4:
-        high = gl.load(halves + 1, mask=first + 2 < blocks, other=0).to(gl.int32)
-        exponents = (exponents & 0xFFFF) | (high << 16)
-    return exponents
+def exponents_of_step(exponents_row, step, words, COUNT: gl.constexpr):
+    """Returns the COUNT exponents of each row for a step, two or four, in the low bytes; a row has `words` words."""
+    word = step * COUNT // 4
+    exponents = gl.load(exponents_row + word, mask=word < words, other=0)
+    return exponents >> (8 * (step * COUNT % 4))
